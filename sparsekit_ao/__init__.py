@@ -1,0 +1,40 @@
+"""sparsekit_ao: exact structured sparsity as a drop-in plugin for `torch.ao.pruning`.
+
+`ScopeSparsifier` turns config dicts into views, blocks and scopes and keeps exactly as many blocks as each budget
+says; `WeightNormSparsifier` and `NearlyDiagonalSparsifier` replace torch.ao's by an import. `patterns` names common
+structures, `schedules` and `schedulers` move budgets over time.
+"""
+
+from . import patterns, schedulers, schedules
+from .errors import CouplingError, SparsityError
+from .kernels import keep_mask
+from .masking import WeightMask
+from .nearly_diagonal import NearlyDiagonalSparsifier
+from .report import Report, Row
+from .sparsifier import ScopeSparsifier
+from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from .weight_norm import WeightNormSparsifier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockCoupling",
+    "BlockSpec",
+    "CouplingError",
+    "NearlyDiagonalSparsifier",
+    "Report",
+    "Row",
+    "ScopeCoupling",
+    "ScopeSparsifier",
+    "ScopeSpec",
+    "SparseBlock",
+    "SparseScope",
+    "SparsityError",
+    "View",
+    "WeightMask",
+    "WeightNormSparsifier",
+    "keep_mask",
+    "patterns",
+    "schedulers",
+    "schedules",
+]

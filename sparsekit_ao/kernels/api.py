@@ -1,0 +1,176 @@
+"""The only door to the kernels: checks the arguments, chooses the implementation, and hands over.
+
+`impl="auto"` takes the CPU path for CPU tensors and the reference elsewhere. An implementation asked for by name is
+used or an error says why not; it never falls back.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+from . import cpu, reference
+from .radix import Reduce
+from .reference import Norm
+from .tiling import Blocks, Scopes, from_scopes, to_scopes
+
+__all__ = ["IMPLS", "block_scores", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
+
+IMPLS = ("auto", "reference", "cpu")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def keep_mask(
+    scores: Tensor,
+    keep: int | Tensor,
+    *,
+    candidates: Tensor | None = None,
+    index: Tensor | None = None,
+    reduce: Reduce | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Choose exactly `keep` members of every scope: the one selection rule of the library.
+
+    The highest scores are kept; among equal scores the lower index wins; NaN ranks highest, so that a diverged weight
+    is never hidden by pruning it; -0.0 equals 0.0. Every implementation returns the same bits.
+
+    Args:
+        scores: [scopes, members], float16, bfloat16, float32 or float64.
+        keep: members kept in each scope, 0 <= keep <= members: an int, or an integer tensor [scopes].
+        candidates: bool [scopes, members]; a False member is never kept, and a scope with fewer candidates than
+            `keep` keeps them all.
+        index: int64 [scopes, members], the global index of each member; only with `reduce`.
+        reduce: sums an int64 histogram over processes that hold other members of the same scopes; `keep` then counts
+            the members of all of them, and ties go by `index`.
+        impl: one of `IMPLS`.
+
+    Returns:
+        bool [scopes, members], True = keep.
+
+    Raises:
+        SparsityError: wrong rank, dtype, budget or implementation.
+
+    >>> keep_mask(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 1)
+    tensor([[False,  True, False, False]])
+    """
+    if scores.ndim != 2 or scores.dtype not in _FLOATS:
+        raise SparsityError(
+            f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, members], "
+            f"got {scores.dtype} {tuple(scores.shape)}"
+        )
+    if candidates is not None and (candidates.shape != scores.shape or candidates.dtype != torch.bool):
+        raise SparsityError(
+            f"keep_mask: candidates must be bool {tuple(scores.shape)}, "
+            f"got {candidates.dtype} {tuple(candidates.shape)}"
+        )
+    if (reduce is None) != (index is None) or (index is not None and index.shape != scores.shape):
+        raise SparsityError("keep_mask: reduce and index go together, and index has the shape of scores")
+    chosen = _choose(impl, scores.device)
+    if reduce is not None and chosen != "cpu":
+        raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
+    budget = _budget(keep, scores, shared=reduce is not None)
+    if chosen == "cpu":
+        return cpu.keep_mask(scores, budget, candidates, index=index, reduce=reduce)
+    return reference.keep_mask(scores, budget, candidates)
+
+
+def block_scores(members: Sequence[Blocks], norm: Norm = 2, *, ndim: int | None = None, impl: str = "auto") -> Tensor:
+    """One score a block: the p-norm over the union of the members' blocks at each aligned grid index.
+
+    Args:
+        members: windows with values, whose aligned grids agree.
+        norm: 1, 2, inf, or a callable giving a saliency per element, of which a block's score is the mean.
+        ndim: dimensions of the aligned grid; the widest member's by default.
+
+    Returns:
+        float32 (float64 for float64 weights), of the aligned grid's shape. Single elements score exactly |x|.
+    """
+    ndim = max(m.window.ndim for m in members) if ndim is None else ndim
+    if _choose(impl, members[0].window.device) == "cpu":
+        return cpu.block_scores(tuple(members), norm, ndim)
+    return reference.block_scores(members, norm, ndim)
+
+
+def fill_mask(members: Sequence[Blocks], keep: Tensor, *, stage: bool = False) -> None:
+    """Write the keep grid (True = keep, of the aligned grid's shape) to every member's mask, in place.
+
+    With `stage`, blocks are only removed: an earlier stage's choice stands.
+    """
+    reference.fill_mask(members, keep, stage=stage)
+
+
+def scope_scores(group: Scopes, norm: Norm = 2, *, impl: str = "auto") -> Tensor:
+    """Block scores as rows [scopes, blocks of a scope]; slots beyond a partial scope hold 0."""
+    return to_scopes(block_scores(group.members, norm, ndim=len(group.shape), impl=impl), group, 0.0)
+
+
+def scope_mask(
+    groups: Sequence[Scopes], keep: Tensor, norm: Norm = 2, *, stage: bool = False, impl: str = "auto"
+) -> None:
+    """Score, select and fill: the whole mask update of the scopes that share budgets.
+
+    Args:
+        groups: scopes with values and masks; at one aligned scope index the blocks of all groups compete.
+        keep: int64, of the shape of the aligned scope grid: blocks kept. A scope smaller than its budget keeps all.
+        norm: see `block_scores`.
+        stage: choose only among blocks that the masks still hold, scored by what the masks left of them.
+        impl: one of `IMPLS`.
+    """
+    device = groups[0].members[0].window.device
+    if _choose(impl, device) == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
+        return
+    scored = [g.with_members([_left(m) for m in g.members]) for g in groups] if stage else groups
+    scores = torch.cat([scope_scores(g, norm, impl=impl) for g in scored], dim=1)
+    candidates = _candidates(groups, stage, device)
+    rows = keep_mask(scores, keep.reshape(-1), candidates=candidates, impl=impl)
+    for group, kept in zip(groups, rows.split([math.prod(g.shape) for g in groups], dim=1), strict=True):
+        fill_mask(group.members, from_scopes(kept, group), stage=stage)
+
+
+def _left(m: Blocks) -> Blocks:
+    """The member with its values as the earlier stages left them."""
+    assert m.values is not None and m.mask is not None
+    return Blocks(shape=m.shape, order=m.order, values=torch.where(m.mask != 0, m.values, 0), mask=m.mask)
+
+
+def _candidates(groups: Sequence[Scopes], stage: bool, device: torch.device) -> Tensor | None:
+    if not stage and not any(g % n for s in groups for g, n in zip(s.grid, s.shape, strict=True)):
+        return None
+    rows = []
+    for g in groups:
+        alive = reference.candidates_of(g.members, len(g.shape)) if stage else None
+        grid = torch.ones(g.grid, dtype=torch.bool, device=device) if alive is None else alive
+        rows.append(to_scopes(grid, g, False))
+    return torch.cat(rows, dim=1)
+
+
+def _budget(keep: int | Tensor, scores: Tensor, *, shared: bool) -> Tensor:
+    """The budget as int64 [scopes], checked where that needs no wait for a device."""
+    scopes, members = scores.shape
+    if isinstance(keep, Tensor):
+        if keep.shape not in ((), (scopes,)) or keep.is_floating_point() or keep.dtype == torch.bool:
+            raise SparsityError(
+                f"keep_mask: keep must be an int or an integer tensor [{scopes}], got {keep.dtype} {tuple(keep.shape)}"
+            )
+        budget = keep.to(scores.device, torch.int64).expand(scopes)
+        low, high = (0, 0) if keep.device.type != "cpu" or not keep.numel() else map(int, keep.aminmax())
+    elif isinstance(keep, bool) or not isinstance(keep, int):
+        raise SparsityError(f"keep_mask: keep must be an int or an integer tensor [{scopes}], got {keep!r}")
+    else:
+        budget = torch.full((scopes,), keep, dtype=torch.int64, device=scores.device)
+        low = high = keep
+    if low < 0 or (high > members and not shared):
+        raise SparsityError(f"keep_mask: keep must lie in 0 .. {members} (the members of a scope), got {low} .. {high}")
+    return budget
+
+
+def _choose(impl: str, device: torch.device) -> str:
+    if impl not in IMPLS:
+        raise SparsityError(f"impl must be one of {IMPLS}, got {impl!r}")
+    if impl == "auto":
+        return "cpu" if device.type == "cpu" else "reference"
+    if impl == "cpu" and device.type != "cpu":
+        raise SparsityError(f'impl="cpu" works on CPU tensors, got {device}. Use impl="auto".')
+    return impl

@@ -1,0 +1,205 @@
+"""The CPU path: the reference's masks in a few passes over memory, a cache-sized chunk at a time.
+
+Three ways to select, by the width of a row: comparing every pair (N:M), a k-th value a row, a radix select. Scores of
+single elements are never stored: their keys are made from the weight itself, chunk by chunk.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import radix, reference
+from .keys import absent, key_bits, order_keys
+from .radix import CHUNK, Reduce
+from .tiling import Blocks, Scopes, from_scopes, to_scopes
+
+__all__ = ["block_scores", "keep_mask", "scope_mask"]
+
+PAIRS = 16  # widest row that is ranked by comparing every pair
+WIDE = 1 << 15  # from here on a row is radix-selected
+
+
+class _Rows:
+    """Keys of score rows, made when asked for (see `radix.KeyRows`)."""
+
+    def __init__(self, scores: Tensor, candidates: Tensor | None, magnitude: bool) -> None:
+        self.rows, self.width = scores.shape
+        self.bits = key_bits(scores.dtype)
+        self._scores, self._candidates, self._magnitude = scores, candidates, magnitude
+
+    def keys(self, row: int, start: int, stop: int) -> Tensor:
+        return self.block(slice(row, row + 1), slice(start, stop))[0]
+
+    def block(self, rows: slice, slots: slice = slice(None)) -> Tensor:
+        keys = order_keys(self._scores[rows, slots], magnitude=self._magnitude)
+        if self._candidates is not None:
+            keys.masked_fill_(~self._candidates[rows, slots], absent(self._scores.dtype))
+        return keys
+
+
+def keep_mask(
+    scores: Tensor,
+    keep: Tensor,
+    candidates: Tensor | None = None,
+    *,
+    magnitude: bool = False,
+    index: Tensor | None = None,
+    reduce: Reduce | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `api.keep_mask`, by the fastest of the three ways; `magnitude` ranks by |score|, `out` takes the mask."""
+    out = torch.empty(scores.shape, dtype=torch.bool) if out is None else out
+    if out.numel() == 0 and reduce is None:
+        return out
+    source = _Rows(scores, candidates, magnitude)
+    if reduce is not None or source.width >= WIDE:
+        _keep_wide(out, source, keep, index, reduce)
+    else:
+        way = _keep_pairs if source.width <= PAIRS else _keep_kth
+        step = max(1, CHUNK // source.width)
+        for start in range(0, source.rows, step):
+            part = slice(start, start + step)
+            way(out[part], source.block(part), keep[part])
+    return out if candidates is None else out.logical_and_(candidates)
+
+
+def _keep_pairs(out: Tensor, keys: Tensor, keep: Tensor) -> None:
+    """Rank by comparing every pair of slots: slot i beats a later slot j unless j is strictly higher."""
+    slots = keys.unbind(1)
+    beaten = [torch.full(keys.shape[:1], len(slots) - 1 - i, dtype=torch.int8) for i in range(len(slots))]
+    for i in range(len(slots)):
+        for j in range(i + 1, len(slots)):
+            first_wins = (slots[i] >= slots[j]).view(torch.int8)
+            beaten[j].add_(first_wins)
+            beaten[i].sub_(first_wins)
+    limit = keep.to(torch.int8)
+    for i, rank in enumerate(beaten):
+        torch.lt(rank, limit, out=out[:, i])
+
+
+def _keep_kth(out: Tensor, keys: Tensor, keep: Tensor) -> None:
+    """Threshold each row at its k-th largest key, then cut the ties that exceed it."""
+    width = keys.shape[1]
+    budgets = keep.unique().tolist()
+    threshold = torch.empty(keys.shape[0], 1, dtype=keys.dtype)
+    for k in budgets:
+        rows = keep == k if len(budgets) > 1 else slice(None)
+        threshold[rows] = keys[rows].kthvalue(width + 1 - max(k, 1), dim=1, keepdim=True).values
+    torch.ge(keys, threshold, out=out)
+    excess = (out.sum(1) != keep).nonzero()[:, 0]
+    if excess.numel():
+        some, limit = keys[excess], threshold[excess]
+        above, ties = some > limit, some == limit
+        need = keep[excess, None] - above.sum(1, keepdim=True)
+        out[excess] = above | (ties & (ties.cumsum(1) <= need))
+
+
+def _keep_wide(out: Tensor, source: _Rows, keep: Tensor, index: Tensor | None, reduce: Reduce | None) -> None:
+    threshold, need, ties = radix.select_threshold(source, keep, reduce)
+    last = None if reduce is None else _last_index(source, threshold, need, index, reduce)
+    for row in range(source.rows):
+        limit, whole = int(threshold[row]), bool(need[row] == ties[row])
+        compare = torch.ge if whole else torch.gt
+        for start in range(0, source.width, CHUNK):
+            stop = min(start + CHUNK, source.width)
+            compare(source.keys(row, start, stop), limit, out=out[row, start:stop])
+        if whole:
+            continue
+
+        def tied(start: int, stop: int, row: int = row, limit: int = limit) -> Tensor:
+            found = source.keys(row, start, stop) == limit
+            if last is None or index is None:
+                return found
+            return found & (index[row, start:stop] <= last[row])
+
+        radix.mark_first(out[row], tied, int(need[row]) if last is None else source.width)
+
+
+class _TieIndices:
+    """The global indices of tied slots as keys: the lower the index, the higher the key."""
+
+    def __init__(self, source: _Rows, threshold: Tensor, index: Tensor) -> None:
+        self.rows, self.width, self.bits = source.rows, source.width, 64
+        self._source, self._threshold, self._index = source, threshold, index
+
+    def keys(self, row: int, start: int, stop: int) -> Tensor:
+        tied = self._source.keys(row, start, stop) == int(self._threshold[row])
+        return torch.where(tied, -self._index[row, start:stop], torch.iinfo(torch.int64).min)
+
+
+def _last_index(source: _Rows, threshold: Tensor, need: Tensor, index: Tensor | None, reduce: Reduce) -> Tensor:
+    """The largest global index that is still kept among each row's ties (-1 where none is)."""
+    assert index is not None, "a reduce needs the global index of every slot"
+    place, _, _ = radix.select_threshold(_TieIndices(source, threshold, index), need, reduce)
+    return torch.where(need > 0, -place, -1)
+
+
+def block_scores(members: tuple[Blocks, ...], norm: reference.Norm, ndim: int) -> Tensor:
+    """As the reference, computed a chunk of blocks at a time; the same bits, since no sum crosses a chunk."""
+    first = members[0]
+    if len(members) > 1 or first.is_partial or first.window.numel() <= CHUNK:
+        return reference.block_scores(members, norm, ndim)
+    own = replace(first, order=())
+    out: Tensor | None = None
+    for place, part in _cut(own.window, first.shape):
+        scores = reference.block_scores((replace(own, values=part, mask=None),), norm, part.ndim)
+        out = scores.new_empty(first.grid) if out is None else out
+        out[place].copy_(scores)
+    assert out is not None
+    return reference.to_aligned(out, first.order, ndim)
+
+
+def _cut(window: Tensor, unit: tuple[int, ...]) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Cut a window into cache-sized parts of whole units; each with its place in the grid of units."""
+    counts = [s // u for s, u in zip(window.shape, unit, strict=True)]
+    todo = [tuple(slice(0, c) for c in counts)]
+    while todo:
+        place = todo.pop()
+        sizes = [p.stop - p.start for p in place]
+        numel = math.prod(sizes) * math.prod(unit)
+        widest = next((k for k, size in enumerate(sizes) if size > 1), None)
+        if numel <= CHUNK or widest is None:
+            yield place, window[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
+            continue
+        step = max(1, CHUNK * sizes[widest] // numel)
+        begin, end = place[widest].start, place[widest].stop
+        parts = [slice(at, min(at + step, end)) for at in range(begin, end, step)]
+        todo.extend((*place[:widest], part, *place[widest + 1 :]) for part in reversed(parts))
+
+
+def scope_mask(scopes: Scopes, keep: Tensor, norm: reference.Norm) -> bool:
+    """Score, select and fill in one go where one plain window allows it; False where the three verbs must do it.
+
+    Args:
+        scopes: one window with values and mask, nothing partial.
+        keep: int64, of the shape of the scope grid.
+    """
+    only = scopes.members[0]
+    regular = not any(g % n for g, n in zip(only.grid, scopes.shape, strict=False))
+    if len(scopes.members) > 1 or only.order or scopes.order or only.is_partial or not regular:
+        return False
+    if only.values is None or only.mask is None or only.mask.dtype != torch.bool or only.values.numel() == 0:
+        return False
+    unit = tuple(b * g for b, g in zip(only.shape, scopes.shape, strict=True))
+    for place, values in _cut(only.values, unit):
+        mask = only.mask[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
+        part = replace(only, values=values, mask=mask)
+        _mask_part(scopes.with_members([part]), keep[place].reshape(-1), norm)
+    return True
+
+
+def _mask_part(scopes: Scopes, keep: Tensor, norm: reference.Norm) -> None:
+    part = scopes.members[0]
+    assert part.values is not None and part.mask is not None
+    single = not callable(norm) and all(b == 1 for b in part.shape)
+    grid = part.values if single else block_scores((part,), norm, part.values.ndim)
+    rows = to_scopes(grid, scopes, 0.0)
+    direct = to_scopes(part.mask, scopes, False) if single else None
+    if direct is not None and direct.data_ptr() == part.mask.data_ptr():  # the mask's own memory: fill it there
+        keep_mask(rows, keep, magnitude=True, out=direct)
+        return
+    kept = keep_mask(rows, keep, magnitude=not callable(norm))
+    reference.fill_mask((part,), from_scopes(kept, scopes))

@@ -1,0 +1,46 @@
+"""Order-preserving integer keys of float scores: the one place that says what "higher" means.
+
+Keys are signed integers of the score's own width whose order is the order of the scores, with three rules on top:
+every NaN is equal and above +inf, -0.0 equals 0.0, and `absent` (the smallest integer) is below every score.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["absent", "key_bits", "order_keys"]
+
+_INT = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_INF = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
+
+
+def absent(dtype: torch.dtype) -> int:
+    """The key of a slot that may never be kept; `dtype` is the score's."""
+    return torch.iinfo(_INT[dtype]).min
+
+
+def key_bits(dtype: torch.dtype) -> int:
+    """Width of a key in bits: 16, 32 or 64."""
+    return torch.iinfo(_INT[dtype]).bits
+
+
+def order_keys(scores: Tensor, *, magnitude: bool = False) -> Tensor:
+    """Integer keys in the order of `scores`, or of their absolute values.
+
+    Args:
+        scores: any shape; float16, bfloat16, float32 or float64.
+        magnitude: rank by |score|; one operation cheaper, and exact.
+
+    Returns:
+        int16, int32 or int64 of the same shape.
+
+    >>> order_keys(torch.tensor([-1.0, -0.0, 0.0, float("inf")])).argsort(stable=True).tolist()
+    [0, 1, 2, 3]
+    """
+    bits = scores.view(_INT[scores.dtype])
+    top = torch.iinfo(bits.dtype).max
+    nan = _INF[scores.dtype] + 1
+    if magnitude:
+        return (bits & top).clamp_(max=nan)
+    # A set sign bit turns the remaining bits around; two's complement then orders the rest.
+    keys = torch.where(bits < 0, -(bits & top), bits)
+    return torch.where(scores.isnan(), nan, keys)

@@ -1,0 +1,193 @@
+"""Integer algebra of strided windows: bounds, injectivity, and how tiles cut a shape.
+
+Knows shapes, strides and offsets, all counted in elements; never a tensor's values, a module or a name.
+`where` in the signatures is only the opening words of an error message.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from .errors import SparsityError
+
+__all__ = ["Shape", "addresses", "check_window", "cosize", "grid_of", "is_dense", "resolve_tile", "row_major"]
+
+Shape = tuple[int, ...]
+
+
+def row_major(shape: Sequence[int]) -> Shape:
+    """Strides of a contiguous tensor of this shape.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    stride = [1] * len(shape)
+    for k in range(len(shape) - 2, -1, -1):
+        stride[k] = stride[k + 1] * max(shape[k + 1], 1)
+    return tuple(stride)
+
+
+def cosize(shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> int:
+    """Largest address that the window reaches, plus one; 0 for an empty window."""
+    if 0 in shape:
+        return 0
+    return offset + sum((n - 1) * d for n, d in zip(shape, stride, strict=True)) + 1
+
+
+def grid_of(sizes: Sequence[int], tile: Sequence[int]) -> Shape:
+    """How many tiles each dimension holds; a partial last tile counts.
+
+    >>> grid_of((4, 10), (2, 4))
+    (2, 3)
+    """
+    return tuple(-(-s // t) for s, t in zip(sizes, tile, strict=True))
+
+
+def addresses(shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """Every address of the window, row-major over its indices; int64, of length prod(shape)."""
+    out = torch.tensor([offset])
+    for n, d in zip(shape, stride, strict=True):
+        out = (out[:, None] + torch.arange(n) * d).reshape(-1)
+    return out
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the addresses are exactly 0 .. numel-1, each met once (contiguous in some order of dimensions)."""
+    expected = 1
+    for d, n in sorted((d, n) for n, d in zip(shape, stride, strict=True) if n != 1):
+        if d != expected:
+            return False
+        expected *= n
+    return True
+
+
+def resolve_tile(
+    kind: str, sizes: Sequence[int], tile: Sequence[int], *, edge: str = "error", where: str = ""
+) -> Shape:
+    """Check the block or scope shape that a user gave, and replace `()`, missing entries and -1.
+
+    Args:
+        kind: `"block"` (`()` is all ones, else one entry a dimension) or `"scope"` (missing entries are whole).
+        sizes: what is tiled: the view's shape for a block, the block grid for a scope.
+        tile: the shape as given.
+        edge: `"error"`, or `"partial"` to allow a smaller last tile.
+        where: opening words of an error.
+
+    Returns:
+        One positive int for each dimension of `sizes`.
+
+    Raises:
+        SparsityError: a wrong length, a non-integer, a value below 1 other than -1, a non-divisor.
+
+    >>> resolve_tile("block", (8, 6), (-1, 3))
+    (8, 3)
+    >>> resolve_tile("scope", (8, 6), ())
+    (8, 6)
+    """
+    if edge not in ("error", "partial"):
+        raise SparsityError(f'{where}edge must be "error" or "partial", got {edge!r}')
+    noun = "dimension" if kind == "block" else "block-grid dimension"
+    if isinstance(tile, (str, int)) or not isinstance(tile, Sequence):
+        raise SparsityError(f"{where}{kind} shape must be a tuple of ints, got {tile!r}")
+    full = tuple(tile)
+    if kind == "block":
+        full = full or (1,) * len(sizes)
+        if len(full) != len(sizes):
+            raise SparsityError(
+                f"{where}block {full} has {len(full)} entries, but the view has {len(sizes)} dimensions "
+                f"{tuple(sizes)}. Give one entry a dimension, or () for single elements."
+            )
+    elif len(full) > len(sizes):
+        raise SparsityError(
+            f"{where}scope {full} has {len(full)} entries, but the block grid has {len(sizes)} dimensions "
+            f"{tuple(sizes)}. Missing entries mean the whole dimension."
+        )
+    full += (-1,) * (len(sizes) - len(full))
+    return tuple(_resolve_one(kind, noun, k, size, full, edge, where) for k, size in enumerate(sizes))
+
+
+def _resolve_one(kind: str, noun: str, k: int, size: int, tile: Shape, edge: str, where: str) -> int:
+    entry = tile[k]
+    if isinstance(entry, bool) or not isinstance(entry, int):
+        raise SparsityError(f"{where}{kind} {tile} needs an int at {noun} {k}, got {entry!r}")
+    if entry == -1:
+        return max(size, 1)
+    if entry < 1:
+        raise SparsityError(f"{where}{kind} {tile} needs a positive size (or -1 for all) at {noun} {k}, got {entry}")
+    if size % entry and edge == "error":
+        raise SparsityError(
+            f"{where}{kind} {tile} needs {noun} {k} divisible by {entry}, got {size}. "
+            'Use edge="partial", or leave the tensor out.'
+        )
+    return entry
+
+
+@lru_cache(maxsize=4096)
+def check_window(
+    param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str = ""
+) -> None:
+    """Check that a window meets only elements of the parameter, and none of them twice.
+
+    Addresses count from the parameter's first element. Raises SparsityError with the first thing that is wrong.
+    """
+    if len(shape) != len(stride):
+        raise SparsityError(
+            f"{where}a view needs one stride a dimension, got shape {shape} ({len(shape)}) "
+            f"and stride {stride} ({len(stride)})"
+        )
+    for what, numbers in (("shape", shape), ("stride", stride), ("offset", (offset,))):
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+            raise SparsityError(f"{where}view {what} must be non-negative ints, got {numbers}")
+    if 0 in shape:
+        return
+    _check_inside(param_shape, param_stride, shape, stride, offset, where)
+    if not _is_injective(shape, stride):
+        raise SparsityError(
+            f"{where}view {shape}:{stride} meets some element twice, so a block could not be dropped by itself. "
+            "Use strides under which every index has its own address."
+        )
+
+
+def _check_inside(
+    param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str
+) -> None:
+    end, last = cosize(shape, stride, offset), cosize(param_shape, param_stride)
+    if end > last:
+        raise SparsityError(
+            f"{where}view {shape}:{stride} with offset {offset} reaches address {end - 1}, "
+            f"but the parameter {param_shape} ends at {last - 1}"
+        )
+    if is_dense(param_shape, param_stride) or _no_carry(param_shape, param_stride, shape, stride, offset):
+        return
+    inside = torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride))
+    if not bool(inside.all()):
+        raise SparsityError(
+            f"{where}view {shape}:{stride} with offset {offset} meets storage between the elements of the "
+            f"parameter {param_shape}:{param_stride}, which is a slice of a larger tensor"
+        )
+
+
+def _no_carry(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:
+    """Whether the window plainly stays inside: its steps, written in the parameter's digits, never overflow one."""
+    dims = sorted(((d, n) for n, d in zip(param_shape, param_stride, strict=True) if n > 1), reverse=True)
+    reach = [0] * len(dims)
+    for steps, jump in ((1, offset), *((n - 1, d) for n, d in zip(shape, stride, strict=True))):
+        for j, (d, _) in enumerate(dims):
+            digit, jump = divmod(jump, d)
+            reach[j] += steps * digit
+        if jump and steps:
+            return False
+    return all(r < n for r, (_, n) in zip(reach, dims, strict=True))
+
+
+def _is_injective(shape: Shape, stride: Shape) -> bool:
+    reach = 0
+    for d, n in sorted((d, n) for n, d in zip(shape, stride, strict=True) if n > 1):
+        if d == 0:
+            return False
+        if d <= reach:  # not nested: only counting decides
+            return int(addresses(shape, stride).unique().numel()) == math.prod(shape)
+        reach += (n - 1) * d
+    return True

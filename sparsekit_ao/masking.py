@@ -1,0 +1,147 @@
+"""The parametrization that masks a weight, and how it is put on and taken off.
+
+Knows modules and masks; nothing of budgets or scopes. A masked element is exactly zero in forward and backward, even
+where the weight is NaN or infinite: elements are selected, not multiplied. On a bool mask that is `torch.where`; on a
+float mask it is `threshold_backward`, which selects at the speed of a product on CPU.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.ao.pruning import FakeSparsity
+from torch.nn.utils import parametrize
+
+from .errors import SparsityError
+
+__all__ = ["WeightMask", "bake", "dense_weight", "find_mask", "install_mask", "rebuilt_originals", "select"]
+
+
+def select(weight: Tensor, mask: Tensor) -> Tensor:
+    """The weight where the mask is True (or positive), exactly 0 elsewhere; differentiable in the weight.
+
+    >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
+    tensor([1., 0.])
+    """
+    if mask.dtype == torch.bool:
+        return torch.where(mask, weight, 0)
+    mask = mask if mask.dtype == weight.dtype else mask.to(weight.dtype)
+    return torch.ops.aten.threshold_backward(weight, mask, 0)
+
+
+class WeightMask(FakeSparsity):
+    """Masked weight: a `torch.ao.pruning.FakeSparsity` that compiles, keeps dtypes and saves its mask.
+
+    Args:
+        mask: of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and is only
+            ever filled in place.
+    """
+
+    mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The weight with dropped elements exactly zero; shape and dtype as given."""
+        if self.mask.shape != x.shape:
+            raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
+        return select(x, self.mask)
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        """Assigning to the masked weight sets the dense one."""
+        return x
+
+    def state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """As any module's (torch.ao's leaves the mask out, so its checkpoints cannot be loaded strictly)."""
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+
+def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
+    """The mask on a tensor, or None."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return None
+    return next((p for p in _chain(module, tensor_name) if isinstance(p, WeightMask)), None)
+
+
+def install_mask(module: nn.Module, tensor_name: str, mask: Tensor) -> None:
+    """Register the mask on top of whatever parametrizes the tensor already."""
+    parametrize.register_parametrization(module, tensor_name, WeightMask(mask), unsafe=True)
+
+
+def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
+    """What the mask is applied to: the parameter itself, or what parametrizations below the mask make of it."""
+    chain = _chain(module, tensor_name)
+    below = _below(chain)
+    return _through(below, _originals(chain)).detach()
+
+
+def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
+    """New values of the parameters under the mask, such that the tensor is masked without the mask.
+
+    Raises:
+        SparsityError: a parametrization below the mask cannot express the masked weight. Nothing is changed.
+    """
+    chain = _chain(module, tensor_name)
+    mask = find_mask(module, tensor_name)
+    assert mask is not None
+    below = _below(chain)
+    masked = select(dense_weight(module, tensor_name), mask.mask)
+    back: tuple[Tensor, ...] = (masked,)
+    for p in reversed(below):
+        if not hasattr(p, "right_inverse"):
+            raise SparsityError(_cannot(tensor_name, p, "it has no right_inverse"))
+        found: Tensor | Sequence[Tensor] = p.right_inverse(*back)  # type: ignore[operator]
+        back = (found,) if isinstance(found, Tensor) else tuple(found)
+    if below:
+        again = _through(below, list(back))
+        if not torch.equal(again != 0, masked != 0) or not torch.allclose(again, masked, rtol=1e-3, atol=1e-6):
+            raise SparsityError(_cannot(tensor_name, below[-1], "its right_inverse does not give the masked weight"))
+    return list(back)
+
+
+def bake(module: nn.Module, tensor_name: str, originals: list[Tensor]) -> None:
+    """Write `rebuilt_originals` into the parameters, in place, and take the mask away; other layers stay."""
+    chain = _chain(module, tensor_name)
+    with torch.no_grad():
+        for parameter, value in zip(_originals(chain), originals, strict=True):
+            parameter.copy_(value)
+    if len(chain) > 1:
+        del chain[len(_below(chain))]
+        return
+    # Deep copies share the class that parametrize made for the module; removing edits that class, so own it first.
+    kind = type(module)
+    namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+    module.__class__ = type(kind.__name__, kind.__bases__, namespace)
+    parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
+
+
+def _chain(module: nn.Module, tensor_name: str) -> parametrize.ParametrizationList:
+    chain = module.parametrizations[tensor_name]  # type: ignore[index]
+    assert isinstance(chain, parametrize.ParametrizationList)
+    return chain
+
+
+def _below(chain: parametrize.ParametrizationList) -> list[nn.Module]:
+    layers = list(chain)
+    return layers[: next(i for i, p in enumerate(layers) if isinstance(p, WeightMask))]
+
+
+def _originals(chain: parametrize.ParametrizationList) -> list[Tensor]:
+    if chain.is_tensor:
+        return [chain.original]
+    return [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
+
+
+def _through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
+    if not layers:
+        return originals[0]
+    with torch.no_grad():
+        x: Tensor = layers[0](*originals)
+        for layer in layers[1:]:
+            x = layer(x)
+    return x
+
+
+def _cannot(tensor_name: str, layer: nn.Module, why: str) -> str:
+    return (
+        f"{tensor_name}: cannot squash the mask through {type(layer).__name__}: {why}. Remove that parametrization "
+        "first (torch.nn.utils.parametrize.remove_parametrizations)."
+    )

@@ -1,0 +1,264 @@
+"""From group dicts to scopes: what competes with what, lowered once and reused until a group's structure changes.
+
+A plan holds specs over stand-ins on the meta device: names and integers, no weights and no masks. Tensors are looked
+up at every update, because `.to()` and sharding replace them. Budgets are read from the groups at every update,
+because schedulers write there.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import Group
+from .errors import CouplingError, SparsityError
+from .layout import Shape, row_major
+from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+
+__all__ = ["STRUCTURE", "Component", "Plan", "Stage", "make_plan", "stages_of"]
+
+ViewArg = tuple | Callable[[Tensor], Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """How one tensor takes part in one stage: the structural half of a config dict, checked."""
+
+    block_shape: Shape = ()
+    scope_shape: Shape = ()
+    view: ViewArg = None
+    norm: float | Callable[[Tensor], Tensor] = 2
+    edge: str = "error"
+    block_coupling: str | None = None
+    coupling_order: Shape | None = None
+    scope_coupling: str | None = None
+
+
+STRUCTURE = tuple(f.name for f in fields(Stage))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Scopes that are chosen together in one stage: one tensor's, or those of coupled tensors.
+
+    Attributes:
+        scope: the scopes, over stand-ins.
+        leaves: for each block spec of `scope`, the index of its group.
+        stage: 0 for the first; a later one chooses among what the earlier left.
+        norm: how blocks are scored.
+        label: how errors and reports name it.
+    """
+
+    scope: SparseScope
+    leaves: tuple[tuple[BlockSpec, int], ...]
+    stage: int
+    norm: float | Callable[[Tensor], Tensor]
+    label: str
+
+    def budget(self, groups: Sequence[Group], level_given: Mapping[str, float]) -> int | Tensor:
+        """Blocks to keep in each scope now.
+
+        Args:
+            groups: all groups; those of the members must agree.
+            level_given: {tensor_fqn: the level that stands for a group's `nnz`}; a `sparsity_level` that differs was
+                written by a scheduler and overrules the `nnz`.
+        """
+        asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
+        first = next(iter(asked.values()))
+        for fqn, ask in asked.items():
+            if ask != first:
+                raise CouplingError(
+                    f"{self.label}: members share one budget, but {next(iter(asked))} asks for {first[0]}={first[1]} "
+                    f"and {fqn} for {ask[0]}={ask[1]}"
+                )
+        what, number = first
+        if what == "sparsity_level":
+            return self.scope.sparsity_to_nnz(number)
+        return self.scope.budget(number)
+
+    def level(self, groups: Sequence[Group], level_given: Mapping[str, float]) -> float:
+        """The sparsity level that the budget amounts to, over all scopes."""
+        counts = self.scope.members_per_scope()
+        kept = torch.minimum(torch.as_tensor(self.budget(groups, level_given)), counts)
+        return 1 - int(kept.sum()) / max(int(counts.sum()), 1)
+
+    def _members(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
+        return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
+
+
+def stages_of(group: Group) -> tuple[Stage, ...]:
+    """The structure that a group asks for, one entry a stage."""
+    where = f"{group['tensor_fqn']}: "
+    stages = group.get("stages")
+    if stages is None:
+        return (_stage(group, where),)
+    if isinstance(stages, Mapping) or not isinstance(stages, Sequence) or not stages:
+        raise SparsityError(f"{where}stages must be a non-empty list of dicts, got {stages!r}")
+    for at, stage in enumerate(stages):
+        unknown = set(stage) - {*STRUCTURE, "sparsity_level", "nnz"}
+        if unknown:
+            raise SparsityError(f"{where}stages[{at}]: unknown key {sorted(unknown)[0]!r}")
+        if "sparsity_level" in stage and "nnz" in stage:
+            raise SparsityError(f"{where}stages[{at}]: sparsity_level and nnz are two budgets; give one")
+    shared = {k: group[k] for k in STRUCTURE if k in group}
+    return tuple(_stage({**shared, **s}, f"{where}stages[{at}]: ") for at, s in enumerate(stages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All components, earlier stages first; `families[i]` are those that group i takes part in or depends on."""
+
+    components: tuple[Component, ...]
+    families: tuple[tuple[Component, ...], ...]
+
+
+def make_plan(groups: Sequence[Group], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]) -> Plan:
+    """Lower every group: stage by stage, uncoupled tensors alone, coupled ones together.
+
+    Args:
+        groups: for names and error messages.
+        stages: `stages_of` each group.
+        tensors: the dense weights; only shape, strides and dtype are read.
+
+    Raises:
+        SparsityError, CouplingError: what does not fit, by tensor name.
+    """
+    out: list[Component] = []
+    for stage in range(max((len(s) for s in stages), default=0)):
+        rules = {at: s[stage] for at, s in enumerate(stages) if stage < len(s)}
+        specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
+        for label, members in _budget_units(rules, _fate_units(rules, specs)):
+            out.append(_component(label, members, rules, specs, stage))
+    return Plan(components=tuple(out), families=_families(out, len(groups)))
+
+
+def _families(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:
+    """Which components hang together: coupled tensors are updated as one, through all stages."""
+    family = list(range(count))
+    for component in components:
+        joined = {family[at] for _, at in component.leaves}
+        family = [min(joined) if f in joined else f for f in family]
+    found: dict[int, list[Component]] = {}
+    for component in components:
+        found.setdefault(family[component.leaves[0][1]], []).append(component)
+    return tuple(tuple(found[f]) for f in family)
+
+
+Unit = tuple[list[int], SparseBlock]
+
+
+def _fate_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
+    """Blocks that share one fate: a tensor's own, or a BlockCoupling of those that give one name."""
+    named: dict[object, list[int]] = {}
+    for at, rule in rules.items():
+        named.setdefault(rule.block_coupling if rule.block_coupling is not None else (at,), []).append(at)
+    units: list[Unit] = []
+    for name, members in named.items():
+        if not isinstance(name, str):
+            if rules[members[0]].coupling_order is not None:
+                raise SparsityError(f"{specs[members[0]].name}: coupling_order needs a block_coupling")
+            units.append((members, specs[members[0]]))
+            continue
+        label = f"block coupling {name!r}"
+        _must_agree(label, ("scope_shape", "scope_coupling", "norm"), members, rules, specs)
+        orders = [rules[at].coupling_order for at in members]
+        units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
+    return units
+
+
+def _budget_units(rules: Mapping[int, Stage], units: Sequence[Unit]) -> list[tuple[str, list[Unit]]]:
+    """Units that share one budget, by the name of their scope coupling."""
+    named: dict[object, list[Unit]] = {}
+    for unit in units:
+        name = rules[unit[0][0]].scope_coupling
+        named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
+    return [
+        (f"scope coupling {name!r}" if isinstance(name, str) else str(found[0][1].name), found)
+        for name, found in named.items()
+    ]
+
+
+def _component(
+    label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
+) -> Component:
+    members = [at for found, _ in units for at in found]
+    _must_agree(label, ("norm",), members, rules, specs)
+    scopes = [ScopeSpec(block, rules[found[0]].scope_shape) for found, block in units]
+    scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label)
+    leaves = tuple((specs[at], at) for at in members)
+    return Component(scope=scope, leaves=leaves, stage=stage, norm=rules[members[0]].norm, label=label)
+
+
+def _must_agree(
+    label: str, keys: Sequence[str], members: Sequence[int], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]
+) -> None:
+    for key in keys:
+        first = getattr(rules[members[0]], key)
+        for at in members[1:]:
+            if getattr(rules[at], key) != first:
+                raise CouplingError(
+                    f"{label}: members need the same {key}, but {specs[members[0]].name} gives {first!r} and "
+                    f"{specs[at].name} {getattr(rules[at], key)!r}"
+                )
+
+
+def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if isinstance(rule.view, tuple):
+        stride = row_major(shape)  # a view given by numbers counts on the row-major layout
+    stand_in = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    if rule.view is None:
+        view = View.from_existing(stand_in, name=fqn)
+    elif isinstance(rule.view, tuple):
+        view = View(stand_in, *rule.view, name=fqn)
+    else:
+        view = View.from_function(stand_in, rule.view, name=fqn)
+    return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
+
+
+def _stage(given: Mapping[str, Any], where: str) -> Stage:
+    found = {k: given[k] for k in STRUCTURE if k in given}
+    for key in ("block_shape", "scope_shape", "coupling_order"):
+        value = found.get(key)
+        if isinstance(value, str) or (value is not None and not isinstance(value, Sequence)):
+            raise SparsityError(f"{where}{key} must be a tuple of ints, got {value!r}")
+        if value is not None:
+            found[key] = tuple(value)
+    for key in ("block_coupling", "scope_coupling"):
+        if found.get(key) is not None and not isinstance(found[key], str):
+            raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")
+    norm = found.get("norm", 2)
+    if not callable(norm) and (isinstance(norm, bool) or norm not in (1, 2, math.inf)):
+        raise SparsityError(f"{where}norm must be 1, 2, inf or a callable (weight -> saliency), got {norm!r}")
+    found["view"] = _view_arg(found.get("view"), where)
+    return Stage(**found)
+
+
+def _view_arg(view: object, where: str) -> ViewArg:
+    if view is None or callable(view):
+        return view
+    if isinstance(view, Sequence) and len(view) in (2, 3) and all(isinstance(v, Sequence) for v in view[:2]):
+        return (tuple(view[0]), tuple(view[1]), *view[2:])
+    raise SparsityError(f"{where}view must be (shape, stride), (shape, stride, offset) or a function, got {view!r}")
+
+
+def _asked(group: Group, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
+    """The budget that a group asks for in a stage, as ("nnz", n) or ("sparsity_level", s)."""
+    fqn, stages = group["tensor_fqn"], group.get("stages")
+    scheduled = group["sparsity_level"] != level_given.get(fqn, group["sparsity_level"])
+    if stages is not None:
+        budgets = [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
+        if scheduled and None not in budgets:
+            raise SparsityError(
+                f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
+                "Leave the budget out of the stage that a scheduler should drive."
+            )
+        own = budgets[stage]
+        if own is not None:
+            return own
+    if group.get("nnz") is not None and not scheduled:
+        return "nnz", group["nnz"]
+    return "sparsity_level", group["sparsity_level"]

@@ -1,0 +1,206 @@
+"""ScopeSparsifier: config dicts in, exact masks out, through torch.ao's interface.
+
+Each step reads budgets from the groups and hands weights and masks to the scopes of the plan; nothing else happens
+here.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import masking, report
+from .base import MaskSparsifier
+from .config import Group
+from .errors import SparsityError
+from .plan import STRUCTURE, Plan, make_plan, stages_of
+
+__all__ = ["ScopeSparsifier"]
+
+
+class ScopeSparsifier(MaskSparsifier):
+    """Keep an exact number of blocks in every scope; a drop-in `torch.ao.pruning` sparsifier.
+
+    Every argument is a default that a config entry may override.
+
+    Args:
+        sparsity_level: fraction of blocks dropped in each scope, in [0, 1]; 0.5 if `nnz` is not given either.
+        nnz: blocks kept in each scope, instead of a level. A scheduler that changes a group's `sparsity_level`
+            overrules it.
+        block_shape: elements of a block; () is single elements, -1 the whole dimension.
+        scope_shape: blocks of a scope; () is the whole tensor, -1 the whole dimension.
+        view: (shape, stride) or (shape, stride, offset) on the row-major layout, or a function that returns a torch
+            view; None is the tensor as it is.
+        norm: 1, 2, inf, or a callable giving a saliency per element, of which a block's score is the mean.
+        edge: `"error"`, or `"partial"` to allow smaller blocks and scopes where a dimension does not divide; a scope
+            with fewer blocks than `nnz` keeps all it has.
+        block_coupling: a name; tensors that give the same one share one fate, block by block.
+        coupling_order: permutes this tensor's block grid onto the first member's.
+        scope_coupling: a name; tensors that give the same one share one budget.
+        stages: a list of dicts of these keys, each choosing among what the earlier left; budgets count all blocks of
+            a scope.
+
+    Raises:
+        SparsityError: a default that can never be right; whatever needs a model is checked in `prepare`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))  # 2:4
+    >>> sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
+    >>> sparsifier.step()
+    >>> sparsifier.mask("0.weight").view(-1, 4).sum(1).unique()
+    tensor([2])
+    >>> sparsifier.squash_mask()
+    >>> int((model[0].weight == 0).sum())
+    16
+    """
+
+    optional_keys = ("nnz", "stages")
+
+    def __init__(
+        self,
+        sparsity_level: float | None = None,
+        *,
+        nnz: int | None = None,
+        block_shape: Sequence[int] = (),
+        scope_shape: Sequence[int] = (),
+        view: tuple | Callable[[Tensor], Tensor] | None = None,
+        norm: float | Callable[[Tensor], Tensor] = 2,
+        edge: str = "error",
+        block_coupling: str | None = None,
+        coupling_order: Sequence[int] | None = None,
+        scope_coupling: str | None = None,
+        stages: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        if sparsity_level is not None and nnz is not None:
+            raise SparsityError("sparsity_level and nnz are two budgets; give one")
+        defaults: dict[str, Any] = {
+            "sparsity_level": 0.5 if sparsity_level is None else sparsity_level,
+            "block_shape": block_shape,
+            "scope_shape": scope_shape,
+            "view": view,
+            "norm": norm,
+            "edge": edge,
+            "block_coupling": block_coupling,
+            "coupling_order": coupling_order,
+            "scope_coupling": scope_coupling,
+        }
+        if nnz is not None:
+            defaults["nnz"] = nnz
+        if stages is not None:
+            defaults["stages"] = list(stages)
+        super().__init__(defaults)
+        stages_of({**defaults, "tensor_fqn": "defaults"})
+        self._plan: tuple[Any, Plan] | None = None
+        self._level_given: dict[str, float] = {}
+
+    def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
+        """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
+
+        Args:
+            module, tensor_name: a prepared tensor.
+            kwargs: the tensor's group; values given here are used instead of the group's.
+        """
+        self._need_prepared("update_mask")
+        at = self._index_of(module, tensor_name)
+        groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
+        with torch.no_grad():
+            self._update_family(self._planned(groups), at, groups)
+
+    def report(self) -> report.Report:
+        """What every mask holds now; see `report.Report`."""
+        self._need_prepared("report")
+        plan = self._planned(self.groups)
+        return report.make_report(plan, self.groups, self._masks(None), self._level_given)
+
+    def check(self, model: nn.Module | None = None) -> int:
+        """Verify that every scope holds exactly its budget and every block is whole.
+
+        Args:
+            model: the prepared model (default), or a deep copy of it. In a squashed one zeros stand for the mask, and
+                a scope may hold less than its budget, since a kept weight may be zero.
+
+        Returns:
+            The number of scopes that were checked.
+
+        Raises:
+            SparsityError: naming every tensor with a wrong scope, the first such scope, and its count.
+        """
+        if self._phase not in ("prepared", "squashed"):
+            self._need_prepared("check")
+        plan = self._planned(self.groups, model)
+        return report.check_masks(plan, self.groups, self._masks(model), self._level_given)
+
+    def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
+        if own.get("sparsity_level") is not None and own.get("nnz") is not None:
+            raise SparsityError(f"{where}sparsity_level and nnz are two budgets; give one")
+        group = super()._complete(own, where)
+        if own.get("sparsity_level") is not None:
+            group.pop("nnz", None)
+        return group
+
+    def _check_groups(self, groups: Sequence[Group]) -> None:
+        plan = self._planned(groups)
+        given = self._level_given if self._phase == "prepared" else {}
+        levels = {}
+        for component in plan.components:
+            level = component.level(groups, given)
+            levels.update({groups[at]["tensor_fqn"]: level for _, at in component.leaves})
+        if self._phase == "prepared":
+            return
+        for group in groups:
+            if group.get("nnz") is not None and group.get("stages") is None:
+                group["sparsity_level"] = levels[group["tensor_fqn"]]  # what torch.ao's schedulers start from
+        self._level_given = {g["tensor_fqn"]: g["sparsity_level"] for g in groups}
+
+    def _update_all(self) -> None:
+        plan = self._planned(self.groups)
+        done: set[int] = set()
+        for at in range(len(self.groups)):
+            if at not in done:
+                self._update_family(plan, at, self.groups)
+                done.update(i for component in plan.families[at] for _, i in component.leaves)
+
+    def _update_family(self, plan: Plan, at: int, groups: Sequence[Group]) -> None:
+        """All stages of one group and of those that it is coupled to."""
+        for component in plan.families[at]:
+            values = {leaf.view.param: self._dense(groups[i]) for leaf, i in component.leaves}
+            masks = {leaf: self._live_mask(groups[i]) for leaf, i in component.leaves}
+            keep = component.budget(groups, self._level_given)
+            component.scope.update_masks(masks, keep, values, norm=component.norm, stage=component.stage > 0)
+
+    def _planned(self, groups: Sequence[Group], model: nn.Module | None = None) -> Plan:
+        """The plan of these groups; kept while structure, shapes and strides stay the same."""
+        tensors = [self._dense(g, model) for g in groups]
+        key = [
+            (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, "stages")], tuple(t.shape), t.stride())
+            for g, t in zip(groups, tensors, strict=True)
+        ]
+        if self._plan is None or self._plan[0] != key:
+            self._plan = (copy.deepcopy(key), make_plan(groups, [stages_of(g) for g in groups], tensors))
+        return self._plan[1]
+
+    def _dense(self, group: Group, model: nn.Module | None = None) -> Tensor:
+        module, name = self._module_in(model, group), group["tensor_name"]
+        if masking.find_mask(module, name) is None:
+            return getattr(module, name).detach()
+        return masking.dense_weight(module, name)
+
+    def _masks(self, model: nn.Module | None) -> list[tuple[Tensor, bool]]:
+        """Each group's mask in the model, and whether it is one (else the zeros of a squashed weight)."""
+        out = []
+        for group in self.groups:
+            module, name = self._module_in(model, group), group["tensor_name"]
+            found = masking.find_mask(module, name)
+            out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
+        return out
+
+    def _index_of(self, module: nn.Module, tensor_name: str) -> int:
+        for at, group in enumerate(self.groups):
+            if group["module"] is module and group["tensor_name"] == tensor_name:
+                return at
+        raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_plan": None}

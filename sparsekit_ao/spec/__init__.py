@@ -1,0 +1,18 @@
+"""The algebra: views, blocks, scopes and their couplings. Lower to strided windows, act through the kernels."""
+
+from .block import BlockSpec, SparseBlock
+from .budget import sparsity_to_nnz
+from .coupling import BlockCoupling, ScopeCoupling
+from .scope import ScopeSpec, SparseScope
+from .view import View
+
+__all__ = [
+    "BlockCoupling",
+    "BlockSpec",
+    "ScopeCoupling",
+    "ScopeSpec",
+    "SparseBlock",
+    "SparseScope",
+    "View",
+    "sparsity_to_nnz",
+]

@@ -1,0 +1,41 @@
+"""Budgets: how many blocks a scope keeps, from a level or a count; pure numbers."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..layout import Shape
+
+__all__ = ["Budget", "checked_budget", "sparsity_to_nnz"]
+
+Budget = int | Tensor
+
+
+def sparsity_to_nnz(sparsity: float, members: int, where: str = "") -> int:
+    """Blocks kept of `members` when a fraction `sparsity` is dropped: `n - floor(s n + 1e-9)`.
+
+    >>> sparsity_to_nnz(0.9, 10), sparsity_to_nnz(0.5, 5)
+    (1, 3)
+    """
+    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity <= 1:
+        raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {sparsity!r}")
+    return members - math.floor(sparsity * members + 1e-9)
+
+
+def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: int, where: str) -> Tensor:
+    """A budget as int64 of the scope grid's shape, with least <= nnz <= members - spare, or an error."""
+    if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
+        raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
+    if isinstance(nnz, Tensor) and (nnz.is_floating_point() or tuple(nnz.shape) not in ((), grid)):
+        raise SparsityError(
+            f"{where}nnz must be an integer tensor of the scope grid's shape {grid}, got {nnz.dtype} {tuple(nnz.shape)}"
+        )
+    keep = torch.as_tensor(nnz, dtype=torch.int64).expand(grid)
+    if keep.numel() and not (least <= int(keep.min()) and int(keep.max()) <= members - spare):
+        raise SparsityError(
+            f"{where}nnz must lie in {least} .. {members - spare} (a scope has {members} blocks), "
+            f"got {int(keep.min())} .. {int(keep.max())}"
+        )
+    return keep

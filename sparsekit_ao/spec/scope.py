@@ -1,0 +1,342 @@
+"""Scopes: the sets of blocks that compete, each with a budget of its own.
+
+`SparseScope` is what one block grid's scopes (`ScopeSpec`) and joined ones (`coupling.ScopeCoupling`) have in common.
+Every mask comes from the one selection rule (`kernels`).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..kernels import Norm, Scopes, from_scopes, keep_mask, scope_mask, to_scopes
+from ..layout import Shape, grid_of, resolve_tile
+from .block import BlockSpec, SparseBlock, Values
+from .budget import Budget, checked_budget, sparsity_to_nnz
+from .view import View
+
+__all__ = ["ScopeSpec", "SparseScope"]
+
+BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
+
+
+class SparseScope(ABC):
+    """Scopes on one aligned grid; `ScopeSpec` and `ScopeCoupling` are the two kinds.
+
+    `values` are parameter-shaped (a mapping {parameter: tensor} for several parameters), None the parameters
+    themselves. Budgets `nnz` count blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
+    """
+
+    name: str | None
+
+    @abstractmethod
+    def scopes(self) -> "list[tuple[ScopeSpec, Shape]]":
+        """Every spec with its order: aligned scope dimension k is the spec's dimension order[k] (() = identity)."""
+
+    @property
+    @abstractmethod
+    def grid_shape(self) -> Shape:
+        """Scopes along each dimension of the aligned scope grid."""
+
+    def numscp(self) -> int:
+        """Number of scopes."""
+        return math.prod(self.grid_shape)
+
+    def numblk_per_scope(self) -> int:
+        """Blocks that compete in a full scope, over all members."""
+        return sum(math.prod(s.shape) for s, _ in self.scopes())
+
+    def numblk(self) -> int:
+        """Blocks in all scopes."""
+        return sum(s.block.numblk() for s, _ in self.scopes())
+
+    def numel_per_scope(self) -> int:
+        """Elements in a full scope."""
+        return sum(math.prod(s.shape) * s.block.numel_per_block() for s, _ in self.scopes())
+
+    def members_per_scope(self) -> Tensor:
+        """Blocks that each scope really has (fewer at a partial edge); int64, of the scope grid's shape."""
+        total = torch.zeros((), dtype=torch.int64)
+        for group in self.groups(None, None):
+            count = torch.ones((), dtype=torch.int64)
+            for size, tile in zip(group.grid, group.shape, strict=True):
+                whole = torch.full((-(-size // tile),), tile)
+                if size % tile:
+                    whole[-1] = size % tile
+                count = count[..., None] * whole
+            total = total + (count.permute(*group.order) if group.order else count).reshape(self.grid_shape)
+        return total
+
+    def sparsity_to_nnz(self, sparsity: float) -> Budget:
+        """Blocks to keep in each scope at a level; an int, or int64 of the scope grid's shape if scopes differ."""
+        count = self.members_per_scope()
+        budgets = {n: sparsity_to_nnz(sparsity, n, self._where()) for n in count.unique().tolist()}
+        if len(budgets) <= 1:
+            return next(iter(budgets.values()), sparsity_to_nnz(sparsity, 0, self._where()))
+        out = torch.empty_like(count)
+        for n, keep in budgets.items():
+            out[count == n] = keep
+        return out
+
+    def block_norms(self, values: Values = None) -> Tensor:
+        """2-norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
+        return self._scores(values, None).reshape(*self.grid_shape, -1)
+
+    def kth_largest(self, values: Values = None, nnz: Budget = 1) -> Tensor:
+        """The nnz-th largest block norm of each scope, 1 <= nnz <= blocks per scope; of the scope grid's shape."""
+        return self._kth(self._scores(values, None), self.budget(nnz, least=1)).reshape(self.grid_shape)
+
+    def kth_mid(self, values: Values = None, nnz: Budget = 1, k_weight: float = 1.0) -> Tensor:
+        """`(x_k + w x_{k+1}) / (1 + w)`: a threshold between the last block kept and the first dropped.
+
+        Needs 1 <= nnz < blocks per scope, so that both exist. Of the scope grid's shape.
+        """
+        keep = self.budget(nnz, least=1, spare=1)
+        scores = self._scores(values, None)
+        low, high = self._kth(scores, keep + 1), self._kth(scores, keep)
+        return ((high + k_weight * low) / (1 + k_weight)).reshape(self.grid_shape)
+
+    @torch.no_grad()
+    def get_masks(
+        self, nnz: Budget, values: Values = None, block_scores: BlockValues = None, block_mask: BlockValues = None
+    ) -> dict[BlockSpec, Tensor]:
+        """Keep exactly nnz blocks in every scope.
+
+        Args:
+            nnz: blocks kept in each scope.
+            values: what is scored (by 2-norm).
+            block_scores: scores of the block grid's shape instead of norms; a mapping {block: tensor} for several.
+            block_mask: bool of the block grid's shape, True where a block may compete; the others are dropped.
+
+        Returns:
+            {block: parameter-shaped bool mask}, True = keep; elements outside a view are kept.
+
+        >>> s = ScopeSpec(BlockSpec(torch.tensor([[1.0, 4.0, 3.0, 2.0]])), (1, 4))
+        >>> next(iter(s.get_masks(2).values()))
+        tensor([[False,  True,  True, False]])
+        """
+        rows = self._scores(values, block_scores)
+        allowed = self._rows_of(block_mask, "block_mask")
+        kept = keep_mask(rows, self.budget(nnz).reshape(-1), candidates=self._present(allowed))
+        out: dict[BlockSpec, Tensor] = {}
+        groups = self.groups(None, None)
+        for group, (spec, _), part in zip(groups, self.scopes(), kept.split(self._widths(), dim=1), strict=True):
+            out.update(spec.block.get_masks(from_scopes(part, group)))
+        return out
+
+    @torch.no_grad()
+    def hard_threshold(
+        self, thresholds: Tensor | float | None = None, nnz: Budget | None = None, values: Values = None
+    ) -> None:
+        """Zero blocks in place: those with a norm strictly below the scope's threshold, or all but nnz a scope.
+
+        Args:
+            thresholds: a number, or a tensor that broadcasts to the scope grid.
+            nnz: blocks kept in each scope; exactly one of the two is given.
+            values: what the norms are taken of.
+        """
+        if (thresholds is None) == (nnz is None):
+            raise SparsityError(f"{self._where()}hard_threshold takes exactly one of thresholds and nnz")
+        if nnz is not None:
+            for leaf, mask in self.get_masks(nnz, values).items():
+                leaf.view.param.detach().masked_fill_(~mask, 0)
+            return
+        assert thresholds is not None
+        for (spec, _), per_block in zip(self.scopes(), self._spread(thresholds), strict=True):
+            spec.block.hard_threshold(per_block, values)
+
+    @torch.no_grad()
+    def soft_threshold(
+        self,
+        thresholds: Tensor | float,
+        conditioners: Values = None,
+        scale: bool = False,
+        max_iter: int = 50,
+        atol: float | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Shrink every block by its scope's threshold, in place; see `SparseBlock.soft_threshold`.
+
+        Args:
+            thresholds: t >= 0, a number or a tensor that broadcasts to the scope grid.
+            conditioners, scale, max_iter, atol, eps: as there; `scale` multiplies by sqrt(elements per block).
+        """
+        for (spec, _), per_block in zip(self.scopes(), self._spread(thresholds), strict=True):
+            spec.block.soft_threshold(per_block, conditioners, scale, max_iter, atol, eps)
+
+    def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Tensor:
+        """The budget as int64 of the scope grid's shape, checked: least <= nnz <= blocks per scope - spare."""
+        return checked_budget(nnz, self.grid_shape, least, self.numblk_per_scope(), spare, self._where())
+
+    def groups(self, values: Values, masks: Mapping[BlockSpec, Tensor] | None) -> list[Scopes]:
+        """The scopes as the kernels take them: windows on the values, and on the masks if given."""
+        specs = self.scopes()
+        if isinstance(values, Tensor) and len({id(p) for spec, _ in specs for p in spec.block.parameters()}) > 1:
+            raise SparsityError(f"{self._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
+        return [
+            Scopes(members=spec.block.operands(values, masks), shape=spec.shape, order=order) for spec, order in specs
+        ]
+
+    @torch.no_grad()
+    def update_masks(
+        self,
+        masks: Mapping[BlockSpec, Tensor],
+        nnz: Budget,
+        values: Values = None,
+        *,
+        norm: Norm = 2,
+        stage: bool = False,
+        impl: str = "auto",
+    ) -> None:
+        """Fill parameter-shaped masks in place: what a sparsifier's step calls.
+
+        Args:
+            masks: {block: mask} for every block, of any dtype (1 = keep).
+            nnz: blocks kept in each scope.
+            values: what is scored.
+            norm: see `kernels.block_scores`.
+            stage: choose only among what the masks still keep.
+            impl: see `kernels`.
+        """
+        groups = self.groups(values, masks)
+        scope_mask(groups, self.budget(nnz), norm, stage=stage, impl=impl)
+        for group, (spec, _) in zip(groups, self.scopes(), strict=True):
+            for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
+                if not leaf.view.is_aligned(masks[leaf]):
+                    assert member.mask is not None
+                    leaf.view.write_back(member.mask, masks[leaf])
+
+    def _scores(self, values: Values, block_scores: BlockValues) -> Tensor:
+        """[scopes, competitors]: norms of the values, or the scores given."""
+        given = self._rows_of(block_scores, "block_scores")
+        if given is not None:
+            return given
+        norms = {spec.block: spec.block.norms(values) for spec, _ in self.scopes()}
+        rows = self._rows_of(norms, "norms")
+        assert rows is not None
+        return rows
+
+    def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
+        if per_block is None:
+            return None
+        specs = self.scopes()
+        if isinstance(per_block, Tensor):
+            if len(specs) > 1:
+                raise SparsityError(f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes")
+            per_block = {specs[0][0].block: per_block}
+        rows = []
+        for group, (spec, _) in zip(self.groups(None, None), specs, strict=True):
+            if spec.block not in per_block or tuple(per_block[spec.block].shape) != spec.block.grid_shape:
+                raise SparsityError(f"{spec._where()}{what} must have the block grid's shape {spec.block.grid_shape}")
+            rows.append(to_scopes(per_block[spec.block], group, 0))
+        return torch.cat(rows, dim=1)
+
+    def _present(self, allowed: Tensor | None) -> Tensor | None:
+        """Which slots of the rows hold a block that may be kept; None where all do."""
+        groups = self.groups(None, None)
+        if not any(g % n for s in groups for g, n in zip(s.grid, s.shape, strict=True)):
+            return None if allowed is None else allowed.bool()
+        device = groups[0].members[0].window.device
+        real = [to_scopes(torch.ones(g.grid, dtype=torch.bool, device=device), g, False) for g in groups]
+        rows = torch.cat(real, dim=1)
+        return rows if allowed is None else rows & allowed.bool()
+
+    def _kth(self, rows: Tensor, keep: Tensor) -> Tensor:
+        """The smallest score that the selection keeps, for each row."""
+        kept = keep_mask(rows, keep.reshape(-1), candidates=self._present(None))
+        finite = torch.where(kept & ~rows.isnan(), rows, float("inf")).amin(1)
+        all_nan = (kept & ~rows.isnan()).sum(1) == 0
+        return torch.where(all_nan, float("nan"), finite)
+
+    def _spread(self, per_scope: Tensor | float) -> list[Tensor]:
+        """One value a scope as one value a block: of each member's block grid's shape."""
+        device = self.scopes()[0][0].block.blocks()[0].view.param.device
+        t = torch.as_tensor(per_scope, device=device)
+        t = t if t.is_floating_point() else t.float()
+        rows = t.expand(self.grid_shape).reshape(-1, 1)
+        return [
+            from_scopes(rows.expand(-1, width), group)
+            for group, width in zip(self.groups(None, None), self._widths(), strict=True)
+        ]
+
+    def _widths(self) -> list[int]:
+        return [math.prod(spec.shape) for spec, _ in self.scopes()]
+
+    def _where(self) -> str:
+        return f"{self.name}: " if self.name else ""
+
+
+class ScopeSpec(SparseScope):
+    """One block grid tiled into scopes.
+
+    Args:
+        block: a `SparseBlock`, or a View or parameter taken as single elements.
+        shape: blocks of a scope; () and missing trailing entries mean the whole dimension, as does -1.
+        name: opening words of error messages; the block's by default.
+        edge: `"partial"` allows smaller scopes at the edge; the block's by default.
+
+    Raises:
+        SparsityError: (a ValueError) naming the dimension, both numbers and the way out.
+
+    >>> s = ScopeSpec(BlockSpec(torch.ones(4, 8)), (1, 4))  # N:4 along the input
+    >>> s.grid_shape, s.numblk_per_scope(), s.sparsity_to_nnz(0.5)
+    ((4, 2), 4, 2)
+    """
+
+    def __init__(
+        self,
+        block: SparseBlock | View | Tensor,
+        shape: Sequence[int] = (),
+        name: str | None = None,
+        *,
+        edge: str | None = None,
+    ) -> None:
+        self.block = block if isinstance(block, SparseBlock) else BlockSpec(block)
+        self.name = name if name is not None else self.block.name
+        self.edge = edge or ("partial" if any(b.edge == "partial" for b in self.block.blocks()) else "error")
+        self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
+
+    def scopes(self) -> "list[tuple[ScopeSpec, Shape]]":
+        """The spec itself."""
+        return [(self, ())]
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Scopes along each dimension of the block grid."""
+        return grid_of(self.block.grid_shape, self.shape)
+
+    def block_to_scope(self, t: Tensor, reorder: bool = True, merge: bool = False) -> Tensor:
+        """A tensor of the block grid's shape cut into scopes.
+
+        Args:
+            t: of the block grid's shape; scopes must divide it.
+            reorder: True gives (*scope grid, *scope); False interleaves (g0, s0, g1, s1, ...).
+            merge: with `reorder`, the scope's dimensions become one: (*scope grid, blocks per scope).
+        """
+        if tuple(t.shape) != self.block.grid_shape:
+            raise SparsityError(
+                f"{self._where()}block_to_scope takes the block grid's shape {self.block.grid_shape}, "
+                f"got {tuple(t.shape)}"
+            )
+        return View.from_existing(t).block_view_of(t, self.shape, reorder, merge)
+
+    def scope_to_block(self, t: Tensor) -> Tensor:
+        """The inverse of `block_to_scope`: from any of its three shapes to the block grid's shape."""
+        n, grid = len(self.shape), self.grid_shape
+        interleaved = tuple(size for pair in zip(grid, self.shape, strict=True) for size in pair)
+        if tuple(t.shape) in ((*grid, *self.shape), (*grid, math.prod(self.shape))):
+            tiles = t.reshape(*grid, *self.shape).permute(*(axis for k in range(n) for axis in (k, n + k)))
+        elif tuple(t.shape) == interleaved:
+            tiles = t
+        else:
+            raise SparsityError(
+                f"{self._where()}scope_to_block takes {(*grid, *self.shape)} or {(*grid, math.prod(self.shape))}, "
+                f"got {tuple(t.shape)}"
+            )
+        return tiles.reshape(self.block.grid_shape)
+
+    def __repr__(self) -> str:
+        return f"ScopeSpec({self.block!r}, shape={self.shape})"
