@@ -131,12 +131,12 @@ class MaskSparsifier(BaseSparsifier):
         for module, name, values, params in zip(modules, names, originals, kept, strict=True):
             masking.bake(module, name, values)
             if params:
-                module.sparse_params = params
+                module.sparse_params = params  # type: ignore[assignment]
         if model is None or model is self.model:
             self._phase = "squashed"
 
     @property
-    def state(self) -> dict[str, dict[str, Any]]:  # type: ignore[override]
+    def state(self) -> dict[str, dict[str, Any]]:
         """{tensor_fqn: {"mask": the live mask}}; the mask follows `.to()` and is the module's own buffer."""
         self._sync_state()
         return self._state
