@@ -127,8 +127,8 @@ class MaskSparsifier(BaseSparsifier):
         modules = [self._module_in(model, g) for g in self.groups]
         names = [g["tensor_name"] for g in self.groups]
         self._sync_state()
-        originals = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
-        for module, name, values, params in zip(modules, names, originals, kept, strict=True):
+        rebuilt = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
+        for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
             masking.bake(module, name, values)
             if params:
                 module.sparse_params = params  # type: ignore[assignment]

@@ -76,13 +76,17 @@ def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
 def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
     """New values of the parameters under the mask, such that the tensor is masked without the mask.
 
+    Returns:
+        Nothing where the mask lies on the parameter itself, which `bake` then masks in place.
+
     Raises:
         SparsityError: a parametrization below the mask cannot express the masked weight. Nothing is changed.
     """
     chain = _chain(module, tensor_name)
     mask = find_mask(module, tensor_name)
-    assert mask is not None
     below = _below(chain)
+    if mask is None or not below:
+        return []
     masked = select(dense_weight(module, tensor_name), mask.mask)
     back: tuple[Tensor, ...] = (masked,)
     for p in reversed(below):
@@ -90,18 +94,20 @@ def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
             raise SparsityError(_cannot(tensor_name, p, "it has no right_inverse"))
         found: Tensor | Sequence[Tensor] = p.right_inverse(*back)  # type: ignore[operator]
         back = (found,) if isinstance(found, Tensor) else tuple(found)
-    if below:
-        again = _through(below, list(back))
-        if not torch.equal(again != 0, masked != 0) or not torch.allclose(again, masked, rtol=1e-3, atol=1e-6):
-            raise SparsityError(_cannot(tensor_name, below[-1], "its right_inverse does not give the masked weight"))
+    again = _through(below, list(back))
+    if not torch.equal(again != 0, masked != 0) or not torch.allclose(again, masked, rtol=1e-3, atol=1e-6):
+        raise SparsityError(_cannot(tensor_name, below[-1], "its right_inverse does not give the masked weight"))
     return list(back)
 
 
-def bake(module: nn.Module, tensor_name: str, originals: list[Tensor]) -> None:
-    """Write `rebuilt_originals` into the parameters, in place, and take the mask away; other layers stay."""
+def bake(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) -> None:
+    """Write the zeros (or `rebuilt_originals`) into the parameters in place, and take the mask away; others stay."""
     chain = _chain(module, tensor_name)
+    originals = _originals(chain)
+    mask = find_mask(module, tensor_name)
+    assert mask is not None
     with torch.no_grad():
-        for parameter, value in zip(_originals(chain), originals, strict=True):
+        for parameter, value in zip(originals, rebuilt or [select(originals[0], mask.mask)], strict=True):
             parameter.copy_(value)
     if len(chain) > 1:
         del chain[len(_below(chain))]

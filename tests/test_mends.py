@@ -1,0 +1,419 @@
+"""The nine mends of SPEC section 5: each test shows what stock does, and that ours does the right thing.
+
+`stock_fails` wraps the stock half: it passes only while stock still has the defect, so the claim stays checked.
+"""
+
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from stock import StockWeightNorm, linear_model
+from torch import nn
+from torch.ao.pruning import CubicSL
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
+
+TWO_OF_FOUR = {"sparsity_level": 1.0, "sparse_block_shape": (1, 4), "zeros_per_block": 2}
+
+
+@contextlib.contextmanager
+def stock_fails(kind=Exception, match=None):
+    with pytest.raises(kind, match=match):
+        yield
+
+
+def prepared(model: nn.Module, sparsifier=None, config=None, step: bool = True):
+    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4)) if sparsifier is None else sparsifier
+    sparsifier.prepare(model, config)
+    if step:
+        sparsifier.step()
+    return sparsifier
+
+
+# 1. torch.compile
+
+
+def test_1_compiles_with_fullgraph_and_a_mask_update_does_not_recompile():
+    model = linear_model(8, 8, 4)
+    sparsifier = prepared(model)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    x = torch.randn(3, 8)
+    for level in (0.25, 0.5, 0.75):
+        sparsifier.groups[0]["sparsity_level"] = level
+        sparsifier.step()
+        assert torch.equal(compiled(x), model(x))
+    assert len(graphs) == 1
+
+
+def test_1_stock_does_not_compile():
+    model = linear_model(8, 8)
+    prepared(model, StockWeightNorm())
+    torch._dynamo.reset()
+    with stock_fails(torch._dynamo.exc.Unsupported):
+        torch.compile(model, fullgraph=True, backend="eager")(torch.randn(3, 8))
+
+
+# 2. bf16 and fp16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+def test_2_low_precision_weights_keep_their_dtype(dtype, kind):
+    model = linear_model(8, 8, dtype=dtype)
+    prepared(model, kind(0.5))
+    out = model(torch.randn(3, 8, dtype=dtype))
+    out.sum().backward()
+    assert out.dtype == dtype
+    assert model[0].weight.dtype == dtype
+
+
+def test_2_scores_reduce_in_float32():
+    weight = torch.zeros(1, 512, dtype=torch.bfloat16)
+    weight[0, :256] = 1.0  # in bf16 the sum would stop growing at 256
+    weight[0, 256:] = 1.0
+    weight[0, 256] = 2.0
+    model = nn.Sequential(nn.Linear(512, 1, bias=False, dtype=torch.bfloat16))
+    model[0].weight = nn.Parameter(weight)
+    sparsifier = prepared(model, ScopeSparsifier(nnz=1, block_shape=(1, 256), norm=1))
+    assert sparsifier.mask("0.weight").view(2, 256).all(1).tolist() == [False, True]
+
+
+def test_2_stock_turns_the_mask_to_float32():
+    model = linear_model(8, 8, dtype=torch.bfloat16)
+    prepared(model, StockWeightNorm())
+    with stock_fails(RuntimeError):
+        model(torch.randn(3, 8, dtype=torch.bfloat16))
+
+
+# 3. shapes
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(6, 5, 3), nn.Conv2d(6, 5, 3), nn.Conv3d(6, 5, 3), nn.Linear(7, 5)], ids=str)
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+def test_3_any_rank_and_size(layer, kind):
+    model = nn.Sequential(copy.deepcopy(layer))
+    sparsifier = prepared(model, kind(0.5))
+    assert 0.4 < sparsifier.report()[0].sparsity < 0.6
+
+
+def test_3_stock_crashes_on_conv_and_on_partial_blocks():
+    model = nn.Sequential(nn.Conv2d(6, 5, 3))
+    with stock_fails(RuntimeError):
+        prepared(model, StockWeightNorm(), [{"tensor_fqn": "0.weight"}])
+    with stock_fails(RuntimeError):
+        prepared(linear_model(7, 5), StockWeightNorm(**{**TWO_OF_FOUR, "sparsity_level": 0.5}), None)
+
+
+# 4. checkpoints
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+def test_4_strict_round_trip_of_the_models_state_dict(kind):
+    first, second = linear_model(8, 4, seed=0), linear_model(8, 4, seed=1)
+    prepared(first, kind(0.5))
+    prepared(second, kind(0.5))
+    second.load_state_dict(first.state_dict(), strict=True)
+    assert "0.parametrizations.weight.0.mask" in first.state_dict()
+    assert torch.equal(first[0].weight, second[0].weight)
+
+
+def test_4_stock_loses_the_mask():
+    model = linear_model(8, 4)
+    prepared(model, StockWeightNorm())
+    assert not [k for k in model.state_dict() if k.endswith("mask")]
+    with stock_fails(RuntimeError, "Missing key"):
+        model.load_state_dict(model.state_dict(), strict=True)
+
+
+def test_4_sparsifier_state_is_plain_copied_and_loads_with_weights_only():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, ScopeSparsifier(norm=torch.abs, view=lambda w: w.unflatten(0, (2, 2))))
+    saved = sparsifier.state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(saved["state"]) is dict
+    assert torch.equal(loaded["state"]["0.weight"]["mask"], sparsifier.mask("0.weight"))
+    saved["state"]["0.weight"]["mask"].fill_(False)
+    assert sparsifier.mask("0.weight").any()
+
+
+def test_4_loading_pops_nothing_aliases_nothing_and_keeps_the_storage():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model)
+    saved = sparsifier.state_dict()
+    keys, storage = list(saved["state"]["0.weight"]), sparsifier.mask("0.weight").data_ptr()
+    sparsifier.load_state_dict(saved)
+    assert list(saved["state"]["0.weight"]) == keys == ["mask"]
+    assert sparsifier.mask("0.weight").data_ptr() == storage
+    assert saved["state"]["0.weight"]["mask"].data_ptr() != storage
+
+
+def test_4_stock_pops_the_mask_from_the_caller():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, StockWeightNorm())
+    saved = sparsifier.state_dict()
+    sparsifier.load_state_dict(saved)
+    assert "mask" not in saved["state"]["0.weight"]
+
+
+def test_4_loading_checks_names_and_shapes_and_changes_nothing():
+    model, other = linear_model(8, 4), linear_model(8, 6)
+    sparsifier, foreign = prepared(model), prepared(other)
+    before = sparsifier.mask("0.weight").clone()
+    with pytest.raises(SparsityError, match=r"0.weight: the saved mask is \(6, 8\), the weight \(4, 8\)"):
+        sparsifier.load_state_dict(foreign.state_dict())
+    saved = sparsifier.state_dict()
+    saved["state"]["9.weight"] = saved["state"].pop("0.weight")
+    with pytest.raises(SparsityError, match=r"missing tensors \['0.weight'\], unexpected tensors \['9.weight'\]"):
+        sparsifier.load_state_dict(saved)
+    assert torch.equal(sparsifier.mask("0.weight"), before)
+
+
+def test_4_after_to_the_saved_mask_is_the_live_one():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, WeightNormSparsifier(0.5))
+    model.to(torch.float64)
+    sparsifier.step()
+    live = model[0].parametrizations.weight[0].mask
+    assert sparsifier.state["0.weight"]["mask"] is live
+    assert torch.equal(sparsifier.state_dict()["state"]["0.weight"]["mask"], live)
+
+
+def test_4_stock_keeps_a_stale_mask_after_to():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, StockWeightNorm(0.5), step=False)
+    model.to(torch.float64)
+    sparsifier.step()
+    live = model[0].parametrizations.weight[0].mask
+    assert sparsifier.state_dict()["state"]["0.weight"]["mask"] is not live
+
+
+def train(model, sparsifier, optimizer, scheduler, steps: range):
+    for step in steps:
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        sparsifier.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+def test_4_a_resumed_run_equals_an_uninterrupted_one(kind):
+    def fresh():
+        model = linear_model(8, 16, 4)
+        sparsifier = prepared(model, kind(0.8), step=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return model, sparsifier, optimizer, CubicSL(sparsifier, delta_t=1, total_t=12)
+
+    straight = fresh()
+    train(*straight, range(10))
+    first = fresh()
+    train(*first, range(4))
+    saved = [part.state_dict() for part in first]
+    file = io.BytesIO()
+    torch.save(saved[:3], file)
+    file.seek(0)
+    second = fresh()
+    for part, state in zip(second, [*torch.load(file, weights_only=True), saved[3]], strict=True):
+        part.load_state_dict(state)
+    train(*second, range(4, 10))
+    for a, b in zip(straight[0].state_dict().values(), second[0].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+# 5. copies
+
+
+def test_5_squashing_a_copy_leaves_the_original_and_the_other_way_round():
+    for squash_copy in (True, False):
+        model = linear_model(8, 4)
+        sparsifier = prepared(model)
+        twin = copy.deepcopy(sparsifier)
+        x, want = torch.randn(2, 8), None
+        want = model(x)
+        (twin if squash_copy else sparsifier).squash_mask()
+        for m in (model, twin.model):
+            assert torch.equal(m(x), want)
+        (sparsifier if squash_copy else twin).step()
+
+
+def test_5_stock_breaks_the_copy():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, StockWeightNorm())
+    snapshot = copy.deepcopy(model)
+    sparsifier.squash_mask()
+    with stock_fails(AttributeError):
+        snapshot(torch.randn(2, 8))
+
+
+def test_5_a_snapshot_can_be_squashed_while_training_goes_on():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model)
+    snapshot = copy.deepcopy(model)
+    sparsifier.squash_mask(model=snapshot)
+    assert list(snapshot.state_dict()) == ["0.bias", "0.weight"]
+    assert int((snapshot[0].weight == 0).sum()) == 16
+    sparsifier.step()
+    assert int(sparsifier.mask("0.weight").sum()) == 16
+
+
+def test_5_a_copied_sparsifier_owns_the_copied_model():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, step=False)
+    CubicSL(sparsifier)  # wraps step
+    twin = copy.deepcopy(sparsifier)
+    twin.step()
+    assert twin.groups[0]["module"] is twin.model[0]
+    assert sparsifier.mask("0.weight").all()
+
+
+def test_5_pickle_and_attach_again():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model)
+    loaded = pickle.loads(pickle.dumps(sparsifier))
+    with pytest.raises(SparsityError, match=r"an unpickled sparsifier has no model; call prepare\(model\)"):
+        loaded.step()
+    other = linear_model(8, 4, seed=5)
+    loaded.prepare(other)
+    assert torch.equal(loaded.mask("0.weight"), sparsifier.mask("0.weight"))
+    assert torch.equal(loaded.state_dict()["state"]["0.weight"]["mask"], sparsifier.mask("0.weight"))
+    loaded.step()
+    loaded.squash_mask()
+
+
+def test_5_stock_cannot_be_pickled():
+    sparsifier = prepared(linear_model(8, 4), StockWeightNorm())
+    with stock_fails():
+        pickle.dumps(sparsifier)
+
+
+# 6. mistakes: see test_bad_input.py
+
+# 7. one storage
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+def test_7_masks_are_filled_in_place(kind):
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, kind(0.5), step=False)
+    mask = model[0].parametrizations.weight[0].mask
+    view, storage = mask.view(-1), mask.data_ptr()
+    for level in (0.0, 0.5, 1.0, 0.25):
+        sparsifier.groups[0]["sparsity_level"] = level
+        sparsifier.step()
+        assert sparsifier.mask("0.weight").data_ptr() == storage
+        assert int(view.sum()) == int((1 - level) * 32)
+
+
+def test_7_stock_swaps_the_storage():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, StockWeightNorm(), step=False)
+    storage = model[0].parametrizations.weight[0].mask.data_ptr()
+    sparsifier.step()
+    assert model[0].parametrizations.weight[0].mask.data_ptr() != storage
+
+
+# 8. exactly zero
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_8_masked_means_exactly_zero_in_forward_backward_and_squash(kind, bad):
+    model = nn.Sequential(nn.Linear(4, 2, bias=False))
+    sparsifier = prepared(model, kind(0.5, **({"scope_shape": (1, 4)} if kind is ScopeSparsifier else {})))
+    mask = sparsifier.mask("0.weight")
+    dropped = mask == 0
+    with torch.no_grad():
+        model[0].parametrizations.weight.original[dropped] = bad
+    weight = model[0].weight
+    assert torch.equal(weight[dropped], torch.zeros(int(dropped.sum())))
+    weight.backward(torch.full_like(weight, bad))
+    assert torch.equal(model[0].parametrizations.weight.original.grad[dropped], torch.zeros(int(dropped.sum())))
+    sparsifier.squash_mask()
+    assert torch.equal(model[0].weight[dropped], torch.zeros(int(dropped.sum())))
+
+
+def test_8_nan_survives_masking_in_stock():
+    model = nn.Sequential(nn.Linear(4, 2, bias=False))
+    sparsifier = prepared(model, StockWeightNorm(0.5), step=False)
+    model[0].parametrizations.weight[0].mask[0] = 0
+    with torch.no_grad():
+        model[0].parametrizations.weight.original[0, 0] = float("nan")
+    sparsifier.squash_mask()
+    assert model[0].weight[0, 0].isnan()
+
+
+# 9. other parametrizations
+
+
+def test_9_weight_norm_below_is_kept_through_step_and_squash():
+    model = nn.Sequential(weight_norm(nn.Linear(8, 4)))
+    sparsifier = prepared(model, config=[{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
+    masked = model[0].weight.detach().clone()
+    assert torch.equal((masked != 0).view(-1, 4).sum(1), torch.full((8,), 2))
+    sparsifier.squash_mask()
+    assert [type(p).__name__ for p in model[0].parametrizations.weight] == ["_WeightNorm"]
+    assert torch.equal(model[0].weight != 0, masked != 0)
+    torch.testing.assert_close(model[0].weight.detach(), masked)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_9_a_parametrization_above_is_kept():
+    model = linear_model(8, 4)
+    sparsifier = prepared(model)
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    masked = model[0].weight.detach().clone()
+    sparsifier.step()
+    sparsifier.squash_mask()
+    assert [type(p).__name__ for p in model[0].parametrizations.weight] == ["Doubled"]
+    assert torch.equal(model[0].weight, masked)
+    assert int((masked == 0).sum()) == 16
+
+
+def test_9_what_cannot_be_expressed_is_refused_and_nothing_changes():
+    model = nn.Sequential(nn.Linear(8, 8), weight_norm(nn.Linear(8, 4)))
+    sparsifier = prepared(model, ScopeSparsifier(0.5, block_shape=(1, -1)))
+    before = [m.clone() for m in model.state_dict().values()]
+    with pytest.raises(SparsityError, match="cannot squash the mask through _WeightNorm"):
+        sparsifier.squash_mask()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+
+
+def test_9_stock_clobbers_weight_norm():
+    model = nn.Sequential(weight_norm(nn.Linear(8, 4)))
+    sparsifier = StockWeightNorm()
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
+    with stock_fails(AttributeError):
+        sparsifier.step()
+
+
+# the parameter stays the same object
+
+
+def test_the_same_parameter_before_during_and_after():
+    model = linear_model(8, 4)
+    parameter = model[0].weight
+    sparsifier = prepared(model)
+    assert model[0].parametrizations.weight.original is parameter
+    sparsifier.squash_mask()
+    assert model[0].weight is parameter
+    assert type(model[0]) is nn.Linear

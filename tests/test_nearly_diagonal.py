@@ -1,0 +1,39 @@
+"""NearlyDiagonalSparsifier gives stock's masks."""
+
+import pytest
+import torch
+from stock import linear_model
+from torch.ao.pruning.sparsifier.nearly_diagonal_sparsifier import NearlyDiagonalSparsifier as Stock
+
+from sparsekit_ao import NearlyDiagonalSparsifier, SparsityError
+
+
+@pytest.mark.parametrize("nearliness", [-1, 0, 1, 3, 5])
+@pytest.mark.parametrize("sizes", [(6, 6), (4, 9), (9, 4)])
+def test_same_masks_as_stock(sizes, nearliness):
+    ours, stock = linear_model(*sizes), linear_model(*sizes)
+    for kind, model in ((NearlyDiagonalSparsifier, ours), (Stock, stock)):
+        sparsifier = kind(nearliness=nearliness)
+        sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
+        sparsifier.step()
+    assert torch.equal(ours[0].parametrizations.weight[0].mask, stock[0].parametrizations.weight[0].mask)
+
+
+@pytest.mark.parametrize(
+    ("nearliness", "text"),
+    [
+        (2, "nearliness can only be an odd number, got 2"),
+        (9, r"must be smaller than both dimensions \(4, 6\), got nearliness 9"),
+        ("3", "nearliness must be an int, got '3'"),
+    ],
+)
+def test_bad_nearliness_is_refused_before_anything_changes(nearliness, text):
+    model = linear_model(6, 4)
+    with pytest.raises(SparsityError, match=text):
+        NearlyDiagonalSparsifier(nearliness=nearliness).prepare(model, None)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+def test_only_matrices():
+    with pytest.raises(SparsityError, match=r"0.bias: a diagonal needs a matrix, got shape \(4,\)"):
+        NearlyDiagonalSparsifier().prepare(linear_model(6, 4), [{"tensor_fqn": "0.bias"}])
