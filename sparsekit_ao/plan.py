@@ -81,9 +81,7 @@ class Component:
 
     def level(self, groups: Sequence[Group], level_given: Mapping[str, float]) -> float:
         """The sparsity level that the budget amounts to, over all scopes."""
-        counts = self.scope.members_per_scope()
-        kept = torch.minimum(torch.as_tensor(self.budget(groups, level_given)), counts)
-        return 1 - int(kept.sum()) / max(int(counts.sum()), 1)
+        return self.scope.level_of(self.budget(groups, level_given))
 
     def _members(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
         return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]

@@ -16,7 +16,8 @@ from . import masking
 from .base import MaskSparsifier
 from .config import Group
 from .errors import SparsityError
-from .kernels import Blocks, Scopes, fill_mask, from_scopes, keep_mask, to_scopes
+from .kernels import CHUNK, Blocks, Scopes, fill_mask, from_scopes, keep_mask, to_scopes
+from .layout import grid_of
 
 __all__ = ["WeightNormSparsifier"]
 
@@ -87,8 +88,8 @@ class WeightNormSparsifier(MaskSparsifier):
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
         with torch.no_grad():
             weight = masking.dense_weight(module, tensor_name)
-            saliency = self.norm_fn(_wide(masking.select(weight, found.mask)))
-            keep = _keep(_matrix(saliency), sparsity_level, _checked_shape(sparse_block_shape, ""), zeros_per_block)
+            saliency = _Saliency(_matrix(weight), _matrix(found.mask), self.norm_fn)
+            keep = _keep(saliency, sparsity_level, _checked_shape(sparse_block_shape, ""), zeros_per_block)
             found.mask.copy_(keep.reshape(found.mask.shape))
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
@@ -106,38 +107,73 @@ class WeightNormSparsifier(MaskSparsifier):
             _check_entry(group, f"{group['tensor_fqn']}: ")
 
 
-def _keep(saliency: Tensor, level: float, block: tuple[int, int], zeros: int) -> Tensor:
+class _Saliency:
+    """`norm_fn` of the masked weight, as a matrix, made some rows at a time where the norm is torch's own.
+
+    A callable sees the whole masked weight at once: it need not be elementwise.
+    """
+
+    def __init__(self, weight: Tensor, mask: Tensor, norm_fn: Callable[[Tensor], Tensor]) -> None:
+        self.shape, self.device = weight.shape, weight.device
+        self.never_negative = norm_fn in (torch.square, torch.abs)
+        self._weight, self._mask, self._norm_fn = weight, mask, norm_fn
+        self._whole = None if self.never_negative else norm_fn(_wide(masking.select(weight, mask)))
+
+    def chunks(self, block_rows: int) -> list[slice]:
+        """Rows to go through, in whole blocks, a cache-sized part at a time."""
+        height, width = self.shape
+        step = max(1, CHUNK // max(width * block_rows, 1)) * block_rows
+        return [slice(at, min(at + step, height)) for at in range(0, height, step)]
+
+    def rows(self, rows: slice) -> Tensor:
+        """Saliencies of these rows; float32 or wider."""
+        if self._whole is not None:
+            return self._whole[rows]
+        return self._norm_fn(_wide(masking.select(self._weight[rows], self._mask[rows])))
+
+
+def _keep(saliency: _Saliency, level: float, block: tuple[int, int], zeros: int) -> Tensor:
     """The mask of a matrix of saliencies; bool, True = keep."""
-    size = math.prod(block)
-    if level <= 0 or zeros == 0 or saliency.numel() == 0:
-        return torch.ones_like(saliency, dtype=torch.bool)
-    mask = torch.zeros_like(saliency, dtype=torch.bool)
-    if level < 1:
-        _keep_blocks(mask, saliency, level, block)
-    if zeros < size:
-        mask |= _keep_inside(saliency, block, zeros)
+    mask = torch.ones(saliency.shape, dtype=torch.bool, device=saliency.device)
+    if level <= 0 or zeros == 0 or mask.numel() == 0:
+        return mask
+    kept = _kept_blocks(saliency, level, block) if level < 1 else None
+    for rows in saliency.chunks(block[0]):
+        part = mask[rows]
+        if kept is None:
+            part.zero_()
+        else:
+            fill_mask((Blocks(shape=block, mask=part),), kept[rows.start // block[0] : -(-rows.stop // block[0])])
+        if zeros < math.prod(block):
+            part |= _kept_inside(saliency.rows(rows), block, zeros, saliency.never_negative)
     return mask
 
 
-def _keep_blocks(mask: Tensor, saliency: Tensor, level: float, block: tuple[int, int]) -> None:
-    """Keep all but k blocks whole, chosen over the tensor."""
-    scores = saliency
-    if math.prod(block) > 1:  # torch's own pooling divides an edge block by the elements that it has
-        scores = F.avg_pool2d(saliency[None, None], block, block, ceil_mode=True)[0, 0]
+def _kept_blocks(saliency: _Saliency, level: float, block: tuple[int, int]) -> Tensor:
+    """Which blocks stay whole, chosen over the tensor: all but k."""
+    grid = grid_of(saliency.shape, block)
+    scores: Tensor | None = None
+    for rows in saliency.chunks(block[0]):
+        part = saliency.rows(rows)
+        if math.prod(block) > 1:  # torch's own pooling divides an edge block by the elements that it has
+            part = F.avg_pool2d(part[None, None], block, block, ceil_mode=True)[0, 0]
+        scores = part.new_empty(grid) if scores is None else scores
+        scores[rows.start // block[0] : -(-rows.stop // block[0])] = part
+    assert scores is not None
     drop = min(round(level * scores.numel()), scores.numel() - 1)
-    kept = keep_mask(scores.reshape(1, -1), scores.numel() - drop)
-    fill_mask((Blocks(shape=block, mask=mask),), kept.reshape(scores.shape))
+    kept = keep_mask(scores.reshape(1, -1), scores.numel() - drop, magnitude=saliency.never_negative)
+    return kept.reshape(scores.shape)
 
 
-def _keep_inside(saliency: Tensor, block: tuple[int, int], zeros: int) -> Tensor:
-    """Inside every block keep all but its `zeros` smallest elements."""
+def _kept_inside(saliency: Tensor, block: tuple[int, int], zeros: int, never_negative: bool) -> Tensor:
+    """Inside every block all but its `zeros` smallest elements."""
     scopes = Scopes(members=(Blocks(shape=(1, 1), values=saliency),), shape=block)
     rows = to_scopes(saliency, scopes, 0.0)
-    partial = any(s % b for s, b in zip(saliency.shape, block, strict=True))
-    if not partial:
-        return from_scopes(keep_mask(rows, math.prod(block) - zeros), scopes)
+    if not any(s % b for s, b in zip(saliency.shape, block, strict=True)):
+        return from_scopes(keep_mask(rows, math.prod(block) - zeros, magnitude=never_negative), scopes)
     real = to_scopes(torch.ones_like(saliency, dtype=torch.bool), scopes, False)
-    return from_scopes(keep_mask(rows, (real.sum(1) - zeros).clamp(min=0), candidates=real), scopes)
+    budget = (real.sum(1) - zeros).clamp(min=0)
+    return from_scopes(keep_mask(rows, budget, candidates=real, magnitude=never_negative), scopes)
 
 
 def _matrix(t: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """torch.ao's own sparsifiers on the side, and small helpers that several tests share."""
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ def linear_model(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32)
     """Linear layers of these sizes with a ReLU between, reproducibly initialised."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+    for fan_in, fan_out in itertools.pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).to(dtype)
 

@@ -100,7 +100,9 @@ def test_2_stock_turns_the_mask_to_float32():
 # 3. shapes
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(6, 5, 3), nn.Conv2d(6, 5, 3), nn.Conv3d(6, 5, 3), nn.Linear(7, 5)], ids=str)
+@pytest.mark.parametrize(
+    "layer", [nn.Conv1d(6, 5, 3), nn.Conv2d(6, 5, 3), nn.Conv3d(6, 5, 3), nn.Linear(7, 5)], ids=str
+)
 @pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
 def test_3_any_rank_and_size(layer, kind):
     model = nn.Sequential(copy.deepcopy(layer))

@@ -1,10 +1,12 @@
 """The hot path: score blocks, choose exactly as many as the budget says, fill the mask. See README.md beside this."""
 
 from .api import IMPLS, block_scores, fill_mask, keep_mask, scope_mask, scope_scores
+from .radix import CHUNK
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
 
 __all__ = [
+    "CHUNK",
     "IMPLS",
     "Blocks",
     "Norm",

@@ -27,6 +27,7 @@ def keep_mask(
     keep: int | Tensor,
     *,
     candidates: Tensor | None = None,
+    magnitude: bool = False,
     index: Tensor | None = None,
     reduce: Reduce | None = None,
     impl: str = "auto",
@@ -41,6 +42,7 @@ def keep_mask(
         keep: members kept in each scope, 0 <= keep <= members: an int, or an integer tensor [scopes].
         candidates: bool [scopes, members]; a False member is never kept, and a scope with fewer candidates than
             `keep` keeps them all.
+        magnitude: rank by |score|: the same for scores that are never negative, and quicker.
         index: int64 [scopes, members], the global index of each member; only with `reduce`.
         reduce: sums an int64 histogram over processes that hold other members of the same scopes; `keep` then counts
             the members of all of them, and ties go by `index`.
@@ -72,8 +74,8 @@ def keep_mask(
         raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
     budget = _budget(keep, scores, shared=reduce is not None)
     if chosen == "cpu":
-        return cpu.keep_mask(scores, budget, candidates, index=index, reduce=reduce)
-    return reference.keep_mask(scores, budget, candidates)
+        return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude, index=index, reduce=reduce)
+    return reference.keep_mask(scores.abs() if magnitude else scores, budget, candidates)
 
 
 def block_scores(members: Sequence[Blocks], norm: Norm = 2, *, ndim: int | None = None, impl: str = "auto") -> Tensor:
@@ -107,13 +109,14 @@ def scope_scores(group: Scopes, norm: Norm = 2, *, impl: str = "auto") -> Tensor
 
 
 def scope_mask(
-    groups: Sequence[Scopes], keep: Tensor, norm: Norm = 2, *, stage: bool = False, impl: str = "auto"
+    groups: Sequence[Scopes], keep: int | Tensor, norm: Norm = 2, *, stage: bool = False, impl: str = "auto"
 ) -> None:
     """Score, select and fill: the whole mask update of the scopes that share budgets.
 
     Args:
         groups: scopes with values and masks; at one aligned scope index the blocks of all groups compete.
-        keep: int64, of the shape of the aligned scope grid: blocks kept. A scope smaller than its budget keeps all.
+        keep: blocks kept in each scope: an int, or int64 of the shape of the aligned scope grid. A scope smaller
+            than its budget keeps all.
         norm: see `block_scores`.
         stage: choose only among blocks that the masks still hold, scored by what the masks left of them.
         impl: one of `IMPLS`.
@@ -124,7 +127,8 @@ def scope_mask(
     scored = [g.with_members([_left(m) for m in g.members]) for g in groups] if stage else groups
     scores = torch.cat([scope_scores(g, norm, impl=impl) for g in scored], dim=1)
     candidates = _candidates(groups, stage, device)
-    rows = keep_mask(scores, keep.reshape(-1), candidates=candidates, impl=impl)
+    budget = keep.reshape(-1) if isinstance(keep, Tensor) else keep
+    rows = keep_mask(scores, budget, candidates=candidates, magnitude=not callable(norm), impl=impl)
     for group, kept in zip(groups, rows.split([math.prod(g.shape) for g in groups], dim=1), strict=True):
         fill_mask(group.members, from_scopes(kept, group), stage=stage)
 
@@ -146,24 +150,22 @@ def _candidates(groups: Sequence[Scopes], stage: bool, device: torch.device) -> 
     return torch.cat(rows, dim=1)
 
 
-def _budget(keep: int | Tensor, scores: Tensor, *, shared: bool) -> Tensor:
-    """The budget as int64 [scopes], checked where that needs no wait for a device."""
+def _budget(keep: int | Tensor, scores: Tensor, *, shared: bool) -> int | Tensor:
+    """The budget as an int or int64 [scopes], checked where that needs no wait for a device."""
     scopes, members = scores.shape
     if isinstance(keep, Tensor):
         if keep.shape not in ((), (scopes,)) or keep.is_floating_point() or keep.dtype == torch.bool:
             raise SparsityError(
                 f"keep_mask: keep must be an int or an integer tensor [{scopes}], got {keep.dtype} {tuple(keep.shape)}"
             )
-        budget = keep.to(scores.device, torch.int64).expand(scopes)
         low, high = (0, 0) if keep.device.type != "cpu" or not keep.numel() else map(int, keep.aminmax())
     elif isinstance(keep, bool) or not isinstance(keep, int):
         raise SparsityError(f"keep_mask: keep must be an int or an integer tensor [{scopes}], got {keep!r}")
     else:
-        budget = torch.full((scopes,), keep, dtype=torch.int64, device=scores.device)
         low = high = keep
     if low < 0 or (high > members and not shared):
         raise SparsityError(f"keep_mask: keep must lie in 0 .. {members} (the members of a scope), got {low} .. {high}")
-    return budget
+    return keep.to(scores.device, torch.int64).expand(scopes) if isinstance(keep, Tensor) else keep
 
 
 def _choose(impl: str, device: torch.device) -> str:

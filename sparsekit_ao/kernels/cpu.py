@@ -42,7 +42,7 @@ class _Rows:
 
 def keep_mask(
     scores: Tensor,
-    keep: Tensor,
+    keep: int | Tensor,
     candidates: Tensor | None = None,
     *,
     magnitude: bool = False,
@@ -62,11 +62,11 @@ def keep_mask(
         step = max(1, CHUNK // source.width)
         for start in range(0, source.rows, step):
             part = slice(start, start + step)
-            way(out[part], source.block(part), keep[part])
+            way(out[part], source.block(part), keep[part] if isinstance(keep, Tensor) else keep)
     return out if candidates is None else out.logical_and_(candidates)
 
 
-def _keep_pairs(out: Tensor, keys: Tensor, keep: Tensor) -> None:
+def _keep_pairs(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
     """Rank by comparing every pair of slots: slot i beats a later slot j unless j is strictly higher."""
     slots = keys.unbind(1)
     beaten = [torch.full(keys.shape[:1], len(slots) - 1 - i, dtype=torch.int8) for i in range(len(slots))]
@@ -75,30 +75,33 @@ def _keep_pairs(out: Tensor, keys: Tensor, keep: Tensor) -> None:
             first_wins = (slots[i] >= slots[j]).view(torch.int8)
             beaten[j].add_(first_wins)
             beaten[i].sub_(first_wins)
-    limit = keep.to(torch.int8)
     for i, rank in enumerate(beaten):
-        torch.lt(rank, limit, out=out[:, i])
+        torch.lt(rank, keep, out=out[:, i])
 
 
-def _keep_kth(out: Tensor, keys: Tensor, keep: Tensor) -> None:
+def _keep_kth(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
     """Threshold each row at its k-th largest key, then cut the ties that exceed it."""
-    width = keys.shape[1]
-    budgets = keep.unique().tolist()
-    threshold = torch.empty(keys.shape[0], 1, dtype=keys.dtype)
-    for k in budgets:
-        rows = keep == k if len(budgets) > 1 else slice(None)
-        threshold[rows] = keys[rows].kthvalue(width + 1 - max(k, 1), dim=1, keepdim=True).values
+    budgets = keep.unique().tolist() if isinstance(keep, Tensor) else [keep]
+    if len(budgets) > 1:
+        for k in budgets:
+            rows = keep == k
+            part = torch.empty_like(keys[rows], dtype=torch.bool)
+            _keep_kth(part, keys[rows], k)
+            out[rows] = part
+        return
+    k = budgets[0]
+    threshold = keys.kthvalue(keys.shape[1] + 1 - max(k, 1), dim=1, keepdim=True).values
     torch.ge(keys, threshold, out=out)
-    excess = (out.sum(1) != keep).nonzero()[:, 0]
+    excess = (torch.count_nonzero(out, dim=1) != k).nonzero()[:, 0]
     if excess.numel():
         some, limit = keys[excess], threshold[excess]
         above, ties = some > limit, some == limit
-        need = keep[excess, None] - above.sum(1, keepdim=True)
-        out[excess] = above | (ties & (ties.cumsum(1) <= need))
+        out[excess] = above | (ties & (ties.cumsum(1) <= k - above.sum(1, keepdim=True)))
 
 
-def _keep_wide(out: Tensor, source: _Rows, keep: Tensor, index: Tensor | None, reduce: Reduce | None) -> None:
-    threshold, need, ties = radix.select_threshold(source, keep, reduce)
+def _keep_wide(out: Tensor, source: _Rows, keep: int | Tensor, index: Tensor | None, reduce: Reduce | None) -> None:
+    budget = torch.as_tensor(keep, dtype=torch.int64).expand(source.rows)
+    threshold, need, ties = radix.select_threshold(source, budget, reduce)
     last = None if reduce is None else _last_index(source, threshold, need, index, reduce)
     for row in range(source.rows):
         limit, whole = int(threshold[row]), bool(need[row] == ties[row])
@@ -170,12 +173,12 @@ def _cut(window: Tensor, unit: tuple[int, ...]) -> Iterator[tuple[tuple[slice, .
         todo.extend((*place[:widest], part, *place[widest + 1 :]) for part in reversed(parts))
 
 
-def scope_mask(scopes: Scopes, keep: Tensor, norm: reference.Norm) -> bool:
+def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> bool:
     """Score, select and fill in one go where one plain window allows it; False where the three verbs must do it.
 
     Args:
         scopes: one window with values and mask, nothing partial.
-        keep: int64, of the shape of the scope grid.
+        keep: blocks kept in each scope: an int, or int64 of the shape of the scope grid.
     """
     only = scopes.members[0]
     regular = not any(g % n for g, n in zip(only.grid, scopes.shape, strict=False))
@@ -187,11 +190,11 @@ def scope_mask(scopes: Scopes, keep: Tensor, norm: reference.Norm) -> bool:
     for place, values in _cut(only.values, unit):
         mask = only.mask[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
         part = replace(only, values=values, mask=mask)
-        _mask_part(scopes.with_members([part]), keep[place].reshape(-1), norm)
+        _mask_part(scopes.with_members([part]), keep[place].reshape(-1) if isinstance(keep, Tensor) else keep, norm)
     return True
 
 
-def _mask_part(scopes: Scopes, keep: Tensor, norm: reference.Norm) -> None:
+def _mask_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:
     part = scopes.members[0]
     assert part.values is not None and part.mask is not None
     single = not callable(norm) and all(b == 1 for b in part.shape)

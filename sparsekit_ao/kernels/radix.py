@@ -1,6 +1,6 @@
 """Radix select by histograms: the k-th largest key of each row, counted rather than sorted.
 
-Eleven bits a pass, highest first: count the digits of the keys that match so far, take the digit in which the k-th
+Thirteen bits a pass, highest first: count the digits of the keys that match so far, take the digit in which the k-th
 largest lies, go on inside it. A row is read in chunks, so nothing the size of the row is made. Whoever counts the
 histogram decides who takes part: `reduce` may sum it over other processes, which hold other slots of the same rows.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["CHUNK", "KeyRows", "Reduce", "mark_first", "select_threshold"]
 
-BITS = 11
+BITS = 13
 CHUNK = 1 << 18
 Reduce = Callable[[Tensor], Tensor]
 

@@ -16,16 +16,18 @@ from .tiling import Blocks, from_aligned, pad_to, split, to_aligned
 __all__ = ["Norm", "block_scores", "candidates_of", "element_counts", "fill_mask", "keep_mask", "reduce_blocks"]
 
 Norm = float | Callable[[Tensor], Tensor]
-UNROLL = 16
+UNROLL = 16  # longest last dimension that is reduced slice by slice
+SMALL = 1 << 14  # ... unless the tensor is so small that the number of operations counts
 
 
-def keep_mask(scores: Tensor, keep: Tensor, candidates: Tensor | None) -> Tensor:
+def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None) -> Tensor:
     """Exactly `keep` per row, highest first, lower index among equals; never a slot outside `candidates`."""
     keys = order_keys(scores)
     if candidates is not None:
         keys = keys.masked_fill(~candidates, absent(scores.dtype))
     ranking = keys.sort(dim=1, descending=True, stable=True).indices
-    kept = torch.arange(scores.shape[1], device=scores.device) < keep[:, None]
+    limit = keep[:, None] if isinstance(keep, Tensor) else keep
+    kept = (torch.arange(scores.shape[1], device=scores.device) < limit).expand(scores.shape)
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ranking, kept)
     return mask if candidates is None else mask & candidates
 
@@ -95,13 +97,20 @@ def _fold(tiles: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 
 def _halve(t: Tensor, dim: int, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    while t.shape[dim] > UNROLL:
+    """One dimension by its halving tree: upper half onto lower half, an odd last one carried along."""
+    while t.shape[dim] > 1:
         size = t.shape[dim]
+        if dim == t.ndim - 1 and size <= UNROLL and t.numel() > SMALL:
+            return _halve_slices(list(t.unbind(dim)), join)
         low = (size + 1) // 2
         top = join(t.narrow(dim, 0, size - low), t.narrow(dim, low, size - low))
         t = top if size % 2 == 0 else torch.cat([top, t.narrow(dim, size - low, 1)], dim)
-    parts = list(t.unbind(dim))
-    while len(parts) > 1:  # the same tree on separate slices, which keeps short dimensions fast
+    return t.squeeze(dim)
+
+
+def _halve_slices(parts: list[Tensor], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The same tree over separate slices: quicker where the dimension is short and last."""
+    while len(parts) > 1:
         low = (len(parts) + 1) // 2
         parts = [join(a, b) for a, b in zip(parts, parts[low:], strict=False)] + parts[len(parts) - low : low]
     return parts[0]

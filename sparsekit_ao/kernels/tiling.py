@@ -121,14 +121,14 @@ def to_aligned(grid: Tensor, order: Sequence[int], ndim: int, trailing: int = 0)
     """A member's grid (with `trailing` further dimensions) seen in the aligned order; a view."""
     own = grid.ndim - trailing
     full = grid[(slice(None),) * own + (None,) * (ndim - own)]
-    return full.permute(*order, *range(ndim, ndim + trailing)) if order else full
+    return full.permute([*order, *range(ndim, ndim + trailing)]) if order else full
 
 
 def from_aligned(aligned: Tensor, order: Sequence[int], grid: Sequence[int], trailing: int = 0) -> Tensor:
     """The inverse of `to_aligned`: an aligned grid seen in the member's own order; a view."""
     n = aligned.ndim - trailing
-    own = aligned.permute(*(list(order).index(k) for k in range(n)), *range(n, n + trailing)) if order else aligned
-    return own.reshape(*grid, *aligned.shape[n:])
+    own = aligned.permute([*(list(order).index(k) for k in range(n)), *range(n, n + trailing)]) if order else aligned
+    return own.reshape([*grid, *aligned.shape[n:]])
 
 
 def to_scopes(grid: Tensor, scopes: Scopes, fill: float | bool) -> Tensor:
@@ -136,7 +136,7 @@ def to_scopes(grid: Tensor, scopes: Scopes, fill: float | bool) -> Tensor:
     n = grid.ndim
     tiles = split(pad_to(grid, scopes.shape, fill), scopes.shape)
     outer = [2 * k for k in (scopes.order or range(n))]
-    rows = tiles.permute(*outer, *range(1, 2 * n, 2))
+    rows = tiles.permute([*outer, *range(1, 2 * n, 2)])
     return rows.reshape(math.prod(tiles.shape[k] for k in outer), math.prod(scopes.shape))
 
 
@@ -145,7 +145,7 @@ def from_scopes(rows: Tensor, scopes: Scopes) -> Tensor:
     grid, n = scopes.grid, len(scopes.shape)
     own = grid_of(grid, scopes.shape)
     order = scopes.order or tuple(range(n))
-    tiles = rows.reshape(*(own[k] for k in order), *scopes.shape)
+    tiles = rows.reshape([*(own[k] for k in order), *scopes.shape])
     interleave = [axis for k in range(n) for axis in (order.index(k), n + k)]
-    whole = tiles.permute(*interleave).reshape([g * b for g, b in zip(own, scopes.shape, strict=True)])
+    whole = tiles.permute(interleave).reshape([g * b for g, b in zip(own, scopes.shape, strict=True)])
     return crop(whole, grid)

@@ -186,7 +186,7 @@ class SparseBlock(ABC):
         parts = []
         for m in self.operands(values):
             n = m.window.ndim
-            tiles = padded_split(m.window, m.shape, fill).permute(*range(0, 2 * n, 2), *range(1, 2 * n, 2))
+            tiles = padded_split(m.window, m.shape, fill).permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
             parts.append(to_aligned(tiles.reshape(*m.grid, math.prod(m.shape)), m.order, self.grid_ndim, trailing=1))
         return torch.cat(parts, dim=-1)
 
@@ -197,7 +197,7 @@ class SparseBlock(ABC):
         for (spec, order), part in zip(self.members(), parts, strict=True):
             n = len(spec.shape)
             tiles = from_aligned(part, order, spec.own_grid, trailing=1).reshape(*spec.own_grid, *spec.shape)
-            whole = tiles.permute(*(axis for k in range(n) for axis in (k, n + k))).reshape(
+            whole = tiles.permute([axis for k in range(n) for axis in (k, n + k)]).reshape(
                 [g * b for g, b in zip(spec.own_grid, spec.shape, strict=True)]
             )
             spec.view.data = whole[tuple(slice(0, s) for s in spec.view.shape)]

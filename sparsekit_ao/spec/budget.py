@@ -24,18 +24,22 @@ def sparsity_to_nnz(sparsity: float, members: int, where: str = "") -> int:
     return members - math.floor(sparsity * members + 1e-9)
 
 
-def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: int, where: str) -> Tensor:
-    """A budget as int64 of the scope grid's shape, with least <= nnz <= members - spare, or an error."""
+def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: int, where: str) -> Budget:
+    """A budget with least <= nnz <= members - spare: an int, or int64 of the scope grid's shape; else an error."""
     if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
         raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
-    if isinstance(nnz, Tensor) and (nnz.is_floating_point() or tuple(nnz.shape) not in ((), grid)):
+    low = high = nnz
+    if isinstance(nnz, Tensor):
+        if nnz.is_floating_point() or nnz.dtype == torch.bool or tuple(nnz.shape) not in ((), grid):
+            raise SparsityError(
+                f"{where}nnz must be an integer tensor of the scope grid's shape {grid}, "
+                f"got {nnz.dtype} {tuple(nnz.shape)}"
+            )
+        low, high = map(int, nnz.aminmax()) if nnz.numel() else (least, least)
+        nnz = nnz.to(torch.int64).expand(grid)
+    if not (least <= low and high <= members - spare):
         raise SparsityError(
-            f"{where}nnz must be an integer tensor of the scope grid's shape {grid}, got {nnz.dtype} {tuple(nnz.shape)}"
+            f"{where}nnz must lie in {least} .. {members - spare} (a scope has {members} blocks), got "
+            + (f"{low}" if low == high else f"{low} .. {high}")
         )
-    keep = torch.as_tensor(nnz, dtype=torch.int64).expand(grid)
-    if keep.numel() and not (least <= int(keep.min()) and int(keep.max()) <= members - spare):
-        raise SparsityError(
-            f"{where}nnz must lie in {least} .. {members - spare} (a scope has {members} blocks), "
-            f"got {int(keep.min())} .. {int(keep.max())}"
-        )
-    return keep
+    return nnz

@@ -70,16 +70,25 @@ class SparseScope(ABC):
             total = total + (count.permute(*group.order) if group.order else count).reshape(self.grid_shape)
         return total
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether some scope at an edge holds fewer blocks than the others."""
+        return any(g % n for spec, _ in self.scopes() for g, n in zip(spec.block.grid_shape, spec.shape, strict=True))
+
     def sparsity_to_nnz(self, sparsity: float) -> Budget:
         """Blocks to keep in each scope at a level; an int, or int64 of the scope grid's shape if scopes differ."""
+        whole = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
+        if not self.is_partial:
+            return whole
         count = self.members_per_scope()
-        budgets = {n: sparsity_to_nnz(sparsity, n, self._where()) for n in count.unique().tolist()}
-        if len(budgets) <= 1:
-            return next(iter(budgets.values()), sparsity_to_nnz(sparsity, 0, self._where()))
-        out = torch.empty_like(count)
-        for n, keep in budgets.items():
-            out[count == n] = keep
-        return out
+        return count - torch.floor(count.double() * sparsity + 1e-9).long()
+
+    def level_of(self, nnz: Budget) -> float:
+        """The fraction of all blocks that a budget drops."""
+        if isinstance(nnz, int) and not self.is_partial:
+            return 1 - nnz / self.numblk_per_scope()
+        counts = self.members_per_scope()
+        return 1 - int(torch.minimum(torch.as_tensor(nnz), counts).sum()) / max(int(counts.sum()), 1)
 
     def block_norms(self, values: Values = None) -> Tensor:
         """2-norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
@@ -120,7 +129,7 @@ class SparseScope(ABC):
         """
         rows = self._scores(values, block_scores)
         allowed = self._rows_of(block_mask, "block_mask")
-        kept = keep_mask(rows, self.budget(nnz).reshape(-1), candidates=self._present(allowed))
+        kept = keep_mask(rows, _per_row(self.budget(nnz)), candidates=self._present(allowed))
         out: dict[BlockSpec, Tensor] = {}
         groups = self.groups(None, None)
         for group, (spec, _), part in zip(groups, self.scopes(), kept.split(self._widths(), dim=1), strict=True):
@@ -167,8 +176,8 @@ class SparseScope(ABC):
         for (spec, _), per_block in zip(self.scopes(), self._spread(thresholds), strict=True):
             spec.block.soft_threshold(per_block, conditioners, scale, max_iter, atol, eps)
 
-    def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Tensor:
-        """The budget as int64 of the scope grid's shape, checked: least <= nnz <= blocks per scope - spare."""
+    def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
+        """The budget, checked: least <= nnz <= blocks per scope - spare."""
         return checked_budget(nnz, self.grid_shape, least, self.numblk_per_scope(), spare, self._where())
 
     def groups(self, values: Values, masks: Mapping[BlockSpec, Tensor] | None) -> list[Scopes]:
@@ -244,9 +253,9 @@ class SparseScope(ABC):
         rows = torch.cat(real, dim=1)
         return rows if allowed is None else rows & allowed.bool()
 
-    def _kth(self, rows: Tensor, keep: Tensor) -> Tensor:
+    def _kth(self, rows: Tensor, keep: Budget) -> Tensor:
         """The smallest score that the selection keeps, for each row."""
-        kept = keep_mask(rows, keep.reshape(-1), candidates=self._present(None))
+        kept = keep_mask(rows, _per_row(keep), candidates=self._present(None))
         finite = torch.where(kept & ~rows.isnan(), rows, float("inf")).amin(1)
         all_nan = (kept & ~rows.isnan()).sum(1) == 0
         return torch.where(all_nan, float("nan"), finite)
@@ -267,6 +276,10 @@ class SparseScope(ABC):
 
     def _where(self) -> str:
         return f"{self.name}: " if self.name else ""
+
+
+def _per_row(keep: Budget) -> Budget:
+    return keep.reshape(-1) if isinstance(keep, Tensor) else keep
 
 
 class ScopeSpec(SparseScope):
@@ -328,7 +341,7 @@ class ScopeSpec(SparseScope):
         n, grid = len(self.shape), self.grid_shape
         interleaved = tuple(size for pair in zip(grid, self.shape, strict=True) for size in pair)
         if tuple(t.shape) in ((*grid, *self.shape), (*grid, math.prod(self.shape))):
-            tiles = t.reshape(*grid, *self.shape).permute(*(axis for k in range(n) for axis in (k, n + k)))
+            tiles = t.reshape(*grid, *self.shape).permute([axis for k in range(n) for axis in (k, n + k)])
         elif tuple(t.shape) == interleaved:
             tiles = t
         else:

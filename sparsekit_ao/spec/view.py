@@ -174,7 +174,7 @@ class View:
         if not reorder:
             return tiles
         n = self.ndim
-        ordered = tiles.permute(*range(0, 2 * n, 2), *range(1, 2 * n, 2))
+        ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
         return ordered.flatten(n) if merge and n else ordered.unsqueeze(-1) if merge else ordered
 
     def broadcast_block_to_element(self, values: Tensor, block_shape: Sequence[int], fake: bool = False) -> Tensor:

@@ -1,0 +1,33 @@
+"""Every Python block of the README runs, and its benchmark table is what the CSV says."""
+
+import contextlib
+import csv
+import io
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_block_runs(code):
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_benchmark_table_is_the_csv():
+    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = [line for line in README.splitlines() if line.startswith("| ") and " ms | " in line]
+    assert len(table) == len({r["pattern"] for r in rows})
+    for line in table:
+        pattern, stock, ours, factor, stock_peak, peak, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+        by_kind = {r["kind"]: r for r in rows if r["pattern"] == pattern}
+        assert stock == f"{float(by_kind['stock']['ms']):.0f} ms"
+        assert ours == f"{float(by_kind['ours']['ms']):.0f} ms"
+        assert factor == f"{by_kind['ours']['times faster than stock']}x"
+        assert (stock_peak, peak) == tuple(by_kind[k]["extra peak / weight"] for k in ("stock", "ours"))
