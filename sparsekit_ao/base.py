@@ -21,7 +21,8 @@ from .errors import SparsityError
 __all__ = ["MaskSparsifier"]
 
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
-_NOT_COPIED = ("step",)  # a scheduler's wrapper around the bound method; it holds the old instance
+# A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
+_NOT_COPIED = ("step", "_plan")
 
 
 class MaskSparsifier(BaseSparsifier):
@@ -203,6 +204,13 @@ class MaskSparsifier(BaseSparsifier):
             for fqn in own & set(masks):
                 self.mask(fqn).copy_(masks[fqn])
         self.enable_mask_update = bool(state_dict.get("enable_mask_update", True))
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
+        for group in self.groups:
+            own = ", ".join(f"{k}={group[k]!r}" for k in self.keys if k in group)
+            lines.append(f"  {group['tensor_fqn']}: {own}")
+        return "\n".join(lines)
 
     # -- copies -----------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,8 @@ def _families(components: Sequence[Component], count: int) -> tuple[tuple[Compon
     family = list(range(count))
     for component in components:
         joined = {family[at] for _, at in component.leaves}
-        family = [min(joined) if f in joined else f for f in family]
+        if len(joined) > 1:
+            family = [min(joined) if f in joined else f for f in family]
     found: dict[int, list[Component]] = {}
     for component in components:
         found.setdefault(family[component.leaves[0][1]], []).append(component)

@@ -16,6 +16,7 @@ from .base import MaskSparsifier
 from .config import Group
 from .errors import SparsityError
 from .plan import STRUCTURE, Plan, make_plan, stages_of
+from .spec import sparsity_to_nnz
 
 __all__ = ["ScopeSparsifier"]
 
@@ -57,6 +58,7 @@ class ScopeSparsifier(MaskSparsifier):
     """
 
     optional_keys = ("nnz", "stages")
+    _plan: tuple[Any, Plan] | None = None
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class ScopeSparsifier(MaskSparsifier):
             defaults["stages"] = list(stages)
         super().__init__(defaults)
         stages_of({**defaults, "tensor_fqn": "defaults"})
-        self._plan: tuple[Any, Plan] | None = None
+        sparsity_to_nnz(defaults["sparsity_level"], 1, "defaults: ")
         self._level_given: dict[str, float] = {}
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
@@ -201,6 +203,3 @@ class ScopeSparsifier(MaskSparsifier):
             if group["module"] is module and group["tensor_name"] == tensor_name:
                 return at
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plan": None}
