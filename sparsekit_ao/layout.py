@@ -12,7 +12,18 @@ import torch
 
 from .errors import SparsityError
 
-__all__ = ["Shape", "addresses", "check_window", "cosize", "grid_of", "is_dense", "resolve_tile", "row_major"]
+__all__ = [
+    "Shape",
+    "addresses",
+    "check_window",
+    "coordinate_of",
+    "cosize",
+    "grid_of",
+    "is_dense",
+    "is_injective",
+    "resolve_tile",
+    "row_major",
+]
 
 Shape = tuple[int, ...]
 
@@ -51,6 +62,22 @@ def addresses(shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> t
     for n, d in zip(shape, stride, strict=True):
         out = (out[:, None] + torch.arange(n) * d).reshape(-1)
     return out
+
+
+def coordinate_of(address: int, shape: Shape, stride: Shape) -> Shape:
+    """The index of the tensor's element at an address; the inverse of `sum(i_k * stride_k)`.
+
+    >>> coordinate_of(5, (3, 4), (1, 3))
+    (2, 1)
+    """
+    at, left = [0] * len(shape), address
+    for k in sorted((k for k in range(len(shape)) if shape[k] > 1), key=lambda k: -stride[k]):
+        at[k], left = divmod(left, stride[k])
+    if left or any(i >= n for i, n in zip(at, shape, strict=True)):  # strides that do not nest: look it up
+        flat = int((addresses(shape, stride) == address).nonzero()[0, 0])
+        for k in range(len(shape) - 1, -1, -1):
+            flat, at[k] = divmod(flat, shape[k])
+    return tuple(at)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -124,7 +151,6 @@ def _resolve_one(kind: str, noun: str, k: int, size: int, tile: Shape, edge: str
     return entry
 
 
-@lru_cache(maxsize=4096)
 def check_window(
     param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str = ""
 ) -> None:
@@ -132,18 +158,30 @@ def check_window(
 
     Addresses count from the parameter's first element. Raises SparsityError with the first thing that is wrong.
     """
+    for what, numbers in (("shape", shape), ("stride", stride), ("offset", (offset,))):
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+            raise SparsityError(f"{where}view {what} must be non-negative ints, got {numbers}")
+    _check_window(param_shape, param_stride, shape, stride, offset, where)
+
+
+@lru_cache(maxsize=4096)
+def _check_window(
+    param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str
+) -> None:
     if len(shape) != len(stride):
         raise SparsityError(
             f"{where}a view needs one stride a dimension, got shape {shape} ({len(shape)}) "
             f"and stride {stride} ({len(stride)})"
         )
-    for what, numbers in (("shape", shape), ("stride", stride), ("offset", (offset,))):
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-            raise SparsityError(f"{where}view {what} must be non-negative ints, got {numbers}")
     if 0 in shape:
         return
+    if not is_injective(param_shape, param_stride):
+        raise SparsityError(
+            f"{where}the parameter {param_shape}:{param_stride} is expanded: several of its elements share memory. "
+            "Make it contiguous first."
+        )
     _check_inside(param_shape, param_stride, shape, stride, offset, where)
-    if not _is_injective(shape, stride):
+    if not is_injective(shape, stride):
         raise SparsityError(
             f"{where}view {shape}:{stride} meets some element twice, so a block could not be dropped by itself. "
             "Use strides under which every index has its own address."
@@ -182,7 +220,8 @@ def _no_carry(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Sha
     return all(r < n for r, (_, n) in zip(reach, dims, strict=True))
 
 
-def _is_injective(shape: Shape, stride: Shape) -> bool:
+def is_injective(shape: Shape, stride: Shape) -> bool:
+    """Whether every index has an address of its own."""
     reach = 0
     for d, n in sorted((d, n) for n, d in zip(shape, stride, strict=True) if n > 1):
         if d == 0:

@@ -67,8 +67,12 @@ def keep_mask(
             f"keep_mask: candidates must be bool {tuple(scores.shape)}, "
             f"got {candidates.dtype} {tuple(candidates.shape)}"
         )
-    if (reduce is None) != (index is None) or (index is not None and index.shape != scores.shape):
-        raise SparsityError("keep_mask: reduce and index go together, and index has the shape of scores")
+    if (reduce is None) != (index is None):
+        raise SparsityError("keep_mask: reduce and index go together")
+    if index is not None and (index.shape != scores.shape or index.dtype != torch.int64):
+        raise SparsityError(
+            f"keep_mask: index must be int64 {tuple(scores.shape)}, got {index.dtype} {tuple(index.shape)}"
+        )
     chosen = _choose(impl, scores.device)
     if reduce is not None and chosen != "cpu":
         raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
@@ -89,6 +93,7 @@ def block_scores(members: Sequence[Blocks], norm: Norm = 2, *, ndim: int | None 
     Returns:
         float32 (float64 for float64 weights), of the aligned grid's shape. Single elements score exactly |x|.
     """
+    _check_norm(norm)
     ndim = max(m.window.ndim for m in members) if ndim is None else ndim
     if _choose(impl, members[0].window.device) == "cpu":
         return cpu.block_scores(tuple(members), norm, ndim)
@@ -121,6 +126,7 @@ def scope_mask(
         stage: choose only among blocks that the masks still hold, scored by what the masks left of them.
         impl: one of `IMPLS`.
     """
+    _check_norm(norm)
     device = groups[0].members[0].window.device
     if _choose(impl, device) == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
         return
@@ -131,6 +137,11 @@ def scope_mask(
     rows = keep_mask(scores, budget, candidates=candidates, magnitude=not callable(norm), impl=impl)
     for group, kept in zip(groups, rows.split([math.prod(g.shape) for g in groups], dim=1), strict=True):
         fill_mask(group.members, from_scopes(kept, group), stage=stage)
+
+
+def _check_norm(norm: Norm) -> None:
+    if not callable(norm) and (isinstance(norm, (bool, str)) or norm not in (1, 2, math.inf)):
+        raise SparsityError(f"norm must be 1, 2, inf or a callable (weight -> saliency), got {norm!r}")
 
 
 def _left(m: Blocks) -> Blocks:

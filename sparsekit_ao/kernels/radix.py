@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..errors import SparsityError
+
 __all__ = ["CHUNK", "KeyRows", "Reduce", "mark_first", "select_threshold"]
 
 BITS = 13
@@ -52,6 +54,11 @@ def select_threshold(source: KeyRows, keep: Tensor, reduce: Reduce | None = None
         found = [_histogram(source, row, int(prefix[row]), shift, low, live[row]) for row in range(source.rows)]
         counts = torch.stack(found) if found else torch.zeros(0, 1, dtype=torch.int64)
         counts = counts if reduce is None else reduce(counts)
+        if shift == source.bits and bool((keep > counts.sum(1)).any()):
+            raise SparsityError(
+                f"keep_mask: keep must be at most the members of a scope, got {keep.tolist()} of "
+                f"{counts.sum(1).tolist()} over all processes"
+            )
         digit, above = _locate(counts, need)
         need -= above
         ties = counts.gather(1, digit[:, None])[:, 0]

@@ -121,8 +121,7 @@ class SparseBlock(ABC):
             thresholds: a number, or a tensor that broadcasts to the grid.
             values: what the norms are taken of; None means the parameters.
         """
-        norms = self.norms(values)
-        self.zero_blocks(norms < torch.as_tensor(thresholds, dtype=norms.dtype, device=norms.device))
+        self.zero_blocks(self.below(thresholds, values))
 
     @torch.no_grad()
     def soft_threshold(
@@ -147,20 +146,37 @@ class SparseBlock(ABC):
         Raises:
             SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
         """
-        v = self._elements(None, 0.0).reshape(self.numblk(), -1)
+        self.write_elements(self.shrunk(thresholds, conditioners, scale, max_iter, atol, eps))
+
+    def below(self, thresholds: Tensor | float, values: Values = None) -> Tensor:
+        """Which blocks have a norm strictly below the threshold; bool, of the grid's shape."""
+        norms = self.norms(values)
+        return norms < self._per_block(thresholds, norms.dtype, norms.device)
+
+    def shrunk(
+        self,
+        thresholds: Tensor | float,
+        conditioners: Values,
+        scale: bool,
+        max_iter: int,
+        atol: float | None,
+        eps: float,
+    ) -> Tensor:
+        """What `soft_threshold` writes: [blocks, elements], float32 or wider."""
+        v = self._elements(None, 0.0)
+        v = v.reshape(self.numblk(), v.shape[-1])
         v = v if v.dtype == torch.float64 else v.float()
-        t = torch.as_tensor(thresholds, dtype=v.dtype, device=v.device).expand(self.grid_shape)
+        t = self._per_block(thresholds, v.dtype, v.device)
         if not bool((t >= 0).all()):
             raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {float(t.min())}")
-        t = (t * self._counts().sqrt() if scale else t).reshape(-1)
+        t = (t * self._counts().to(v.dtype).sqrt() if scale else t).reshape(-1)
         if conditioners is None:
-            self._write_elements(shrink(v, t))
-            return
+            return shrink(v, t)
         h = self._elements(conditioners, 1.0).reshape(v.shape).to(v.dtype) + eps
         if not bool((h > 0).all()):
             raise SparsityError(f"{self._where()}soft_threshold needs conditioners > 0, got {float(h.min())}")
         tolerance = (1e-12 if v.dtype == torch.float64 else 1e-6) if atol is None else atol
-        self._write_elements(shrink_conditioned(v, h, t, max_iter=max_iter, atol=tolerance))
+        return shrink_conditioned(v, h, t, max_iter=max_iter, atol=tolerance)
 
     def operands(self, values: Values = None, masks: "Mapping[BlockSpec, Tensor] | None" = None) -> tuple[Blocks, ...]:
         """The members as the kernels take them: windows on the values, and on the masks if given."""
@@ -187,16 +203,16 @@ class SparseBlock(ABC):
         for m in self.operands(values):
             n = m.window.ndim
             tiles = padded_split(m.window, m.shape, fill).permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
-            parts.append(to_aligned(tiles.reshape(*m.grid, math.prod(m.shape)), m.order, self.grid_ndim, trailing=1))
+            parts.append(to_aligned(tiles.reshape([*m.grid, math.prod(m.shape)]), m.order, self.grid_ndim, trailing=1))
         return torch.cat(parts, dim=-1)
 
-    def _write_elements(self, elements: Tensor) -> None:
+    def write_elements(self, elements: Tensor) -> None:
         """Write [blocks, elements] back to the parameters; the inverse of `_elements`."""
         widths = [math.prod(spec.shape) for spec in self.blocks()]
-        parts = elements.reshape(*self.grid_shape, -1).split(widths, dim=-1)
+        parts = elements.reshape([*self.grid_shape, elements.shape[-1]]).split(widths, dim=-1)
         for (spec, order), part in zip(self.members(), parts, strict=True):
             n = len(spec.shape)
-            tiles = from_aligned(part, order, spec.own_grid, trailing=1).reshape(*spec.own_grid, *spec.shape)
+            tiles = from_aligned(part, order, spec.own_grid, trailing=1).reshape([*spec.own_grid, *spec.shape])
             whole = tiles.permute([axis for k in range(n) for axis in (k, n + k)]).reshape(
                 [g * b for g, b in zip(spec.own_grid, spec.shape, strict=True)]
             )
@@ -217,6 +233,15 @@ class SparseBlock(ABC):
                 f"{self._where()}expected a tensor of the block grid's shape {self.grid_shape}, got {tuple(t.shape)}"
             )
         return t
+
+    def _per_block(self, thresholds: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        t = torch.as_tensor(thresholds, dtype=dtype, device=device)
+        try:
+            return t.expand(self.grid_shape)
+        except RuntimeError:
+            raise SparsityError(
+                f"{self._where()}thresholds must broadcast to the grid {self.grid_shape}, got shape {tuple(t.shape)}"
+            ) from None
 
     def _refuse_partial(self, what: str) -> None:
         for b in self.blocks():
@@ -250,8 +275,8 @@ class BlockSpec(SparseBlock):
     def __init__(
         self, view_or_param: View | Tensor, shape: Sequence[int] = (), name: str | None = None, *, edge: str = "error"
     ) -> None:
-        self.name = name
         self.view = View.from_existing(view_or_param, name=name)
+        self.name = name if name is not None else self.view.name
         self.edge = edge
         self.shape = resolve_tile("block", self.view.shape, shape, edge=edge, where=self._where())
         self.own_grid = grid_of(self.view.shape, self.shape)

@@ -85,8 +85,11 @@ class ScopeCoupling(SparseScope):
     ) -> None:
         self.name = name
         names, ndims = [s.name for s in scopes], [len(s.shape) for s in scopes]
-        self._scopes = list(zip(scopes, _orders(orders, ndims, names, self._where()), strict=True))
-        grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in self._scopes]
+        full = _orders(orders, ndims, names, self._where())
+        grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in zip(scopes, full, strict=True)]
+        # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
+        own = [tuple(k for k in order if k < n) for order, n in zip(full, ndims, strict=True)]
+        self._scopes = list(zip(scopes, own, strict=True))
         self._grid = _common_grid("scope", grids, names, self._where())
 
     def scopes(self) -> list[tuple[ScopeSpec, Shape]]:
@@ -98,20 +101,20 @@ class ScopeCoupling(SparseScope):
         """Scopes along each dimension of the aligned scope grid."""
         return self._grid
 
-    def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = True) -> Tensor:
-        """Tensors of the members' block grids as (*scope grid, blocks per scope of all members)."""
+    def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = False) -> Tensor:
+        """Tensors of the members' block grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
         if not (reorder and merge):
-            raise SparsityError(f"{self._where()}members may differ in shape: use reorder=True, merge=True")
+            raise SparsityError(f"{self._where()}members may differ in shape; use merge=True")
         rows = self._rows_of(t, "t")
         assert rows is not None
-        return rows.reshape(*self.grid_shape, -1)
+        return rows.reshape([*self.grid_shape, rows.shape[1]])
 
-    def scope_to_block(self, t: Tensor) -> dict[SparseBlock, Tensor]:
+    def scope_to_block(self, t: Tensor, reorder: bool = True) -> dict[SparseBlock, Tensor]:
         """The inverse of `block_to_scope`: {block: tensor of its grid's shape}."""
         want = (*self.grid_shape, self.numblk_per_scope())
-        if tuple(t.shape) != want:
+        if not reorder or tuple(t.shape) != want:
             raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")
-        parts = t.reshape(self.numscp(), -1).split(self._widths(), dim=1)
+        parts = t.reshape(self.numscp(), want[-1]).split(self._widths(), dim=1)
         groups = self.groups(None, None)
         return {
             spec.block: from_scopes(part, group)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..kernels import Norm, Scopes, from_scopes, keep_mask, scope_mask, to_scopes
+from ..kernels.tiling import split
 from ..layout import Shape, grid_of, resolve_tile
 from .block import BlockSpec, SparseBlock, Values
 from .budget import Budget, checked_budget, sparsity_to_nnz
@@ -92,7 +93,8 @@ class SparseScope(ABC):
 
     def block_norms(self, values: Values = None) -> Tensor:
         """2-norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
-        return self._scores(values, None).reshape(*self.grid_shape, -1)
+        rows = self._scores(values, None)
+        return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def kth_largest(self, values: Values = None, nnz: Budget = 1) -> Tensor:
         """The nnz-th largest block norm of each scope, 1 <= nnz <= blocks per scope; of the scope grid's shape."""
@@ -154,8 +156,11 @@ class SparseScope(ABC):
                 leaf.view.param.detach().masked_fill_(~mask, 0)
             return
         assert thresholds is not None
-        for (spec, _), per_block in zip(self.scopes(), self._spread(thresholds), strict=True):
-            spec.block.hard_threshold(per_block, values)
+        self._check_values(values)
+        blocks = [spec.block for spec, _ in self.scopes()]
+        drops = [b.below(t, values) for b, t in zip(blocks, self._spread(thresholds), strict=True)]
+        for block, drop in zip(blocks, drops, strict=True):
+            block.zero_blocks(drop)
 
     @torch.no_grad()
     def soft_threshold(
@@ -173,8 +178,14 @@ class SparseScope(ABC):
             thresholds: t >= 0, a number or a tensor that broadcasts to the scope grid.
             conditioners, scale, max_iter, atol, eps: as there; `scale` multiplies by sqrt(elements per block).
         """
-        for (spec, _), per_block in zip(self.scopes(), self._spread(thresholds), strict=True):
-            spec.block.soft_threshold(per_block, conditioners, scale, max_iter, atol, eps)
+        self._check_values(conditioners)
+        blocks = [spec.block for spec, _ in self.scopes()]
+        shrunk = [
+            b.shrunk(t, conditioners, scale, max_iter, atol, eps)
+            for b, t in zip(blocks, self._spread(thresholds), strict=True)
+        ]
+        for block, elements in zip(blocks, shrunk, strict=True):
+            block.write_elements(elements)
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
         """The budget, checked: least <= nnz <= blocks per scope - spare."""
@@ -182,11 +193,10 @@ class SparseScope(ABC):
 
     def groups(self, values: Values, masks: Mapping[BlockSpec, Tensor] | None) -> list[Scopes]:
         """The scopes as the kernels take them: windows on the values, and on the masks if given."""
-        specs = self.scopes()
-        if isinstance(values, Tensor) and len({id(p) for spec, _ in specs for p in spec.block.parameters()}) > 1:
-            raise SparsityError(f"{self._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
+        self._check_values(values)
         return [
-            Scopes(members=spec.block.operands(values, masks), shape=spec.shape, order=order) for spec, order in specs
+            Scopes(members=spec.block.operands(values, masks), shape=spec.shape, order=order)
+            for spec, order in self.scopes()
         ]
 
     @torch.no_grad()
@@ -223,6 +233,7 @@ class SparseScope(ABC):
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
+        self._check_values(values)
         norms = {spec.block: spec.block.norms(values) for spec, _ in self.scopes()}
         rows = self._rows_of(norms, "norms")
         assert rows is not None
@@ -263,13 +274,23 @@ class SparseScope(ABC):
     def _spread(self, per_scope: Tensor | float) -> list[Tensor]:
         """One value a scope as one value a block: of each member's block grid's shape."""
         device = self.scopes()[0][0].block.blocks()[0].view.param.device
-        t = torch.as_tensor(per_scope, device=device)
-        t = t if t.is_floating_point() else t.float()
-        rows = t.expand(self.grid_shape).reshape(-1, 1)
+        dtype = per_scope.dtype if isinstance(per_scope, Tensor) and per_scope.is_floating_point() else torch.float64
+        t = torch.as_tensor(per_scope, dtype=dtype, device=device)
+        try:
+            rows = t.expand(self.grid_shape).reshape(-1, 1)
+        except RuntimeError:
+            raise SparsityError(
+                f"{self._where()}thresholds must broadcast to the scope grid {self.grid_shape}, "
+                f"got shape {tuple(t.shape)}"
+            ) from None
         return [
             from_scopes(rows.expand(-1, width), group)
             for group, width in zip(self.groups(None, None), self._widths(), strict=True)
         ]
+
+    def _check_values(self, values: Values) -> None:
+        if isinstance(values, Tensor) and len({id(p) for s, _ in self.scopes() for p in s.block.parameters()}) > 1:
+            raise SparsityError(f"{self._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
 
     def _widths(self) -> list[int]:
         return [math.prod(spec.shape) for spec, _ in self.scopes()]
@@ -334,22 +355,33 @@ class ScopeSpec(SparseScope):
                 f"{self._where()}block_to_scope takes the block grid's shape {self.block.grid_shape}, "
                 f"got {tuple(t.shape)}"
             )
-        return View.from_existing(t).block_view_of(t, self.shape, reorder, merge)
+        if self.is_partial:
+            raise SparsityError(f"{self._where()}block_to_scope needs whole scopes; {self.shape} leaves partial ones")
+        if merge and not reorder:
+            raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")
+        n, tiles = t.ndim, split(t, self.shape)
+        if not reorder:
+            return tiles
+        ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
+        return ordered.reshape([*self.grid_shape, math.prod(self.shape)]) if merge else ordered
 
-    def scope_to_block(self, t: Tensor) -> Tensor:
-        """The inverse of `block_to_scope`: from any of its three shapes to the block grid's shape."""
-        n, grid = len(self.shape), self.grid_shape
+    def scope_to_block(self, t: Tensor, reorder: bool = True) -> Tensor:
+        """The inverse of `block_to_scope`: back to the block grid's shape.
+
+        Args:
+            t: (*scope grid, *scope) or (*scope grid, blocks per scope); (g0, s0, g1, s1, ...) without `reorder`.
+            reorder: as it was given there.
+        """
+        grid, width = self.grid_shape, math.prod(self.shape)
         interleaved = tuple(size for pair in zip(grid, self.shape, strict=True) for size in pair)
-        if tuple(t.shape) in ((*grid, *self.shape), (*grid, math.prod(self.shape))):
-            tiles = t.reshape(*grid, *self.shape).permute([axis for k in range(n) for axis in (k, n + k)])
-        elif tuple(t.shape) == interleaved:
-            tiles = t
-        else:
+        taken = [(*grid, *self.shape), (*grid, width)] if reorder else [interleaved]
+        if tuple(t.shape) not in taken:
             raise SparsityError(
-                f"{self._where()}scope_to_block takes {(*grid, *self.shape)} or {(*grid, math.prod(self.shape))}, "
-                f"got {tuple(t.shape)}"
+                f"{self._where()}scope_to_block takes {' or '.join(map(str, taken))}, got {tuple(t.shape)}"
             )
-        return tiles.reshape(self.block.grid_shape)
+        if not reorder:
+            return t.reshape(self.block.grid_shape)
+        return from_scopes(t.reshape(self.numscp(), width), self.groups(None, None)[0])
 
     def __repr__(self) -> str:
         return f"ScopeSpec({self.block!r}, shape={self.shape})"

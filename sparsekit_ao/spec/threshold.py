@@ -47,6 +47,8 @@ def shrink_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: 
     """
     pull = h * v
     force = torch.linalg.vector_norm(pull, dim=1)
+    if max_iter < 1:
+        raise SparsityError(f"soft_threshold needs max_iter >= 1, got {max_iter}")
     alive = force > t
     s = torch.where(alive, (force - t) / h.amax(1), 1.0)
     slack = torch.where(alive, t, 1.0)[:, None]
@@ -66,4 +68,4 @@ def shrink_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: 
             "Raise max_iter, or atol to what the dtype can hold."
         )
     w = pull * s[:, None] / (h * s[:, None] + slack)
-    return torch.where(alive[:, None], w, 0)
+    return torch.where(alive[:, None], w, torch.where(force.isnan(), force, 0)[:, None])

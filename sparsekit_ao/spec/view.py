@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..kernels import Blocks, fill_mask
 from ..kernels.tiling import pad_to, split
-from ..layout import Shape, check_window, cosize, is_dense, resolve_tile
+from ..layout import Shape, check_window, coordinate_of, cosize, is_dense, resolve_tile
 
 __all__ = ["View"]
 
@@ -70,7 +70,9 @@ class View:
         where = f"{name}: " if name else ""
         if not isinstance(seen, Tensor):
             raise SparsityError(f"{where}the view function must return a tensor, got {type(seen).__name__}")
-        if not seen._is_view() or seen.untyped_storage()._cdata != base.untyped_storage()._cdata:
+        if seen.dtype != base.dtype:
+            raise SparsityError(f"{where}the view function turned {base.dtype} into {seen.dtype}; it may only look")
+        if seen.untyped_storage()._cdata != base.untyped_storage()._cdata:
             raise SparsityError(
                 f"{where}the view function returned a copy, not a view. Use view, unflatten, permute or transpose, "
                 "or make the parameter contiguous first."
@@ -145,15 +147,11 @@ class View:
         >>> View.from_existing(torch.zeros(3, 4).t()).to_param_rc((1, 2))
         (1, 2)
         """
-        address = self.linear_offset(idx)
-        coordinate = [0] * self.param.ndim
-        sizes, strides = self.param.shape, self.param.stride()
-        for k in sorted((k for k in range(len(sizes)) if sizes[k] > 1), key=lambda k: -strides[k]):
-            coordinate[k], address = divmod(address, strides[k])
+        at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self.param.stride())
         column = 0
-        for c, s in zip(coordinate[1:], sizes[1:], strict=True):
+        for c, s in zip(at[1:], self.param.shape[1:], strict=True):
             column = column * s + c
-        return (coordinate[0] if coordinate else 0), column
+        return (at[0] if at else 0), column
 
     def block_view_of(self, t: Tensor, block_shape: Sequence[int], reorder: bool = True, merge: bool = False) -> Tensor:
         """A parameter-shaped tensor cut into this window's blocks.

@@ -1,0 +1,162 @@
+"""Random parameters, windows and tilings for hypothesis, and the oracle: SPEC section 2 spelled out in Python loops.
+
+The oracle knows addresses and integer division only. It shares no line with the library: an element's block is
+floor(i / b) of its window index i, a block's scope floor(k / g) of its grid index k.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SMALL = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 3.0, 5.0]  # sums of their powers are exact in every dtype
+WILD = [*SMALL, 0.5, -7.0, math.inf, -math.inf, math.nan]
+
+
+def examples(count):
+    return settings(deadline=None, derandomize=True, max_examples=count)
+
+
+@st.composite
+def params(draw, min_rank=1, max_rank=4, pool=SMALL, dtypes=FLOATS, most=160, shape=None):
+    """A float tensor of some rank with permuted memory, gaps, a storage offset, and values from a small pool."""
+    if shape is None:
+        shape = draw(st.lists(st.integers(1, 6), min_size=min_rank, max_size=max_rank).map(tuple))
+    assume(math.prod(shape) <= most)
+    rank = len(shape)
+    memory = draw(st.sampled_from([tuple(range(rank)), (0, *range(2, rank), 1)[:rank], None]))
+    if memory is None:
+        memory = tuple(draw(st.permutations(range(rank))))
+    lead, step, tail = ([draw(st.sampled_from(o)) for _ in shape] for o in ([0, 0, 1, 2], [1, 1, 1, 2], [0, 0, 1]))
+    sizes = [lead[k] + shape[k] * step[k] + tail[k] for k in range(rank)]
+    dtype = draw(st.sampled_from(dtypes))
+    base = torch.zeros([sizes[k] for k in memory], dtype=dtype)
+    seen = base.permute([memory.index(k) for k in range(rank)])
+    param = seen[tuple(slice(lead[k], lead[k] + shape[k] * step[k], step[k]) for k in range(rank))]
+    assert tuple(param.shape) == tuple(shape)
+    fill(param, draw(values_of(math.prod(shape), pool)))
+    return param
+
+
+def values_of(count, pool):
+    return st.lists(st.sampled_from(pool), min_size=count, max_size=count)
+
+
+def fill(tensor, flat):
+    tensor.copy_(torch.tensor(flat, dtype=torch.float64).reshape(tensor.shape))
+
+
+@st.composite
+def windows(draw, param):
+    """(shape, stride, offset) of a random chain of torch views of the parameter."""
+    seen = param
+    if draw(st.booleans()):
+        seen = seen[tuple(_cut(draw, n) for n in seen.shape)]
+    if seen.ndim < 5 and draw(st.booleans()):
+        k = draw(st.integers(0, seen.ndim - 1))
+        inner = draw(st.sampled_from([d for d in range(1, seen.shape[k] + 1) if seen.shape[k] % d == 0]))
+        seen = seen.unflatten(k, (seen.shape[k] // inner, inner))
+    if draw(st.booleans()):
+        seen = seen.permute(draw(st.permutations(range(seen.ndim))))
+    return tuple(seen.shape), seen.stride(), seen.storage_offset() - param.storage_offset()
+
+
+def _cut(draw, size):
+    start = draw(st.integers(0, size - 1))
+    return slice(start, draw(st.integers(start + 1, size)), draw(st.integers(1, 2)))
+
+
+@st.composite
+def tiles(draw, sizes, partial):
+    """A tile for each dimension, -1 now and then; a divisor unless `partial`."""
+    return tuple(_tile(draw, n, partial) for n in sizes)
+
+
+def _tile(draw, size, partial):
+    if draw(st.integers(0, 3)) == 0:
+        return -1
+    return draw(st.integers(1, size + 1) if partial else st.sampled_from(divisors(size)))
+
+
+def divisors(size):
+    return [d for d in range(1, size + 1) if size % d == 0]
+
+
+def coordinates(shape):
+    return list(product(*(range(n) for n in shape)))
+
+
+def elements_of(param):
+    """{address counted from the first element: logical index}, of every element of the parameter."""
+    return {sum(i * d for i, d in zip(at, param.stride(), strict=True)): at for at in coordinates(param.shape)}
+
+
+@dataclass
+class Tiled:
+    """What the definitions say of one window cut into blocks: {block: logical indices}, in window order."""
+
+    param: torch.Tensor
+    grid: tuple
+    blocks: dict
+    partial: bool
+
+    def read(self, block, values=None):
+        source = self.param if values is None else values
+        return [float(source[at]) for at in self.blocks[block]]
+
+
+def tile_window(param, window, block):
+    shape, stride, offset = window
+    block = tuple(n if b == -1 else b for n, b in zip(shape, block or (1,) * len(shape), strict=True))
+    where, blocks = elements_of(param), {}
+    for at in coordinates(shape):
+        address = offset + sum(i * d for i, d in zip(at, stride, strict=True))
+        blocks.setdefault(tuple(i // b for i, b in zip(at, block, strict=True)), []).append(where[address])
+    grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+    return Tiled(param, grid, blocks, any(n % b for n, b in zip(shape, block, strict=True)))
+
+
+def scopes_of(grid, scope):
+    """{scope index: [(slot, block)]}: slot is the row-major place inside the scope."""
+    tile = tuple(scope) + (-1,) * (len(grid) - len(scope))
+    tile = tuple(n if g == -1 else g for n, g in zip(grid, tile, strict=True))
+    found = {}
+    for block in coordinates(grid):
+        slot = 0
+        for k, g in zip(block, tile, strict=True):
+            slot = slot * g + k % g
+        found.setdefault(tuple(k // g for k, g in zip(block, tile, strict=True)), []).append((slot, block))
+    return found
+
+
+def norm_of(elements, p, dtype, mean):
+    """The p-norm of small integers, exact up to the one correctly rounded division and root that the SPEC has."""
+    size = [abs(x) for x in elements]
+    if p == math.inf:
+        return math.nan if any(map(math.isnan, size)) else max(size)
+    total = torch.tensor(math.fsum(x**p for x in size) if all(map(math.isfinite, size)) else sum(size), dtype=dtype)
+    total = total / len(size) if mean else total
+    return float(total.sqrt() if p == 2 else total)
+
+
+def accumulator(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def choose(competitors, keep):
+    """The blocks kept: [(score, index, block)] -> set of blocks, by SPEC section 3."""
+    ranked = sorted(competitors, key=lambda c: ((0, 0.0) if math.isnan(c[0]) else (1, -c[0]), c[1]))
+    return {block for _, _, block in ranked[:keep]}
+
+
+def mask_of(tiled, kept):
+    """The parameter-shaped mask: False where a dropped block lies, True everywhere else."""
+    mask = torch.ones(tiled.param.shape, dtype=torch.bool)
+    for block, places in tiled.blocks.items():
+        for at in places:
+            mask[at] = block in kept
+    return mask

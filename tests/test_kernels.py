@@ -1,0 +1,683 @@
+"""The kernels bit for bit: the rule against numpy's sort, one implementation against another, ranks, chunks."""
+
+import math
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit_ao import SparsityError, View
+from sparsekit_ao.kernels import (
+    Blocks,
+    Scopes,
+    block_scores,
+    fill_mask,
+    from_scopes,
+    keep_mask,
+    scope_mask,
+    scope_scores,
+    to_scopes,
+)
+from sparsekit_ao.kernels.cpu import PAIRS, WIDE
+from sparsekit_ao.kernels.keys import absent, key_bits, order_keys
+from sparsekit_ao.kernels.radix import CHUNK
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Threads that wait for each other are slow on a busy machine; the test of thread counts sets its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def sorted_selection(scores, keep, candidates=None):
+    """SPEC section 3 by numpy: NaN first, then the highest, then the lowest index."""
+    out = torch.zeros(scores.shape, dtype=torch.bool)
+    allowed = torch.ones_like(out) if candidates is None else candidates
+    for row in range(scores.shape[0]):
+        s = scores[row].double().numpy()
+        places = np.lexsort((np.arange(s.size), -s, ~np.isnan(s)))
+        places = places[allowed[row].numpy()[places]]
+        out[row, torch.from_numpy(places[: int(keep[row])].copy())] = True
+    return out
+
+
+def scores_like(kind, rows, width, dtype, seed=0):
+    g = generator(seed)
+    if kind == "random":
+        return torch.randn(rows, width, generator=g, dtype=torch.float64).to(dtype)
+    if kind == "all equal":
+        return torch.full((rows, width), 0.25, dtype=dtype)
+    if kind == "half equal":
+        s = torch.randn(rows, width, generator=g, dtype=torch.float64).to(dtype)
+        return torch.where(torch.rand(rows, width, generator=g) < 0.5, torch.zeros((), dtype=dtype), s)
+    if kind == "few values":
+        return torch.randint(-2, 3, (rows, width), generator=g).to(dtype)
+    if kind == "special":
+        pool = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0], dtype=dtype)
+        return pool[torch.randint(0, len(pool), (rows, width), generator=g)]
+    assert kind == "bit patterns"
+    low, high = torch.iinfo(BITS[dtype]).min, torch.iinfo(BITS[dtype]).max
+    return torch.randint(low, high, (rows, width), generator=g, dtype=BITS[dtype]).view(dtype)
+
+
+KINDS = ["random", "all equal", "half equal", "few values", "special", "bit patterns"]
+
+
+def budgets(rows, width):
+    """Per-scope budgets: none, all, and what lies between."""
+    pool = [0, width, width // 2, 1, max(width - 1, 0), width // 3]
+    return torch.tensor([pool[i % len(pool)] for i in range(rows)])
+
+
+# the selection rule
+
+
+def test_the_highest_survive_and_the_lower_index_wins_a_tie():
+    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert keep_mask(scores, 2).tolist() == [[False, True, True, False, False], [True, True, False, False, False]]
+
+
+def test_nan_of_either_sign_ranks_above_infinity():
+    scores = torch.tensor([[INF, -NAN, 5.0, NAN]])
+    assert keep_mask(scores, 1).tolist() == [[False, True, False, False]]
+    assert keep_mask(scores, 3).tolist() == [[True, True, False, True]]
+
+
+def test_minus_zero_equals_zero_and_minus_infinity_is_last():
+    assert keep_mask(torch.tensor([[-0.0, 0.0, -INF, -1.0]]), 1).tolist() == [[True, False, False, False]]
+    assert keep_mask(torch.tensor([[-INF, 0.0, -0.0]]), 2).tolist() == [[False, True, True]]
+
+
+def test_bfloat16_scores_that_round_alike_do_not_over_keep():
+    scores = torch.tensor([[1.0, 1.001, 1.002, 1.003]]).bfloat16()
+    assert scores.unique().numel() == 1
+    assert keep_mask(scores, 2).tolist() == [[True, True, False, False]]
+
+
+def test_a_subnormal_outranks_zero():
+    for dtype in FLOATS:
+        tiny = torch.tensor([0, 1, 0], dtype=BITS[dtype]).view(dtype)
+        assert keep_mask(tiny[None], 1).tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 2, 4, PAIRS - 1, PAIRS, PAIRS + 1, 100])
+def test_narrow_rows_equal_numpys_sort(width, kind, dtype, impl):
+    scores, keep = scores_like(kind, 60, width, dtype), budgets(60, width)
+    assert torch.equal(keep_mask(scores, keep, impl=impl), sorted_selection(scores, keep))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [WIDE - 1, WIDE, WIDE + 1])
+def test_wide_rows_equal_numpys_sort(width, kind, dtype):
+    scores, keep = scores_like(kind, 3, width, dtype), torch.tensor([width // 2, width // 7, width - 1])
+    expected = sorted_selection(scores, keep)
+    assert torch.equal(keep_mask(scores, keep, impl="cpu"), expected)
+    assert torch.equal(keep_mask(scores, keep, impl="reference"), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(CHUNK, torch.float32), (CHUNK + 1, torch.bfloat16), (2 * CHUNK + 77, None)]
+)
+def test_rows_larger_than_a_chunk_equal_the_reference(width, dtype, kind):
+    for each in [dtype] if dtype else [torch.float16, torch.float64]:
+        scores = scores_like(kind, 2, width, each)
+        keep = torch.tensor([width // 2, CHUNK - 3])
+        found = keep_mask(scores, keep, impl="cpu")
+        assert found.sum(1).tolist() == keep.tolist()
+        assert torch.equal(found, keep_mask(scores, keep, impl="reference"))
+
+
+@pytest.mark.parametrize("keep", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4, 2 * CHUNK + 5])
+def test_ties_that_straddle_chunk_borders_are_cut_at_the_exact_index(keep):
+    width = 2 * CHUNK + 5
+    found = keep_mask(torch.zeros(1, width), keep, impl="cpu")[0]
+    assert int(found.sum()) == keep and bool(found[:keep].all())
+    scores = torch.zeros(1, width)
+    scores[0, CHUNK - 2 : CHUNK + 2] = 1.0  # two on either side of the border
+    scores[0, -1] = 2.0
+    kept = keep_mask(scores, 4, impl="cpu")[0].nonzero()[:, 0].tolist()
+    assert kept == [CHUNK - 2, CHUNK - 1, CHUNK, width - 1]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("width", [0, 1, PAIRS + 1, WIDE])
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_none_and_all_are_budgets_too(rows, width, impl):
+    scores = scores_like("few values", rows, width, torch.float32)
+    assert torch.equal(keep_mask(scores, 0, impl=impl), torch.zeros(rows, width, dtype=torch.bool))
+    assert torch.equal(keep_mask(scores, width, impl=impl), torch.ones(rows, width, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [4, PAIRS, PAIRS + 1, 300, WIDE + 3])
+def test_only_candidates_are_kept_and_a_short_scope_keeps_them_all(width, kind, impl):
+    rows = 6 if width > 300 else 40
+    for dtype in FLOATS:
+        scores, keep = scores_like(kind, rows, width, dtype), budgets(rows, width)
+        share = torch.linspace(0, 1, rows)[:, None]  # the first row has no candidate, the last every one
+        candidates = torch.rand(rows, width, generator=generator(1)) <= share
+        candidates[0] = False
+        found = keep_mask(scores, keep, candidates=candidates, impl=impl)
+        assert torch.equal(found, sorted_selection(scores, keep, candidates))
+        assert torch.equal(found.sum(1), torch.minimum(keep, candidates.sum(1)))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("width", [8, 100, WIDE])
+def test_strided_and_expanded_scores_are_read_right(width, impl):
+    base = scores_like("few values", width, 6, torch.float32)
+    keep = budgets(6, width)
+    assert torch.equal(keep_mask(base.t(), keep, impl=impl), sorted_selection(base.t(), keep))
+    one = base.t()[:1].expand(3, width)
+    assert torch.equal(keep_mask(one, 3, impl=impl), sorted_selection(one, [3, 3, 3]))
+
+
+@pytest.mark.parametrize("width", [8, 100, WIDE])
+def test_selection_leaves_its_arguments_as_they_were(width):
+    scores, keep = scores_like("special", 3, width, torch.float32), budgets(3, width)
+    candidates = scores != 1
+    before = scores.view(torch.int32).clone(), keep.clone(), candidates.clone()
+    keep_mask(scores, keep, candidates=candidates)
+    assert all(map(torch.equal, (scores.view(torch.int32), keep, candidates), before))
+
+
+@pytest.mark.parametrize("width", [8, 100, WIDE])
+def test_a_parameter_is_a_score(width):
+    scores = torch.nn.Parameter(scores_like("random", 2, width, torch.float32))
+    found = keep_mask(scores, 3)
+    assert not found.requires_grad and torch.equal(found, sorted_selection(scores.detach(), [3, 3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_a_budget_tensor_may_have_any_integer_dtype(dtype):
+    scores = scores_like("random", 3, 9, torch.float32)
+    keep = torch.tensor([0, 9, 4])
+    assert torch.equal(keep_mask(scores, keep.to(dtype)), sorted_selection(scores, keep))
+    assert torch.equal(keep_mask(scores, torch.tensor(4, dtype=dtype)), sorted_selection(scores, [4, 4, 4]))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("width", [8, 100, WIDE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranking_by_magnitude_is_ranking_the_absolute_values(kind, width, impl):
+    for dtype in FLOATS:
+        scores, keep = scores_like(kind, 4, width, dtype), budgets(4, width)
+        assert torch.equal(keep_mask(scores, keep, magnitude=True, impl=impl), sorted_selection(scores.abs(), keep))
+
+
+S = torch.zeros(2, 4)
+ERRORS = [
+    ((torch.zeros(4), 1), {}, r"scores must be .* \[scopes, members\], got torch.float32 \(4,\)"),
+    ((torch.zeros(2, 4, dtype=torch.int32), 1), {}, r"scores must be .* got torch.int32 \(2, 4\)"),
+    ((S, 5), {}, r"keep must lie in 0 \.\. 4 \(the members of a scope\), got 5 \.\. 5"),
+    ((S, -1), {}, r"keep must lie in 0 \.\. 4 .*, got -1 \.\. -1"),
+    ((S, torch.tensor([1, 5])), {}, r"keep must lie in 0 \.\. 4 .*, got 1 \.\. 5"),
+    ((S, torch.tensor([-1, 2])), {}, r"keep must lie in 0 \.\. 4 .*, got -1 \.\. 2"),
+    ((S, True), {}, "keep must be an int or an integer tensor .*, got True"),
+    ((S, 1.0), {}, "keep must be an int or an integer tensor .*, got 1.0"),
+    ((S, torch.tensor([1.0, 1.0])), {}, r"keep must be .*, got torch.float32 \(2,\)"),
+    ((S, torch.tensor([True, True])), {}, r"keep must be .*, got torch.bool \(2,\)"),
+    ((S, torch.tensor([1, 1, 1])), {}, r"keep must be .* an integer tensor \[2\], got torch.int64 \(3,\)"),
+    ((S, 1), {"candidates": torch.ones(2, 3, dtype=torch.bool)}, r"candidates must be bool \(2, 4\), got .*\(2, 3\)"),
+    ((S, 1), {"candidates": torch.ones(2, 4)}, r"candidates must be bool \(2, 4\), got torch.float32"),
+    ((S, 1), {"index": torch.zeros(2, 4, dtype=torch.int64)}, "reduce and index go together"),
+    ((S, 1), {"reduce": lambda h: h}, "reduce and index go together"),
+    ((S, 1), {"impl": "numba"}, "impl must be one of .*, got 'numba'"),
+    (
+        (S, 1),
+        {"impl": "reference", "index": torch.zeros(2, 4, dtype=torch.int64), "reduce": lambda h: h},
+        'reduce needs impl="cpu"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "text"), ERRORS)
+def test_wrong_arguments_say_what_was_required_and_found(args, kwargs, text):
+    with pytest.raises(SparsityError, match="^(keep_mask: )?" + text):
+        keep_mask(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["dtype", "shape"])
+def test_a_wrong_index_is_refused(kind):
+    index = torch.zeros(2, 4, dtype=torch.int32) if kind == "dtype" else torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(SparsityError):
+        keep_mask(S, 1, index=index, reduce=lambda h: h)
+
+
+# keys
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_keys_of_every_16_bit_pattern_keep_the_order(dtype):
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    wide, keys = values.double(), order_keys(values).long()
+    nan = wide.isnan()
+    order = wide[~nan].argsort(stable=True)
+    ranked, ranks = wide[~nan][order], keys[~nan][order]
+    assert torch.equal(ranked[1:] > ranked[:-1], ranks[1:] > ranks[:-1])
+    assert torch.equal(ranked[1:] == ranked[:-1], ranks[1:] == ranks[:-1])
+    assert nan.sum() > 100 and keys[nan].unique().numel() == 1
+    assert int(keys[nan][0]) > int(ranks.max()) and absent(dtype) < int(ranks.min())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keys_of_random_bit_patterns_keep_the_order(dtype):
+    values = torch.cat([scores_like(k, 1, 20_000, dtype)[0] for k in ("bit patterns", "special", "random")])
+    keys, nan = order_keys(values), values.isnan()
+    order = values[~nan].argsort(stable=True)
+    ranked, ranks = values[~nan][order], keys[~nan][order]
+    assert torch.equal(ranked[1:] > ranked[:-1], ranks[1:] > ranks[:-1])
+    assert torch.equal(ranked[1:] == ranked[:-1], ranks[1:] == ranks[:-1])
+    assert nan.any() and keys[nan].unique().numel() == 1
+    assert int(keys[nan][0]) > int(ranks.max()) and absent(dtype) < int(ranks.min())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_magnitude_keys_are_the_keys_of_the_absolute_values(dtype):
+    values = torch.cat([scores_like(k, 1, 20_000, dtype)[0] for k in ("bit patterns", "special")])
+    assert torch.equal(order_keys(values, magnitude=True), order_keys(values.abs()))
+    assert order_keys(values).dtype == BITS[dtype] and key_bits(dtype) == torch.iinfo(BITS[dtype]).bits
+
+
+# several ranks
+
+
+class Ranks:
+    """Histogram sums over threads: each rank's `reduce(rank)` waits until every rank has come to the same call."""
+
+    def __init__(self, count):
+        self.found, self.barrier, self.calls = [None] * count, threading.Barrier(count, timeout=30), [0] * count
+
+    def reduce(self, rank):
+        def summed(histogram):
+            assert histogram.dtype == torch.int64
+            self.found[rank], self.calls[rank] = histogram.clone(), self.calls[rank] + 1
+            self.barrier.wait()
+            total = torch.stack(self.found).sum(0)
+            self.barrier.wait()
+            return histogram.copy_(total)  # as all_reduce does
+
+        return summed
+
+    def run(self, scores, keep, owner, candidates=None):
+        """The mask that the ranks find together; slot i belongs to rank owner[i]."""
+        out, errors = torch.zeros(scores.shape, dtype=torch.bool), []
+
+        def work(rank):
+            try:
+                mine = (owner == rank).nonzero()[:, 0]
+                mine = mine[torch.randperm(len(mine), generator=generator(rank))]  # in any order on the rank
+                index = mine.expand(scores.shape[0], -1).contiguous()
+                some = None if candidates is None else candidates[:, mine]
+                found = keep_mask(scores[:, mine], keep, candidates=some, index=index, reduce=self.reduce(rank))
+                out[:, mine] = found
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(r,)) for r in range(len(self.found))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        assert len(set(self.calls)) == 1
+        return out
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [5, 1000])
+def test_three_ranks_keep_what_one_process_keeps(width, kind, dtype):
+    scores, keep = scores_like(kind, 7, width, dtype), budgets(7, width)
+    owner = torch.randint(0, 3, (width,), generator=generator(4))
+    assert torch.equal(Ranks(3).run(scores, keep, owner), keep_mask(scores, keep))
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_a_rank_without_members_takes_part(empty):
+    scores, keep = scores_like("few values", 4, 600, torch.float32), budgets(4, 600)
+    owner = torch.randint(0, 2, (600,), generator=generator(5))
+    owner[owner == empty] = 2
+    assert not (owner == empty).any()
+    assert torch.equal(Ranks(3).run(scores, keep, owner), keep_mask(scores, keep))
+
+
+def test_two_ranks_without_members_take_part():
+    scores, keep = scores_like("special", 4, 300, torch.float64), budgets(4, 300)
+    assert torch.equal(Ranks(3).run(scores, keep, torch.full((300,), 1)), keep_mask(scores, keep))
+
+
+@pytest.mark.parametrize("kind", ["all equal", "half equal", "random"])
+def test_ranks_with_rows_larger_than_a_chunk_keep_what_one_process_keeps(kind):
+    width = 2 * CHUNK + 11
+    scores, keep = scores_like(kind, 1, width, torch.bfloat16), torch.tensor([width // 3])
+    owner = (torch.arange(width) % 7 == 0).long()
+    assert torch.equal(Ranks(2).run(scores, keep, owner), keep_mask(scores, keep, impl="reference"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_candidates_bar_members_on_every_rank(dtype):
+    scores, keep = scores_like("few values", 6, 400, dtype), budgets(6, 400)
+    candidates = torch.rand(6, 400, generator=generator(2)) < 0.4
+    owner = torch.randint(0, 3, (400,), generator=generator(6))
+    found = Ranks(3).run(scores, keep, owner, candidates)
+    assert torch.equal(found, sorted_selection(scores, keep, candidates))
+
+
+@pytest.mark.parametrize("scale", [1, 1 << 11, 1 << 40])
+def test_global_indices_may_be_sparse_and_large(scale):
+    scores, index = torch.zeros(1, 50), (torch.randperm(50, generator=generator(3)) * scale + 7)[None]
+    found = keep_mask(scores, 20, index=index, reduce=lambda h: h)
+    assert torch.equal(found[0], index[0] < 20 * scale + 7)
+
+
+def test_a_budget_above_the_members_of_all_ranks_is_refused():
+    index = torch.arange(3)[None]
+    with pytest.raises(SparsityError):
+        keep_mask(torch.tensor([[1.0, 2.0, 2.0]]), 4, index=index, reduce=lambda h: h)
+
+
+# scores of blocks
+
+
+def plain_window(shape, dtype, layout, seed=0):
+    """Values and a mask of one window; "padded" leaves gaps, "channels_last" moves a dimension inside."""
+    values = torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+    if layout == "transposed":
+        values = values.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "channels_last":
+        values = values.contiguous(memory_format=torch.channels_last)
+    if layout == "padded":
+        whole = torch.zeros(shape[0], *shape[1:-1], shape[-1] + 3, dtype=dtype)
+        whole[..., : shape[-1]] = values
+        values = whole[..., : shape[-1]]
+    return values, torch.empty_like(values, dtype=torch.bool).fill_(True)
+
+
+LARGE = (1024, 576)  # more than two chunks of elements
+assert math.prod(LARGE) > 2 * CHUNK
+
+
+@pytest.mark.parametrize("norm", [1, 2, INF, torch.sin])
+@pytest.mark.parametrize("block", [(1, 1), (1, 4), (32, 32), (1, 576), (1024, 1), (5, 7), (1024, 576)])
+def test_block_scores_do_not_depend_on_chunks_or_threads(block, norm):
+    values, _ = plain_window(LARGE, torch.float32, "contiguous")
+    values = values[: LARGE[0] // block[0] * block[0], : LARGE[1] // block[1] * block[1]]
+    members = (Blocks(shape=block, values=values),)
+    whole = block_scores(members, norm)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.equal(block_scores(members, norm), whole)
+            assert torch.equal(block_scores(members, norm, impl="reference"), whole)
+    finally:
+        torch.set_num_threads(threads)
+    corner = values[: block[0], : block[1]]
+    assert torch.equal(block_scores((Blocks(shape=block, values=corner),), norm)[0, 0], whole[0, 0])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "padded"])
+@pytest.mark.parametrize("block", [(1, 4), (8, 3), (64, 64)])
+def test_block_scores_do_not_depend_on_the_memory_layout(block, layout):
+    values, _ = plain_window(LARGE, torch.bfloat16, layout)
+    assert not values.is_contiguous()
+    expected = block_scores((Blocks(shape=block, values=values.contiguous()),), 2)
+    assert torch.equal(block_scores((Blocks(shape=block, values=values),), 2), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_single_elements_score_exactly_their_magnitude(dtype):
+    values = scores_like("bit patterns", 8, 64, dtype)
+    values = torch.where(values.isnan(), torch.ones((), dtype=dtype), values)
+    found = block_scores((Blocks(shape=(1, 1), values=values),), 2)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(found.double(), values.double().abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_blocks_are_summed_in_float32(dtype):
+    values = torch.full((1, 4096), 255.0, dtype=dtype)  # the sum of squares is far above the largest float16
+    found = block_scores((Blocks(shape=(1, 4096), values=values),), 2)
+    assert found.dtype == torch.float32 and found.item() == 255.0 * 64
+
+
+@pytest.mark.parametrize("block", [(1, 4), (3, 5), (64, 33), (7, 1)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_are_close_to_torchs(block, dtype):
+    values, _ = plain_window((block[0] * 6, block[1] * 5), dtype, "contiguous")
+    wide = values.double().unflatten(1, (5, block[1])).unflatten(0, (6, block[0])).transpose(1, 2)
+    for p in (1, 2, INF):
+        expected = torch.linalg.vector_norm(wide, p, dim=(2, 3))
+        found = block_scores((Blocks(shape=block, values=values),), p)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=0)
+
+
+@pytest.mark.parametrize("p", [0, -1, -INF, NAN, "fro"])
+def test_an_order_that_makes_no_norm_is_refused(p):
+    with pytest.raises(SparsityError):
+        block_scores((Blocks(shape=(1, 2), values=torch.tensor([[1.0, 2.0]])),), p)
+
+
+def test_scores_of_a_large_window_follow_its_order():
+    values, _ = plain_window(LARGE, torch.float32, "contiguous")
+    straight = block_scores((Blocks(shape=(8, 4), values=values),), 2)
+    turned = block_scores((Blocks(shape=(8, 4), values=values, order=(1, 0)),), 2)
+    assert torch.equal(turned, straight.t())
+    deeper = block_scores((Blocks(shape=(8, 4), values=values, order=(2, 0, 1)),), 2, ndim=3)
+    assert torch.equal(deeper, straight[None])
+
+
+# fused masks
+
+FUSED = [
+    ((1, 1), (1, 4), 2),
+    ((1, 1), (1, 16), 5),
+    ((1, 1), (1, 48), 11),
+    ((1, 1), (-1, -1), 200_001),
+    ((1, 1), (1, -1), 100),
+    ((1, 1), (-1, 1), 100),
+    ((1, 4), (-1, -1), 70_001),
+    ((1, 4), (1, -1), 31),
+    ((4, 1), (1, 4), 2),
+    ((32, 32), (-1, -1), 100),
+    ((32, 32), (1, -1), 5),
+    ((1, -1), (-1, 1), 301),
+    ((-1, 1), (1, -1), 77),
+    ((64, 64), (2, 3), 4),
+]
+
+
+def whole(tile, sizes):
+    return tuple(n if t == -1 else t for t, n in zip(tile, sizes, strict=True))
+
+
+def as_scopes(values, mask, block, scope):
+    block = whole(block, values.shape)
+    grid = [s // b for s, b in zip(values.shape, block, strict=True)]
+    return Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=whole(scope, grid))
+
+
+def by_three_verbs(group, keep, norm):
+    rows = to_scopes(block_scores(group.members, norm, ndim=len(group.shape)), group, 0.0)
+    assert torch.equal(rows, scope_scores(group, norm))
+    fill_mask(group.members, from_scopes(keep_mask(rows, keep.reshape(-1)), group))
+
+
+@pytest.mark.parametrize(
+    ("block", "scope", "nnz", "dtype", "layout"),
+    [
+        (*row, dtype, layout)
+        for row in FUSED
+        for dtype in FLOATS
+        for layout in ("contiguous", "transposed", "padded")
+        if row[0] == (1, 1) or layout == "contiguous" or dtype in (torch.bfloat16, torch.float32)
+    ],
+)
+def test_the_fused_mask_equals_the_three_verbs_and_the_reference(block, scope, nnz, dtype, layout):
+    values, mask = plain_window(LARGE, dtype, layout)
+    values = (values * 4).round().to(dtype) if dtype != torch.bfloat16 else values  # plenty of exact ties
+    group = as_scopes(values, mask, block, scope)
+    keep = torch.full(group.scope_grid, nnz)
+    keep.view(-1)[::3] = nnz // 2  # budgets differ from scope to scope
+    scope_mask([group], keep, 2)
+    rows = to_scopes(mask, as_scopes(mask, mask, (1, 1), tuple(math.prod(p) for p in unit(group))), False)
+    assert torch.equal(rows.sum(1), keep.reshape(-1) * math.prod(group.members[0].shape))
+    for other in ("verbs", "reference"):
+        again = torch.empty_like(mask).fill_(True)
+        twin = as_scopes(values, again, block, scope)
+        if other == "verbs":
+            by_three_verbs(twin, keep, 2)
+        else:
+            scope_mask([twin], keep, 2, impl="reference")
+        assert torch.equal(mask, again)
+
+
+def unit(group):
+    """(block size, scope size) of each dimension."""
+    return zip(group.members[0].shape, group.shape, strict=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("block", "scope", "nnz"),
+    [((1, 1, 1, 1), (1, 4, 1, 1), 2), ((1, -1, -1, -1), (-1, 1, 1, 1), 100), ((1, 1, -1, -1), (-1, -1, 1, 1), 9_999)],
+)
+def test_the_fused_mask_is_right_on_channels_last_convolutions(block, scope, nnz, dtype):
+    values, mask = plain_window((256, 128, 3, 3), dtype, "channels_last")
+    assert values.numel() > CHUNK and not values.is_contiguous() and mask.stride() == values.stride()
+    group = as_scopes(values, mask, block, scope)
+    keep = torch.full(group.scope_grid, nnz)
+    scope_mask([group], keep)
+    again = torch.ones(mask.shape, dtype=torch.bool)  # contiguous, unlike the values
+    scope_mask([as_scopes(values.contiguous(), again, block, scope)], keep, impl="reference")
+    assert torch.equal(mask, again)
+
+
+@pytest.mark.parametrize("norm", [1, INF, torch.sin])
+@pytest.mark.parametrize(
+    ("block", "scope"), [((1, 1), (1, 4)), ((1, 1), (-1, -1)), ((4, 4), (-1, -1)), ((4, 4), (1, 4))]
+)
+def test_the_fused_mask_takes_every_norm(block, scope, norm):
+    values, mask = plain_window(LARGE, torch.float32, "contiguous")
+    group = as_scopes(values, mask, block, scope)
+    keep = torch.full(group.scope_grid, math.prod(group.shape) // 2)
+    scope_mask([group], keep, norm)
+    again = torch.ones_like(mask)
+    scope_mask([as_scopes(values, again, block, scope)], keep, norm, impl="reference")
+    assert torch.equal(mask, again) and int(mask.sum()) == mask.numel() // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_masks_of_any_dtype_hold_zero_and_one(dtype):
+    values, mask = plain_window((64, 64), torch.float32, "contiguous")
+    group = as_scopes(values, mask, (1, 1), (1, 4))
+    keep = torch.full(group.scope_grid, 2)
+    scope_mask([group], keep)
+    numbers = torch.full(mask.shape, 7, dtype=dtype)
+    scope_mask([as_scopes(values, numbers, (1, 1), (1, 4))], keep)
+    assert torch.equal(numbers, mask.to(dtype))
+
+
+def test_random_large_windows_give_the_references_bits():
+    g = generator(9)
+    for trial in range(12):
+        sizes = [int(torch.randint(1, 9, (), generator=g)) for _ in range(3)]
+        block, scope = ([int(torch.randint(1, 4, (), generator=g)) for _ in range(2)] for _ in range(2))
+        shape = (block[0] * scope[0] * sizes[0] * 32, block[1] * scope[1] * sizes[1] * 32)
+        values, mask = plain_window(shape, FLOATS[trial % 4], ["contiguous", "transposed", "padded"][trial % 3], trial)
+        values = (values * 2).round()
+        scope = [scope[0] if trial % 2 else -1, scope[1] if trial % 3 else -1]
+        group = as_scopes(values, mask, tuple(block), tuple(scope))
+        keep = torch.randint(0, math.prod(group.shape) + 1, group.scope_grid, generator=g)
+        scope_mask([group], keep)
+        again = torch.ones_like(mask)
+        scope_mask([as_scopes(values, again, tuple(block), tuple(scope))], keep, impl="reference")
+        assert torch.equal(mask, again), (trial, shape, block, scope)
+
+
+def test_a_window_larger_than_a_chunk_leaves_the_rest_of_the_mask_alone():
+    whole_mask = torch.zeros(700, 700, dtype=torch.bool)
+    values = torch.randn(700, 700, generator=generator())
+    view = View(values, (600, 600), (700, 1), 50 * 700 + 50)
+    inside = view.window(whole_mask)
+    scope_mask([as_scopes(view.data, inside, (1, 1), (1, 4))], torch.full((600, 150), 4))
+    expected = torch.zeros(700, 700, dtype=torch.bool)
+    expected[50:650, 50:650] = True
+    assert torch.equal(whole_mask, expected)
+
+
+@pytest.mark.parametrize("width", [8, 100])
+def test_a_later_stage_with_fewer_survivors_than_its_budget_keeps_them_all(width):
+    values = torch.ones(1, width)
+    mask = torch.zeros(1, width, dtype=torch.bool)
+    mask[0, [1, 4, 6]] = True
+    before = mask.clone()
+    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], torch.tensor([[5]]), stage=True)
+    assert torch.equal(mask, before)
+    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], torch.tensor([[2]]), stage=True)
+    assert mask[0].nonzero()[:, 0].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("width", [4, 100, WIDE])
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_a_budget_outside_the_scope_is_refused_and_the_mask_left_alone(wrong, width, impl):
+    values = torch.ones(2, width)
+    mask = torch.zeros(2, width, dtype=torch.bool)
+    mask[:, ::2] = True
+    before, keep = mask.clone(), -1 if wrong < 0 else width + 1
+    for budget in (keep, torch.full((2, 1), keep)):
+        with pytest.raises(SparsityError, match=rf"keep must lie in 0 \.\. {width} "):
+            scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], budget, impl=impl)
+    assert torch.equal(mask, before)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("width", [4, 100, WIDE])
+def test_an_int_is_a_budget_for_every_scope(width, impl):
+    values = scores_like("few values", 3, width, torch.float32)
+    masks = torch.zeros(2, 3, width, dtype=torch.bool)
+    for mask, keep in zip(masks, (width // 2, torch.full((3, 1), width // 2)), strict=True):
+        scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], keep, impl=impl)
+    assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], sorted_selection(values.abs(), [width // 2] * 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.int8])
+@pytest.mark.parametrize(("block", "scope"), [((1, 1), (1, 4)), ((1, 2), (1, 4)), ((1, 1), (1, -1))])
+def test_weights_of_other_dtypes_are_scored_like_their_float32_copies(block, scope, dtype):
+    values = torch.randint(-8, 9, (4, 64), generator=generator()).to(dtype)
+    masks = torch.ones(2, 4, 64, dtype=torch.bool)
+    for mask, scored in zip(masks, (values, values.float()), strict=True):
+        scope_mask([as_scopes(scored, mask, block, scope)], 2)
+    assert torch.equal(masks[0], masks[1])
+
+
+def test_an_implementation_that_is_not_known_is_named():
+    for call in (
+        lambda: scope_mask([as_scopes(S, torch.ones_like(S) > 0, (1, 1), (1, 4))], torch.full((2, 1), 1), impl="gpu"),
+        lambda: block_scores((Blocks(shape=(1, 1), values=S),), 2, impl="gpu"),
+    ):
+        with pytest.raises(SparsityError, match=re.escape("impl must be one of") + ".*'gpu'"):
+            call()
