@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from . import cpu, reference
+from .keys import KEY_DTYPES
 from .radix import Reduce
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
@@ -19,7 +20,6 @@ from .tiling import Blocks, Scopes, from_scopes, to_scopes
 __all__ = ["IMPLS", "block_scores", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
 
 IMPLS = ("auto", "reference", "cpu")
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def keep_mask(
@@ -57,7 +57,7 @@ def keep_mask(
     >>> keep_mask(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 1)
     tensor([[False,  True, False, False]])
     """
-    if scores.ndim != 2 or scores.dtype not in _FLOATS:
+    if scores.ndim != 2 or scores.dtype not in KEY_DTYPES:
         raise SparsityError(
             f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, members], "
             f"got {scores.dtype} {tuple(scores.shape)}"
@@ -76,7 +76,9 @@ def keep_mask(
     chosen = _choose(impl, scores.device)
     if reduce is not None and chosen != "cpu":
         raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
-    budget = _budget(keep, scores, shared=reduce is not None)
+    scopes, members = scores.shape
+    _check_budget(keep, (scopes,), members if reduce is None else None)
+    budget = keep.to(scores.device, torch.int64).expand(scopes) if isinstance(keep, Tensor) else keep
     if chosen == "cpu":
         return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude, index=index, reduce=reduce)
     return reference.keep_mask(scores.abs() if magnitude else scores, budget, candidates)
@@ -127,6 +129,7 @@ def scope_mask(
         impl: one of `IMPLS`.
     """
     _check_norm(norm)
+    _check_budget(keep, groups[0].scope_grid, sum(math.prod(g.shape) for g in groups))
     device = groups[0].members[0].window.device
     if _choose(impl, device) == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
         return
@@ -161,22 +164,21 @@ def _candidates(groups: Sequence[Scopes], stage: bool, device: torch.device) -> 
     return torch.cat(rows, dim=1)
 
 
-def _budget(keep: int | Tensor, scores: Tensor, *, shared: bool) -> int | Tensor:
-    """The budget as an int or int64 [scopes], checked where that needs no wait for a device."""
-    scopes, members = scores.shape
+def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int | None) -> None:
+    """Refuse a budget of a wrong kind, shape or size (where looking at it needs no wait for a device)."""
+    shape = list(grid)
     if isinstance(keep, Tensor):
-        if keep.shape not in ((), (scopes,)) or keep.is_floating_point() or keep.dtype == torch.bool:
+        if tuple(keep.shape) not in ((), grid) or keep.is_floating_point() or keep.dtype == torch.bool:
             raise SparsityError(
-                f"keep_mask: keep must be an int or an integer tensor [{scopes}], got {keep.dtype} {tuple(keep.shape)}"
+                f"keep must be an int or an integer tensor {shape}, got {keep.dtype} {tuple(keep.shape)}"
             )
         low, high = (0, 0) if keep.device.type != "cpu" or not keep.numel() else map(int, keep.aminmax())
     elif isinstance(keep, bool) or not isinstance(keep, int):
-        raise SparsityError(f"keep_mask: keep must be an int or an integer tensor [{scopes}], got {keep!r}")
+        raise SparsityError(f"keep must be an int or an integer tensor {shape}, got {keep!r}")
     else:
         low = high = keep
-    if low < 0 or (high > members and not shared):
-        raise SparsityError(f"keep_mask: keep must lie in 0 .. {members} (the members of a scope), got {low} .. {high}")
-    return keep.to(scores.device, torch.int64).expand(scopes) if isinstance(keep, Tensor) else keep
+    if low < 0 or (members is not None and high > members):
+        raise SparsityError(f"keep must lie in 0 .. {members} (the members of a scope), got {low} .. {high}")
 
 
 def _choose(impl: str, device: torch.device) -> str:

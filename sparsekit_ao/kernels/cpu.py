@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import radix, reference
-from .keys import absent, key_bits, order_keys
+from .keys import KEY_DTYPES, absent, key_bits, order_keys
 from .radix import CHUNK, Reduce
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
 
@@ -197,7 +197,7 @@ def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> bool
 def _mask_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:
     part = scopes.members[0]
     assert part.values is not None and part.mask is not None
-    single = not callable(norm) and all(b == 1 for b in part.shape)
+    single = not callable(norm) and all(b == 1 for b in part.shape) and part.values.dtype in KEY_DTYPES
     grid = part.values if single else block_scores((part,), norm, part.values.ndim)
     rows = to_scopes(grid, scopes, 0.0)
     direct = to_scopes(part.mask, scopes, False) if single else None

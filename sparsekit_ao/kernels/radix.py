@@ -56,7 +56,7 @@ def select_threshold(source: KeyRows, keep: Tensor, reduce: Reduce | None = None
         counts = counts if reduce is None else reduce(counts)
         if shift == source.bits and bool((keep > counts.sum(1)).any()):
             raise SparsityError(
-                f"keep_mask: keep must be at most the members of a scope, got {keep.tolist()} of "
+                f"keep must be at most the members of a scope, got {keep.tolist()} of "
                 f"{counts.sum(1).tolist()} over all processes"
             )
         digit, above = _locate(counts, need)

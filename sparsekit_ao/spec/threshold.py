@@ -25,7 +25,8 @@ def shrink(v: Tensor, t: Tensor) -> Tensor:
             [0.0000, 0.0000]])
     """
     size = torch.linalg.vector_norm(v, dim=1)
-    scale = torch.where(size > t, 1 - t / size, torch.where(size.isnan(), size, 0))
+    scale = torch.where(size > t, (size - t) / size, torch.where(size.isnan(), size, 0))
+    scale = torch.where(t == 0, 1, scale)  # also where the squares underflow
     return torch.where((scale == 0)[:, None], 0, v * scale[:, None])
 
 
@@ -47,25 +48,24 @@ def shrink_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: 
     """
     pull = h * v
     force = torch.linalg.vector_norm(pull, dim=1)
-    if max_iter < 1:
-        raise SparsityError(f"soft_threshold needs max_iter >= 1, got {max_iter}")
     alive = force > t
     s = torch.where(alive, (force - t) / h.amax(1), 1.0)
     slack = torch.where(alive, t, 1.0)[:, None]
-    for _ in range(max_iter):
+    for steps_left in range(max(max_iter, 0), -1, -1):
         denominator = h * s[:, None] + slack
         u = torch.where(alive[:, None], pull, 0) / denominator
         phi = torch.linalg.vector_norm(u, dim=1)
         miss = torch.where(alive, phi - 1, 0)
         if not bool((miss.abs() > atol).any()):
             break
+        if steps_left == 0:
+            worst = float(miss.abs().max())
+            raise SparsityError(
+                f"soft_threshold: no convergence to atol={atol:g} in {max_iter} steps (missed by {worst:.1e}). "
+                "Raise max_iter, or atol to what the dtype can hold."
+            )
         slope = (h * u * u / denominator).sum(1)
         s = torch.where(alive, s + phi * phi * miss / torch.where(slope > 0, slope, 1), s)
-    else:
-        worst = float(miss.abs().max())
-        raise SparsityError(
-            f"soft_threshold: no convergence to atol={atol:g} in {max_iter} steps (missed by {worst:.1e}). "
-            "Raise max_iter, or atol to what the dtype can hold."
-        )
     w = pull * s[:, None] / (h * s[:, None] + slack)
-    return torch.where(alive[:, None], w, torch.where(force.isnan(), force, 0)[:, None])
+    w = torch.where(alive[:, None], w, torch.where(force.isnan(), force, 0)[:, None])
+    return torch.where((t == 0)[:, None], v, w)

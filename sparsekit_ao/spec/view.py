@@ -40,7 +40,7 @@ class View:
             [1., 3.]])
     """
 
-    __slots__ = ("name", "offset", "param", "shape", "stride")
+    __slots__ = ("_home", "name", "offset", "param", "shape", "stride")
 
     def __init__(
         self, param: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0, *, name: str | None = None
@@ -50,6 +50,7 @@ class View:
         self.stride: Shape = tuple(stride)
         self.offset = offset
         self.name = name
+        self._home = param.stride()  # the memory layout that the window's strides refer to
         where = f"{name}: " if name else ""
         check_window(tuple(param.shape), param.stride(), self.shape, self.stride, offset, where)
 
@@ -94,21 +95,26 @@ class View:
             )
         t = t.detach()
         if not self.is_aligned(t):
-            t = torch.empty_strided(self.param.shape, self.param.stride(), dtype=t.dtype, device=t.device).copy_(t)
+            t = torch.empty_strided(self.param.shape, self._home, dtype=t.dtype, device=t.device).copy_(t)
         return t.as_strided(self.shape, self.stride, t.storage_offset() + self.offset)
 
     def is_aligned(self, t: Tensor) -> bool:
         """Whether t lies in memory as the parameter does (strides of size-1 dimensions aside)."""
-        return all(n <= 1 or a == b for n, a, b in zip(t.shape, t.stride(), self.param.stride(), strict=True))
+        return all(n <= 1 or a == b for n, a, b in zip(t.shape, t.stride(), self._home, strict=True))
 
     def new_mask(self) -> Tensor:
         """An all-True mask that lies in memory as the parameter does; of the parameter's shape and device."""
-        p = self.param
-        return torch.empty_strided(p.shape, p.stride(), dtype=torch.bool, device=p.device).fill_(True)
+        return torch.empty_strided(self.param.shape, self._home, dtype=torch.bool, device=self.param.device).fill_(True)
 
     @property
     def data(self) -> Tensor:
         """Live alias of the parameter's elements, outside autograd; assigning to it writes them."""
+        if not self.is_aligned(self.param):
+            where = f"{self.name}: " if self.name else ""
+            raise SparsityError(
+                f"{where}the parameter's strides changed from {self._home} to {self.param.stride()} since this view "
+                "was made; make the view again"
+            )
         return self.window(self.param)
 
     @data.setter
@@ -147,7 +153,7 @@ class View:
         >>> View.from_existing(torch.zeros(3, 4).t()).to_param_rc((1, 2))
         (1, 2)
         """
-        at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self.param.stride())
+        at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self._home)
         column = 0
         for c, s in zip(at[1:], self.param.shape[1:], strict=True):
             column = column * s + c
@@ -213,7 +219,12 @@ class View:
 
     def write_back(self, window: Tensor, target: Tensor) -> None:
         """Copy a window that `window()` had to make as a copy back to the tensor that it was made from."""
-        whole = window.as_strided(self.param.shape, self.param.stride(), window.storage_offset() - self.offset)
+        start = window.storage_offset() - self.offset
+        whole = window.as_strided(self.param.shape, self._home, start)
+        if self.numel() < self.param.numel():  # the rest of the target may have been written by another view
+            seen = self.new_mask().logical_not_().to(window.device)
+            self.window(seen).fill_(True)
+            whole = torch.where(seen, whole, target)
         target.detach().copy_(whole)
 
     def _tile(self, block_shape: Sequence[int]) -> Shape:
