@@ -25,7 +25,7 @@ def plot_mask(
     Args:
         mask: True or 1 is keep; of rank 1 or more, drawn as the matrix (dimension 0) x (all the others).
         path: where to save the picture; PNG unless the suffix says otherwise. None saves nothing.
-        title: stands above the picture, together with the fraction that the mask drops.
+        title: stands above the picture, over a line with the shape and the fraction that the mask drops.
         ax: where to draw; a new figure if None. No window is opened and no global figure is kept.
 
     Returns:
@@ -36,8 +36,9 @@ def plot_mask(
         ImportError: matplotlib is not installed.
 
     >>> ax = plot_mask(torch.eye(4, 8), title="fc.weight")
-    >>> ax.get_title()
-    'fc.weight (4 x 8, sparsity 0.8750)'
+    >>> print(ax.get_title())
+    fc.weight
+    4 x 8, sparsity 0.8750
     """
     if mask.ndim < 1 or mask.numel() == 0:
         raise SparsityError(f"plot_mask needs a mask of rank >= 1 with elements, got shape {tuple(mask.shape)}")
@@ -47,7 +48,7 @@ def plot_mask(
     ax.imshow(kept.numpy(), cmap="Greys", vmin=0, vmax=1)
     rows, columns = kept.shape
     sparsity = 1 - int(kept.count_nonzero()) / kept.numel()
-    ax.set_title(f"{title} ({rows} x {columns}, sparsity {sparsity:.4f})".lstrip())
+    ax.set_title(f"{title}\n{rows} x {columns}, sparsity {sparsity:.4f}".lstrip(), fontsize="small")
     if path is not None:
         # At least one pixel a cell where that is affordable; the axes fill two thirds of the figure or more.
         dpi = min(max(_DPI[0], math.ceil(1.5 * max(rows, columns) / _INCHES)), _DPI[1])

@@ -36,7 +36,7 @@ LADDER = [
 ]
 INSIDE = {
     "kernels": ["tiling", "keys", "radix", "reference", "cpu", "api"],
-    "spec": ["view", "threshold", "block", "budget", "scope", "coupling"],
+    "spec": ["view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
 }
 
 
@@ -66,7 +66,9 @@ def rung(path: pathlib.Path) -> str:
 def relative_imports(path: pathlib.Path) -> list[tuple[int, list[str]]]:
     """(level, dotted parts) of every relative import in a file, wherever it stands."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = node.module.split(".") if node.module else []
             found += [(node.level, base)] if base else [(node.level, [a.name]) for a in node.names]

@@ -15,7 +15,7 @@ from . import cpu, reference
 from .keys import KEY_DTYPES
 from .radix import Reduce
 from .reference import Norm
-from .tiling import Blocks, Scopes, from_scopes, to_scopes
+from .tiling import Blocks, Scopes, from_scopes, real_slots, to_scopes
 
 __all__ = ["IMPLS", "block_scores", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
 
@@ -135,7 +135,10 @@ def scope_mask(
         return
     scored = [g.with_members([_left(m) for m in g.members]) for g in groups] if stage else groups
     scores = torch.cat([scope_scores(g, norm, impl=impl) for g in scored], dim=1)
-    candidates = _candidates(groups, stage, device)
+    candidates = real_slots(groups)
+    if stage:
+        alive = [to_scopes(reference.candidates_of(g.members, len(g.shape)), g, False) for g in groups]
+        candidates = torch.cat(alive, dim=1)
     budget = keep.reshape(-1) if isinstance(keep, Tensor) else keep
     rows = keep_mask(scores, budget, candidates=candidates, magnitude=not callable(norm), impl=impl)
     for group, kept in zip(groups, rows.split([math.prod(g.shape) for g in groups], dim=1), strict=True):
@@ -151,17 +154,6 @@ def _left(m: Blocks) -> Blocks:
     """The member with its values as the earlier stages left them."""
     assert m.values is not None and m.mask is not None
     return Blocks(shape=m.shape, order=m.order, values=torch.where(m.mask != 0, m.values, 0), mask=m.mask)
-
-
-def _candidates(groups: Sequence[Scopes], stage: bool, device: torch.device) -> Tensor | None:
-    if not stage and not any(g % n for s in groups for g, n in zip(s.grid, s.shape, strict=True)):
-        return None
-    rows = []
-    for g in groups:
-        alive = reference.candidates_of(g.members, len(g.shape)) if stage else None
-        grid = torch.ones(g.grid, dtype=torch.bool, device=device) if alive is None else alive
-        rows.append(to_scopes(grid, g, False))
-    return torch.cat(rows, dim=1)
 
 
 def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int | None) -> None:

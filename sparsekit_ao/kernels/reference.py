@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .keys import absent, order_keys
-from .tiling import Blocks, from_aligned, pad_to, split, to_aligned
+from .tiling import Blocks, from_aligned, pad_to, split, tile_volumes, to_aligned
 
 __all__ = ["Norm", "block_scores", "candidates_of", "element_counts", "fill_mask", "keep_mask", "reduce_blocks"]
 
@@ -133,10 +133,4 @@ def _combine(a: Tensor, b: Tensor, norm: Norm) -> Tensor:
 
 def element_counts(m: Blocks) -> Tensor:
     """How many elements each block of the grid really has, in the grid's shape (float32)."""
-    count = torch.ones((), device=m.window.device)
-    for g, b, s in zip(m.grid, m.shape, m.window.shape, strict=True):
-        size = torch.full((g,), float(b), device=count.device)
-        if s % b:
-            size[-1] = s % b
-        count = count[..., None] * size
-    return count
+    return tile_volumes(m.window.shape, m.shape, m.window.device).float()

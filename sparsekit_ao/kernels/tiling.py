@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from ..layout import Shape, grid_of
@@ -19,7 +20,9 @@ __all__ = [
     "from_aligned",
     "from_scopes",
     "pad_to",
+    "real_slots",
     "split",
+    "tile_volumes",
     "to_aligned",
     "to_scopes",
 ]
@@ -149,3 +152,26 @@ def from_scopes(rows: Tensor, scopes: Scopes) -> Tensor:
     interleave = [axis for k in range(n) for axis in (order.index(k), n + k)]
     whole = tiles.permute(interleave).reshape([g * b for g, b in zip(own, scopes.shape, strict=True)])
     return crop(whole, grid)
+
+
+def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """How many entries each tile really has: less than prod(tile) at a partial edge; int64, of the grid's shape.
+
+    >>> tile_volumes((2, 5), (2, 4))
+    tensor([[8, 2]])
+    """
+    volume = torch.ones((), dtype=torch.int64, device=device)
+    for size, n in zip(sizes, tile, strict=True):
+        along = torch.full((-(-size // n),), n, device=device)
+        if size % n:
+            along[-1] = size % n
+        volume = volume[..., None] * along
+    return volume
+
+
+def real_slots(groups: Sequence[Scopes]) -> Tensor | None:
+    """Which slots of the groups' joined rows hold a block; None where all do, because no scope is partial."""
+    if not any(g % n for s in groups for g, n in zip(s.grid, s.shape, strict=True)):
+        return None
+    device = groups[0].members[0].window.device
+    return torch.cat([to_scopes(torch.ones(g.grid, dtype=torch.bool, device=device), g, False) for g in groups], dim=1)

@@ -3,7 +3,8 @@
 from .block import BlockSpec, SparseBlock
 from .budget import sparsity_to_nnz
 from .coupling import BlockCoupling, ScopeCoupling
-from .scope import ScopeSpec, SparseScope
+from .scope import ScopeSpec
+from .sparse_scope import SparseScope
 from .view import View
 
 __all__ = [

@@ -13,7 +13,8 @@ from ..kernels import from_scopes
 from ..kernels.tiling import aligned_grid
 from ..layout import Shape
 from .block import BlockSpec, SparseBlock
-from .scope import ScopeSpec, SparseScope
+from .scope import ScopeSpec
+from .sparse_scope import SparseScope
 
 __all__ = ["BlockCoupling", "ScopeCoupling"]
 
