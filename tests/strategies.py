@@ -160,3 +160,16 @@ def mask_of(tiled, kept):
         for at in places:
             mask[at] = block in kept
     return mask
+
+
+def shrunk(v, t, h=None):
+    """The prox of t ||.|| of one float64 block under the diagonal h (None is all ones), by bisection on its norm."""
+    h = torch.ones_like(v) if h is None else h
+    pull = h * v
+    if pull.norm() <= t:
+        return torch.zeros_like(v)
+    low, high = 0.0, float(v.norm())  # the solution is never longer than v
+    for _ in range(200):
+        s = (low + high) / 2
+        low, high = (s, high) if float((pull / (h * s + t)).norm()) > 1 else (low, s)
+    return pull * high / (h * high + t)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from strategies import shrunk
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
 
@@ -1097,18 +1098,6 @@ def test_a_constant_conditioner_is_the_plain_prox_at_another_threshold():
     torch.testing.assert_close(w, v)
 
 
-def bisected_prox(v, h, t):
-    """argmin 1/2 (w - v)' D (w - v) + t ||w|| for one block in float64, by bisection on ||w||."""
-    pull = h * v
-    if pull.norm() <= t:
-        return torch.zeros_like(v)
-    low, high = 0.0, float(v.norm())  # the norm of the solution is below that of v
-    for _ in range(200):
-        s = (low + high) / 2
-        low, high = (s, high) if float((pull / (h * s + t)).norm()) > 1 else (low, s)
-    return pull * high / (h * high + t)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("condition", [1.0, 1e2, 1e6])
 @pytest.mark.parametrize("elements", [1, 2, 16, 512])
@@ -1124,7 +1113,7 @@ def test_the_conditioned_prox_equals_a_slow_bisection(elements, condition, dtype
     t[1:4] = (force[1:4] * torch.tensor([1e-6, 0.999, 1.001], dtype=torch.float64)).to(dtype)
     w = v.clone()
     BlockSpec(w, (1, -1)).soft_threshold(t[:, None], h)
-    expected = torch.stack([bisected_prox(*row) for row in zip(v.double(), h.double(), t.double(), strict=True)])
+    expected = torch.stack([shrunk(*row) for row in zip(v.double(), t.double(), h.double(), strict=True)])
     assert torch.equal((w == 0).all(1), (h.double() * v.double()).norm(dim=1) <= t.double())
     error = (w.double() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
     # Near the border the answer is a small difference: a rounding of ||Dv|| there counts 1 / (1 - t / ||Dv||) times.
@@ -1156,7 +1145,7 @@ def test_coupled_blocks_are_shrunk_by_the_norm_of_the_union():
     a, b = torch.tensor([3.0]), torch.tensor([4.0])
     BlockCoupling([BlockSpec(a), BlockSpec(b)]).soft_threshold(2.0, {a: torch.tensor([1.0]), b: torch.tensor([9.0])})
     v, h = torch.tensor([3.0, 4.0]).double(), torch.tensor([1.0, 9.0]).double()
-    assert [a.item(), b.item()] == pytest.approx(bisected_prox(v, h, 2.0).tolist(), rel=1e-5)
+    assert [a.item(), b.item()] == pytest.approx(shrunk(v, 2.0, h).tolist(), rel=1e-5)
 
 
 # the pattern table (SPEC section 4), rows whose view is given as it is or as (shape, stride)

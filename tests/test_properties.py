@@ -20,6 +20,7 @@ from strategies import (
     norm_of,
     params,
     scopes_of,
+    shrunk,
     tile_window,
     tiles,
     values_of,
@@ -303,23 +304,18 @@ def test_masks_filled_in_place_are_the_sorted_selection(impl, case, data):
 
 
 @examples(80)
-@given(tiled_windows(pool=SMALL), st.data())
+@given(scoped_windows(pool=SMALL), st.data())
 def test_a_later_stage_chooses_among_what_the_earlier_left(case, data):
-    block, tiled = case
-    assume(not tiled.partial)
+    scope, tiled, scopes = case
     mask = torch.ones(tiled.param.shape, dtype=torch.bool)
     fill(mask, data.draw(values_of(mask.numel(), [0.0, 1.0])))
-    scopes = scopes_of(tiled.grid, ())
-    nnz = data.draw(st.integers(0, block.numblk()))
-    left = tiled.param.masked_fill(~mask, 0)
-    dtype = accumulator(tiled.param.dtype)
-    scored = [
-        (norm_of(tiled.read(b, left), 2, dtype, False), slot, b)
-        for slot, b in scopes[(0,) * len(tiled.grid)]
-        if any(mask[at] for at in tiled.blocks[b])
-    ]
-    expected = mask & mask_of(tiled, choose(scored, nnz))
-    ScopeSpec(block).update_masks({block: mask}, nnz, stage=True)
+    nnz = data.draw(st.integers(0, scope.numblk_per_scope()))
+    left, dtype, kept = tiled.param.masked_fill(~mask, 0), accumulator(tiled.param.dtype), set()
+    for found in scopes.values():
+        alive = [(slot, b) for slot, b in found if any(mask[at] for at in tiled.blocks[b])]
+        kept |= choose([(norm_of(tiled.read(b, left), 2, dtype, tiled.partial), slot, b) for slot, b in alive], nnz)
+    expected = mask & mask_of(tiled, kept)
+    scope.update_masks({scope.block: mask}, nnz, stage=True)
     assert torch.equal(mask, expected)
 
 
@@ -360,6 +356,24 @@ def test_hard_threshold_by_count_zeroes_what_get_masks_drops(case, data):
     expected = tiled.param.masked_fill(~mask_of(tiled, kept_by_weight(tiled, scopes, nnz)), 0)
     scope.hard_threshold(nnz=nnz)
     assert torch.equal(tiled.param, expected)
+
+
+@examples(50)
+@given(scoped_windows(pool=SMALL, dtypes=[torch.float32, torch.float64]), st.booleans(), st.data())
+def test_soft_threshold_is_the_prox_of_every_block(case, conditioned, data):
+    scope, tiled, scopes = case
+    t = {at: data.draw(st.sampled_from([0.0, 0.5, 2.0, 4.0])) for at in scopes}
+    h = torch.ones(tiled.param.shape)
+    if conditioned:
+        fill(h, data.draw(values_of(h.numel(), [0.01, 0.5, 1.0, 30.0])))
+    expected = tiled.param.double()
+    for at, found in scopes.items():
+        for _, block in found:
+            v, d = (torch.tensor(tiled.read(block, source), dtype=torch.float64) for source in (None, h))
+            for place, x in zip(tiled.blocks[block], shrunk(v, t[at], d), strict=True):
+                expected[place] = x
+    scope.soft_threshold(grid_tensor(scope.grid_shape, t), h if conditioned else None)
+    torch.testing.assert_close(tiled.param.double(), expected, rtol=2e-5, atol=1e-6)
 
 
 @examples(80)
@@ -489,6 +503,31 @@ def test_coupled_scopes_share_one_budget(case, data):
     coupling.update_masks(masks, grid_tensor(aligned, keep, torch.int64))
     for mask, again in zip(found.values(), masks.values(), strict=True):
         assert torch.equal(mask, again.bool())
+
+
+@examples(80)
+@given(coupled_scopes(pool=SMALL), st.data())
+def test_coupled_scopes_rank_threshold_and_convert_by_aligned_scope(case, data):
+    coupling, aligned, members, oracles = case
+    rows, nnz = {}, data.draw(st.integers(1, coupling.numblk_per_scope()))
+    limits = {at: data.draw(st.sampled_from([0.0, 1.0, 2.0])) for at in coordinates(aligned)}
+    expected = [tiled.param.clone() for tiled, _ in oracles]
+    for at in coordinates(aligned):
+        rows[at] = []
+        for (order, own), (tiled, scopes), out in zip(members, oracles, expected, strict=True):
+            for _, block in sorted(scopes[align(order, own, at, len(aligned))]):
+                rows[at].append(abs(tiled.read(block)[0]))
+                if rows[at][-1] < limits[at]:
+                    out[block] = 0.0
+    norms = coupling.block_norms()
+    assert all(norms[at].tolist() == row for at, row in rows.items())
+    kth = {at: sorted(row, reverse=True)[nnz - 1] for at, row in rows.items()}
+    assert torch.equal(coupling.kth_largest(None, nnz), grid_tensor(aligned, kth, norms.dtype))
+    own = {spec.block: tiled.param.abs() for (spec, _), (tiled, _) in zip(coupling.scopes(), oracles, strict=True)}
+    assert torch.equal(coupling.block_to_scope(own, merge=True), norms)
+    assert all(torch.equal(t, own[block].to(t.dtype)) for block, t in coupling.scope_to_block(norms).items())
+    coupling.hard_threshold(grid_tensor(aligned, limits))
+    assert all(torch.equal(tiled.param, out) for (tiled, _), out in zip(oracles, expected, strict=True))
 
 
 @examples(80)

