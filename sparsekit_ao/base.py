@@ -7,7 +7,7 @@ does not know how masks are chosen: `ScopeSparsifier`, `WeightNormSparsifier` an
 import copy
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.ao.pruning import BaseSparsifier
 
 from . import masking, report
-from .config import Group, make_config, resolve_groups
+from .config import Group, copied, make_config, resolve_groups
 from .errors import SparsityError
 
 __all__ = ["MaskSparsifier"]
@@ -52,10 +52,11 @@ class MaskSparsifier(BaseSparsifier):
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
         """An entry with the defaults that it leaves out."""
-        return {**copy.deepcopy(self.defaults), **own}
+        return {**copied(self.defaults), **own}
 
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
+        self._check_groups(self.groups)
         for group in self.groups:
             self.update_mask(**group)
 
@@ -66,9 +67,9 @@ class MaskSparsifier(BaseSparsifier):
         """What a config entry may say besides naming its tensor."""
         return (*self.defaults, *(k for k in self.optional_keys if k not in self.defaults))
 
-    def make_config_from_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Set `config` to every Linear (subclasses too) and convolution, in model order."""
-        self.config = make_config(model)
+    def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
+        """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
+        self.config = make_config(model, SUPPORTED_MODULES)
 
     def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Put an all-keeping mask on every tensor that the config names, in place.
@@ -86,10 +87,17 @@ class MaskSparsifier(BaseSparsifier):
         saved = self._pickled() if self._phase == "detached" and config is None else None
         if saved is not None:
             config = self.config
+        elif config is None:
+            self.make_config_from_model(model)
+            config = self.config
+            if not config:
+                raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
         groups = resolve_groups(model, config, self.keys, self._complete)
+        if saved is not None:
+            self._check_saved(saved, groups, strict=True)
         self._check_groups(groups)
         self.model, self.groups = model, groups
-        self.config = make_config(model) if config is None else [dict(entry) for entry in config]
+        self.config = [dict(entry) for entry in config or ()]
         self._state = defaultdict(dict)
         for group in groups:
             masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
@@ -125,6 +133,8 @@ class MaskSparsifier(BaseSparsifier):
         """
         self._need_prepared("squash_mask")
         kept = self._params_to_keep(params_to_keep, params_to_keep_per_layer)
+        for group in self.groups:
+            self._live_mask(group, model)
         modules = [self._module_in(model, g) for g in self.groups]
         names = [g["tensor_name"] for g in self.groups]
         self._sync_state()
@@ -183,27 +193,49 @@ class MaskSparsifier(BaseSparsifier):
             SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
         """
         self._need_prepared("load_state_dict")
-        masks = {fqn: s["mask"] for fqn, s in state_dict["state"].items() if s.get("mask") is not None}
-        saved = {g["tensor_fqn"]: g for g in state_dict["groups"]}
-        own = {g["tensor_fqn"] for g in self.groups}
-        if strict and (own != set(masks) or own != set(saved)):
-            missing, unexpected = sorted(own - set(masks)), sorted((set(masks) | set(saved)) - own)
-            raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
-        for fqn in own & set(masks):
-            if masks[fqn].shape != self.mask(fqn).shape:
-                raise SparsityError(
-                    f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, "
-                    f"the weight {tuple(self.mask(fqn).shape)}"
-                )
-        groups = [{**g, **self._own_keys(saved.get(g["tensor_fqn"], {}))} for g in self.groups]
+        masks, saved = self._check_saved(state_dict, self.groups, strict)
+        groups = [self._merged(g, saved.get(g["tensor_fqn"])) for g in self.groups]
         self._check_groups(groups)
+        live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
         for old, new in zip(self.groups, groups, strict=True):
             old.clear()
             old.update(new)
         with torch.no_grad():
-            for fqn in own & set(masks):
-                self.mask(fqn).copy_(masks[fqn])
+            for fqn, mask in live.items():
+                if fqn in masks:
+                    mask.copy_(masks[fqn])
         self.enable_mask_update = bool(state_dict.get("enable_mask_update", True))
+
+    def _check_saved(
+        self, state_dict: Mapping[str, Any], groups: Sequence[Group], strict: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Group]]:
+        """The saved masks and groups by name, once they are known to fit these groups."""
+        if not isinstance(state_dict, Mapping) or not {"state", "groups"} <= set(state_dict):
+            raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
+        masks = {fqn: s["mask"] for fqn, s in state_dict["state"].items() if s.get("mask") is not None}
+        saved = {g["tensor_fqn"]: g for g in state_dict["groups"]}
+        own = {g["tensor_fqn"]: getattr(g["module"], g["tensor_name"]).shape for g in groups}
+        if strict and (set(own) != set(masks) or set(own) != set(saved)):
+            missing, unexpected = sorted(set(own) - set(masks)), sorted((set(masks) | set(saved)) - set(own))
+            raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
+        for fqn, shape in own.items():
+            if fqn in masks and masks[fqn].shape != shape:
+                raise SparsityError(
+                    f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, the weight {tuple(shape)}"
+                )
+        return masks, saved
+
+    def _merged(self, live: Group, saved: Mapping[str, Any] | None) -> Group:
+        """The live group with a saved one's values; callables, which are not saved, stay."""
+        if saved is None:
+            return dict(live)
+        kept = {k: v for k, v in live.items() if k not in self.optional_keys or k in saved or callable(v)}
+        merged = {**kept, **copied(self._own_keys(saved))}
+        before, after = live.get("stages"), merged.get("stages")
+        if before is not None and after is not None and len(before) == len(after):
+            functions = [{k: v for k, v in stage.items() if callable(v)} for stage in before]
+            merged["stages"] = [{**f, **stage} for f, stage in zip(functions, after, strict=True)]
+        return merged
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]

@@ -3,11 +3,10 @@
 Knows names, keys and defaults. What the values mean for shapes and budgets is `plan`'s business.
 """
 
-import copy
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +16,24 @@ from torch.nn.utils import parametrize
 from .errors import SparsityError
 from .masking import find_mask
 
-__all__ = ["Group", "make_config", "named_tensors", "resolve_groups"]
+__all__ = ["Group", "copied", "make_config", "named_tensors", "resolve_groups"]
 
 Group = dict[str, Any]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def make_config(model: nn.Module) -> list[Group]:
+def make_config(model: nn.Module, kinds: Iterable[type[nn.Module]] = ()) -> list[Group]:
     """One entry for the weight of every Linear (subclasses too) and convolution, in model order.
+
+    Args:
+        model: looked through.
+        kinds: module classes to take instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
     """
-    layers = (nn.Linear, *_CONVS)
+    layers = tuple(kinds) or (nn.Linear, *_CONVS)
     return [{"tensor_fqn": _join(name, "weight")} for name, m in model.named_modules() if isinstance(m, layers)]
 
 
@@ -71,7 +74,7 @@ def resolve_groups(
                 raise SparsityError(f"{where}{fqn!r} is already named by {owner[fqn]}; name each tensor once")
             owner[fqn] = f"config[{at}] ({rule!r})"
             groups.append(_group(model, fqn, entry, complete, where))
-    _refuse_shared(groups)
+    _refuse_tied(groups, model)
     return groups
 
 
@@ -86,6 +89,15 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if parametrize.is_parametrized(module):
             for name in module.parametrizations:
                 yield _join(prefix, name), _parameter(module, name)
+
+
+def copied(value: Any) -> Any:
+    """A copy of the dicts, lists and tuples; what they hold (a callable with a state of its own, say) is the same."""
+    if isinstance(value, Mapping):
+        return {k: copied(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(v) for v in value)
+    return value
 
 
 def _join(prefix: str, name: str) -> str:
@@ -164,18 +176,25 @@ def _group(
     if find_mask(module, name) is not None:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")
     tensor = _parameter(module, name)
+    if isinstance(tensor, nn.parameter.UninitializedParameter):
+        raise SparsityError(f"{where}{fqn!r} has no shape yet; run one forward of the lazy module first")
     if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise SparsityError(
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
-    own = copy.deepcopy({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
+    own = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(own, where), **found}
 
 
-def _refuse_shared(groups: Sequence[Group]) -> None:
-    seen: dict[int, str] = {}
+def _refuse_tied(groups: Sequence[Group], model: nn.Module) -> None:
+    """A mask sits on one name; a parameter that has a second one would be dense there until squash changes both."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named_tensors(model):
+        names.setdefault(id(parameter), []).append(name)
     for g in groups:
-        key = id(_parameter(g["module"], g["tensor_name"]))
-        if key in seen:
-            raise SparsityError(f"{g['tensor_fqn']!r} and {seen[key]!r} are one shared parameter; name it once")
-        seen[key] = g["tensor_fqn"]
+        held = names.get(id(_parameter(g["module"], g["tensor_name"])), [])
+        if len(held) > 1:
+            raise SparsityError(
+                f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(held)}), and a mask on one of "
+                "them would leave the others dense. Untie it, or leave it out of the config."
+            )

@@ -18,7 +18,7 @@ from .errors import CouplingError, SparsityError
 from .layout import Shape, row_major
 from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
 
-__all__ = ["STRUCTURE", "Component", "Plan", "Stage", "make_plan", "stages_of"]
+__all__ = ["STRUCTURE", "Component", "Plan", "Stage", "make_plan", "stage_budgets", "stages_of"]
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
@@ -96,6 +96,8 @@ def stages_of(group: Group) -> tuple[Stage, ...]:
     if isinstance(stages, Mapping) or not isinstance(stages, Sequence) or not stages:
         raise SparsityError(f"{where}stages must be a non-empty list of dicts, got {stages!r}")
     for at, stage in enumerate(stages):
+        if not isinstance(stage, Mapping):
+            raise SparsityError(f"{where}stages[{at}] must be a dict, got {stage!r}")
         unknown = set(stage) - {*STRUCTURE, "sparsity_level", "nnz"}
         if unknown:
             raise SparsityError(f"{where}stages[{at}]: unknown key {sorted(unknown)[0]!r}")
@@ -162,6 +164,8 @@ def _fate_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> l
             units.append((members, specs[members[0]]))
             continue
         label = f"block coupling {name!r}"
+        if len(members) == 1:
+            raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
         _must_agree(label, ("scope_shape", "scope_coupling", "norm"), members, rules, specs)
         orders = [rules[at].coupling_order for at in members]
         units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
@@ -226,6 +230,8 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
             raise SparsityError(f"{where}{key} must be a tuple of ints, got {value!r}")
         if value is not None:
             found[key] = tuple(value)
+    while found.get("scope_shape", ())[-1:] == (-1,):
+        found["scope_shape"] = found["scope_shape"][:-1]  # missing entries mean the same, and then compare equal
     for key in ("block_coupling", "scope_coupling"):
         if found.get(key) is not None and not isinstance(found[key], str):
             raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")
@@ -244,20 +250,26 @@ def _view_arg(view: object, where: str) -> ViewArg:
     raise SparsityError(f"{where}view must be (shape, stride), (shape, stride, offset) or a function, got {view!r}")
 
 
+def stage_budgets(group: Group) -> list[tuple[str, Any] | None]:
+    """Each stage's own budget as (key, number); None where the stage follows its group."""
+    stages = group.get("stages")
+    if stages is None:
+        return [None]
+    return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
+
+
 def _asked(group: Group, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
     """The budget that a group asks for in a stage, as ("nnz", n) or ("sparsity_level", s)."""
-    fqn, stages = group["tensor_fqn"], group.get("stages")
+    fqn, budgets = group["tensor_fqn"], stage_budgets(group)
     scheduled = group["sparsity_level"] != level_given.get(fqn, group["sparsity_level"])
-    if stages is not None:
-        budgets = [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
-        if scheduled and None not in budgets:
-            raise SparsityError(
-                f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
-                "Leave the budget out of the stage that a scheduler should drive."
-            )
-        own = budgets[stage]
-        if own is not None:
-            return own
+    if scheduled and None not in budgets:
+        raise SparsityError(
+            f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
+            "Leave the budget out of the stage that a scheduler should drive."
+        )
+    own = budgets[stage]
+    if own is not None:
+        return own
     if group.get("nnz") is not None and not scheduled:
         return "nnz", group["nnz"]
     return "sparsity_level", group["sparsity_level"]

@@ -4,7 +4,6 @@ Each step reads budgets from the groups and hands weights and masks to the scope
 here.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 
 from . import masking, report
 from .base import MaskSparsifier
-from .config import Group
+from .config import Group, copied
 from .errors import SparsityError
-from .plan import STRUCTURE, Plan, make_plan, stages_of
+from .plan import STRUCTURE, Plan, make_plan, stage_budgets, stages_of
 from .spec import sparsity_to_nnz
 
 __all__ = ["ScopeSparsifier"]
@@ -44,7 +43,8 @@ class ScopeSparsifier(MaskSparsifier):
             a scope.
 
     Raises:
-        SparsityError: a default that can never be right; whatever needs a model is checked in `prepare`.
+        SparsityError: two budgets, a level outside [0, 1], a default of a wrong kind; whatever needs a tensor is
+            checked in `prepare`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     >>> sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))  # 2:4
@@ -106,9 +106,15 @@ class ScopeSparsifier(MaskSparsifier):
         """
         self._need_prepared("update_mask")
         at = self._index_of(module, tensor_name)
+        unknown = sorted(set(kwargs) - set(self.groups[at]) - set(self.keys))
+        if unknown:
+            raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
         groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
+        plan = self._planned(groups)
+        for component in plan.families[at]:
+            component.budget(groups, self._level_given)  # raise before any mask changes
         with torch.no_grad():
-            self._update_family(self._planned(groups), at, groups)
+            self._update_family(plan, at, groups)
 
     def report(self) -> report.Report:
         """What every mask holds now; see `report.Report`."""
@@ -117,7 +123,10 @@ class ScopeSparsifier(MaskSparsifier):
         return report.make_report(plan, self.groups, self._masks(None), self._level_given)
 
     def check(self, model: nn.Module | None = None) -> int:
-        """Verify that every scope holds exactly its budget and every block is whole.
+        """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
+
+        Of several stages the last one is held to this; where an earlier one may have left a scope with less than its
+        budget (not so in V:N:M), and for the earlier ones, at most the budget is asked for.
 
         Args:
             model: the prepared model (default), or a deep copy of it. In a squashed one zeros stand for the mask, and
@@ -135,34 +144,50 @@ class ScopeSparsifier(MaskSparsifier):
         return report.check_masks(plan, self.groups, self._masks(model), self._level_given)
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
-        if own.get("sparsity_level") is not None and own.get("nnz") is not None:
+        budgets = [k for k in ("sparsity_level", "nnz") if own.get(k) is not None]
+        if len(budgets) == 2:
             raise SparsityError(f"{where}sparsity_level and nnz are two budgets; give one")
         group = super()._complete(own, where)
-        if own.get("sparsity_level") is not None:
+        if "stages" not in own and any(k in own for k in STRUCTURE):
+            group.pop("stages", None)  # an entry that says what it wants does not want the default's stages
+        if budgets == ["sparsity_level"]:
             group.pop("nnz", None)
+        if budgets and None not in stage_budgets(group):
+            raise SparsityError(
+                f"{where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a stage"
+            )
         return group
 
     def _check_groups(self, groups: Sequence[Group]) -> None:
         plan = self._planned(groups)
-        given = self._level_given if self._phase == "prepared" else {}
+        prepared = self._phase == "prepared"
         levels = {}
         for component in plan.components:
-            level = component.level(groups, given)
-            levels.update({groups[at]["tensor_fqn"]: level for _, at in component.leaves})
-        if self._phase == "prepared":
-            return
-        for group in groups:
-            if group.get("nnz") is not None and group.get("stages") is None:
-                group["sparsity_level"] = levels[group["tensor_fqn"]]  # what torch.ao's schedulers start from
-        self._level_given = {g["tensor_fqn"]: g["sparsity_level"] for g in groups}
+            keep = component.budget(groups, self._level_given if prepared else {})
+            for _, at in component.leaves:
+                if stage_budgets(groups[at])[component.stage] is None:
+                    levels[at] = component.scope.level_of(keep)
+        for at, group in enumerate(groups):
+            sparsity_to_nnz(group["sparsity_level"], 1, f"{group['tensor_fqn']}: ")
+            if not prepared and group.get("nnz") is not None and at in levels:
+                group["sparsity_level"] = levels[at]  # what torch.ao's schedulers start from
+        if not prepared:
+            self._level_given = {g["tensor_fqn"]: g["sparsity_level"] for g in groups}
 
     def _update_all(self) -> None:
         plan = self._planned(self.groups)
+        for component in plan.components:
+            component.budget(self.groups, self._level_given)  # raise before any mask changes
+        overridden = type(self).update_mask is not ScopeSparsifier.update_mask
         done: set[int] = set()
-        for at in range(len(self.groups)):
-            if at not in done:
+        for at, group in enumerate(self.groups):
+            if at in done:
+                continue
+            if overridden:
+                self.update_mask(**group)
+            else:
                 self._update_family(plan, at, self.groups)
-                done.update(i for component in plan.families[at] for _, i in component.leaves)
+            done.update(i for component in plan.families[at] for _, i in component.leaves)
 
     def _update_family(self, plan: Plan, at: int, groups: Sequence[Group]) -> None:
         """All stages of one group and of those that it is coupled to."""
@@ -180,7 +205,7 @@ class ScopeSparsifier(MaskSparsifier):
             for g, t in zip(groups, tensors, strict=True)
         ]
         if self._plan is None or self._plan[0] != key:
-            self._plan = (copy.deepcopy(key), make_plan(groups, [stages_of(g) for g in groups], tensors))
+            self._plan = (copied(key), make_plan(groups, [stages_of(g) for g in groups], tensors))
         return self._plan[1]
 
     def _dense(self, group: Group, model: nn.Module | None = None) -> Tensor:

@@ -5,6 +5,7 @@ either keeps.
 """
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -194,7 +195,7 @@ def _checked_shape(shape: object, where: str) -> tuple[int, int]:
 def _check_entry(entry: Mapping[str, Any], where: str) -> None:
     level, zeros = entry["sparsity_level"], entry["zeros_per_block"]
     size = math.prod(_checked_shape(entry["sparse_block_shape"], where))
-    if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 <= level <= 1:
+    if isinstance(level, bool) or not isinstance(level, numbers.Real) or not 0 <= float(level) <= 1:
         raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {level!r}")
     if isinstance(zeros, bool) or not isinstance(zeros, int) or not 0 <= zeros <= size:
         raise SparsityError(

@@ -270,6 +270,32 @@ def test_apply_mask_zeroes_nan_and_infinity_exactly():
     assert w.tolist() == [[0, 0, 1]]
 
 
+@pytest.mark.parametrize(
+    ("block", "keep", "expected"),
+    [
+        ((1, -1), "x .", "xxxx ...."),
+        ((1, 4), "x .", "xxxx ...."),
+        ((-1, 2), ".x", "..xx ..xx"),
+        ((2, 4), ".", ".... ...."),
+    ],
+)
+def test_a_view_fills_masks_by_blocks(block, keep, expected):
+    mask = torch.ones(4, 2, dtype=torch.bool).t()
+    View.from_existing(count(2, 4)).fill_mask(mask, booleans(keep), block)
+    assert torch.equal(mask, booleans(expected))
+
+
+def test_a_view_fills_masks_by_single_elements_and_checks_the_grid():
+    mask, keep = torch.ones(2, 4, dtype=torch.bool), booleans("x..x .xx.")
+    view = View.from_existing(count(2, 4))
+    view.fill_mask(mask, keep, ())
+    assert torch.equal(mask, keep)
+    for wrong in (torch.zeros(2, 4, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.bool)):
+        with pytest.raises(SparsityError):
+            view.fill_mask(mask, wrong, (1, 2))
+    assert torch.equal(mask, keep)
+
+
 def test_views_are_equal_by_parameter_shape_stride_and_offset():
     w, same = count(2, 4), count(2, 4)
     a, b = View(w, (2, 2), (4, 1), 1), View(w, (2, 2), (4, 1), 1)
@@ -763,6 +789,16 @@ def test_a_level_outside_zero_to_one_is_refused(level):
         ScopeSpec(torch.ones(2, 4), (1, -1), "w").sparsity_to_nnz(level)
 
 
+@pytest.mark.parametrize(
+    ("width", "scope", "nnz", "level"),
+    [(8, 4, 1, 0.75), (8, 4, 0, 1.0), (8, 8, 8, 0.0), (10, 4, 2, 0.4), (10, 4, torch.tensor([[4, 0, 1]]), 0.5)],
+)
+def test_a_budget_amounts_to_a_level(width, scope, nnz, level):
+    s = ScopeSpec(torch.ones(1, width), (1, scope), edge="partial")
+    assert s.level_of(nnz) == pytest.approx(level)
+    assert 1 - only(s.get_masks(nnz)).float().mean().item() == pytest.approx(level)
+
+
 def test_partial_scopes_get_a_budget_each():
     s = ScopeSpec(torch.ones(1, 10), (1, 4), edge="partial")
     assert s.members_per_scope().tolist() == [[4, 4, 2]]
@@ -910,6 +946,13 @@ def test_two_views_of_one_parameter_may_fill_one_mask(alike):
     assert (mask.stride() == w.stride()) is alike
     ScopeCoupling([ScopeSpec(first), ScopeSpec(second)]).update_masks({first: mask, second: mask}, 4)
     assert torch.equal(mask, w >= 5)
+
+
+def test_a_block_cannot_take_part_twice():
+    b = BlockSpec(count(4))
+    for couple in (lambda: BlockCoupling([b, b]), lambda: ScopeCoupling([ScopeSpec(b), ScopeSpec(b)])):
+        with pytest.raises(CouplingError):
+            couple()
 
 
 def test_scope_coupling_converts_by_blocks():

@@ -1,12 +1,22 @@
 """SPEC section 5, item 6: every mistake gets a clear error before anything is changed."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from stock import StockWeightNorm, linear_model
 from torch import nn
 from torch.ao.pruning import LambdaSL
 
-from sparsekit_ao import CouplingError, NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
+from sparsekit_ao import (
+    CouplingError,
+    NearlyDiagonalSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    WeightNormSparsifier,
+    patterns,
+)
 
 LINEAR = {"tensor_fqn": "0.weight"}
 
@@ -51,6 +61,8 @@ BAD_CONFIGS = [
     ([{**LINEAR, "view": lambda w: w.t().reshape(-1)}], "the view function returned a copy, not a view"),
     ([{**LINEAR, "stages": []}], "stages must be a non-empty list of dicts"),
     ([{**LINEAR, "stages": [{"nnz": 1, "foo": 2}]}], r"stages\[0\]: unknown key 'foo'"),
+    ([{**LINEAR, "stages": [3]}], r"stages\[0\] must be a dict, got 3"),
+    ([{**LINEAR, "block_coupling": "mpl"}], "block coupling 'mpl': 0.weight is its only member; a coupling needs two"),
     ([{**LINEAR, "coupling_order": (1, 0)}], "coupling_order needs a block_coupling"),
     ([{**LINEAR, "block_coupling": 3}], r"block_coupling must be a name \(a str\) or None, got 3"),
 ]
@@ -102,11 +114,79 @@ def test_members_of_a_scope_coupling_must_ask_for_one_budget():
         ScopeSparsifier().prepare(model, config)
 
 
-def test_a_shared_parameter_is_named_once():
+@pytest.mark.parametrize("config", [None, [LINEAR], [{"tensor_fqn": "*.weight"}]])
+def test_a_tied_parameter_is_refused_because_its_other_name_would_stay_dense(config):
     model = linear_model(8, 8, 8)
     model[2].weight = model[0].weight
-    with pytest.raises(SparsityError, match="'2.weight' and '0.weight' are one shared parameter; name it once"):
-        ScopeSparsifier().prepare(model, None)
+    text = r"'0.weight' is one parameter under several names \(0.weight, 2.weight\), and a mask on one of them would"
+    with pytest.raises(SparsityError, match=text):
+        ScopeSparsifier().prepare(model, config)
+
+
+def test_a_shared_module_has_one_name_and_works():
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, None)
+    sparsifier.step()
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight"]
+
+
+def test_no_mask_changes_if_any_budget_of_a_step_is_bad():
+    for kind in (ScopeSparsifier, WeightNormSparsifier):
+        sparsifier = kind(0.5)
+        sparsifier.prepare(linear_model(8, 4, 4), None)
+        sparsifier.groups[1]["sparsity_level"] = 1.5
+        with pytest.raises(SparsityError, match="2.weight: sparsity level must lie in"):
+            sparsifier.step()
+        assert (sparsifier.mask("0.weight") == 1).all()
+
+
+def test_a_budget_beside_stages_that_have_their_own_is_refused():
+    entry = {**LINEAR, **patterns.v_n_m(4, 2, 8), "sparsity_level": 0.9}
+    with pytest.raises(
+        SparsityError, match="sparsity_level has no effect, because every stage has a budget of its own"
+    ):
+        ScopeSparsifier().prepare(linear_model(8, 4), [entry])
+
+
+def test_attaching_a_pickle_to_a_model_that_does_not_fit_leaves_the_model_alone():
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(linear_model(8, 4), None)
+    loaded, other = pickle.loads(pickle.dumps(sparsifier)), linear_model(8, 6)
+    with pytest.raises(SparsityError, match=r"0.weight: the saved mask is \(4, 8\), the weight \(6, 8\)"):
+        loaded.prepare(other)
+    assert list(other.state_dict()) == ["0.weight", "0.bias"]
+
+
+def test_a_copy_is_squashed_once():
+    model = linear_model(8, 4)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, None)
+    snapshot = copy.deepcopy(model)
+    sparsifier.squash_mask(model=snapshot)
+    with pytest.raises(SparsityError, match="0.weight: its mask is gone"):
+        sparsifier.squash_mask(model=snapshot)
+
+
+def test_a_state_without_groups():
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(linear_model(8, 4), None)
+    with pytest.raises(SparsityError, match="expected a dict with 'state' and 'groups'"):
+        sparsifier.load_state_dict({"state": {}})
+
+
+def test_an_unknown_key_of_update_mask():
+    model = linear_model(8, 4)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, None)
+    with pytest.raises(SparsityError, match="update_mask: unknown key 'sparsity_levl'"):
+        sparsifier.update_mask(model[0], "weight", sparsity_levl=0.9)
+
+
+def test_a_lazy_layer():
+    with pytest.raises(SparsityError, match="'0.weight' has no shape yet; run one forward of the lazy module first"):
+        ScopeSparsifier().prepare(nn.Sequential(nn.LazyLinear(4)), None)
 
 
 def test_prepare_twice():

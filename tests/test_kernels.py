@@ -656,12 +656,13 @@ def test_a_budget_outside_the_scope_is_refused_and_the_mask_left_alone(wrong, wi
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize("width", [4, 100, WIDE])
-def test_an_int_is_a_budget_for_every_scope(width, impl):
+def test_one_number_is_a_budget_for_every_scope(width, impl):
     values = scores_like("few values", 3, width, torch.float32)
-    masks = torch.zeros(2, 3, width, dtype=torch.bool)
-    for mask, keep in zip(masks, (width // 2, torch.full((3, 1), width // 2)), strict=True):
+    expected, half = sorted_selection(values.abs(), [width // 2] * 3), width // 2
+    for keep in (half, torch.tensor(half), torch.full((3, 1), half)):
+        mask = torch.zeros(3, width, dtype=torch.bool)
         scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], keep, impl=impl)
-    assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], sorted_selection(values.abs(), [width // 2] * 3))
+        assert torch.equal(mask, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.int8])

@@ -6,7 +6,7 @@ from stock import linear_model
 from torch import nn
 from torch.ao.pruning import BaseSparsifier, CubicSL, FakeSparsity, LambdaSL
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, patterns
+from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns
 
 
 class Holder(nn.Module):
@@ -351,3 +351,165 @@ def test_multihead_attention_runs_prepared():
     masked = model(x, x, x)[0]
     sparsifier.squash_mask()
     assert torch.equal(model(x, x, x)[0], masked)
+
+
+def test_competitors_of_a_partial_member_are_scored_alike():
+    model = Holder(a=torch.full((4, 4), 1.0), b=torch.full((4, 6), 2.0))
+    entry = {"block_shape": (4, 4), "edge": "partial", "scope_coupling": "all", "nnz": 1}
+    s = masks_after_step(model, [{"tensor_fqn": n, **entry} for n in ("a", "b")])
+    assert not s.mask("a").any()
+    assert s.mask("b").sum() == 16
+
+
+def test_a_callable_norm_sees_the_whole_weight_at_once():
+    seen = []
+
+    def by_column(w):
+        seen.append(tuple(w.shape))
+        return w.abs() / w.abs().sum(0, keepdim=True)
+
+    weight = torch.randn(1024, 512)
+    for scope in ((), (1, 4)):
+        s = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", "norm": by_column, "scope_shape": scope}])
+        rows = by_column(weight).reshape(1, -1) if not scope else by_column(weight).reshape(-1, 4)
+        assert torch.equal(s.mask("w").reshape(rows.shape), keep_mask(rows, rows.shape[1] // 2))
+    assert set(seen) == {(1024, 512)}
+
+
+class Saliency:
+    """A callable with a state of its own, as activation statistics are."""
+
+    def __init__(self) -> None:
+        self.scale = torch.ones(8)
+
+    def __call__(self, w):
+        return w.abs() * self.scale
+
+
+def test_a_callable_object_is_used_as_it_is_and_shared():
+    norm = Saliency()
+    model = linear_model(8, 4, 8, 4)
+    sparsifier = ScopeSparsifier(norm=norm, scope_coupling="all")
+    config = [{"tensor_fqn": "0.weight", "scope_shape": ()}, {"tensor_fqn": "4.weight"}]
+    sparsifier.prepare(model, config)
+    assert sparsifier.groups[0]["norm"] is sparsifier.groups[1]["norm"] is norm
+    sparsifier.step()
+    plan = sparsifier._plan
+    norm.scale = torch.arange(8.0)
+    sparsifier.step()
+    assert sparsifier._plan is plan
+    assert not sparsifier.mask("0.weight")[:, 0].any()
+
+
+def test_an_overridden_update_mask_is_called_as_in_torch_ao():
+    class Counting(ScopeSparsifier):
+        calls = 0
+
+        def update_mask(self, module, tensor_name, **group):
+            self.calls += 1
+            super().update_mask(module, tensor_name, **group)
+
+    sparsifier = masks_after_step(linear_model(8, 4, 4), None, Counting())
+    assert sparsifier.calls == 2
+
+
+def test_an_overridden_make_config_from_model_is_honoured():
+    class OnlyLast(ScopeSparsifier):
+        def make_config_from_model(self, model):
+            self.config = [{"tensor_fqn": "2.weight"}]
+
+    sparsifier = masks_after_step(linear_model(8, 4, 4), None, OnlyLast())
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["2.weight"]
+    sparsifier = ScopeSparsifier()
+    sparsifier.make_config_from_model(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), {nn.Conv1d})
+    assert sparsifier.config == [{"tensor_fqn": "1.weight"}]
+
+
+def test_an_entry_with_its_own_structure_drops_the_defaults_stages():
+    sparsifier = ScopeSparsifier(**patterns.v_n_m(4, 2, 8))
+    masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.rows(0.25)}], sparsifier)
+    assert sparsifier.mask("0.weight").all(1).sum() == 3
+
+
+def test_an_nnz_group_with_a_following_stage_starts_its_schedule_at_that_count():
+    stages = [{"block_shape": (4, 1), "scope_shape": (1, 8), "nnz": 4}, {"scope_shape": (1, 8)}]
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", "stages": stages, "nnz": 2}])
+    assert sparsifier.groups[0]["sparsity_level"] == 0.75
+    kept = []
+    for level in (0.5, 0.625, 0.75, 0.875):
+        sparsifier.groups[0]["sparsity_level"] = level
+        sparsifier.step()
+        kept.append(sparsifier.mask("w").sum(1).tolist())
+    assert kept == [[4] * 4, [3] * 4, [2] * 4, [1] * 4]
+
+
+def test_loading_replaces_budgets_and_keeps_functions_in_stages():
+    def inverse(w):
+        return 1 / w.abs()
+
+    config = [{"tensor_fqn": "0.weight", "stages": [{"scope_shape": (1, 4), "nnz": 2, "norm": inverse}]}]
+    staged = masks_after_step(linear_model(8, 4), config)
+    before = staged.mask("0.weight").clone()
+    staged.load_state_dict(staged.state_dict())
+    staged.step()
+    assert torch.equal(staged.mask("0.weight"), before)
+    plain = masks_after_step(linear_model(8, 4), None)
+    staged.load_state_dict(plain.state_dict())
+    staged.step()
+    assert "stages" not in staged.groups[0]
+    assert torch.equal(staged.mask("0.weight"), plain.mask("0.weight"))
+
+
+def test_looking_does_not_move_spectral_norm():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)))
+    sparsifier = masks_after_step(model, None)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    sparsifier.step()
+    sparsifier.report()
+    sparsifier.check()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model[0].parametrizations.weight[0].training
+
+
+def test_check_says_where_a_mask_is_wrong():
+    sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
+    sparsifier.mask("0.weight")[1, 4:] = True
+    with pytest.raises(
+        SparsityError, match="0.weight: 1 of 8 scopes are wrong; scope 3 keeps 4 blocks, its budget is 2"
+    ):
+        sparsifier.check()
+    sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.rows(0.5)}])
+    row = int(sparsifier.mask("0.weight").any(1).nonzero()[0])
+    sparsifier.mask("0.weight")[row, 0] = False
+    with pytest.raises(SparsityError, match="0.weight: some block is neither kept whole nor dropped whole"):
+        sparsifier.check()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_check_sees_a_wrong_v_n_m_mask(wrong):
+    sparsifier = masks_after_step(Holder(w=torch.randn(8, 16)), [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
+    sparsifier.mask("w")[0] = wrong
+    with pytest.raises(SparsityError, match="w: .* scopes are wrong"):
+        sparsifier.check()
+
+
+def test_check_and_report_as_numbers():
+    model = linear_model(8, 4, 4)
+    sparsifier = masks_after_step(model, None, ScopeSparsifier(0.75))
+    report = sparsifier.report()
+    assert sparsifier.check() == 2
+    assert (report[0].shape, report[0].kept, report[0].blocks, report[0].mask_bytes) == ((4, 8), 8, 32, 32)
+    assert report.metrics() == {
+        "sparsity/0.weight": 0.75,
+        "sparsity/2.weight": 0.75,
+        "sparsity": 0.75,
+        "mask_bytes": 48.0,
+    }
+    assert "0.weight" in str(report)
+    sparsifier.squash_mask()
+    assert sparsifier.check() == 2
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    with pytest.raises(SparsityError, match="0.weight: 1 of 1 scopes are wrong"):
+        sparsifier.check()

@@ -84,13 +84,21 @@ def keep_mask(
     return reference.keep_mask(scores.abs() if magnitude else scores, budget, candidates)
 
 
-def block_scores(members: Sequence[Blocks], norm: Norm = 2, *, ndim: int | None = None, impl: str = "auto") -> Tensor:
+def block_scores(
+    members: Sequence[Blocks],
+    norm: Norm = 2,
+    *,
+    ndim: int | None = None,
+    as_mean: bool | None = None,
+    impl: str = "auto",
+) -> Tensor:
     """One score a block: the p-norm over the union of the members' blocks at each aligned grid index.
 
     Args:
         members: windows with values, whose aligned grids agree.
         norm: 1, 2, inf, or a callable giving a saliency per element, of which a block's score is the mean.
         ndim: dimensions of the aligned grid; the widest member's by default.
+        as_mean: score by the power mean over the elements that a block has; by default where some block is partial.
 
     Returns:
         float32 (float64 for float64 weights), of the aligned grid's shape. Single elements score exactly |x|.
@@ -98,8 +106,8 @@ def block_scores(members: Sequence[Blocks], norm: Norm = 2, *, ndim: int | None 
     _check_norm(norm)
     ndim = max(m.window.ndim for m in members) if ndim is None else ndim
     if _choose(impl, members[0].window.device) == "cpu":
-        return cpu.block_scores(tuple(members), norm, ndim)
-    return reference.block_scores(members, norm, ndim)
+        return cpu.block_scores(tuple(members), norm, ndim, as_mean)
+    return reference.block_scores(members, norm, ndim, as_mean)
 
 
 def fill_mask(members: Sequence[Blocks], keep: Tensor, *, stage: bool = False) -> None:
@@ -110,9 +118,9 @@ def fill_mask(members: Sequence[Blocks], keep: Tensor, *, stage: bool = False) -
     reference.fill_mask(members, keep, stage=stage)
 
 
-def scope_scores(group: Scopes, norm: Norm = 2, *, impl: str = "auto") -> Tensor:
+def scope_scores(group: Scopes, norm: Norm = 2, *, as_mean: bool | None = None, impl: str = "auto") -> Tensor:
     """Block scores as rows [scopes, blocks of a scope]; slots beyond a partial scope hold 0."""
-    return to_scopes(block_scores(group.members, norm, ndim=len(group.shape), impl=impl), group, 0.0)
+    return to_scopes(block_scores(group.members, norm, ndim=len(group.shape), as_mean=as_mean, impl=impl), group, 0.0)
 
 
 def scope_mask(
@@ -134,7 +142,8 @@ def scope_mask(
     if _choose(impl, device) == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
         return
     scored = [g.with_members([_left(m) for m in g.members]) for g in groups] if stage else groups
-    scores = torch.cat([scope_scores(g, norm, impl=impl) for g in scored], dim=1)
+    as_mean = any(m.is_partial for g in groups for m in g.members)  # competitors are scored alike
+    scores = torch.cat([scope_scores(g, norm, as_mean=as_mean, impl=impl) for g in scored], dim=1)
     candidates = real_slots(groups)
     if stage:
         alive = [to_scopes(reference.candidates_of(g.members, len(g.shape)), g, False) for g in groups]

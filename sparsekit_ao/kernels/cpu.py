@@ -140,15 +140,16 @@ def _last_index(source: _Rows, threshold: Tensor, need: Tensor, index: Tensor | 
     return torch.where(need > 0, -place, -1)
 
 
-def block_scores(members: tuple[Blocks, ...], norm: reference.Norm, ndim: int) -> Tensor:
+def block_scores(members: tuple[Blocks, ...], norm: reference.Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """As the reference, computed a chunk of blocks at a time; the same bits, since no sum crosses a chunk."""
     first = members[0]
-    if len(members) > 1 or first.is_partial or first.window.numel() <= CHUNK:
-        return reference.block_scores(members, norm, ndim)
+    # a callable need not be elementwise, so it sees the whole window at once
+    if len(members) > 1 or first.is_partial or callable(norm) or first.window.numel() <= CHUNK:
+        return reference.block_scores(members, norm, ndim, as_mean)
     own = replace(first, order=())
     out: Tensor | None = None
     for place, part in _cut(own.window, first.shape):
-        scores = reference.block_scores((replace(own, values=part, mask=None),), norm, part.ndim)
+        scores = reference.block_scores((replace(own, values=part, mask=None),), norm, part.ndim, as_mean)
         out = scores.new_empty(first.grid) if out is None else out
         out[place].copy_(scores)
     assert out is not None
@@ -182,7 +183,7 @@ def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> bool
     """
     only = scopes.members[0]
     regular = not any(g % n for g, n in zip(only.grid, scopes.shape, strict=False))
-    if len(scopes.members) > 1 or only.order or scopes.order or only.is_partial or not regular:
+    if callable(norm) or len(scopes.members) > 1 or only.order or scopes.order or only.is_partial or not regular:
         return False
     if only.values is None or only.mask is None or only.mask.dtype != torch.bool or only.values.numel() == 0:
         return False
@@ -197,12 +198,12 @@ def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> bool
 def _mask_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:
     part = scopes.members[0]
     assert part.values is not None and part.mask is not None
-    single = not callable(norm) and all(b == 1 for b in part.shape) and part.values.dtype in KEY_DTYPES
+    single = all(b == 1 for b in part.shape) and part.values.dtype in KEY_DTYPES
     grid = part.values if single else block_scores((part,), norm, part.values.ndim)
     rows = to_scopes(grid, scopes, 0.0)
     direct = to_scopes(part.mask, scopes, False) if single else None
     if direct is not None and direct.data_ptr() == part.mask.data_ptr():  # the mask's own memory: fill it there
         keep_mask(rows, keep, magnitude=True, out=direct)
         return
-    kept = keep_mask(rows, keep, magnitude=not callable(norm))
+    kept = keep_mask(rows, keep, magnitude=True)
     reference.fill_mask((part,), from_scopes(kept, scopes))

@@ -32,13 +32,13 @@ def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None) -> 
     return mask if candidates is None else mask & candidates
 
 
-def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int) -> Tensor:
+def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """One score a block of the aligned grid: the norm of the union of the members' blocks.
 
-    A block that is partial anywhere is scored by its mean (of |x|^p, before the root), and so is every block beside
-    it; a callable `norm` gives a saliency per element, of which the mean is the score.
+    With `as_mean` (by default: where some block is partial) a score is the mean of |x|^p before the root, so that
+    blocks of fewer elements compare; a callable `norm` gives a saliency per element, of which the mean is the score.
     """
-    as_mean = callable(norm) or any(m.is_partial for m in members)
+    as_mean = callable(norm) or (any(m.is_partial for m in members) if as_mean is None else as_mean)
     first = members[0]
     if len(members) == 1 and not callable(norm) and not as_mean and all(b == 1 for b in first.shape):
         return to_aligned(_wide(first.window.abs()), first.order, ndim)

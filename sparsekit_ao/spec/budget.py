@@ -1,6 +1,7 @@
 """Budgets: how many blocks a scope keeps, from a level or a count; pure numbers."""
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ def sparsity_to_nnz(sparsity: float, members: int, where: str = "") -> int:
     >>> sparsity_to_nnz(0.9, 10), sparsity_to_nnz(0.5, 5)
     (1, 3)
     """
-    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity <= 1:
+    if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 <= float(sparsity) <= 1:
         raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {sparsity!r}")
-    return members - math.floor(sparsity * members + 1e-9)
+    return members - math.floor(float(sparsity) * members + 1e-9)
 
 
 def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: int, where: str) -> Budget:

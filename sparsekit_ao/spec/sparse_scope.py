@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..errors import SparsityError
 from ..kernels import Norm, Scopes, from_scopes, keep_mask, scope_mask, to_scopes
 from ..kernels.tiling import real_slots, tile_volumes
@@ -231,7 +232,11 @@ class SparseScope(ABC):
         if given is not None:
             return given
         self._check_values(values)
-        norms = {spec.block: spec.block.norms(values) for spec, _ in self.scopes()}
+        blocks = [spec.block for spec, _ in self.scopes()]
+        as_mean = any(m.is_partial for b in blocks for m in b.operands())  # competitors are scored alike
+        norms: dict[SparseBlock, Tensor] = {
+            b: kernels.block_scores(b.operands(values), 2, ndim=b.grid_ndim, as_mean=as_mean) for b in blocks
+        }
         rows = self._rows_of(norms, "norms")
         assert rows is not None
         return rows
