@@ -30,7 +30,7 @@ class Row:
         pattern: block and scope shapes in numbers, stage by stage.
         asked: the sparsity level asked for, as the budget gives it.
         sparsity: the fraction of its elements that the mask drops.
-        kept, blocks: blocks kept and blocks in all, of the last stage.
+        kept, blocks: blocks kept and blocks in all, of the last stage; elements where masks are not made of scopes.
         mask_bytes: memory of its mask.
     """
 
