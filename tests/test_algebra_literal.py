@@ -270,32 +270,6 @@ def test_apply_mask_zeroes_nan_and_infinity_exactly():
     assert w.tolist() == [[0, 0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("block", "keep", "expected"),
-    [
-        ((1, -1), "x .", "xxxx ...."),
-        ((1, 4), "x .", "xxxx ...."),
-        ((-1, 2), ".x", "..xx ..xx"),
-        ((2, 4), ".", ".... ...."),
-    ],
-)
-def test_a_view_fills_masks_by_blocks(block, keep, expected):
-    mask = torch.ones(4, 2, dtype=torch.bool).t()
-    View.from_existing(count(2, 4)).fill_mask(mask, booleans(keep), block)
-    assert torch.equal(mask, booleans(expected))
-
-
-def test_a_view_fills_masks_by_single_elements_and_checks_the_grid():
-    mask, keep = torch.ones(2, 4, dtype=torch.bool), booleans("x..x .xx.")
-    view = View.from_existing(count(2, 4))
-    view.fill_mask(mask, keep, ())
-    assert torch.equal(mask, keep)
-    for wrong in (torch.zeros(2, 4, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.bool)):
-        with pytest.raises(SparsityError):
-            view.fill_mask(mask, wrong, (1, 2))
-    assert torch.equal(mask, keep)
-
-
 def test_views_are_equal_by_parameter_shape_stride_and_offset():
     w, same = count(2, 4), count(2, 4)
     a, b = View(w, (2, 2), (4, 1), 1), View(w, (2, 2), (4, 1), 1)

@@ -138,6 +138,7 @@ def scope_mask(
     """
     _check_norm(norm)
     _check_budget(keep, groups[0].scope_grid, sum(math.prod(g.shape) for g in groups))
+    keep = keep.expand(groups[0].scope_grid) if isinstance(keep, Tensor) else keep
     device = groups[0].members[0].window.device
     if _choose(impl, device) == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
         return

@@ -42,6 +42,7 @@ class BlockCoupling(SparseBlock):
     ) -> None:
         self.name = name
         names, ndims = [s.name for s in specs], [len(s.own_grid) for s in specs]
+        _refuse_twice(specs, self._where())
         self._members = list(zip(specs, _orders(orders, ndims, names, self._where()), strict=True))
         grids = [aligned_grid(s.own_grid, order, max(ndims)) for s, order in self._members]
         self._grid = _common_grid("block", grids, names, self._where())
@@ -86,6 +87,7 @@ class ScopeCoupling(SparseScope):
     ) -> None:
         self.name = name
         names, ndims = [s.name for s in scopes], [len(s.shape) for s in scopes]
+        _refuse_twice([leaf for s in scopes for leaf in s.block.blocks()], self._where())
         full = _orders(orders, ndims, names, self._where())
         grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in zip(scopes, full, strict=True)]
         # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
@@ -124,6 +126,14 @@ class ScopeCoupling(SparseScope):
 
     def __repr__(self) -> str:
         return f"ScopeCoupling({[s for s, _ in self._scopes]!r})"
+
+
+def _refuse_twice(leaves: Sequence[BlockSpec], where: str) -> None:
+    seen: set[int] = set()
+    for leaf in leaves:
+        if id(leaf) in seen:
+            raise CouplingError(f"{where}{leaf.name or 'a block spec'} takes part twice")
+        seen.add(id(leaf))
 
 
 def _orders(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..kernels import Blocks, fill_mask
 from ..kernels.tiling import pad_to, split
 from ..layout import Shape, check_window, coordinate_of, cosize, is_dense, resolve_tile
 
@@ -209,13 +208,6 @@ class View:
         """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True: the one inverted mask here."""
         tiles = split(self.data, self._tile(block_shape))
         tiles.masked_fill_(self.broadcast_block_to_element(mask, block_shape, fake=True), 0)
-
-    def fill_mask(self, mask: Tensor, keep: Tensor, block_shape: Sequence[int]) -> None:
-        """Write keep decisions (True = keep, of the grid's shape) to a parameter-shaped mask, in place."""
-        window = self.window(mask)
-        fill_mask((Blocks(shape=tuple(block_shape), mask=window),), keep)
-        if not self.is_aligned(mask):
-            self.write_back(window, mask)
 
     def write_back(self, window: Tensor, target: Tensor) -> None:
         """Copy a window that `window()` had to make as a copy back to the tensor that it was made from."""
