@@ -929,6 +929,14 @@ def test_a_block_cannot_take_part_twice():
             couple()
 
 
+def test_a_threshold_means_what_block_norms_says_also_beside_partial_blocks():
+    a, b = torch.ones(4), torch.ones(3)
+    c = ScopeCoupling([ScopeSpec(BlockSpec(a, (2,))), ScopeSpec(BlockSpec(b, (2,), edge="partial"))])
+    assert c.block_norms().tolist() == [[1, 1, 1, 1]] and c.kth_largest(nnz=1).tolist() == [1]
+    c.hard_threshold(1.2)
+    assert not a.any() and not b.any()
+
+
 def test_scope_coupling_converts_by_blocks():
     a, b = BlockSpec(count(1, 2)), BlockSpec(count(1, 3))
     c = ScopeCoupling([ScopeSpec(a), ScopeSpec(b)])

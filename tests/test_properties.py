@@ -472,64 +472,74 @@ def test_coupled_blocks_are_the_union_and_share_one_fate(case, data):
 
 @st.composite
 def coupled_scopes(draw, pool):
+    """A ScopeCoupling over blocks of several elements, some partial, and for each member its oracle and scopes."""
     aligned, members = draw(permuted_grids())
     scopes, oracles = [], []
     for _, own in members:
-        shape = tuple(draw(st.integers(1, 3)) for _ in own)
-        sizes = tuple(n * g for n, g in zip(own, shape, strict=True))
+        shape = tuple(draw(st.sampled_from([1, 2] if len(own) > 1 else [2, 3])) for _ in own)
+        block = tuple(draw(st.sampled_from([1, 1, 2] if len(own) > 1 else [1, 2, 3])) for _ in own)
+        short = draw(st.sampled_from([0, 0, 1]))
+        grid = tuple(n * g for n, g in zip(own, shape, strict=True))
+        sizes = tuple(n * b - min(short, b - 1) for n, b in zip(grid, block, strict=True))
+        assume(math.prod(sizes) <= 200)
         param = draw(params(shape=sizes, pool=pool, dtypes=[torch.float32, torch.float64]))
-        scopes.append(ScopeSpec(BlockSpec(param), shape))
-        oracles.append((tile_window(param, (sizes, param.stride(), 0), ()), scopes_of(sizes, shape)))
+        scopes.append(ScopeSpec(BlockSpec(param, block, edge="partial"), shape))
+        oracles.append((tile_window(param, (sizes, param.stride(), 0), block), scopes_of(grid, shape)))
     return ScopeCoupling(scopes, [order for order, _ in members]), aligned, members, oracles
 
 
+def competitors_of(aligned, members, oracles):
+    """{aligned scope: [(norm, (member, slot), (member, block))]}; all scored alike, by means or not."""
+    mean = any(tiled.partial for tiled, _ in oracles)
+    found = {at: [] for at in coordinates(aligned)}
+    for at, row in found.items():
+        for j, ((order, own), (tiled, scopes)) in enumerate(zip(members, oracles, strict=True)):
+            for slot, block in sorted(scopes[align(order, own, at, len(aligned))]):
+                norm = norm_of(tiled.read(block), 2, accumulator(tiled.param.dtype), mean)
+                row.append((norm, (j, slot), (j, block)))
+    return found
+
+
+def masks_of(oracles, kept):
+    return [mask_of(tiled, {b for j, b in kept if j == at}) for at, (tiled, _) in enumerate(oracles)]
+
+
 @examples(120)
-@given(coupled_scopes(pool=WILD), st.data())
+@given(coupled_scopes(pool=[*SMALL, math.nan, math.inf]), st.data())
 def test_coupled_scopes_share_one_budget(case, data):
     coupling, aligned, members, oracles = case
     assert coupling.grid_shape == aligned and coupling.numscp() == math.prod(aligned)
     keep = {at: data.draw(st.integers(0, coupling.numblk_per_scope())) for at in coordinates(aligned)}
-    kept = [set() for _ in members]
-    for at in coordinates(aligned):
-        competitors = []
-        for j, ((order, own), (tiled, scopes)) in enumerate(zip(members, oracles, strict=True)):
-            own_at = align(order, own, at, len(aligned))
-            competitors += [(abs(tiled.read(b)[0]), (j, slot), (j, b)) for slot, b in scopes[own_at]]
-        assert len(competitors) == coupling.numblk_per_scope()
-        for j, block in choose(competitors, keep[at]):
-            kept[j].add(block)
-    found = coupling.get_masks(grid_tensor(aligned, keep, torch.int64))
-    for (tiled, _), blocks, mask in zip(oracles, kept, found.values(), strict=True):
-        assert torch.equal(mask, mask_of(tiled, blocks))
+    kept = set()
+    for at, row in competitors_of(aligned, members, oracles).items():
+        assert len(row) == coupling.numblk_per_scope()
+        kept |= choose(row, keep[at])
+    expected, budget = masks_of(oracles, kept), grid_tensor(aligned, keep, torch.int64)
+    assert all(map(torch.equal, coupling.get_masks(budget).values(), expected))
     masks = {spec.block: torch.zeros(spec.block.view.param.shape) for spec, _ in coupling.scopes()}
-    coupling.update_masks(masks, grid_tensor(aligned, keep, torch.int64))
-    for mask, again in zip(found.values(), masks.values(), strict=True):
-        assert torch.equal(mask, again.bool())
+    coupling.update_masks(masks, budget)
+    assert all(torch.equal(mask.bool(), want) for mask, want in zip(masks.values(), expected, strict=True))
 
 
 @examples(80)
 @given(coupled_scopes(pool=SMALL), st.data())
 def test_coupled_scopes_rank_threshold_and_convert_by_aligned_scope(case, data):
     coupling, aligned, members, oracles = case
-    rows, nnz = {}, data.draw(st.integers(1, coupling.numblk_per_scope()))
-    limits = {at: data.draw(st.sampled_from([0.0, 1.0, 2.0])) for at in coordinates(aligned)}
-    expected = [tiled.param.clone() for tiled, _ in oracles]
-    for at in coordinates(aligned):
-        rows[at] = []
-        for (order, own), (tiled, scopes), out in zip(members, oracles, expected, strict=True):
-            for _, block in sorted(scopes[align(order, own, at, len(aligned))]):
-                rows[at].append(abs(tiled.read(block)[0]))
-                if rows[at][-1] < limits[at]:
-                    out[block] = 0.0
+    rows, nnz = competitors_of(aligned, members, oracles), data.draw(st.integers(1, coupling.numblk_per_scope()))
     norms = coupling.block_norms()
-    assert all(norms[at].tolist() == row for at, row in rows.items())
-    kth = {at: sorted(row, reverse=True)[nnz - 1] for at, row in rows.items()}
+    assert all(norms[at].tolist() == [x for x, _, _ in row] for at, row in rows.items())
+    kth = {at: sorted((x for x, _, _ in row), reverse=True)[nnz - 1] for at, row in rows.items()}
     assert torch.equal(coupling.kth_largest(None, nnz), grid_tensor(aligned, kth, norms.dtype))
-    own = {spec.block: tiled.param.abs() for (spec, _), (tiled, _) in zip(coupling.scopes(), oracles, strict=True)}
-    assert torch.equal(coupling.block_to_scope(own, merge=True), norms)
-    assert all(torch.equal(t, own[block].to(t.dtype)) for block, t in coupling.scope_to_block(norms).items())
+    per_block = coupling.scope_to_block(norms)
+    for j, (spec, _) in enumerate(coupling.scopes()):
+        where = {block: x for row in rows.values() for x, _, (k, block) in row if k == j}
+        assert torch.equal(per_block[spec.block], grid_tensor(spec.block.grid_shape, where, norms.dtype))
+    assert torch.equal(coupling.block_to_scope(per_block, merge=True), norms)
+    limits = {at: data.draw(st.sampled_from([0.0, 1.0, 2.0])) for at in rows}
+    kept = {block for at, row in rows.items() for x, _, block in row if x >= limits[at]}
+    wanted = [t.param.masked_fill(~m, 0) for (t, _), m in zip(oracles, masks_of(oracles, kept), strict=True)]
     coupling.hard_threshold(grid_tensor(aligned, limits))
-    assert all(torch.equal(tiled.param, out) for (tiled, _), out in zip(oracles, expected, strict=True))
+    assert all(torch.equal(tiled.param, want) for (tiled, _), want in zip(oracles, wanted, strict=True))
 
 
 @examples(80)
