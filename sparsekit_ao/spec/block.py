@@ -148,9 +148,9 @@ class SparseBlock(ABC):
         """
         self.write_elements(self.shrunk(thresholds, conditioners, scale, max_iter, atol, eps))
 
-    def below(self, thresholds: Tensor | float, values: Values = None) -> Tensor:
+    def below(self, thresholds: Tensor | float, values: Values = None, as_mean: bool | None = None) -> Tensor:
         """Which blocks have a norm strictly below the threshold; bool, of the grid's shape."""
-        norms = self.norms(values)
+        norms = block_scores(self.operands(values), 2, ndim=self.grid_ndim, as_mean=as_mean)
         return norms < self._per_block(thresholds, norms.dtype, norms.device)
 
     def shrunk(

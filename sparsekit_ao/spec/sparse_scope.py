@@ -156,7 +156,7 @@ class SparseScope(ABC):
         assert thresholds is not None
         self._check_values(values)
         blocks = [spec.block for spec, _ in self.scopes()]
-        drops = [b.below(t, values) for b, t in zip(blocks, self._spread(thresholds), strict=True)]
+        drops = [b.below(t, values, self._as_mean()) for b, t in zip(blocks, self._spread(thresholds), strict=True)]
         for block, drop in zip(blocks, drops, strict=True):
             block.zero_blocks(drop)
 
@@ -233,13 +233,16 @@ class SparseScope(ABC):
             return given
         self._check_values(values)
         blocks = [spec.block for spec, _ in self.scopes()]
-        as_mean = any(m.is_partial for b in blocks for m in b.operands())  # competitors are scored alike
         norms: dict[SparseBlock, Tensor] = {
-            b: kernels.block_scores(b.operands(values), 2, ndim=b.grid_ndim, as_mean=as_mean) for b in blocks
+            b: kernels.block_scores(b.operands(values), 2, ndim=b.grid_ndim, as_mean=self._as_mean()) for b in blocks
         }
         rows = self._rows_of(norms, "norms")
         assert rows is not None
         return rows
+
+    def _as_mean(self) -> bool:
+        """Whether norms are power means: competitors are scored alike, so as soon as some block is partial."""
+        return any(m.is_partial for spec, _ in self.scopes() for m in spec.block.operands())
 
     def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
         if per_block is None:
