@@ -17,6 +17,7 @@ from torch.ao.pruning import BaseSparsifier
 from . import masking, report
 from .config import Group, copied, make_config, resolve_groups
 from .errors import SparsityError
+from .saved import check_saved, merged_group, plain
 
 __all__ = ["MaskSparsifier"]
 
@@ -94,7 +95,7 @@ class MaskSparsifier(BaseSparsifier):
                 raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
         groups = resolve_groups(model, config, self.keys, self._complete)
         if saved is not None:
-            self._check_saved(saved, groups, strict=True)
+            check_saved(saved, groups, strict=True)
         self._check_groups(groups)
         self.model, self.groups = model, groups
         self.config = [dict(entry) for entry in config or ()]
@@ -178,7 +179,7 @@ class MaskSparsifier(BaseSparsifier):
         """
         return {
             "state": {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self.state.items()},
-            "groups": [_plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
+            "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
             "enable_mask_update": self.enable_mask_update,
         }
 
@@ -193,8 +194,8 @@ class MaskSparsifier(BaseSparsifier):
             SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
         """
         self._need_prepared("load_state_dict")
-        masks, saved = self._check_saved(state_dict, self.groups, strict)
-        groups = [self._merged(g, saved.get(g["tensor_fqn"])) for g in self.groups]
+        masks, saved = check_saved(state_dict, self.groups, strict)
+        groups = [merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
         self._check_groups(groups)
         live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
         for old, new in zip(self.groups, groups, strict=True):
@@ -205,37 +206,6 @@ class MaskSparsifier(BaseSparsifier):
                 if fqn in masks:
                     mask.copy_(masks[fqn])
         self.enable_mask_update = bool(state_dict.get("enable_mask_update", True))
-
-    def _check_saved(
-        self, state_dict: Mapping[str, Any], groups: Sequence[Group], strict: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Group]]:
-        """The saved masks and groups by name, once they are known to fit these groups."""
-        if not isinstance(state_dict, Mapping) or not {"state", "groups"} <= set(state_dict):
-            raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
-        masks = {fqn: s["mask"] for fqn, s in state_dict["state"].items() if s.get("mask") is not None}
-        saved = {g["tensor_fqn"]: g for g in state_dict["groups"]}
-        own = {g["tensor_fqn"]: getattr(g["module"], g["tensor_name"]).shape for g in groups}
-        if strict and (set(own) != set(masks) or set(own) != set(saved)):
-            missing, unexpected = sorted(set(own) - set(masks)), sorted((set(masks) | set(saved)) - set(own))
-            raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
-        for fqn, shape in own.items():
-            if fqn in masks and masks[fqn].shape != shape:
-                raise SparsityError(
-                    f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, the weight {tuple(shape)}"
-                )
-        return masks, saved
-
-    def _merged(self, live: Group, saved: Mapping[str, Any] | None) -> Group:
-        """The live group with a saved one's values; callables, which are not saved, stay."""
-        if saved is None:
-            return dict(live)
-        kept = {k: v for k, v in live.items() if k not in self.optional_keys or k in saved or callable(v)}
-        merged = {**kept, **copied(self._own_keys(saved))}
-        before, after = live.get("stages"), merged.get("stages")
-        if before is not None and after is not None and len(before) == len(after):
-            functions = [{k: v for k, v in stage.items() if callable(v)} for stage in before]
-            merged["stages"] = [{**f, **stage} for f, stage in zip(functions, after, strict=True)]
-        return merged
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
@@ -277,9 +247,6 @@ class MaskSparsifier(BaseSparsifier):
             "groups": [dict(g) for g in self.groups],
             "enable_mask_update": self.enable_mask_update,
         }
-
-    def _own_keys(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in group.items() if k in self.keys}
 
     def _new_mask(self, group: Group) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
@@ -337,12 +304,3 @@ class MaskSparsifier(BaseSparsifier):
                 raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {absent[0]!r}; it has {sorted(group)}")
             out.append({k: group[k] for k in wanted})
         return out
-
-
-def _plain(value: Any) -> Any:
-    """A copy of only dicts, lists, tuples, numbers, strings and None; entries that hold functions are left out."""
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items() if not callable(v)}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(v) for v in value)
-    return copy.deepcopy(value)

@@ -26,6 +26,7 @@ LADDER = [
     "config",
     "plan",
     "report",
+    "saved",
     "base",
     "sparsifier",
     "weight_norm",
