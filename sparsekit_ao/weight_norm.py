@@ -135,10 +135,11 @@ class _Saliency:
 
 def _keep(saliency: _Saliency, level: float, block: tuple[int, int], zeros: int) -> Tensor:
     """The mask of a matrix of saliencies; bool, True = keep."""
+    everything = level <= 0 or zeros == 0 or 0 in saliency.shape
+    kept = _kept_blocks(saliency, level, block) if level < 1 and not everything else None
     mask = torch.ones(saliency.shape, dtype=torch.bool, device=saliency.device)
-    if level <= 0 or zeros == 0 or mask.numel() == 0:
+    if everything:
         return mask
-    kept = _kept_blocks(saliency, level, block) if level < 1 else None
     for rows in saliency.chunks(block[0]):
         part = mask[rows]
         if kept is None:

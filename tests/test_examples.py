@@ -144,3 +144,15 @@ def test_plot_mask_refuses_a_mask_without_elements(shape):
 def test_importing_plot_leaves_matplotlib_alone():
     code = "import sys, sparsekit_ao.plot; sys.exit('matplotlib' in sys.modules)"
     assert run("-c", code, cwd=EXAMPLES.parent).returncode == 0
+
+
+@pytest.mark.parametrize(("script", "says"), [("cpu_step.py", "kind: ours"), ("mask_forward.py", "select, bool mask")])
+def test_every_benchmark_runs(script, says, tmp_path):
+    done = run(EXAMPLES / "benchmarks" / script, "--tiny", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_benchmark_is_run_here():
+    assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == {"cpu_step.py", "mask_forward.py"}

@@ -6,6 +6,7 @@ A masked element must be exactly zero, whatever the weight holds; a product leav
 float32 and bfloat16, medians of alternated runs.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,10 +20,13 @@ SIZE, REPEAT = 4096, 15
 
 def main() -> None:
     """Print milliseconds for each way and each dtype."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small size, once: does it run")
+    size, repeat = (64, 1) if parser.parse_args().tiny else (SIZE, REPEAT)
     torch.set_num_threads(2)
     for dtype in (torch.float32, torch.bfloat16):
-        weight = torch.randn(SIZE, SIZE).to(dtype)
-        keep = torch.rand(SIZE, SIZE) > 0.5
+        weight = torch.randn(size, size).to(dtype)
+        keep = torch.rand(size, size) > 0.5
         as_float = keep.to(dtype)
         if not torch.equal(select(weight, keep), select(weight, as_float)):
             raise SystemExit("the two kinds of mask disagree; nothing is timed")
@@ -34,7 +38,7 @@ def main() -> None:
             "select, bool mask (exact zeros)": lambda w=weight, m=keep: select(w, m),
         }
         found: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(REPEAT):
+        for _ in range(repeat):
             for name, way in ways.items():
                 start = time.perf_counter()
                 way()
