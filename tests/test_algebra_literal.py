@@ -112,6 +112,7 @@ WRONG_VIEWS = [
     (((2, 2), (1, 1), 0), "w: view (2, 2):(1, 1) meets some element twice"),
     (((2, 2), (0, 1), 0), "w: view (2, 2):(0, 1) meets some element twice"),
     (((3, 2), (1, 2), 0), "w: view (3, 2):(1, 2) meets some element twice"),
+    (((2, 2, 2), (1, 2, 3), 0), "w: view (2, 2, 2):(1, 2, 3) meets some element twice"),
     (((2,), (-1,), 1), "w: view stride must be non-negative ints, got (-1,)"),
     (((2,), (1,), -1), "w: view offset must be non-negative ints, got (-1,)"),
     (((-2,), (1,), 0), "w: view shape must be non-negative ints, got (-2,)"),
@@ -1280,6 +1281,20 @@ def test_v_n_m_in_two_stages():
     left = torch.where(columns, w.abs(), -1.0).unflatten(1, (2, 8))
     best = torch.zeros(8, 2, 8, dtype=torch.bool).scatter_(2, left.topk(2).indices, True)
     assert torch.equal(mask, best.flatten(1))
+
+
+def test_a_later_stage_spends_nothing_on_a_partial_block_that_is_gone():
+    b = BlockSpec(torch.zeros(2, 3), (1, 2), edge="partial")
+    mask = booleans("xx. xxx")
+    ScopeSpec(b).update_masks({b: mask}, 2, stage=True)
+    assert torch.equal(mask, booleans("xx. xx."))
+
+
+def test_a_coupled_block_may_be_kept_while_any_member_has_something_left():
+    a, b = BlockSpec(torch.tensor([1.0, 5.0, 2.0])), BlockSpec(torch.tensor([1.0, 4.0, 3.0]))
+    masks = {a: torch.tensor([True, False, False]), b: torch.tensor([True, True, False])}
+    ScopeSpec(BlockCoupling([a, b])).update_masks(masks, 1, stage=True)
+    assert masks[a].tolist() == [False, False, False] and masks[b].tolist() == [False, True, False]
 
 
 def test_global_is_one_budget_over_flat_views():

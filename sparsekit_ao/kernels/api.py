@@ -180,7 +180,8 @@ def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int | None
     else:
         low = high = keep
     if low < 0 or (members is not None and high > members):
-        raise SparsityError(f"keep must lie in 0 .. {members} (the members of a scope), got {low} .. {high}")
+        most = "the members of all processes" if members is None else f"{members} (the members of a scope)"
+        raise SparsityError(f"keep must lie in 0 .. {most}, got {low} .. {high}")
 
 
 def _choose(impl: str, device: torch.device) -> str:

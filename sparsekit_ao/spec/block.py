@@ -208,6 +208,8 @@ class SparseBlock(ABC):
 
     def write_elements(self, elements: Tensor) -> None:
         """Write [blocks, elements] back to the parameters; the inverse of `_elements`."""
+        for spec in self.blocks():
+            _ = spec.view.data  # raises if a parameter's strides have changed, before any is written
         widths = [math.prod(spec.shape) for spec in self.blocks()]
         parts = elements.reshape([*self.grid_shape, elements.shape[-1]]).split(widths, dim=-1)
         for (spec, order), part in zip(self.members(), parts, strict=True):

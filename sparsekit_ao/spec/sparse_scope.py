@@ -79,7 +79,7 @@ class SparseScope(ABC):
         if not self.is_partial:
             return whole
         count = self.members_per_scope()
-        return count - torch.floor(count.double() * sparsity + 1e-9).long()
+        return count - torch.floor(count.double() * float(sparsity) + 1e-9).long()
 
     def level_of(self, nnz: Budget) -> float:
         """The fraction of all blocks that a budget drops."""
