@@ -1308,3 +1308,10 @@ def test_global_is_one_budget_over_flat_views():
     assert (c.numscp(), c.numblk_per_scope()) == (1, 8)
     a, b, d = c.get_masks(4).values()
     assert torch.equal(a, booleans(".x ..")) and b.tolist() == [True, False, True] and d.tolist() == [[[True]]]
+
+
+def test_values_and_scores_are_two_ways_to_rank_so_both_are_refused():
+    w = torch.ones(1, 4)
+    s = ScopeSpec(BlockSpec(w), (1, 4))
+    with refuses("get_masks takes values to score, or block_scores, not both"):
+        s.get_masks(2, values=w, block_scores=w)

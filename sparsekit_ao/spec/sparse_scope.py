@@ -115,7 +115,7 @@ class SparseScope(ABC):
 
         Args:
             nnz: blocks kept in each scope.
-            values: what is scored (by 2-norm).
+            values: what is scored (by 2-norm); not together with `block_scores`.
             block_scores: scores of the block grid's shape instead of norms; a mapping {block: tensor} for several.
             block_mask: bool of the block grid's shape, True where a block may compete; the others are dropped.
 
@@ -127,6 +127,8 @@ class SparseScope(ABC):
         >>> next(iter(s.get_masks(2).values()))
         tensor([[False,  True,  True, False]])
         """
+        if values is not None and block_scores is not None:
+            raise SparsityError(f"{self._where()}get_masks takes values to score, or block_scores, not both")
         rows = self._scores(values, block_scores)
         allowed = self._rows_of(block_mask, "block_mask")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
