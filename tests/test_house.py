@@ -36,7 +36,7 @@ LADDER = [
     "plot",
 ]
 INSIDE = {
-    "kernels": ["tiling", "keys", "radix", "reference", "cpu", "api"],
+    "kernels": ["tiling", "nests", "keys", "radix", "reference", "cpu", "api"],
     "spec": ["view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
 }
 
