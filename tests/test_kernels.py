@@ -4,14 +4,25 @@ import math
 import re
 import threading
 
-import numpy as np
 import pytest
 import torch
+from kernel_cases import (
+    BITS,
+    FLOATS,
+    INF,
+    KINDS,
+    NAN,
+    as_scopes,
+    budgets,
+    generator,
+    plain_window,
+    scores_like,
+    sorted_selection,
+)
 
 from sparsekit_ao import SparsityError, View
 from sparsekit_ao.kernels import (
     Blocks,
-    Scopes,
     block_scores,
     fill_mask,
     from_scopes,
@@ -24,10 +35,6 @@ from sparsekit_ao.kernels.cpu import PAIRS, WIDE
 from sparsekit_ao.kernels.keys import absent, key_bits, order_keys
 from sparsekit_ao.kernels.radix import CHUNK
 
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-INF, NAN = math.inf, math.nan
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
@@ -36,50 +43,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def sorted_selection(scores, keep, candidates=None):
-    """SPEC section 3 by numpy: NaN first, then the highest, then the lowest index."""
-    out = torch.zeros(scores.shape, dtype=torch.bool)
-    allowed = torch.ones_like(out) if candidates is None else candidates
-    for row in range(scores.shape[0]):
-        s = scores[row].double().numpy()
-        places = np.lexsort((np.arange(s.size), -s, ~np.isnan(s)))
-        places = places[allowed[row].numpy()[places]]
-        out[row, torch.from_numpy(places[: int(keep[row])].copy())] = True
-    return out
-
-
-def scores_like(kind, rows, width, dtype, seed=0):
-    g = generator(seed)
-    if kind == "random":
-        return torch.randn(rows, width, generator=g, dtype=torch.float64).to(dtype)
-    if kind == "all equal":
-        return torch.full((rows, width), 0.25, dtype=dtype)
-    if kind == "half equal":
-        s = torch.randn(rows, width, generator=g, dtype=torch.float64).to(dtype)
-        return torch.where(torch.rand(rows, width, generator=g) < 0.5, torch.zeros((), dtype=dtype), s)
-    if kind == "few values":
-        return torch.randint(-2, 3, (rows, width), generator=g).to(dtype)
-    if kind == "special":
-        pool = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0], dtype=dtype)
-        return pool[torch.randint(0, len(pool), (rows, width), generator=g)]
-    assert kind == "bit patterns"
-    low, high = torch.iinfo(BITS[dtype]).min, torch.iinfo(BITS[dtype]).max
-    return torch.randint(low, high, (rows, width), generator=g, dtype=BITS[dtype]).view(dtype)
-
-
-KINDS = ["random", "all equal", "half equal", "few values", "special", "bit patterns"]
-
-
-def budgets(rows, width):
-    """Per-scope budgets: none, all, and what lies between."""
-    pool = [0, width, width // 2, 1, max(width - 1, 0), width // 3]
-    return torch.tensor([pool[i % len(pool)] for i in range(rows)])
 
 
 # the selection rule
@@ -401,20 +364,6 @@ def test_a_budget_above_the_members_of_all_ranks_is_refused():
 # scores of blocks
 
 
-def plain_window(shape, dtype, layout, seed=0):
-    """Values and a mask of one window; "padded" leaves gaps, "channels_last" moves a dimension inside."""
-    values = torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
-    if layout == "transposed":
-        values = values.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "channels_last":
-        values = values.contiguous(memory_format=torch.channels_last)
-    if layout == "padded":
-        whole = torch.zeros(shape[0], *shape[1:-1], shape[-1] + 3, dtype=dtype)
-        whole[..., : shape[-1]] = values
-        values = whole[..., : shape[-1]]
-    return values, torch.empty_like(values, dtype=torch.bool).fill_(True)
-
-
 LARGE = (1024, 576)  # more than two chunks of elements
 assert math.prod(LARGE) > 2 * CHUNK
 
@@ -509,16 +458,6 @@ FUSED = [
 ]
 
 
-def whole(tile, sizes):
-    return tuple(n if t == -1 else t for t, n in zip(tile, sizes, strict=True))
-
-
-def as_scopes(values, mask, block, scope):
-    block = whole(block, values.shape)
-    grid = [s // b for s, b in zip(values.shape, block, strict=True)]
-    return Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=whole(scope, grid))
-
-
 def by_three_verbs(group, keep, norm):
     rows = to_scopes(block_scores(group.members, norm, ndim=len(group.shape)), group, 0.0)
     assert torch.equal(rows, scope_scores(group, norm))
@@ -541,16 +480,16 @@ def test_the_fused_mask_equals_the_three_verbs_and_the_reference(block, scope, n
     group = as_scopes(values, mask, block, scope)
     keep = torch.full(group.scope_grid, nnz)
     keep.view(-1)[::3] = nnz // 2  # budgets differ from scope to scope
-    scope_mask([group], keep, 2)
+    scope_mask([group], keep, 2, impl="cpu")
     rows = to_scopes(mask, as_scopes(mask, mask, (1, 1), tuple(math.prod(p) for p in unit(group))), False)
     assert torch.equal(rows.sum(1), keep.reshape(-1) * math.prod(group.members[0].shape))
-    for other in ("verbs", "reference"):
+    for other in ("verbs", "reference", "auto"):
         again = torch.empty_like(mask).fill_(True)
         twin = as_scopes(values, again, block, scope)
         if other == "verbs":
             by_three_verbs(twin, keep, 2)
         else:
-            scope_mask([twin], keep, 2, impl="reference")
+            scope_mask([twin], keep, 2, impl=other)
         assert torch.equal(mask, again)
 
 
@@ -569,7 +508,7 @@ def test_the_fused_mask_is_right_on_channels_last_convolutions(block, scope, nnz
     assert values.numel() > CHUNK and not values.is_contiguous() and mask.stride() == values.stride()
     group = as_scopes(values, mask, block, scope)
     keep = torch.full(group.scope_grid, nnz)
-    scope_mask([group], keep)
+    scope_mask([group], keep, impl="cpu")
     again = torch.ones(mask.shape, dtype=torch.bool)  # contiguous, unlike the values
     scope_mask([as_scopes(values.contiguous(), again, block, scope)], keep, impl="reference")
     assert torch.equal(mask, again)
@@ -583,7 +522,7 @@ def test_the_fused_mask_takes_every_norm(block, scope, norm):
     values, mask = plain_window(LARGE, torch.float32, "contiguous")
     group = as_scopes(values, mask, block, scope)
     keep = torch.full(group.scope_grid, math.prod(group.shape) // 2)
-    scope_mask([group], keep, norm)
+    scope_mask([group], keep, norm, impl="cpu")
     again = torch.ones_like(mask)
     scope_mask([as_scopes(values, again, block, scope)], keep, norm, impl="reference")
     assert torch.equal(mask, again) and int(mask.sum()) == mask.numel() // 2
@@ -611,7 +550,7 @@ def test_random_large_windows_give_the_references_bits():
         scope = [scope[0] if trial % 2 else -1, scope[1] if trial % 3 else -1]
         group = as_scopes(values, mask, tuple(block), tuple(scope))
         keep = torch.randint(0, math.prod(group.shape) + 1, group.scope_grid, generator=g)
-        scope_mask([group], keep)
+        scope_mask([group], keep, impl="cpu")
         again = torch.ones_like(mask)
         scope_mask([as_scopes(values, again, tuple(block), tuple(scope))], keep, impl="reference")
         assert torch.equal(mask, again), (trial, shape, block, scope)

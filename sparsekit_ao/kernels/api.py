@@ -1,7 +1,7 @@
 """The only door to the kernels: checks the arguments, chooses the implementation, and hands over.
 
-`impl="auto"` takes the CPU path for CPU tensors and the reference elsewhere. An implementation asked for by name is
-used or an error says why not; it never falls back.
+`impl="auto"` takes the CPU path for CPU tensors (its JIT tier where numba is installed and the work is large enough)
+and the reference elsewhere. An implementation asked for by name is used or an error says why not; it never falls back.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from . import cpu, reference
+from . import cpu, jit, reference
 from .keys import KEY_DTYPES
 from .radix import Reduce
 from .reference import Norm
@@ -19,7 +19,8 @@ from .tiling import Blocks, Scopes, from_scopes, real_slots, to_scopes
 
 __all__ = ["IMPLS", "block_scores", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
 
-IMPLS = ("auto", "reference", "cpu")
+IMPLS = ("auto", "reference", "cpu", "jit")
+JIT_FROM = 1 << 16  # elements from which the JIT tier is worth its start
 
 
 def keep_mask(
@@ -74,11 +75,13 @@ def keep_mask(
             f"keep_mask: index must be int64 {tuple(scores.shape)}, got {index.dtype} {tuple(index.shape)}"
         )
     chosen = _choose(impl, scores.device)
-    if reduce is not None and chosen != "cpu":
+    if reduce is not None and (chosen != "cpu" or impl == "jit"):
         raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
     scopes, members = scores.shape
     _check_budget(keep, (scopes,), members if reduce is None else None)
     budget = keep.to(scores.device, torch.int64).expand(scopes) if isinstance(keep, Tensor) else keep
+    if reduce is None and _takes_jit(impl, scores, jit.scores_refusal(scores)):
+        return jit.keep_mask(scores, budget, candidates, magnitude=magnitude)
     if chosen == "cpu":
         return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude, index=index, reduce=reduce)
     return reference.keep_mask(scores.abs() if magnitude else scores, budget, candidates)
@@ -105,6 +108,8 @@ def block_scores(
     """
     _check_norm(norm)
     ndim = max(m.window.ndim for m in members) if ndim is None else ndim
+    if impl == "jit":
+        raise SparsityError('block_scores has no impl="jit", which scores inside scope_mask. Use impl="auto".')
     if _choose(impl, members[0].window.device) == "cpu":
         return cpu.block_scores(tuple(members), norm, ndim, as_mean)
     return reference.block_scores(members, norm, ndim, as_mean)
@@ -139,8 +144,12 @@ def scope_mask(
     _check_norm(norm)
     _check_budget(keep, groups[0].scope_grid, sum(math.prod(g.shape) for g in groups))
     keep = keep.expand(groups[0].scope_grid) if isinstance(keep, Tensor) else keep
-    device = groups[0].members[0].window.device
-    if _choose(impl, device) == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
+    window = groups[0].members[0].window
+    chosen = _choose(impl, window.device)
+    if _takes_jit(impl, window, jit.refusal(groups, norm)):
+        jit.scope_mask(groups, keep, norm, stage=stage)
+        return
+    if chosen == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
         return
     scored = [g.with_members([_left(m) for m in g.members]) for g in groups] if stage else groups
     as_mean = any(m.is_partial for g in groups for m in g.members)  # competitors are scored alike
@@ -189,6 +198,13 @@ def _choose(impl: str, device: torch.device) -> str:
         raise SparsityError(f"impl must be one of {IMPLS}, got {impl!r}")
     if impl == "auto":
         return "cpu" if device.type == "cpu" else "reference"
-    if impl == "cpu" and device.type != "cpu":
-        raise SparsityError(f'impl="cpu" works on CPU tensors, got {device}. Use impl="auto".')
+    if impl in ("cpu", "jit") and device.type != "cpu":
+        raise SparsityError(f'impl="{impl}" works on CPU tensors, got {device}. Use impl="auto".')
     return impl
+
+
+def _takes_jit(impl: str, window: Tensor, refusal: str | None) -> bool:
+    """Whether the JIT tier does the work; an error where it was asked for by name and cannot."""
+    if impl == "jit" and refusal is not None:
+        raise SparsityError(f'impl="jit" cannot do this: {refusal}. Use impl="auto".')
+    return impl == "jit" or (impl == "auto" and refusal is None and window.numel() >= JIT_FROM)

@@ -1,0 +1,5 @@
+"""The JIT tier of the CPU path (numba, an optional extra); imported without numba, which only a call needs."""
+
+from .launch import is_installed, keep_mask, refusal, scope_mask, scores_refusal
+
+__all__ = ["is_installed", "keep_mask", "refusal", "scope_mask", "scores_refusal"]

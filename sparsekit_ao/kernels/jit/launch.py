@@ -1,0 +1,168 @@
+"""The JIT tier: the reference's masks near memory speed, with numba (an optional extra).
+
+Three ways to select, as on the plain CPU path: comparing every pair (few blocks in a scope), bisection on the keys of a
+scope held in cache, and a radix select by histograms over threads. A weight is read through its strides and its mask
+written in place; what is stored in between is a histogram a piece of work and the keys near the threshold.
+"""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...layout import addresses, cosize
+from ..nests import lower
+from ..reference import Norm
+from ..tiling import Blocks, Scopes
+from .threads import PIECE, pieces, run_all
+
+if TYPE_CHECKING:
+    from .window import Window
+
+__all__ = ["is_installed", "keep_mask", "refusal", "scope_mask", "scores_refusal"]
+
+PAIRS = 32  # blocks of a scope up to which every pair is compared
+SHORT = 256  # ... up to which scopes are read side by side
+APART = 1 << 16  # ... and where the next scope is nearer than the next block
+ROW = 1 << 18  # ... and up to which the keys of a scope are held in a buffer
+ELEMENTS = 32  # largest block; larger ones are read in whole vectors by torch itself
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MISSING = "numba is not installed (pip install 'sparsekit_ao[jit]')"
+NORMS = {1: 1, 2: 2, math.inf: 3}
+
+
+@cache
+def is_installed() -> bool:
+    """Whether numba can be imported (it is not imported here)."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def refusal(groups: Sequence[Scopes], norm: Norm) -> str | None:
+    """Why these scopes cannot be chosen here, or None if they can."""
+    if not is_installed():
+        return MISSING
+    if callable(norm):
+        return "the norm is a callable"
+    for group in groups:
+        if len(group.members) > 1:
+            return "blocks of several tensors are coupled"
+        only = group.members[0]
+        if only.is_partial or any(g % n for g, n in zip(group.grid, group.shape, strict=True)):
+            return "some block or scope at an edge is smaller than the others"
+        if math.prod(only.shape) > ELEMENTS:
+            return f"blocks have {math.prod(only.shape)} elements, more than {ELEMENTS}"
+        assert only.mask is not None
+        if only.mask.dtype != torch.bool or only.mask.device.type != "cpu":
+            return f"the mask is {only.mask.dtype} on {only.mask.device}, not bool on cpu"
+        if only.window.dtype not in KINDS or only.window.device.type != "cpu":
+            return f"the weight is {only.window.dtype} on {only.window.device}, not one of {list(KINDS)} on cpu"
+    first = groups[0].members[0]
+    if any((m.window.dtype, m.shape) != (first.window.dtype, first.shape) for g in groups for m in g.members):
+        return "tensors of one scope differ in dtype or block shape"
+    if len(groups) > 1 and sum(math.prod(g.shape) for g in groups) < PIECE:
+        return f"scopes of several tensors hold fewer than {PIECE} blocks together"
+    return None
+
+
+def scores_refusal(scores: Tensor) -> str | None:
+    """Why `keep_mask` cannot take these scores, or None if it can."""
+    if not is_installed():
+        return MISSING
+    if scores.dtype not in KINDS or scores.device.type != "cpu":
+        return f"the scores are {scores.dtype} on {scores.device}, not one of {list(KINDS)} on cpu"
+    return None
+
+
+def scope_mask(groups: Sequence[Scopes], keep: int | Tensor, norm: Norm, *, stage: bool = False) -> None:
+    """Score, select and fill, in one reading of the weight where a scope fits into cache and two or three elsewhere.
+
+    Args:
+        groups: what `refusal` has no objection to.
+        keep: blocks kept in each scope: an int, or int64 of the shape of the aligned scope grid.
+        norm: 1, 2 or inf.
+        stage: choose only among what the masks still hold.
+    """
+    assert not callable(norm)
+    if groups[0].members[0].window.numel() == 0:
+        return
+    windows = [_window(g, NORMS[norm], signed=False, stage=stage) for g in groups]
+    _select(windows, [math.prod(g.shape) for g in groups], math.prod(groups[0].scope_grid), keep)
+
+
+def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None, *, magnitude: bool) -> Tensor:
+    """As `api.keep_mask`, for float32, bfloat16 and float16 scores."""
+    out = torch.empty(scores.shape, dtype=torch.bool)
+    if candidates is not None:
+        out.copy_(candidates)
+    if scores.numel():
+        scores = scores if all(scores.stride()) else scores.contiguous()  # a step of 0 means something else there
+        row = Scopes(members=(Blocks(shape=(1, 1), values=scores, mask=out),), shape=(1, scores.shape[1]))
+        window = _window(row, 1, signed=not magnitude, stage=candidates is not None)
+        _select([window], [scores.shape[1]], scores.shape[0], keep)
+    return out
+
+
+def _select(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, keep: int | Tensor) -> None:
+    from . import loops
+    from .wide import select_wide
+
+    budget = _budget(keep)
+    window, total = windows[0], sum(blocks)
+    alone = len(windows) == 1
+    work = list(pieces(scopes, total * window.elements.shape[1]))
+    if alone and (total <= SHORT or (total <= APART and _lie_apart(window))):
+        lanes = max(16, min(1024, (1 << 13 if total <= SHORT else 1 << 18) // total))
+        run_all([partial(loops.select_side_by_side, window, budget, lanes, PAIRS, *part) for part in work])
+    elif alone and total <= ROW and (total <= PIECE or scopes >= torch.get_num_threads()):
+        run_all([partial(loops.select_by_one, window, budget, *part) for part in work])
+    else:
+        for scope in range(scopes):
+            select_wide(windows, blocks, scope, int(budget[scope if budget.size > 1 else 0]))
+
+
+def _budget(keep: int | Tensor) -> Any:
+    """Budgets as an int64 array: one a scope, or a single one for all."""
+    if isinstance(keep, Tensor) and keep.numel() and not any(keep.stride()):
+        keep = int(keep.reshape(-1)[0])
+    return torch.as_tensor(keep, dtype=torch.int64).reshape(-1).numpy()
+
+
+def _lie_apart(window: "Window") -> bool:
+    """Whether the next scope is nearer than the next block, as with columns."""
+    return bool(window.scope.size and window.block.size and window.scope[1, -1] < window.block[1, -1])
+
+
+def _window(group: Scopes, norm: int, *, signed: bool, stage: bool) -> "Window":
+    from .window import Window
+
+    only, nests = group.members[0], lower(group)
+    element = nests.elements[0]
+    assert only.values is not None and only.mask is not None
+    kind = KINDS[only.values.dtype]
+    side_by_side = bool(element.sizes) and all(steps[-1] == 1 for steps in element.strides)
+    return Window(
+        bits=_flat(only.values).view(torch.int16 if kind else torch.int32).numpy(),
+        mask=_flat(only.mask).view(torch.uint8).numpy(),
+        scope=_ints([nests.scope.sizes, *nests.scope.strides]),
+        block=_ints([nests.block.sizes, *nests.block.strides]),
+        elements=torch.stack([addresses(element.sizes, steps) for steps in element.strides]).numpy(),
+        run=element.sizes[-1] if side_by_side else 1,
+        tree=_ints(only.shape),
+        kind=kind,
+        norm=norm,
+        signed=signed,
+        stage=stage,
+    )
+
+
+def _ints(numbers: Any) -> Any:
+    return torch.tensor(numbers, dtype=torch.int64).numpy()
+
+
+def _flat(t: Tensor) -> Tensor:
+    """The storage that a window spans, from its first element on."""
+    return t.detach().as_strided((cosize(t.shape, t.stride()),), (1,))

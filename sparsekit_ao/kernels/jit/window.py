@@ -1,0 +1,50 @@
+"""What the loops are handed: one window, lowered to three nests of integers over flat numpy arrays."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Ints", "Window", "compiled"]
+
+Ints = NDArray[np.int64]
+
+
+class Window(NamedTuple):
+    """Steps count elements; loops of a nest go outermost first.
+
+    Attributes:
+        bits: the values' storage as int16 or int32, flat; floats are read as integers, so bfloat16 needs no copy.
+        mask: the mask's storage as uint8, flat.
+        scope: [3, loops], sizes of the scope nest, its steps in the values, its steps in the mask.
+        block: the same of the block nest.
+        elements: [2, elements], the address of each element of a block in values and mask.
+        run: consecutive elements of a block that lie side by side, in values and mask.
+        tree: the block's shape, in the order in which its sum is taken.
+        kind: 0 float32, 1 bfloat16, 2 float16.
+        norm: 1, 2, or 3 for the largest.
+        signed: rank single elements by score, not by |score|.
+        stage: choose only among what the mask still holds.
+    """
+
+    bits: NDArray[Any]
+    mask: NDArray[np.uint8]
+    scope: Ints
+    block: Ints
+    elements: Ints
+    run: int
+    tree: Ints
+    kind: int
+    norm: int
+    signed: bool
+    stage: bool
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile when first called, to run without the GIL; keep the machine code on disk where one may write."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache folder can be written
+        return numba.njit(nogil=True)(function)

@@ -1,0 +1,80 @@
+"""Scores, budgets and windows that the tests of the kernels share, and the rule by numpy's sort."""
+
+import math
+
+import numpy as np
+import torch
+
+from sparsekit_ao.kernels import Blocks, Scopes
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+INF, NAN = math.inf, math.nan
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def sorted_selection(scores, keep, candidates=None):
+    """SPEC section 3 by numpy: NaN first, then the highest, then the lowest index."""
+    out = torch.zeros(scores.shape, dtype=torch.bool)
+    allowed = torch.ones_like(out) if candidates is None else candidates
+    for row in range(scores.shape[0]):
+        s = scores[row].double().numpy()
+        places = np.lexsort((np.arange(s.size), -s, ~np.isnan(s)))
+        places = places[allowed[row].numpy()[places]]
+        out[row, torch.from_numpy(places[: int(keep[row])].copy())] = True
+    return out
+
+
+def scores_like(kind, rows, width, dtype, seed=0):
+    g = generator(seed)
+    if kind == "random":
+        return torch.randn(rows, width, generator=g, dtype=torch.float64).to(dtype)
+    if kind == "all equal":
+        return torch.full((rows, width), 0.25, dtype=dtype)
+    if kind == "half equal":
+        s = torch.randn(rows, width, generator=g, dtype=torch.float64).to(dtype)
+        return torch.where(torch.rand(rows, width, generator=g) < 0.5, torch.zeros((), dtype=dtype), s)
+    if kind == "few values":
+        return torch.randint(-2, 3, (rows, width), generator=g).to(dtype)
+    if kind == "special":
+        pool = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0], dtype=dtype)
+        return pool[torch.randint(0, len(pool), (rows, width), generator=g)]
+    assert kind == "bit patterns"
+    low, high = torch.iinfo(BITS[dtype]).min, torch.iinfo(BITS[dtype]).max
+    return torch.randint(low, high, (rows, width), generator=g, dtype=BITS[dtype]).view(dtype)
+
+
+KINDS = ["random", "all equal", "half equal", "few values", "special", "bit patterns"]
+
+
+def budgets(rows, width):
+    """Per-scope budgets: none, all, and what lies between."""
+    pool = [0, width, width // 2, 1, max(width - 1, 0), width // 3]
+    return torch.tensor([pool[i % len(pool)] for i in range(rows)])
+
+
+def plain_window(shape, dtype, layout, seed=0):
+    """Values and a mask of one window; "padded" leaves gaps, "channels_last" moves a dimension inside."""
+    values = torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+    if layout == "transposed":
+        values = values.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "channels_last":
+        values = values.contiguous(memory_format=torch.channels_last)
+    if layout == "padded":
+        whole = torch.zeros(shape[0], *shape[1:-1], shape[-1] + 3, dtype=dtype)
+        whole[..., : shape[-1]] = values
+        values = whole[..., : shape[-1]]
+    return values, torch.empty_like(values, dtype=torch.bool).fill_(True)
+
+
+def whole(tile, sizes):
+    return tuple(n if t == -1 else t for t, n in zip(tile, sizes, strict=True))
+
+
+def as_scopes(values, mask, block, scope):
+    block = whole(block, values.shape)
+    grid = [s // b for s, b in zip(values.shape, block, strict=True)]
+    return Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=whole(scope, grid))

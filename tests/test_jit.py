@@ -1,0 +1,308 @@
+"""The JIT tier gives the reference's bits, whatever way it takes; and says what it does not take."""
+
+import itertools
+import math
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from kernel_cases import (
+    FLOATS,
+    INF,
+    KINDS,
+    as_scopes,
+    budgets,
+    generator,
+    plain_window,
+    scores_like,
+    sorted_selection,
+)
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, View
+from sparsekit_ao.kernels import Blocks, Scopes, block_scores, keep_mask, scope_mask
+from sparsekit_ao.kernels.jit import launch, threads, wide
+
+DTYPES = [d for d in FLOATS if d != torch.float64]
+WAYS = {  # limits under which small inputs take each way
+    "pairs": {},
+    "lanes": {"PAIRS": 0, "SHORT": 1 << 20},
+    "rows": {"PAIRS": 0, "SHORT": 0, "APART": 0, "ROW": 1 << 20},
+    "wide": {"PAIRS": 0, "SHORT": 0, "APART": 0, "ROW": 0},
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    for name, value in WAYS[request.param].items():
+        monkeypatch.setattr(launch, name, value)
+    monkeypatch.setattr(threads, "PIECE", 64)  # several pieces even of a small tensor
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 2, 4, 31, 32, 33, 257, 3000])
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_rows_equal_numpys_sort(width, kind, dtype, magnitude, way):
+    scores, keep = scores_like(kind, 20, width, dtype), budgets(20, width)
+    expected = sorted_selection(scores.abs() if magnitude else scores, keep)
+    assert torch.equal(keep_mask(scores, keep, magnitude=magnitude, impl="jit"), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [4, 33, 700])
+def test_only_candidates_are_kept(width, kind, way):
+    for dtype, magnitude in itertools.product(DTYPES, (False, True)):
+        scores, keep = scores_like(kind, 12, width, dtype), budgets(12, width)
+        candidates = torch.rand(12, width, generator=generator(1)) <= torch.linspace(0, 1, 12)[:, None]
+        candidates[0] = False
+        before = candidates.clone()
+        found = keep_mask(scores, keep, candidates=candidates, magnitude=magnitude, impl="jit")
+        expected = sorted_selection(scores.abs() if magnitude else scores, keep, candidates)
+        assert torch.equal(found, expected) and torch.equal(candidates, before)
+
+
+@pytest.mark.parametrize("width", [4, 100])
+def test_strided_expanded_and_empty_scores(width, way):
+    base, keep = scores_like("few values", width, 6, torch.float32), budgets(6, width)
+    assert torch.equal(keep_mask(base.t(), keep, impl="jit"), sorted_selection(base.t(), keep))
+    one = base.t()[:1].expand(3, width)
+    assert torch.equal(keep_mask(one, 3, impl="jit"), sorted_selection(one, [3, 3, 3]))
+    assert keep_mask(torch.zeros(0, width), 0, impl="jit").shape == (0, width)
+    assert keep_mask(torch.zeros(3, 0), 0, impl="jit").shape == (3, 0)
+
+
+STRUCTURES = [  # block, scope, share that is kept
+    ((1, 1), (1, 4), 0.5),
+    ((1, 1), (1, -1), 0.3),
+    ((1, 1), (-1, 1), 0.3),
+    ((1, 1), (-1, -1), 0.1),
+    ((1, 1), (4, 4), 0.5),
+    ((1, 2), (1, 4), 0.5),
+    ((1, 4), (-1, -1), 0.5),
+    ((4, 1), (1, 4), 0.5),
+    ((4, 8), (-1, -1), 0.25),
+    ((8, 4), (1, -1), 0.5),
+    ((2, 16), (1, 1), 1.0),
+]
+
+
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
+@pytest.mark.parametrize(("block", "scope", "share"), STRUCTURES)
+def test_masks_are_the_references(block, scope, share, layout, stage, way):
+    for dtype, norm in itertools.product(DTYPES, (1, 2, INF)):
+        values, mask = plain_window((32, 48), dtype, layout)
+        values.copy_((values * 4).round())  # ties
+        values[0, :3] = torch.tensor([math.nan, -math.inf, -0.0])
+        if stage:
+            mask.copy_(torch.rand(mask.shape, generator=generator(2)) < 0.4)
+        group = as_scopes(values, mask, block, scope)
+        twin = as_scopes(values, mask.clone(), block, scope)
+        keep = torch.full(group.scope_grid, int(share * math.prod(group.shape)))
+        keep.view(-1)[::3] //= 2
+        scope_mask([group], keep, norm, stage=stage, impl="jit")
+        scope_mask([twin], keep, norm, stage=stage, impl="reference")
+        assert torch.equal(mask, twin.members[0].mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_16_bit_pattern_and_random_bits_are_summed_as_the_reference_sums_them(dtype):
+    if dtype == torch.float32:
+        bits = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator(), dtype=torch.int64).int()
+    else:
+        bits = torch.arange(1 << 16).short()
+    values = bits[torch.randperm(bits.numel(), generator=generator())].view(dtype).view(256, 256)
+    for block, norm in itertools.product([(1, 1), (1, 2), (3, 1), (1, 7), (4, 4), (2, 16)], (1, 2, INF)):
+        window = values[: 256 // block[0] * block[0], : 256 // block[1] * block[1]]
+        masks = [torch.ones(window.shape, dtype=torch.bool) for _ in range(2)]
+        for mask, impl in zip(masks, ("jit", "reference"), strict=True):
+            group = as_scopes(window, mask, block, (-1, -1))
+            scope_mask([group], math.prod(group.shape) // 3, norm, impl=impl)
+        assert torch.equal(*masks), (block, norm)
+
+
+def test_views_orders_and_channels_last(way):
+    weight = torch.randn(32, 32, 3, 3, generator=generator()).contiguous(memory_format=torch.channels_last)
+    cases = [  # block, scope, member order, scope order
+        ((1, 1, 1, 1), (1, 4, 1, 1), (), ()),
+        ((1, 1, 3, 3), (32, 32, 1, 1), (), ()),
+        ((2, 1, 3, 1), (4, 32, 1, 3), (), ()),
+        ((1, 2, 1, 1), (1, 3, 8, 4), (2, 3, 0, 1), ()),
+        ((1, 1, 1, 1), (2, 4, 1, 3), (), (3, 1, 0, 2)),
+    ]
+    for block, scope, order, scope_order in cases:
+        masks = [torch.ones_like(weight, dtype=torch.bool), torch.ones(weight.shape, dtype=torch.bool)]
+        for mask, impl in zip(masks, ("jit", "reference"), strict=True):
+            member = Blocks(shape=block, values=weight, mask=mask, order=order)
+            group = Scopes(members=(member,), shape=scope, order=scope_order)
+            keep = torch.randint(0, math.prod(scope) + 1, group.scope_grid, generator=generator(3))
+            scope_mask([group], keep, impl=impl)
+        assert torch.equal(*masks), (block, scope)
+
+
+def test_a_window_leaves_the_rest_of_the_mask_alone(way):
+    whole_mask, values = torch.zeros(70, 70, dtype=torch.bool), torch.randn(70, 70, generator=generator())
+    view = View(values, (60, 60), (70, 1), 5 * 70 + 5)
+    scope_mask([as_scopes(view.data, view.window(whole_mask), (1, 2), (60, 30))], 60 * 30, impl="jit")
+    expected = torch.zeros(70, 70, dtype=torch.bool)
+    expected[5:65, 5:65] = True
+    assert torch.equal(whole_mask, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("block", [(1, 1), (1, 4)])
+def test_scopes_over_several_tensors(block, stage, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "PIECE", 1)
+    monkeypatch.setattr(threads, "PIECE", 64)
+    values = [scores_like("few values", 16, 12 * (i + 1), dtype, seed=i) for i in range(3)]
+    for scope in ((-1, -1), (1, -1)):
+        total = sum(math.prod(as_scopes(v, v, block, scope).shape) for v in values)
+        for keep in (0, 1, total // 2, total):
+            masks = [[torch.rand(v.shape, generator=generator(4)) < 0.6 for v in values] for _ in range(2)]
+            for own, impl in zip(masks, ("jit", "reference"), strict=True):
+                groups = [as_scopes(v, m, block, scope) for v, m in zip(values, own, strict=True)]
+                scope_mask(groups, keep, stage=stage, impl=impl)
+            assert all(map(torch.equal, *masks)), (scope, keep)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8, 13])
+@pytest.mark.parametrize("kind", KINDS)
+def test_digits_of_any_width_and_undecided_keys_give_the_same_bits(bits, kind, monkeypatch):
+    monkeypatch.setattr(wide, "BITS", bits)
+    for name, value in WAYS["wide"].items():
+        monkeypatch.setattr(launch, name, value)
+    for width in (1, 999, 70_000):
+        scores = scores_like(kind, 1, width, torch.float32)
+        for keep in {0, 1, width // 3, width}:
+            expected = keep_mask(scores, keep, impl="reference")
+            assert torch.equal(keep_mask(scores, keep, impl="jit"), expected), (width, keep)
+
+
+def test_the_number_of_threads_does_not_show():
+    values = (torch.randn(600, 512, generator=generator()) * 8).round()
+    found = []
+    before = torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        for block, scope in (((1, 1), (-1, -1)), ((1, 4), (-1, -1)), ((1, 1), (1, 4)), ((1, 1), (1, -1))):
+            mask = torch.ones(values.shape, dtype=torch.bool)
+            group = as_scopes(values, mask, block, scope)
+            scope_mask([group], math.prod(group.shape) // 2, impl="jit")
+            found.append(mask)
+    torch.set_num_threads(before)
+    assert all(torch.equal(found[i], found[i % 4]) for i in range(len(found)))
+
+
+def test_steps_of_several_python_threads_do_not_disturb_each_other():
+    values = [torch.randn(512, 512, generator=generator(i)) for i in range(4)]
+    masks = [torch.ones(512, 512, dtype=torch.bool) for _ in values]
+
+    def work(i):
+        scope_mask([as_scopes(values[i], masks[i], (1, 1), (-1, -1))], 100_000, impl="jit")
+
+    running = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    for value, mask in zip(values, masks, strict=True):
+        assert torch.equal(mask.view(1, -1), keep_mask(value.view(1, -1), 100_000, magnitude=True, impl="reference"))
+
+
+def test_an_error_in_a_piece_of_work_is_raised():
+    def fail():
+        raise ZeroDivisionError("piece")
+
+    with pytest.raises(ZeroDivisionError, match="piece"):
+        threads.run_all([lambda: None, fail, lambda: None])
+
+
+V = torch.ones(4, 8)
+M = torch.ones(4, 8, dtype=torch.bool)
+REFUSED = [
+    (lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 4))], 2, torch.abs, impl="jit"), "the norm is a callable"),
+    (
+        lambda: scope_mask([as_scopes(V, M, (1, 3), (1, -1))], 1, impl="jit"),
+        "some block or scope at an edge is",
+    ),
+    (lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 3))], 1, impl="jit"), "some block or scope at an edge is"),
+    (lambda: scope_mask([as_scopes(V.double(), M, (1, 1), (1, 4))], 2, impl="jit"), "the weight is torch.float64"),
+    (
+        lambda: scope_mask([as_scopes(V, V, (1, 1), (1, 4))], 2, impl="jit"),
+        "the mask is torch.float32 on cpu",
+    ),
+    (
+        lambda: scope_mask([as_scopes(torch.ones(8, 8), M.repeat(2, 1), (8, 8), (1, 1))], 1, impl="jit"),
+        "blocks have 64 elements, more than 32",
+    ),
+    (
+        lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 4)), as_scopes(V, M, (1, 1), (1, 4))], 2, impl="jit"),
+        "scopes of several tensors hold fewer than 65536 blocks together",
+    ),
+    (
+        lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 4)), as_scopes(V.half(), M, (1, 1), (1, 4))], 2, impl="jit"),
+        "tensors of one scope differ in dtype or block shape",
+    ),
+    (
+        lambda: scope_mask(
+            [Scopes(members=(Blocks(shape=(1, 1), values=V, mask=M),) * 2, shape=(1, 4))], 2, impl="jit"
+        ),
+        "blocks of several tensors are coupled",
+    ),
+    (lambda: keep_mask(V.double(), 2, impl="jit"), "the scores are torch.float64 on cpu"),
+    (lambda: block_scores((Blocks(shape=(1, 1), values=V),), impl="jit"), 'block_scores has no impl="jit"'),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[:30] for _, text in REFUSED])
+def test_what_it_does_not_take_is_an_error_where_it_was_asked_for(call, text):
+    with pytest.raises(SparsityError, match=re.escape(text)):
+        call()
+    assert bool(M.all())
+
+
+def test_without_numba_only_a_call_by_name_is_an_error(monkeypatch):
+    monkeypatch.setattr(launch, "is_installed", lambda: False)
+    for call in (
+        lambda impl: scope_mask([as_scopes(V, M.clone(), (1, 1), (1, 4))], 2, impl=impl),
+        lambda impl: keep_mask(V, 2, impl=impl),
+    ):
+        call("auto")
+        with pytest.raises(SparsityError, match=re.escape("numba is not installed (pip install 'sparsekit_ao[jit]')")):
+            call("jit")
+
+
+def test_a_step_takes_the_tier_by_itself_where_numba_is_installed(monkeypatch):
+    seen = []
+    real = launch.scope_mask
+    monkeypatch.setattr("sparsekit_ao.kernels.jit.scope_mask", lambda *a, **k: seen.append(1) or real(*a, **k))
+    for size, taken in ((64, 0), (256, 1)):
+        seen.clear()
+        sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
+        sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(size, size)), [{"tensor_fqn": "0.weight"}])
+        sparsifier.step()
+        assert len(seen) == taken
+
+
+def test_numba_is_imported_by_the_first_large_step_only():
+    code = (
+        "import sys, torch; from sparsekit_ao.kernels import keep_mask;"
+        "keep_mask(torch.randn(4, 8), 2); assert 'numba' not in sys.modules;"
+        "keep_mask(torch.randn(256, 256), 2); assert 'numba' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_fork_gets_threads_of_its_own():
+    code = (
+        "import os, torch; from sparsekit_ao.kernels import keep_mask; torch.set_num_threads(2);"
+        "s = torch.randn(1, 1 << 19); a = keep_mask(s, 1000, impl='jit'); pid = os.fork();\n"
+        "if pid == 0: os._exit(0 if torch.equal(a, keep_mask(s, 1000, impl='jit')) else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
