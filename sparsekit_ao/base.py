@@ -17,6 +17,7 @@ from torch.ao.pruning import BaseSparsifier
 from . import masking, report
 from .config import Group, copied, make_config, resolve_groups
 from .errors import SparsityError
+from .garbage import collector_paused
 from .saved import check_saved, merged_group, plain
 
 __all__ = ["MaskSparsifier"]
@@ -72,6 +73,7 @@ class MaskSparsifier(BaseSparsifier):
         """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
         self.config = make_config(model, SUPPORTED_MODULES)
 
+    @collector_paused()
     def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Put an all-keeping mask on every tensor that the config names, in place.
 

@@ -1,8 +1,7 @@
 """The parametrization that masks a weight, and how it is put on and taken off.
 
 Knows modules and masks; nothing of budgets or scopes. A masked element is exactly zero in forward and backward, even
-where the weight is NaN or infinite: elements are selected, not multiplied. On a bool mask that is `torch.where`; on a
-float mask it is `threshold_backward`, which selects at the speed of a product on CPU.
+where the weight is NaN or infinite (see `select.py`).
 """
 
 from collections.abc import Sequence
@@ -13,20 +12,9 @@ from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from .errors import SparsityError
+from .select import select
 
-__all__ = ["WeightMask", "bake", "dense_weight", "find_mask", "install_mask", "rebuilt_originals", "select"]
-
-
-def select(weight: Tensor, mask: Tensor) -> Tensor:
-    """The weight where the mask is True (or positive), exactly 0 elsewhere; differentiable in the weight.
-
-    >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
-    tensor([1., 0.])
-    """
-    if mask.dtype == torch.bool:
-        return torch.where(mask, weight, 0)
-    mask = mask if mask.dtype == weight.dtype else mask.to(weight.dtype)
-    return torch.ops.aten.threshold_backward(weight, mask, 0)
+__all__ = ["WeightMask", "bake", "dense_weight", "find_mask", "install_mask", "rebuilt_originals"]
 
 
 class WeightMask(FakeSparsity):

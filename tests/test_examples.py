@@ -146,7 +146,14 @@ def test_importing_plot_leaves_matplotlib_alone():
     assert run("-c", code, cwd=EXAMPLES.parent).returncode == 0
 
 
-@pytest.mark.parametrize(("script", "says"), [("cpu_step.py", "kind: ours"), ("mask_forward.py", "select, bool mask")])
+BENCHMARKS = {
+    "cpu_step.py": "kind: PAT NMSparseConstraint",
+    "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
+    "masked_linear.py": "layer: bool mask, plain install",
+}
+
+
+@pytest.mark.parametrize(("script", "says"), BENCHMARKS.items())
 def test_every_benchmark_runs(script, says, tmp_path):
     done = run(EXAMPLES / "benchmarks" / script, "--tiny", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -155,4 +162,5 @@ def test_every_benchmark_runs(script, says, tmp_path):
 
 
 def test_every_benchmark_is_run_here():
-    assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == {"cpu_step.py", "mask_forward.py"}
+    shared = {"machine.py", "contenders.py"}
+    assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

@@ -5,6 +5,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 
@@ -419,3 +420,18 @@ def test_the_same_parameter_before_during_and_after():
     sparsifier.squash_mask()
     assert model[0].weight is parameter
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_prepare_leaves_the_garbage_collector_as_it_was(enabled):
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        sparsifier, model = ScopeSparsifier(), nn.Sequential(nn.Linear(4, 4))
+        with pytest.raises(SparsityError):
+            sparsifier.prepare(model, [{"tensor_fqn": "nowhere"}])
+        assert gc.isenabled() == enabled
+        sparsifier.prepare(model)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()

@@ -1,104 +1,97 @@
-"""One mask update on a 4096 x 4096 float32 Linear, CPU: this library against torch.ao's WeightNormSparsifier.
+"""One mask update on a 4096 x 4096 float32 Linear, CPU: this library, torch.ao's sparsifier, and what others offer.
 
     python examples/benchmarks/cpu_step.py                # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/cpu_step.py --size 1024 --repeat 3 --no-csv
 
-Masks are checked before anything is timed: exact counts, and stock's mask bit for bit where scores are tie-free.
-Times are medians of alternated runs in one process; extra peak memory is the high-water mark of a fresh process above
-what the prepared model holds. Every ratio is to a figure of the same run.
+Masks are checked before anything is timed: exact counts, both tiers alike, and stock's mask bit for bit where scores
+are tie-free. Times are medians of alternated runs in one process; extra peak memory is the high-water mark of a fresh
+process above what the prepared model holds. Every ratio is to a figure of the same run.
 """
 
 import argparse
-import csv
 import json
-import platform
-import resource
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from contenders import contenders
+from machine import RESULTS, high_water, medians, plain_install, reset_high_water, resident, show, write_csv
 from torch import nn
 from torch.ao.pruning import WeightNormSparsifier as Stock
 
-import sparsekit_ao
 from sparsekit_ao import ScopeSparsifier, WeightNormSparsifier, patterns
 
-# name: (ours, stock's arguments)
+# pattern: (ours, stock's arguments, block, (n, m), level)
 ROWS = {
-    "2:4": (patterns.n_m(2, 4), {"sparsity_level": 1.0, "sparse_block_shape": (1, 4), "zeros_per_block": 2}),
-    "1x4 at 50 %": (patterns.blocks(1, 4, 0.5), {"sparsity_level": 0.5, "sparse_block_shape": (1, 4)}),
-    "1x4 at 90 %": (patterns.blocks(1, 4, 0.9), {"sparsity_level": 0.9, "sparse_block_shape": (1, 4)}),
-    "1x1 at 50 %": (patterns.unstructured(0.5), {"sparsity_level": 0.5, "sparse_block_shape": (1, 1)}),
-    "1x1 at 90 %": (patterns.unstructured(0.9), {"sparsity_level": 0.9, "sparse_block_shape": (1, 1)}),
-    "32x32 at 80 %": (patterns.blocks(32, 32, 0.8), {"sparsity_level": 0.8, "sparse_block_shape": (32, 32)}),
+    "2:4": (patterns.n_m(2, 4), {"sparsity_level": 1.0, "zeros_per_block": 2}, (1, 4), (2, 4), 0.5),
+    "1x4 at 50 %": (patterns.blocks(1, 4, 0.5), {"sparsity_level": 0.5}, (1, 4), None, 0.5),
+    "1x4 at 90 %": (patterns.blocks(1, 4, 0.9), {"sparsity_level": 0.9}, (1, 4), None, 0.9),
+    "1x1 at 50 %": (patterns.unstructured(0.5), {"sparsity_level": 0.5}, (1, 1), None, 0.5),
+    "1x1 at 90 %": (patterns.unstructured(0.9), {"sparsity_level": 0.9}, (1, 1), None, 0.9),
+    "32x32 at 80 %": (patterns.blocks(32, 32, 0.8), {"sparsity_level": 0.8}, (32, 32), None, 0.8),
 }
-KINDS = ("stock", "ours", "ours, WeightNorm")
+STOCK, JIT, PLAIN, NORM, NORM_PLAIN = KINDS = ("stock", "ours", "ours, plain", "WeightNorm", "WeightNorm, plain")
 
 
 def prepare(kind: str, row: str, size: int):
-    """A prepared sparsifier of one kind; a fresh step starts from a mask that keeps all."""
+    """The layer and the sparsifier of one kind."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, size, bias=False))
-    ours, stock = ROWS[row]
-    if kind == "ours":
+    ours, stock, block, *_ = ROWS[row]
+    if kind in (JIT, PLAIN):
         sparsifier, entry = ScopeSparsifier(), {"tensor_fqn": "0.weight", **ours}
     else:
-        sparsifier = (Stock if kind == "stock" else WeightNormSparsifier)(**stock)
+        sparsifier = (Stock if kind == STOCK else WeightNormSparsifier)(**stock, sparse_block_shape=block)
         entry = {"tensor_fqn": "0.weight"}
     sparsifier.prepare(model, [entry])
     return model[0], sparsifier
 
 
-def stepper(kind: str, row: str, size: int) -> tuple[Callable[[], None], nn.Module]:
-    """A step on a weight that no earlier step has masked, as in one-shot pruning."""
+def stepper(kind: str, row: str, size: int) -> tuple[Callable[[], None], Callable[[], None], nn.Module]:
+    """(step, reset, layer); a reset mask makes the next step one-shot pruning again."""
     layer, sparsifier = prepare(kind, row, size)
 
     def step() -> None:
-        sparsifier.step()
+        with plain_install("plain" in kind):
+            sparsifier.step()
 
     def reset() -> None:
         layer.parametrizations.weight[0].mask.fill_(1)
 
-    step.reset = reset  # type: ignore[attr-defined]
-    return step, layer
+    return step, reset, layer
 
 
 def gate(row: str, size: int) -> None:
     """Refuse to time a wrong mask."""
     masks = {}
     for kind in KINDS:
-        step, layer = stepper(kind, row, size)
+        step, _, layer = stepper(kind, row, size)
         step()
         masks[kind] = layer.parametrizations.weight[0].mask != 0
-    if not torch.equal(masks["stock"], masks["ours, WeightNorm"]):
-        differing = int((masks["stock"] != masks["ours, WeightNorm"]).sum())
-        tied = differing <= 64  # equal scores: stock's choice among them is arbitrary
-        print(f"  {row}: {differing} elements differ from stock" + (" (tied scores)" if tied else ""))
-        if not tied:
-            raise SystemExit(f"{row}: masks are wrong; nothing is timed")
-    _, sparsifier = prepare("ours", row, size)
+    if not (torch.equal(masks[JIT], masks[PLAIN]) and torch.equal(masks[NORM], masks[NORM_PLAIN])):
+        raise SystemExit(f"{row}: the two tiers disagree; nothing is timed")
+    differing = int((masks[STOCK] != masks[NORM]).sum())
+    if differing:
+        print(f"  {row}: {differing} elements differ from stock")
+    if differing > 64:  # more than equal scores, among which stock's choice is arbitrary, can explain
+        raise SystemExit(f"{row}: masks are wrong; nothing is timed")
+    _, sparsifier = prepare(JIT, row, size)
     sparsifier.step()
     sparsifier.check()
 
 
 def times(row: str, size: int, repeat: int) -> dict[str, float]:
-    """Median milliseconds of each kind and of one copy of the weight, alternated."""
-    steps = {kind: stepper(kind, row, size)[0] for kind in KINDS}
-    weight = torch.randn(size, size)
+    """Median milliseconds of each kind, each contender, and one copy of the weight."""
+    made = {kind: stepper(kind, row, size) for kind in KINDS}
+    weight = made[JIT][2].parametrizations.weight.original.detach()
     target = torch.empty_like(weight)
-    steps["copy"] = lambda: target.copy_(weight)
-    found: dict[str, list[float]] = {k: [] for k in steps}
-    for _ in range(repeat):
-        for kind, step in steps.items():
-            getattr(step, "reset", lambda: None)()
-            start = time.perf_counter()
-            step()
-            found[kind].append((time.perf_counter() - start) * 1e3)
-    return {kind: statistics.median(v) for kind, v in found.items()}
+    _, _, block, n_m, level = ROWS[row]
+    ways: dict[str, Callable] = {kind: step for kind, (step, _, _) in made.items()}
+    ways["copy"] = lambda: target.copy_(weight)
+    found = medians(ways, repeat, before=lambda name: made[name][1]() if name in made else None)
+    others = contenders(weight, block, n_m, level)
+    return {**found, **medians(others, max(1, repeat // 3))}
 
 
 def peak(kind: str, row: str, size: int) -> float:
@@ -109,29 +102,13 @@ def peak(kind: str, row: str, size: int) -> float:
 
 def print_peak(kind: str, row: str, size: int) -> None:
     """The child process of `peak`: warm up on a small model, then measure one step."""
-    stepper(kind, row, 256)[0]()
-    step, layer = stepper(kind, row, size)
+    stepper(kind, row, 512)[0]()
+    step, _, layer = stepper(kind, row, size)
     before = resident()
     reset_high_water()
     step()
     weight = layer.parametrizations.weight.original
     print(json.dumps((high_water() - before) / (weight.numel() * weight.element_size())))
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def reset_high_water() -> None:
-    """Let the kernel's high-water mark start again from here (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def high_water() -> int:
-    """The largest resident size since the last reset, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
 
 def main() -> None:
@@ -148,47 +125,25 @@ def main() -> None:
         print_peak(*args.peak, args.size)
         return
     if args.tiny:
-        args.size, args.repeat, args.no_csv = 128, 1, True
+        args.size, args.repeat, args.no_csv = 256, 1, True
     lines = []
     for row in ROWS:
         gate(row, args.size)
         ms = times(row, args.size, args.repeat)
-        for kind in KINDS:
-            lines.append(
-                {
-                    "pattern": row,
-                    "kind": kind,
-                    "size": args.size,
-                    "ms": round(ms[kind], 2),
-                    "times faster than stock": round(ms["stock"] / ms[kind], 1),
-                    "times one copy": round(ms[kind] / ms["copy"], 1),
-                    "extra peak / weight": "" if args.tiny else round(peak(kind, row, args.size), 2),
-                }
-            )
-            print("  ".join(f"{k}: {v}" for k, v in lines[-1].items()), flush=True)
+        for kind in [k for k in ms if k != "copy"]:
+            measured = kind in KINDS and not args.tiny
+            line = {
+                "pattern": row,
+                "kind": kind,
+                "size": args.size,
+                "ms": round(ms[kind], 2),
+                "times faster than stock": round(ms[STOCK] / ms[kind], 1),
+                "times one copy": round(ms[kind] / ms["copy"], 1),
+                "extra peak / weight": round(peak(kind, row, args.size), 2) if measured else "",
+            }
+            lines.append(show(line))
     if not args.no_csv:
-        write_csv(lines)
-
-
-def write_csv(lines: list[dict]) -> None:
-    """The table with machine and versions."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
-    about = {
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "sparsekit_ao": sparsekit_ao.__version__,
-    }
-    path = Path(__file__).parent / "results" / "cpu_step.csv"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*lines[0], *about], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**line, **about} for line in lines)
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name}")
+        write_csv(lines, RESULTS / "cpu_step.csv")
 
 
 if __name__ == "__main__":

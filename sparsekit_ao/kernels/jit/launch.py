@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...layout import addresses, cosize
+from ...layout import addresses, cosize, is_dense
 from ..nests import lower
 from ..reference import Norm
 from ..tiling import Blocks, Scopes
@@ -23,7 +23,7 @@ from .threads import PIECE, pieces, run_all
 if TYPE_CHECKING:
     from .window import Window
 
-__all__ = ["is_installed", "keep_mask", "refusal", "scope_mask", "scores_refusal"]
+__all__ = ["can_select", "is_installed", "keep_mask", "refusal", "scope_mask", "scores_refusal", "select"]
 
 PAIRS = 32  # blocks of a scope up to which every pair is compared
 SHORT = 256  # ... up to which scopes are read side by side
@@ -90,7 +90,7 @@ def scope_mask(groups: Sequence[Scopes], keep: int | Tensor, norm: Norm, *, stag
     if groups[0].members[0].window.numel() == 0:
         return
     windows = [_window(g, NORMS[norm], signed=False, stage=stage) for g in groups]
-    _select(windows, [math.prod(g.shape) for g in groups], math.prod(groups[0].scope_grid), keep)
+    _choose(windows, [math.prod(g.shape) for g in groups], math.prod(groups[0].scope_grid), keep)
 
 
 def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None, *, magnitude: bool) -> Tensor:
@@ -102,11 +102,32 @@ def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None, *, 
         scores = scores if all(scores.stride()) else scores.contiguous()  # a step of 0 means something else there
         row = Scopes(members=(Blocks(shape=(1, 1), values=scores, mask=out),), shape=(1, scores.shape[1]))
         window = _window(row, 1, signed=not magnitude, stage=candidates is not None)
-        _select([window], [scores.shape[1]], scores.shape[0], keep)
+        _choose([window], [scores.shape[1]], scores.shape[0], keep)
     return out
 
 
-def _select(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, keep: int | Tensor) -> None:
+def can_select(weight: Tensor, mask: Tensor) -> bool:
+    """Whether `select` takes these: CPU tensors that lie alike and in one piece."""
+    return (
+        is_installed()
+        and weight.dtype in KINDS
+        and weight.stride() == mask.stride()
+        and is_dense(weight.shape, weight.stride())
+    )
+
+
+def select(weight: Tensor, mask: Tensor) -> Tensor:
+    """The weight where the bool mask is True, exactly 0 elsewhere, in one pass; no gradient."""
+    from . import loops
+
+    out = torch.empty_like(weight)
+    dtype = torch.int16 if KINDS[weight.dtype] else torch.int32
+    arrays = [_flat(t).view(kind).numpy() for t, kind in ((weight, dtype), (mask, torch.uint8), (out, dtype))]
+    run_all([partial(loops.select_elements, *arrays, *part) for part in pieces(weight.numel(), 1)])
+    return out
+
+
+def _choose(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, keep: int | Tensor) -> None:
     from . import loops
     from .wide import select_wide
 

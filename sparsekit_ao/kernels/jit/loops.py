@@ -9,7 +9,7 @@ import numpy as np
 
 from .window import compiled
 
-__all__ = ["choose", "count_digits", "emit_mask", "place", "select_by_one", "select_side_by_side"]
+__all__ = ["choose", "count_digits", "emit_mask", "place", "select_by_one", "select_elements", "select_side_by_side"]
 
 HIGHEST = 0x7FFFFFFF  # above every key
 
@@ -495,3 +495,11 @@ def place(window, scope, slots, kept):
             count += 1
     if count:
         store(window, table, 0, here, count, ones)
+
+
+@compiled
+def select_elements(bits, mask, out, start, stop):
+    """out = bits where the mask is set, 0 elsewhere; all flat and alike."""
+    source, kept, target = bits[start:stop], mask[start:stop], out[start:stop]
+    for i in range(target.size):
+        target[i] = source[i] if kept[i] else 0

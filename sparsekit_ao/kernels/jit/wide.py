@@ -116,5 +116,5 @@ def _emit(state: Undecided, work: Sequence[Piece], base: int, *, again: bool) ->
         return
     kept = np.empty(total, np.uint8)
     choose(survivors, state.need, base, kept)
-    for p, at, count in zip(work, before, state.waiting, strict=True):
-        place(p.window, p.scope, slots[at : at + count], kept[at : at + count])
+    parts = [slice(at, at + count) for at, count in zip(before, state.waiting, strict=True)]
+    run_all([partial(place, p.window, p.scope, slots[s], kept[s]) for p, s in zip(work, parts, strict=True)])

@@ -1,0 +1,95 @@
+"""What the benchmarks share: facts of the machine, memory marks, alternated medians, CSVs, a switch for the JIT tier."""
+
+import contextlib
+import csv
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import sparsekit_ao
+from sparsekit_ao.kernels.jit import launch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def facts() -> dict[str, str]:
+    """Machine and versions, for every row of a CSV."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
+    try:
+        numba = version("numba")
+    except PackageNotFoundError:
+        numba = "none"
+    return {
+        "cpu": name,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "numba": numba,
+        "sparsekit_ao": sparsekit_ao.__version__,
+    }
+
+
+def write_csv(lines: list[dict], path: Path) -> None:
+    """The table with machine and versions."""
+    about = facts()
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*lines[0], *about], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**line, **about} for line in lines)
+    print(f"wrote {path.name}")
+
+
+def show(line: dict) -> dict:
+    """Print a row of the table as it comes."""
+    print("  ".join(f"{k}: {v}" for k, v in line.items()), flush=True)
+    return line
+
+
+@contextlib.contextmanager
+def plain_install(active: bool = True) -> Iterator[None]:
+    """As if numba were not installed."""
+    real = launch.is_installed
+    launch.is_installed = (lambda: False) if active else real  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        launch.is_installed = real
+
+
+def medians(
+    ways: Mapping[str, Callable[[], None]], repeat: int, before: Callable[[str], None] = lambda _: None
+) -> dict[str, float]:
+    """Median milliseconds of each way, alternated; `before` runs unmeasured ahead of every call."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeat + 1):
+        for name, way in ways.items():
+            before(name)
+            start = time.perf_counter()
+            way()
+            if turn:  # the first turn compiles and touches memory for the first time
+                found[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def reset_high_water() -> None:
+    """Let the kernel's high-water mark start again from here (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def high_water() -> int:
+    """The largest resident size since the last reset, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024

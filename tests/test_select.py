@@ -1,0 +1,125 @@
+"""Exact masking: every way of it is `where`, forward, backward and under torch's transforms."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sparsekit_ao import select as module
+from sparsekit_ao.kernels import jit
+from sparsekit_ao.select import FROM, select
+
+SHAPE = (96, 512)
+assert SHAPE[0] * SHAPE[1] > FROM
+
+
+@pytest.fixture(params=["jit", "torch"])
+def tier(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(jit, "can_select", lambda *_: False)
+    return request.param
+
+
+def weight_and_mask(dtype=torch.float32, layout="rows", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    weight, mask = torch.randn(SHAPE, generator=g).to(dtype), torch.rand(SHAPE, generator=g) < 0.5
+    mask[0, :4], weight[0, :4] = False, torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).to(dtype)
+    mask[1, :4], weight[1, :4] = True, weight[0, :4]
+    if layout == "columns":
+        weight, mask = weight.t().contiguous().t(), mask.t().contiguous().t()
+    if layout == "mixed":
+        mask = mask.t().contiguous().t()
+    if layout == "window":
+        weight, mask = (torch.cat([t, t], 1)[:, : SHAPE[1]] for t in (weight, mask))
+    return weight, mask
+
+
+def same_bits(a, b):
+    return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "mixed", "window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_it_is_where_forward_and_backward(dtype, layout, tier):
+    weight, mask = weight_and_mask(dtype, layout)
+    weight.requires_grad_()
+    out = select(weight, mask)
+    expected = torch.where(mask, weight.detach(), 0)
+    assert out.dtype == dtype and same_bits(out.detach(), expected)
+    assert not bool(torch.signbit(out.detach()[~mask]).any())
+    grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad[0, :4] = torch.nan
+    (found,) = torch.autograd.grad(out, weight, grad)
+    assert same_bits(found, torch.where(mask, grad, 0))
+
+
+def test_a_float_mask_selects_too():
+    weight, mask = weight_and_mask()
+    assert same_bits(select(weight, mask.float()), torch.where(mask, weight, 0))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+def test_second_derivatives_and_forward_mode(tier):
+    weight, mask = weight_and_mask()
+    weight = weight.nan_to_num(0.0, 1.0, -1.0).requires_grad_()
+    (first,) = torch.autograd.grad((select(weight, mask) ** 3).sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), weight)
+    assert torch.equal(second, torch.where(mask, 6 * weight.detach(), 0))
+    tangent = torch.ones(SHAPE)
+    _, found = torch.func.jvp(lambda w: select(w, mask), (weight.detach(),), (tangent,))
+    assert torch.equal(found, mask.float())
+
+
+def test_functional_gradients_and_batches(tier):
+    weight, mask = weight_and_mask()
+    weight = weight.nan_to_num(0.0, 1.0, -1.0)
+    grad = torch.func.grad(lambda w: (select(w, mask) * 2).sum())(weight)
+    assert torch.equal(grad, mask * 2.0)
+    weights, masks = torch.stack([weight, -weight]), torch.stack([mask, ~mask])
+    for dims in itertools.product((0, None), repeat=2):
+        if dims == (None, None):
+            continue
+        args = [batch if dim == 0 else batch[0] for batch, dim in zip((weights, masks), dims, strict=True)]
+        found = torch.func.vmap(select, in_dims=dims)(*args)
+        for i in range(2):
+            one = [a[i] if dim == 0 else a for a, dim in zip(args, dims, strict=True)]
+            assert torch.equal(found[i], torch.where(one[1], one[0], 0))
+    each = torch.func.vmap(torch.func.grad(lambda w, m: select(w, m).sum()))(weights, masks)
+    assert torch.equal(each, masks.float())
+
+
+def test_a_mask_that_changes_before_backward_is_an_error(tier):
+    weight, mask = weight_and_mask()
+    out = select(weight.requires_grad_(), mask)
+    mask.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_where_is_what_compilers_and_recorders_see(monkeypatch):
+    weight, mask = weight_and_mask()
+    monkeypatch.setattr(module._Select, "apply", lambda *_: pytest.fail("the eager path was recorded"))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    out = torch.compile(select, fullgraph=True, backend=backend)(weight, mask)
+    assert same_bits(out, torch.where(mask, weight, 0)) and len(graphs) == 1
+    with FlopCounterMode(display=False):
+        select(weight, mask)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert select(weight, mask).shape == SHAPE
+    small = slice(0, 4)
+    assert same_bits(select(weight[small], mask[small]), torch.where(mask[small], weight[small], 0))
+    assert select(weight.to("meta"), mask.to("meta")).device.type == "meta"
+
+
+def test_the_jit_tier_takes_what_lies_alike_in_one_piece():
+    weight, mask = weight_and_mask()
+    assert jit.can_select(weight, mask) and jit.can_select(weight.t(), mask.t())
+    assert not jit.can_select(weight, mask.t().contiguous().t())
+    assert not jit.can_select(weight.double(), mask)
+    assert not jit.can_select(weight[:, :5], mask[:, :5])
