@@ -567,6 +567,21 @@ def test_a_window_larger_than_a_chunk_leaves_the_rest_of_the_mask_alone():
     assert torch.equal(whole_mask, expected)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("block", "scope"), [((1, 1), (1, 4)), ((1, 4), (1, -1)), ((1, 1), (-1, -1)), ((4, 4), (-1, -1))]
+)
+def test_a_later_stage_in_chunks_equals_the_reference(block, scope, dtype):
+    values, mask = plain_window(LARGE, dtype, "contiguous")
+    values = (values * 4).round()
+    mask.copy_(torch.rand(LARGE, generator=generator(5)) < 0.3)
+    again = mask.clone()
+    for own, impl in ((mask, "cpu"), (again, "reference")):
+        group = as_scopes(values, own, block, scope)
+        scope_mask([group], math.prod(group.shape) // 3, stage=True, impl=impl)
+    assert torch.equal(mask, again)
+
+
 @pytest.mark.parametrize("width", [8, 100])
 def test_a_later_stage_with_fewer_survivors_than_its_budget_keeps_them_all(width):
     values = torch.ones(1, width)

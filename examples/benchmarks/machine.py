@@ -1,4 +1,4 @@
-"""What the benchmarks share: facts of the machine, memory marks, alternated medians, CSVs, a switch for the JIT tier."""
+"""What the benchmarks share: facts of the machine, memory marks, medians, CSVs, and a switch for the JIT tier."""
 
 import contextlib
 import csv

@@ -174,12 +174,14 @@ def _cut(window: Tensor, unit: tuple[int, ...]) -> Iterator[tuple[tuple[slice, .
         todo.extend((*place[:widest], part, *place[widest + 1 :]) for part in reversed(parts))
 
 
-def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> bool:
+def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm, *, stage: bool = False) -> bool:
     """Score, select and fill in one go where one plain window allows it; False where the three verbs must do it.
 
     Args:
         scopes: one window with values and mask, nothing partial.
         keep: blocks kept in each scope: an int, or int64 of the shape of the scope grid.
+        norm: 1, 2, inf or a callable, which makes the answer False.
+        stage: choose only among what the mask still holds.
     """
     only = scopes.members[0]
     regular = not any(g % n for g, n in zip(only.grid, scopes.shape, strict=False))
@@ -191,8 +193,20 @@ def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> bool
     for place, values in _cut(only.values, unit):
         mask = only.mask[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
         part = replace(only, values=values, mask=mask)
-        _mask_part(scopes.with_members([part]), keep[place].reshape(-1) if isinstance(keep, Tensor) else keep, norm)
+        own = keep[place].reshape(-1) if isinstance(keep, Tensor) else keep
+        (_stage_part if stage else _mask_part)(scopes.with_members([part]), own, norm)
     return True
+
+
+def _stage_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:
+    """Choose among what the mask of a part still holds, scored by what it left of the values."""
+    part, n = scopes.members[0], len(scopes.shape)
+    assert part.values is not None and part.mask is not None
+    left = replace(part, values=torch.where(part.mask, part.values, 0))
+    rows = to_scopes(reference.block_scores((left,), norm, n), scopes, 0.0)
+    candidates = to_scopes(reference.candidates_of((part,), n), scopes, False)
+    kept = keep_mask(rows, keep, candidates, magnitude=True)
+    reference.fill_mask((part,), from_scopes(kept, scopes), stage=True)
 
 
 def _mask_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:

@@ -136,7 +136,7 @@ def _choose(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, kee
     alone = len(windows) == 1
     work = list(pieces(scopes, total * window.elements.shape[1]))
     if alone and (total <= SHORT or (total <= APART and _lie_apart(window))):
-        lanes = max(16, min(1024, (1 << 13 if total <= SHORT else 1 << 18) // total))
+        lanes = max(64, min(1024, (1 << 13) // total)) if total <= SHORT else max(16, min(64, (1 << 20) // total))
         run_all([partial(loops.select_side_by_side, window, budget, lanes, PAIRS, *part) for part in work])
     elif alone and total <= ROW and (total <= PIECE or scopes >= torch.get_num_threads()):
         run_all([partial(loops.select_by_one, window, budget, *part) for part in work])
