@@ -150,6 +150,7 @@ BENCHMARKS = {
     "cpu_step.py": "kind: PAT NMSparseConstraint",
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
+    "prepare.py": "kind: ScopeSparsifier  layers: 20",
 }
 
 
