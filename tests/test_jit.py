@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from kernel_cases import (
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, View
 from sparsekit_ao.kernels import Blocks, Scopes, block_scores, keep_mask, scope_mask
-from sparsekit_ao.kernels.jit import launch, threads, wide
+from sparsekit_ao.kernels.jit import launch, threads, wide, window
 
 DTYPES = [d for d in FLOATS if d != torch.float64]
 WAYS = {  # limits under which small inputs take each way
@@ -306,3 +307,23 @@ def test_a_fork_gets_threads_of_its_own():
         "assert os.waitpid(pid, 0)[1] == 0"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+
+
+def test_compiled_functions_stand_in_one_file():
+    """numba's cache looks at the file of a function, not at the files of those that it calls."""
+    folder = Path(launch.__file__).parent
+    assert [p.name for p in sorted(folder.glob("*.py")) if "@compiled" in p.read_text()] == ["loops.py"]
+
+
+def test_where_nothing_can_be_written_functions_are_compiled_without_a_cache(monkeypatch):
+    asked = []
+
+    def njit(**options):
+        asked.append(options)
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(window.numba, "njit", njit)
+    assert window.compiled(len) is len
+    assert asked == [{"nogil": True, "cache": True}, {"nogil": True}]
