@@ -172,7 +172,7 @@ class MaskSparsifier(BaseSparsifier):
         return report.element_report(self.groups, masks, self._describe)
 
     def _describe(self, group: Group) -> str:
-        return ", ".join(f"{k}={group[k]}" for k in self.defaults if k != "sparsity_level")
+        return ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
 
     def state_dict(self) -> dict[str, Any]:
         """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.

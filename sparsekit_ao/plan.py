@@ -16,9 +16,20 @@ from torch import Tensor
 from .config import Group
 from .errors import CouplingError, SparsityError
 from .layout import Shape, row_major
-from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from .spec import AxisPattern, BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
 
-__all__ = ["STRUCTURE", "Component", "Plan", "Stage", "make_plan", "stage_budgets", "stages_of"]
+__all__ = [
+    "AXES",
+    "STRUCTURE",
+    "TILES",
+    "Component",
+    "Plan",
+    "Stage",
+    "joined",
+    "make_plan",
+    "stage_budgets",
+    "stages_of",
+]
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
@@ -38,6 +49,8 @@ class Stage:
 
 
 STRUCTURE = tuple(f.name for f in fields(Stage))
+AXES = ("axes", "unit", "scope", "sizes")  # an axis pattern, which says ...
+TILES = ("view", "block_shape", "scope_shape")  # ... what these say otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +111,31 @@ def stages_of(group: Group) -> tuple[Stage, ...]:
     for at, stage in enumerate(stages):
         if not isinstance(stage, Mapping):
             raise SparsityError(f"{where}stages[{at}] must be a dict, got {stage!r}")
-        unknown = set(stage) - {*STRUCTURE, "sparsity_level", "nnz"}
+        unknown = set(stage) - {*STRUCTURE, *AXES, "sparsity_level", "nnz"}
         if unknown:
             raise SparsityError(f"{where}stages[{at}]: unknown key {sorted(unknown)[0]!r}")
         if "sparsity_level" in stage and "nnz" in stage:
             raise SparsityError(f"{where}stages[{at}]: sparsity_level and nnz are two budgets; give one")
-    shared = {k: group[k] for k in STRUCTURE if k in group}
-    return tuple(_stage({**shared, **s}, f"{where}stages[{at}]: ") for at, s in enumerate(stages))
+    shared = {k: group[k] for k in (*STRUCTURE, *AXES) if k in group}
+    wheres = [f"{where}stages[{at}]: " for at in range(len(stages))]
+    return tuple(_stage(joined(shared, s, w), w) for s, w in zip(stages, wheres, strict=True))
+
+
+def joined(defaults: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What is said here over what holds otherwise; of an axis pattern and the tiles only one can hold.
+
+    Raises:
+        SparsityError: both are said here, or a part of an axis pattern without `axes`.
+    """
+    found = {**defaults, **own}
+    tiles, axes = [k for k in TILES if k in own], [k for k in AXES if k in own]
+    if tiles and axes:
+        raise SparsityError(f"{where}{axes[0]!r} and {tiles[0]!r} both say what a block and a scope are; give one")
+    if axes and "axes" not in found:
+        raise SparsityError(f"{where}{axes[0]!r} is part of an axis pattern and needs 'axes'")
+    for key in AXES if tiles else TILES if "axes" in found else ():
+        found.pop(key, None)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +255,11 @@ def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
 
 def _stage(given: Mapping[str, Any], where: str) -> Stage:
     found = {k: given[k] for k in STRUCTURE if k in given}
+    if "axes" in given:
+        if "unit" not in given:
+            raise SparsityError(f"{where}'axes' needs 'unit': the axes that index what is kept or dropped")
+        pattern = AxisPattern(**{k: given[k] for k in AXES if k in given}, where=where)
+        found |= {"view": pattern, "block_shape": pattern.block_shape, "scope_shape": pattern.scope_shape}
     for key in ("block_shape", "scope_shape", "coupling_order"):
         value = found.get(key)
         if isinstance(value, str) or (value is not None and not isinstance(value, Sequence)):

@@ -14,7 +14,7 @@ from . import masking, report
 from .base import MaskSparsifier
 from .config import Group, copied
 from .errors import SparsityError
-from .plan import STRUCTURE, Plan, make_plan, stage_budgets, stages_of
+from .plan import AXES, STRUCTURE, TILES, Plan, joined, make_plan, stage_budgets, stages_of
 from .spec import sparsity_to_nnz
 
 __all__ = ["ScopeSparsifier"]
@@ -33,6 +33,8 @@ class ScopeSparsifier(MaskSparsifier):
         scope_shape: blocks of a scope; () is the whole tensor, -1 the whole dimension.
         view: (shape, stride) or (shape, stride, offset) on the row-major layout, or a function that returns a torch
             view; None is the tensor as it is.
+        axes, unit, scope, sizes: an axis pattern, which says view, block and scope in einops notation instead; see
+            `spec.AxisPattern`.
         norm: 1, 2, inf, or a callable giving a saliency per element, of which a block's score is the mean.
         edge: `"error"`, or `"partial"` to allow smaller blocks and scopes where a dimension does not divide; a scope
             with fewer blocks than `nnz` keeps all it has.
@@ -57,7 +59,7 @@ class ScopeSparsifier(MaskSparsifier):
     16
     """
 
-    optional_keys = ("nnz", "stages")
+    optional_keys = ("nnz", "stages", *TILES, *AXES)
     _plan: tuple[Any, Plan] | None = None
 
     def __init__(
@@ -68,6 +70,10 @@ class ScopeSparsifier(MaskSparsifier):
         block_shape: Sequence[int] = (),
         scope_shape: Sequence[int] = (),
         view: tuple | Callable[[Tensor], Tensor] | None = None,
+        axes: str | None = None,
+        unit: str | Sequence[str] | None = None,
+        scope: str | Sequence[str] | None = None,
+        sizes: Mapping[str, int] | None = None,
         norm: float | Callable[[Tensor], Tensor] = 2,
         edge: str = "error",
         block_coupling: str | None = None,
@@ -77,11 +83,12 @@ class ScopeSparsifier(MaskSparsifier):
     ) -> None:
         if sparsity_level is not None and nnz is not None:
             raise SparsityError("sparsity_level and nnz are two budgets; give one")
+        tiles = {"view": view, "block_shape": block_shape, "scope_shape": scope_shape}
+        pattern = {k: v for k, v in zip(AXES, (axes, unit, scope, sizes), strict=True) if v is not None}
+        said = {k: v for k, v in tiles.items() if v is not None and v != ()}
         defaults: dict[str, Any] = {
             "sparsity_level": 0.5 if sparsity_level is None else sparsity_level,
-            "block_shape": block_shape,
-            "scope_shape": scope_shape,
-            "view": view,
+            **joined(tiles, {**said, **pattern}, "defaults: "),
             "norm": norm,
             "edge": edge,
             "block_coupling": block_coupling,
@@ -147,8 +154,8 @@ class ScopeSparsifier(MaskSparsifier):
         budgets = [k for k in ("sparsity_level", "nnz") if own.get(k) is not None]
         if len(budgets) == 2:
             raise SparsityError(f"{where}sparsity_level and nnz are two budgets; give one")
-        group = super()._complete(own, where)
-        if "stages" not in own and any(k in own for k in STRUCTURE):
+        group = joined(copied(self.defaults), own, where)
+        if "stages" not in own and any(k in own for k in (*STRUCTURE, *AXES)):
             group.pop("stages", None)  # an entry that says what it wants does not want the default's stages
         if budgets == ["sparsity_level"]:
             group.pop("nnz", None)
@@ -201,7 +208,7 @@ class ScopeSparsifier(MaskSparsifier):
         """The plan of these groups; kept while structure, shapes and strides stay the same."""
         tensors = [self._dense(g, model) for g in groups]
         key = [
-            (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, "stages")], tuple(t.shape), t.stride())
+            (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, *AXES, "stages")], tuple(t.shape), t.stride())
             for g, t in zip(groups, tensors, strict=True)
         ]
         if self._plan is None or self._plan[0] != key:

@@ -1,5 +1,6 @@
 """The algebra: views, blocks, scopes and their couplings. Lower to strided windows, act through the kernels."""
 
+from .axes import AxisPattern
 from .block import BlockSpec, SparseBlock
 from .budget import sparsity_to_nnz
 from .coupling import BlockCoupling, ScopeCoupling
@@ -8,6 +9,7 @@ from .sparse_scope import SparseScope
 from .view import View
 
 __all__ = [
+    "AxisPattern",
     "BlockCoupling",
     "BlockSpec",
     "ScopeCoupling",
