@@ -5,7 +5,7 @@ says; `WeightNormSparsifier` and `NearlyDiagonalSparsifier` replace torch.ao's b
 structures, `schedules` and `schedulers` move budgets over time.
 """
 
-from . import patterns, schedulers, schedules
+from . import densities, patterns, schedulers, schedules
 from .errors import CouplingError, SparsityError
 from .kernels import keep_mask
 from .masking import WeightMask
@@ -33,6 +33,7 @@ __all__ = [
     "View",
     "WeightMask",
     "WeightNormSparsifier",
+    "densities",
     "keep_mask",
     "patterns",
     "schedulers",

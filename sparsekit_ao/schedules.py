@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from .errors import SparsityError
 
-__all__ = ["Schedule", "constant", "cosine", "cubic", "join", "linear"]
+__all__ = ["Schedule", "constant", "cosine", "cubic", "difference", "drop_fraction", "join", "linear"]
 
 Schedule = Callable[[int], float]
 
@@ -54,6 +54,28 @@ def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     """
     _positive(steps)
     return lambda step: end + (start - end) * (1 - _progress(step - begin, steps)) ** 3
+
+
+def difference(schedule: Schedule, interval: int) -> Schedule:
+    """What a schedule adds in one interval: `schedule(t) - schedule(t - interval)`.
+
+    >>> [round(difference(cubic(0.0, 0.8, 900, begin=100), 100)(t), 4) for t in (200, 300, 900, 1000)]
+    [0.2381, 0.1855, 0.0077, 0.0011]
+    """
+    _positive(interval)
+    return lambda step: schedule(step) - schedule(step - interval)
+
+
+def drop_fraction(target: float, now: float) -> float:
+    """The fraction of the active weights to drop to come from sparsity `now` to `target`, and never below 0.
+
+    >>> round(drop_fraction(0.9, 0.8), 4), drop_fraction(0.5, 0.8), drop_fraction(1.0, 1.0)
+    (0.5, 0.0, 0.0)
+    """
+    for name, level in (("target", target), ("now", now)):
+        if not 0 <= level <= 1:
+            raise SparsityError(f"drop_fraction: {name} is a sparsity and must lie in [0, 1], got {level!r}")
+    return 0.0 if target <= now else (target - now) / (1 - now)
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:

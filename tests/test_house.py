@@ -22,6 +22,7 @@ LADDER = [
     "kernels",
     "spec",
     "schedules",
+    "densities",
     "masking",
     "config",
     "plan",
@@ -31,9 +32,11 @@ LADDER = [
     "sparsifier",
     "weight_norm",
     "nearly_diagonal",
+    "dynamic",
     "schedulers",
     "patterns",
     "plot",
+    "integrations",
 ]
 INSIDE = {
     "kernels": ["tiling", "keys", "radix", "reference", "cpu", "api"],
