@@ -57,7 +57,7 @@ class ScopeSparsifier(MaskSparsifier):
     16
     """
 
-    optional_keys = ("nnz", "stages")
+    optional_keys: tuple[str, ...] = ("nnz", "stages")
     _plan: tuple[Any, Plan] | None = None
 
     def __init__(

@@ -40,6 +40,27 @@ LADDER = [
 ]
 INSIDE = {
     "kernels": ["tiling", "keys", "radix", "reference", "cpu", "api"],
+    "dynamic": [
+        "draws",
+        "masking",
+        "slots",
+        "rules",
+        "prune",
+        "grow",
+        "redistribute",
+        "inits",
+        "settings",
+        "budgets",
+        "update",
+        "choice",
+        "start",
+        "optimizer_state",
+        "gradients",
+        "movement",
+        "sparsifier",
+        "straight_through",
+        "methods",
+    ],
     "spec": ["view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
 }
 
