@@ -5,7 +5,8 @@ says; `WeightNormSparsifier` and `NearlyDiagonalSparsifier` replace torch.ao's b
 structures, `schedules` and `schedulers` move budgets over time.
 """
 
-from . import patterns, schedulers, schedules
+from . import densities, dynamic, patterns, schedulers, schedules
+from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .kernels import keep_mask
 from .masking import WeightMask
@@ -18,11 +19,18 @@ from .weight_norm import WeightNormSparsifier
 __version__ = "0.1.0"
 
 __all__ = [
+    "GMP",
+    "SET",
+    "SNFS",
+    "SRSTE",
+    "STE",
     "BlockCoupling",
     "BlockSpec",
     "CouplingError",
+    "DynamicSparsifier",
     "NearlyDiagonalSparsifier",
     "Report",
+    "RigL",
     "Row",
     "ScopeCoupling",
     "ScopeSparsifier",
@@ -30,9 +38,14 @@ __all__ = [
     "SparseBlock",
     "SparseScope",
     "SparsityError",
+    "Static",
+    "StraightThrough",
+    "TopKAST",
     "View",
     "WeightMask",
     "WeightNormSparsifier",
+    "densities",
+    "dynamic",
     "keep_mask",
     "patterns",
     "schedulers",

@@ -103,7 +103,7 @@ class MaskSparsifier(BaseSparsifier):
         self.config = [dict(entry) for entry in config or ()]
         self._state = defaultdict(dict)
         for group in groups:
-            masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
+            self._install(group)
         self._phase = "prepared"
         if saved is not None:
             self.load_state_dict(saved)
@@ -253,6 +253,9 @@ class MaskSparsifier(BaseSparsifier):
     def _new_mask(self, group: Group) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
+
+    def _install(self, group: Group) -> None:
+        masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
 
     def _live_mask(self, group: Group, model: nn.Module | None = None) -> Tensor:
         found = masking.find_mask(self._module_in(model, group), group["tensor_name"])

@@ -6,10 +6,11 @@ the active weights to replace in an update (`cosine` of RigL).
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from .errors import SparsityError
 
-__all__ = ["Schedule", "constant", "cosine", "cubic", "join", "linear"]
+__all__ = ["Schedule", "constant", "cosine", "cubic", "difference", "drop_fraction", "join", "linear"]
 
 Schedule = Callable[[int], float]
 
@@ -20,7 +21,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.5)(1000)
     0.5
     """
-    return lambda step: value
+    return partial(_constant, value)
 
 
 def linear(start: float, steps: int, end: float = 0.0) -> Schedule:
@@ -30,7 +31,7 @@ def linear(start: float, steps: int, end: float = 0.0) -> Schedule:
     [1.0, 0.75, 0.0, 0.0]
     """
     _positive(steps)
-    return lambda step: end + (start - end) * (1 - _progress(step, steps))
+    return partial(_power, start, end, steps, 0, 1)
 
 
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
@@ -40,7 +41,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     [0.2927, 0.15, 0.0, 0.0]
     """
     _positive(steps)
-    return lambda step: end + (start - end) * (1 + math.cos(math.pi * _progress(step, steps))) / 2
+    return partial(_cosine, start, end, steps)
 
 
 def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
@@ -53,7 +54,29 @@ def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
     _positive(steps)
-    return lambda step: end + (start - end) * (1 - _progress(step - begin, steps)) ** 3
+    return partial(_power, start, end, steps, begin, 3)
+
+
+def difference(schedule: Schedule, interval: int) -> Schedule:
+    """What a schedule adds in one interval: `schedule(t) - schedule(t - interval)`.
+
+    >>> [round(difference(cubic(0.0, 0.8, 900, begin=100), 100)(t), 4) for t in (200, 300, 900, 1000)]
+    [0.2381, 0.1855, 0.0077, 0.0011]
+    """
+    _positive(interval)
+    return partial(_difference, schedule, interval)
+
+
+def drop_fraction(target: float, now: float) -> float:
+    """The fraction of the active weights to drop to come from sparsity `now` to `target`, and never below 0.
+
+    >>> round(drop_fraction(0.9, 0.8), 4), drop_fraction(0.5, 0.8), drop_fraction(1.0, 1.0)
+    (0.5, 0.0, 0.0)
+    """
+    for name, level in (("target", target), ("now", now)):
+        if not 0 <= level <= 1:
+            raise SparsityError(f"drop_fraction: {name} is a sparsity and must lie in [0, 1], got {level!r}")
+    return 0.0 if target <= now else (target - now) / (1 - now)
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
@@ -71,13 +94,31 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         raise SparsityError(
             f"join: {len(schedules)} schedules need {len(schedules) - 1} increasing boundaries, got {list(boundaries)}"
         )
-    starts = [0, *boundaries]
+    return partial(_joined, list(schedules), [0, *boundaries])
 
-    def joined(step: int) -> float:
-        at = max((k for k in range(1, len(starts)) if step >= starts[k]), default=0)
-        return schedules[at](step - starts[at])
 
-    return joined
+# Module-level, so that what holds a schedule can be pickled.
+
+
+def _constant(value: float, step: int) -> float:
+    return value
+
+
+def _power(start: float, end: float, steps: int, begin: int, exponent: int, step: int) -> float:
+    return end + (start - end) * (1 - _progress(step - begin, steps)) ** exponent
+
+
+def _cosine(start: float, end: float, steps: int, step: int) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * _progress(step, steps))) / 2
+
+
+def _difference(schedule: Schedule, interval: int, step: int) -> float:
+    return schedule(step) - schedule(step - interval)
+
+
+def _joined(schedules: Sequence[Schedule], starts: Sequence[int], step: int) -> float:
+    at = max((k for k in range(1, len(starts)) if step >= starts[k]), default=0)
+    return schedules[at](step - starts[at])
 
 
 def _progress(step: int, steps: int) -> float:

@@ -59,7 +59,7 @@ class ScopeSparsifier(MaskSparsifier):
     16
     """
 
-    optional_keys = ("nnz", "stages", *TILES, *AXES)
+    optional_keys: tuple[str, ...] = ("nnz", "stages", *TILES, *AXES)
     _plan: tuple[Any, Plan] | None = None
 
     def __init__(

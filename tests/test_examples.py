@@ -1,5 +1,6 @@
 """Every example runs to its end in a process of its own, prints its numbers, and leaves what it promises."""
 
+import csv
 import re
 import subprocess
 import sys
@@ -39,7 +40,8 @@ def dense_minilm():
 
 
 def test_every_example_is_run_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py", "prune_minilm.py"}
+    run_here = {"quickstart.py", "prune_minilm.py", "rigl_digits.py", "dst_language_model.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
 
 
 def test_quickstart_prints_both_accuracies_and_the_report(tmp_path):
@@ -53,6 +55,37 @@ def test_quickstart_prints_both_accuracies_and_the_report(tmp_path):
 
 def test_quickstart_stays_short():
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) < 40
+
+
+def test_digits_trains_every_method_at_equal_nonzeros(tmp_path):
+    done = run(EXAMPLES / "rigl_digits.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| sparsity | nonzeros | static | SET | RigL | SNFS | GMP |" in done.stdout
+    assert re.search(r"^\| 0\.90 \| 646 \|", done.stdout, re.M) and re.search(r"^\| 0\.95 \| 323 \|", done.stdout, re.M)
+    with (tmp_path / "rigl_digits.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["method"] for r in rows] == ["dense", *["static", "SET", "RigL", "SNFS", "GMP"] * 2]
+    left = {(r["method"], r["level"]): float(r["first mask left"]) for r in rows}
+    assert left["static", "0.9"] == 1 and left["RigL", "0.9"] < 1
+    assert (tmp_path / "rigl_digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_digits_benchmark_shows_the_order_it_must():
+    with (EXAMPLES / "results" / "rigl_digits.csv").open() as file:
+        rows = [r for r in csv.DictReader(file) if r["level"] == "0.95"]
+    assert {r["seed"] for r in rows} == set(map(str, range(10))) and {r["nonzeros"] for r in rows} == {"323"}
+    mean = {m: sum(float(r["accuracy"]) for r in rows if r["method"] == m) / 10 for m in ("static", "SET", "RigL")}
+    assert mean["SET"] - mean["static"] > 4 and mean["RigL"] - mean["SET"] > 2
+
+
+def test_the_language_model_trains_every_method_at_equal_nonzeros(tmp_path):
+    done = run(EXAMPLES / "dst_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "dst_language_model.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["method"] for r in rows] == ["dense", *["static", "SET", "RigL", "GMP"] * 2]
+    assert [{r["nonzeros"] for r in rows if r["level"] == level} for level in ("0.9", "0.95")] == [{"39322"}, {"19661"}]
+    assert all(2 < float(r["loss"]) < 5 for r in rows)
 
 
 @pytest.mark.slow
@@ -150,6 +183,7 @@ BENCHMARKS = {
     "cpu_step.py": "kind: PAT NMSparseConstraint",
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
+    "dst_overhead.py": "step: update",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
 }
 

@@ -5,12 +5,27 @@ import csv
 import io
 import pathlib
 import re
+import statistics
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_digits_table_is_the_csv():
+    with (ROOT / "examples/results/rigl_digits.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    dense = [float(r["accuracy"]) for r in rows if r["method"] == "dense"]
+    assert f"dense has {statistics.mean(dense):.2f}" in README
+    for level in ("0.90", "0.95"):
+        cells = []
+        for name in ("static", "SET", "RigL", "SNFS", "GMP"):
+            found = [float(r["accuracy"]) for r in rows if r["method"] == name and float(r["level"]) == float(level)]
+            assert len(found) == 10
+            cells.append(f"{statistics.mean(found):.2f} +- {statistics.stdev(found) / 10**0.5:.2f}")
+        assert f"| {level} | {' | '.join(cells)} |" in README
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))

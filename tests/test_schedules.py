@@ -24,8 +24,21 @@ def test_cubic_golden():
     assert s(1000) == s(5000) == 0.8
 
 
+def test_cubic_differences_per_interval_golden():
+    change = schedules.difference(schedules.cubic(0.0, 0.8, 900, begin=100), 100)
+    assert [round(change(t), 4) for t in (100, 200, 300, 900, 1000, 1100)] == [0, 0.2381, 0.1855, 0.0077, 0.0011, 0]
+
+
+def test_a_target_as_a_fraction_of_what_is_active():
+    assert schedules.drop_fraction(0.75, 0.5) == 0.5
+    assert schedules.drop_fraction(1.0, 0.5) == 1.0
+    assert schedules.drop_fraction(0.2, 0.5) == 0.0
+    with pytest.raises(SparsityError, match=r"target is a sparsity and must lie in \[0, 1\], got 1.5"):
+        schedules.drop_fraction(1.5, 0.5)
+
+
 def test_linear_constant_and_join():
-    assert [schedules.linear(0.3, 3)(t) for t in (0, 3, 4)] == [0.3, 0.0, 0.0]
+    assert [round(schedules.linear(0.3, 3)(t), 4) for t in (0, 1, 3, 4)] == [0.3, 0.2, 0.0, 0.0]
     joined = schedules.join([schedules.constant(1.0), schedules.linear(1.0, 2), schedules.constant(5.0)], [2, 4])
     assert [joined(t) for t in range(6)] == [1.0, 1.0, 1.0, 0.5, 5.0, 5.0]
 

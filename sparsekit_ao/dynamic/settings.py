@@ -1,0 +1,129 @@
+"""What a dynamic sparsifier was asked to do, checked: when updates happen, by which rules, and what those need.
+
+Knows numbers and rules; no model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..schedules import Schedule, constant
+from .grow import GROW
+from .inits import Init, as_init
+from .prune import PRUNE
+from .redistribute import REDISTRIBUTE
+from .rules import Rule, as_rule
+
+__all__ = ["NewValues", "Settings", "make_settings"]
+
+NewValues = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Checked arguments of `DynamicSparsifier`, where they are described."""
+
+    init: Init
+    update_every: int | None
+    update_fraction: Schedule
+    until: int | None
+    prune: Rule
+    grow: Rule | None
+    redistribute: Rule | None
+    target: Schedule | None
+    seed: int
+    state_init: str
+    new_values: NewValues | None
+
+    @property
+    def updates(self) -> bool:
+        """Whether masks ever change."""
+        return self.update_every is not None and self.until != 0
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether an update looks at dense gradients."""
+        return self.state_init == "grad" or "gradient" in self._needs
+
+    @property
+    def needs_momentum(self) -> bool:
+        """Whether an update looks at momentum, which must then see inactive weights in every iteration."""
+        return "momentum" in self._needs
+
+    @property
+    def _needs(self) -> set[str]:
+        return {n for rule in (self.prune, self.grow, self.redistribute) if rule is not None for n in rule.needs}
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether an update is scheduled for this iteration (counted from 1)."""
+        return self.updates and iteration % (self.update_every or 1) == 0 and self.may_update(iteration)
+
+    def may_update(self, iteration: int) -> bool:
+        """Whether an update may still happen in this iteration."""
+        return self.updates and (self.until is None or iteration <= self.until)
+
+
+def make_settings(
+    init: object,
+    update_every: object,
+    update_fraction: object,
+    until: object,
+    prune: object,
+    grow: object,
+    redistribute: object,
+    target: Any,
+    seed: object,
+    state_init: Any,
+    new_values: Any,
+) -> Settings:
+    """Settings, once every argument is known to be right and to go with the others."""
+    every = None if update_every is None else _integer("update_every", update_every, least=1)
+    last = None if until is None else _integer("until", until, least=0)
+    _check_kinds(state_init, target, new_values)
+    pruning = as_rule(prune, PRUNE, "prune")
+    if pruning is None:
+        raise SparsityError("prune must be a rule; for masks that never change use update_every=None")
+    growing = as_rule(grow, GROW, "grow")
+    spreading = as_rule(redistribute, REDISTRIBUTE, "redistribute")
+    if spreading is not None and growing is None:
+        raise SparsityError("redistribute shares out what grows, and grow is None; give a growth rule, or leave it out")
+    return Settings(
+        init=as_init(init),
+        update_every=every,
+        update_fraction=_fraction(update_fraction),
+        until=last,
+        prune=pruning,
+        grow=growing,
+        redistribute=spreading,
+        target=target,
+        seed=_integer("seed", seed, least=0),
+        state_init=state_init,
+        new_values=new_values,
+    )
+
+
+def _check_kinds(state_init: object, target: object, new_values: object) -> None:
+    if state_init not in ("zero", "grad"):
+        raise SparsityError(f"state_init must be 'zero' or 'grad', got {state_init!r}")
+    if target is not None and not callable(target):
+        raise SparsityError(f"target must be a schedule (iteration -> sparsity) or None, got {target!r}")
+    if new_values is not None and not callable(new_values):
+        raise SparsityError(f"new_values must be a function (weight, generator) -> values or None, got {new_values!r}")
+
+
+def _fraction(given: object) -> Schedule:
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < 1:
+        return constant(float(given))
+    if callable(given):
+        return given
+    raise SparsityError(f"update_fraction must be a schedule or a number in [0, 1), got {given!r}")
+
+
+def _integer(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SparsityError(f"{name} must be an int >= {least}, got {value!r}")
+    return value

@@ -1,0 +1,108 @@
+"""The blocks of scopes as rows [scopes, slots]: what the rules of an update score, and where their choice is written.
+
+Knows one component of a plan with its weights, masks and gradients at one moment; decides nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..kernels import Norm, fill_mask, from_scopes, scope_scores, to_scopes
+from ..kernels.reference import candidates_of
+from ..kernels.tiling import real_slots
+from ..plan import Component
+from ..spec import BlockSpec
+from .draws import draw, generator
+
+__all__ = ["Slots"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slots:
+    """One component at one moment; scopes that are chosen together, over one tensor or coupled ones.
+
+    Rules get this. Rows are [scopes, slots]; a slot is one block (of several tensors, where they share a fate).
+
+    Attributes:
+        component: the scopes and how their blocks are scored.
+        weights, gradients, momenta: {block: parameter-shaped tensor}; the last two are empty where nothing asked for
+            them.
+        masks: {block: mask}.
+        step: the training iteration.
+        seed: what random numbers are keyed by, besides name and step.
+    """
+
+    component: Component
+    weights: Mapping[BlockSpec, Tensor]
+    masks: Mapping[BlockSpec, Tensor]
+    step: int = 0
+    seed: int = 0
+    gradients: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
+    momenta: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The tensor's name, or the coupling's."""
+        return self.component.label
+
+    @cached_property
+    def active(self) -> Tensor:
+        """Which slots are kept now; bool rows."""
+        return self.rows_of_masks(self.masks)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which slots hold a block: all but the padding of a partial scope; bool rows."""
+        groups = self.component.scope.groups({s.view.param: w for s, w in self.weights.items()}, None)
+        found = real_slots(groups)
+        width = sum(math.prod(g.shape) for g in groups)
+        device = groups[0].members[0].window.device
+        full = torch.ones(self.component.scope.numscp(), width, dtype=torch.bool, device=device)
+        return full if found is None else found
+
+    def scores(self, values: Mapping[BlockSpec, Tensor], norm: Norm | None = None) -> Tensor:
+        """Block scores of parameter-shaped values; float rows, padding 0.
+
+        Args:
+            values: `weights`, `gradients` or `momenta`.
+            norm: see `kernels.block_scores`; the tensor's own by default.
+        """
+        if not values:
+            raise SparsityError(f"{self.name}: no such values were gathered; a rule says what it needs in `needs`")
+        taken = {spec.view.param: t for spec, t in values.items()}
+        groups = self.component.scope.groups(taken, None)
+        as_mean = any(m.is_partial for g in groups for m in g.members)
+        norm = self.component.norm if norm is None else norm
+        return torch.cat([scope_scores(g, norm, as_mean=as_mean) for g in groups], dim=1)
+
+    def random(self, purpose: str) -> Tensor:
+        """Uniform numbers in [0, 1), the same on every rank and after a resume; float64 rows."""
+        source = generator(self.seed, self.name, self.step, purpose)
+        return draw(self.real.shape, source, self.real.device)
+
+    def mean_active(self, values: Mapping[BlockSpec, Tensor]) -> float:
+        """The mean magnitude of the values over active blocks."""
+        size = self.scores(values, torch.abs).double()
+        return float(torch.where(self.active, size, 0).sum() / self.active.sum().clamp(min=1))
+
+    def rows_of_masks(self, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
+        """Which slots some parameter-shaped masks keep; bool rows."""
+        groups = self.component.scope.groups(None, masks)
+        return torch.cat([to_scopes(candidates_of(g.members, len(g.shape)), g, False) for g in groups], dim=1)
+
+    def write(self, rows: Tensor, masks: Mapping[BlockSpec, Tensor]) -> None:
+        """Fill parameter-shaped masks in place from bool rows; elements outside a view stay as they are."""
+        scope = self.component.scope
+        groups = scope.groups(None, masks)
+        widths = [math.prod(g.shape) for g in groups]
+        for group, (spec, _), part in zip(groups, scope.scopes(), rows.split(widths, dim=1), strict=True):
+            fill_mask(group.members, from_scopes(part, group))
+            for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
+                if not leaf.view.is_aligned(masks[leaf]):
+                    assert member.mask is not None
+                    leaf.view.write_back(member.mask, masks[leaf])

@@ -1,0 +1,123 @@
+"""The masks that training starts with: budgets spread over components, places drawn or taken from saved masks.
+
+Knows a plan, groups and the init; writes budgets into the groups, and changes no model.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from ..config import Group
+from ..errors import SparsityError
+from ..plan import Component
+from .budgets import budget_rows, distribute, is_fixed, overall_level, set_budget, sizes, spread
+from .inits import given_mask, start_rows
+from .settings import Settings
+from .slots import Slots
+
+__all__ = ["refuse_parametrized", "start_masks"]
+
+
+def start_masks(
+    components: Sequence[Component],
+    groups: Sequence[Group],
+    weights: Sequence[Tensor],
+    settings: Settings,
+    sparsity_level: float,
+) -> dict[str, Tensor]:
+    """The initial mask of every group, {tensor_fqn: bool}.
+
+    Args:
+        components: of the plan of these groups.
+        groups: open ones get their budgets written.
+        weights: dense, one a group.
+        settings: how to start.
+        sparsity_level: the overall one, unless a target says otherwise.
+    """
+    open_ = [k for k, c in enumerate(components) if not is_fixed(c, groups)]
+    _check_open(components, open_, settings)
+    if settings.init.masks is None and open_:
+        if settings.init.first_dense:
+            _fix_dense(components[open_[0]], groups)
+        level = overall_level(settings, sparsity_level, 0)
+        for k, nnz in spread(components, distribute(components, groups, settings, level)).items():
+            set_budget(components[k], groups, nnz)
+    masks: dict[str, Tensor] = {}
+    for component in components:
+        masks.update(_component_masks(component, groups, weights, settings))
+    return masks
+
+
+def _component_masks(
+    component: Component, groups: Sequence[Group], weights: Sequence[Tensor], settings: Settings
+) -> Mapping[str, Tensor]:
+    init, own = settings.init, {spec: weights[at] for spec, at in component.leaves}
+    saved = {}
+    if init.masks is not None:
+        saved = {spec: given_mask(groups[at], weights[at], init.masks) for spec, at in component.leaves}
+    slots = Slots(component=component, weights=own, masks=saved, seed=settings.seed)
+    rows = start_rows(slots, init, lambda: budget_rows(component, groups, {}))
+    if init.masks is not None:
+        _take_budget(component, groups, rows)
+    fresh = {spec: torch.ones_like(w, dtype=torch.bool) for spec, w in own.items()}
+    slots.write(rows, fresh)
+    return {groups[at]["tensor_fqn"]: fresh[spec] for spec, at in component.leaves}
+
+
+def _take_budget(component: Component, groups: Sequence[Group], rows: Tensor) -> None:
+    """Saved masks bring their counts: an open component takes them over, a fixed one must agree."""
+    found = rows.sum(1).cpu()
+    if is_fixed(component, groups):
+        if not torch.equal(found, budget_rows(component, groups, {})):
+            raise SparsityError(
+                f"{component.label}: the saved mask keeps {int(found.min())} .. {int(found.max())} blocks a scope, but "
+                "its config entry has another budget; leave that out, or take another mask"
+            )
+    elif found.numel() and int(found.min()) != int(found.max()):
+        raise SparsityError(
+            f"{component.label}: scopes of the saved mask keep from {int(found.min())} to {int(found.max())} blocks, "
+            "and every scope needs the same number; give the scope_shape that the mask was made with"
+        )
+    else:
+        set_budget(component, groups, int(found[0]))
+
+
+def _fix_dense(component: Component, groups: Sequence[Group]) -> None:
+    set_budget(component, groups, component.scope.numblk_per_scope())
+    for _, at in component.leaves:
+        groups[at]["fixed"] = True
+
+
+def refuse_parametrized(groups: Sequence[Group]) -> None:
+    """Raise where something else than a parameter lies under the mask to be: it has no `.grad` to take."""
+    for group in groups:
+        if parametrize.is_parametrized(group["module"], group["tensor_name"]):
+            raise SparsityError(
+                f"{group['tensor_fqn']}: another parametrization makes this weight, so it has no gradient of its own "
+                "to grow by. Remove that one first, or leave the tensor out."
+            )
+
+
+def _check_open(components: Sequence[Component], open_: Sequence[int], settings: Settings) -> None:
+    asked = {
+        "redistribute": settings.redistribute is not None,
+        "target": settings.target is not None,
+        "prune='global'": settings.prune.is_global,
+    }
+    for what, is_asked in asked.items():
+        if is_asked and not open_:
+            raise SparsityError(
+                f"{what} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
+                "sparsity_level out of the entries that should share"
+            )
+    if (
+        settings.prune.is_global
+        and settings.target
+        and len({n for k, n in enumerate(sizes(components)) if k in open_}) > 1
+    ):
+        raise SparsityError(
+            "prune='global' with a target counts blocks of all tensors together, so they need one size; use "
+            "prune='magnitude'"
+        )

@@ -1,0 +1,181 @@
+"""One update of the masks: drop, redistribute, grow. Rows in, rows out; nothing is changed here.
+
+Knows slots, budgets and rules; no optimizer and no model. Every choice goes through the one selection rule, so counts
+are exact in every scope.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..densities import allocate, shares
+from ..errors import SparsityError
+from ..kernels import keep_mask
+from .rules import Rule
+from .slots import Slots
+
+__all__ = ["Part", "drop", "exchange", "grow", "redistribute"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A component in an update.
+
+    Attributes:
+        slots: its blocks and what is known of them.
+        budget: int64 [scopes], blocks that each scope holds after the update, unless they are redistributed.
+        is_open: it takes part in redistribution and in competition over all tensors: all its scopes are alike, and
+            its budget is the sparsifier's to set.
+        size: elements of a block, in units that all parts share.
+    """
+
+    slots: Slots
+    budget: Tensor
+    is_open: bool
+    size: int = 1
+
+    @property
+    def scopes(self) -> int:
+        """Number of scopes."""
+        return self.slots.active.shape[0]
+
+    @property
+    def unit(self) -> int:
+        """Elements that one more block in every scope costs."""
+        return self.size * self.scopes
+
+
+def drop(
+    parts: Sequence[Part], rule: Rule, fraction: float, *, total: int | None = None, regrows: bool = True
+) -> list[Tensor]:
+    """Which active slots stay: all but exactly floor(fraction * active) in every part.
+
+    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
+    short of the part's number (2 of 4 loses none at 0.3), the rest are the smallest of the weakest one of each scope.
+
+    Args:
+        parts: every component; no scope is left with more than its budget.
+        rule: a global one drops floor(fraction * active) of all open parts together.
+        fraction: of the active blocks, in [0, 1).
+        total: with a global rule, blocks that all open parts hold at most.
+        regrows: scopes grow to their budgets afterwards; else all scopes of a part lose alike.
+
+    Returns:
+        bool rows for each part.
+    """
+    if not 0 <= fraction < 1:
+        raise SparsityError(f"the update fraction must lie in [0, 1), so that no layer is emptied; got {fraction!r}")
+    scored = [rule.score(p.slots) for p in parts]
+    keep = [torch.minimum(_after(p.slots.active.sum(1), fraction), p.budget) for p in parts]
+    if rule.is_global:
+        at = [k for k, p in enumerate(parts) if p.is_open]
+        left = _global_keep([parts[k] for k in at], [scored[k] for k in at], fraction, total)
+        for k, n in zip(at, left, strict=True):
+            keep[k] = torch.full_like(keep[k], n)
+    out = [keep_mask(s, n, candidates=p.slots.active) for s, n, p in zip(scored, keep, parts, strict=True)]
+    if regrows:
+        out = [
+            k if rule.is_global and p.is_open else _without_weakest(p, s, k, fraction)
+            for p, s, k in zip(parts, scored, out, strict=True)
+        ]
+    return out
+
+
+def _after(count: Tensor, fraction: float) -> Tensor:
+    return count - torch.floor(count * fraction + 1e-9).long()
+
+
+def _without_weakest(part: Part, scores: Tensor, kept: Tensor, fraction: float) -> Tensor:
+    """Drop what is still missing from the part's number, at most one more in every scope."""
+    surplus = int(kept.sum() - _after(part.slots.active.sum(), fraction))
+    if surplus <= 0 or part.scopes == 1:
+        return kept
+    weakest = kept & ~keep_mask(scores, (kept.sum(1) - 1).clamp(min=0), candidates=kept)
+    flat, row = weakest.reshape(1, -1), scores.reshape(1, -1)
+    stays = keep_mask(row, max(int(flat.sum()) - surplus, 0), candidates=flat)
+    return kept & ~(flat & ~stays).reshape(kept.shape)
+
+
+def _global_keep(parts: Sequence[Part], scored: Sequence[Tensor], fraction: float, total: int | None) -> list[int]:
+    """Blocks that every scope of each part keeps when all compete, the best of every scope set."""
+    held = [int(p.slots.active.sum()) for p in parts]
+    keep = sum(held) - math.floor(sum(held) * fraction + 1e-9)
+    keep = keep if total is None else min(keep, total)
+    scopes = [p.scopes for p in parts]
+    if keep < sum(scopes):
+        raise SparsityError(
+            f"global pruning would keep {keep} blocks, but every scope keeps one, and there are {sum(scopes)}; "
+            "drop a smaller fraction, or ask for a lower sparsity"
+        )
+    if not parts:
+        return []
+    best = [keep_mask(s, 1, candidates=p.slots.active) for s, p in zip(scored, parts, strict=True)]
+    rows = [s.double().masked_fill(b, math.inf).reshape(1, -1) for s, b in zip(scored, best, strict=True)]
+    flat = [p.slots.active.reshape(1, -1) for p in parts]
+    kept = keep_mask(torch.cat(rows, dim=1), keep, candidates=torch.cat(flat, dim=1))
+    ideals = [float(k.sum()) for k in kept.split([f.shape[1] for f in flat], dim=1)]
+    whole = allocate(ideals, keep, scopes, held, scopes)
+    return [n // s for n, s in zip(whole, scopes, strict=True)]
+
+
+def redistribute(parts: Sequence[Part], kept: Sequence[Tensor], rule: Rule) -> list[Tensor]:
+    """Budgets after what was dropped is shared out anew over the open parts; they sum to what they did.
+
+    Shares are in proportion to the rule's number. Where a block more costs the same in all open parts the largest
+    remainders are rounded up; else blocks move by whole exchanges (see `exchange`).
+
+    Returns:
+        int64 [scopes] for each part.
+    """
+    at = [k for k, p in enumerate(parts) if p.is_open]
+    open_ = [parts[k] for k in at]
+    units = [p.unit for p in open_]
+    left = [int(kept[k].sum()) * parts[k].size for k in at]
+    now = [int(p.budget.sum()) * p.size for p in open_]
+    room = [p.slots.active.numel() * p.size - n for p, n in zip(open_, left, strict=True)]
+    weights = [float(rule.score(p.slots)) for p in open_]
+    if not any(math.isfinite(w) and w > 0 for w in weights):
+        weights = [float(b - n) for b, n in zip(now, left, strict=True)]
+    given = shares(weights, sum(now) - sum(left), room)
+    ideals = [n + g for n, g in zip(left, given, strict=True)]
+    low = [int(kept[k].sum(1).max()) * parts[k].unit for k in at]
+    full = [n + r for n, r in zip(left, room, strict=True)]
+    even = len(set(units)) == 1
+    whole = allocate(ideals, sum(now), low, full, units) if even else exchange(now, ideals, low, full, units)
+    out = [p.budget for p in parts]
+    for k, n in zip(at, whole, strict=True):
+        out[k] = torch.full_like(out[k], n // parts[k].unit)
+    return out
+
+
+def exchange(
+    now: Sequence[int], ideals: Sequence[float], low: Sequence[int], high: Sequence[int], unit: Sequence[int]
+) -> list[int]:
+    """Move from those above their ideal to those below, in amounts that both can take whole: the sum never changes.
+
+    >>> exchange([12, 12], [5.0, 19.0], [0, 0], [24, 24], [2, 3])
+    [6, 18]
+    """
+    out = list(now)
+    for giver in range(len(out)):
+        for taker in range(len(out)):
+            step = math.lcm(unit[giver], unit[taker])
+            spare = min(out[giver] - ideals[giver], out[giver] - low[giver])
+            need = min(ideals[taker] - out[taker], high[taker] - out[taker])
+            moved = max(math.floor(min(spare, need) / step + 1e-9), 0) * step
+            out[giver] -= moved
+            out[taker] += moved
+    return out
+
+
+def grow(parts: Sequence[Part], kept: Sequence[Tensor], budgets: Sequence[Tensor], rule: Rule) -> list[Tensor]:
+    """The new masks: kept, and the highest inactive slots up to each budget; bool rows for each part."""
+    out = []
+    for part, stay, budget in zip(parts, kept, budgets, strict=True):
+        missing = budget.to(stay.device) - stay.sum(1)
+        born = keep_mask(rule.score(part.slots), missing, candidates=part.slots.real & ~stay)
+        out.append(stay | born)
+    return out

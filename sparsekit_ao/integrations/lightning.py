@@ -1,0 +1,58 @@
+"""A callback for Lightning: calls `step` after every optimizer step, and travels with the trainer's checkpoints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch.ao.pruning import BaseScheduler
+
+from ..base import MaskSparsifier
+from ..dynamic import DynamicSparsifier
+
+__all__ = ["SparsifierCallback"]
+
+
+class SparsifierCallback(Callback):
+    """Drive a prepared sparsifier from a Lightning `Trainer`.
+
+    After a batch in which optimizers stepped the sparsifier steps once, then the schedulers do. A `DynamicSparsifier`
+    gets the trainer's optimizers when fitting begins, and masks dense gradients before Lightning clips them.
+
+    Args:
+        sparsifier: prepared on (a part of) the LightningModule before `fit`.
+        schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+    """
+
+    def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
+        self.sparsifier, self.schedulers = sparsifier, list(schedulers)
+        self._steps = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach the optimizers, which Lightning has made and restored by now."""
+        self._steps = trainer.global_step
+        if isinstance(self.sparsifier, DynamicSparsifier):
+            self.sparsifier.attach(trainer.optimizers)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """After the last backward of a batch, before clipping."""
+        if isinstance(self.sparsifier, DynamicSparsifier):
+            self.sparsifier.take_gradients()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """One step of the sparsifier and of its schedulers, unless the batch only accumulated gradients."""
+        if trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        self.sparsifier.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sparsifier's and the schedulers' state."""
+        return {"sparsifier": self.sparsifier.state_dict(), "schedulers": [s.state_dict() for s in self.schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.sparsifier.load_state_dict(state_dict["sparsifier"])
+        for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict(state)

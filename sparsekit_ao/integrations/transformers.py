@@ -1,0 +1,94 @@
+"""A callback for `transformers.Trainer`: calls `step` where the trainer's loop would, and travels with checkpoints.
+
+Masks are buffers of the model, so they are in the trainer's own checkpoints; what else a sparsifier has to remember
+goes into `trainer_state.json`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.ao.pruning import BaseScheduler
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ..base import MaskSparsifier
+from ..dynamic import DynamicSparsifier
+from ..errors import SparsityError
+
+__all__ = ["SparsifierCallback"]
+
+
+class SparsifierCallback(TrainerCallback, ExportableState):
+    """Drive a prepared sparsifier from a `transformers.Trainer`.
+
+    After every optimizer step the sparsifier steps, then the schedulers do. A `DynamicSparsifier` gets the trainer's
+    optimizer when training begins.
+
+    Args:
+        sparsifier: prepared on the trainer's model before the trainer is made.
+        schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+
+    Raises:
+        SparsityError: when training begins, if gradients are clipped unseen; see `watch_clipping`.
+    """
+
+    def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
+        self.sparsifier, self.schedulers = sparsifier, list(schedulers)
+        self._watches = False
+
+    def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
+        """Mask dense gradients before the trainer clips them, which it does before it calls any callback.
+
+        Needed once, after the trainer is made, with `max_grad_norm > 0` and a sparsifier that looks at gradients.
+        """
+        clip = trainer.accelerator.clip_grad_norm_
+
+        def clip_masked(*args: Any, **kwargs: Any) -> Any:
+            trainer.accelerator.unscale_gradients()
+            self.sparsifier.take_gradients()  # type: ignore[attr-defined]
+            return clip(*args, **kwargs)
+
+        if not self._watches and isinstance(self.sparsifier, DynamicSparsifier):
+            trainer.accelerator.clip_grad_norm_ = clip_masked
+        self._watches = True
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach the optimizer; resuming, put back what the checkpoint says."""
+        found = self.sparsifier
+        if isinstance(found, DynamicSparsifier):
+            looks = found.settings.updates and (found.settings.needs_gradient or found.settings.needs_momentum)
+            if looks and args.max_grad_norm and not self._watches:
+                raise SparsityError(
+                    "SparsifierCallback: the trainer clips gradients before it calls back, so it would clip by the "
+                    "norm of dense ones. Call callback.watch_clipping(trainer), or set max_grad_norm=0."
+                )
+            found.attach(kwargs["optimizer"])
+        if state.global_step:
+            saved = state.stateful_callbacks.get(type(self).__name__)
+            if not saved or not saved["attributes"]:
+                raise SparsityError("SparsifierCallback: the checkpoint that training resumes from holds no sparsifier")
+            self._load(saved["attributes"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One step of the sparsifier and of its schedulers for each of the optimizer."""
+        self.sparsifier.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        """What `trainer_state.json` keeps: everything but the masks, which are in the model."""
+        if not self.sparsifier.groups:
+            return {"args": {}, "attributes": {}}
+        saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}
+        return {
+            "args": {},
+            "attributes": {"sparsifier": saved, "schedulers": [s.state_dict() for s in self.schedulers]},
+        }
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        """The trainer has loaded the model by now, masks included."""
+        masks = {fqn: {"mask": s["mask"].clone()} for fqn, s in self.sparsifier.state.items()}
+        self.sparsifier.load_state_dict({**saved["sparsifier"], "state": masks})
+        for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):
+            scheduler.load_state_dict(state)

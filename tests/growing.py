@@ -1,0 +1,87 @@
+"""What tests of dynamic sparse training share: a small model, its plain twin, keyed data, and a rule that listens."""
+
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import DynamicSparsifier
+
+SIZES = (12, 16, 16, 8)
+
+
+def mlp(seed=0, sizes=SIZES):
+    torch.manual_seed(seed)
+    layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch(step, rows=8, sizes=SIZES):
+    source = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(rows, sizes[0], generator=source), torch.randint(sizes[-1], (rows,), generator=source)
+
+
+def loss_of(model, step):
+    x, y = batch(step)
+    return F.cross_entropy(model(x), y)
+
+
+class Listener:
+    """The growth rule of RigL that keeps what it was shown: {step: {name: gradient}}."""
+
+    needs = ("gradient",)
+
+    def __init__(self):
+        self.seen = {}
+
+    def __call__(self, slots):
+        (gradient,) = slots.gradients.values()
+        self.seen.setdefault(slots.step, {})[slots.name] = gradient.clone()
+        return slots.scores(slots.gradients)
+
+
+def dense_gradients(model, step):
+    """Gradients of a plain dense model with the same masked weights."""
+    twin = mlp()
+    with torch.no_grad():
+        for own, masked in zip(twin, model, strict=True):
+            if isinstance(own, nn.Linear):
+                own.weight.copy_(masked.weight)
+                own.bias.copy_(masked.bias)
+    loss_of(twin, step).backward()
+    return {f"{k}.weight": m.weight.grad for k, m in enumerate(twin) if isinstance(m, nn.Linear)}
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "fused adam": lambda p: torch.optim.Adam(p, 1e-2, fused=True),
+    "fused sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+}
+
+
+def prepared(optimizer="momentum", model=None, config=None, **arguments):
+    """(model, optimizer, sparsifier), ready to train."""
+    model = mlp() if model is None else model
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    arguments = {"sparsity_level": 0.75, "update_every": 2, "update_fraction": 0.3, **arguments}
+    sparsifier = arguments.pop("kind", DynamicSparsifier)(optimizer, **arguments)
+    sparsifier.prepare(model, config)
+    return model, optimizer, sparsifier
+
+
+def train(model, optimizer, sparsifier, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        sparsifier.step()
+
+
+def weights(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -1,0 +1,379 @@
+"""Counts are exact in every scope at every update, for every rule on every structure; choices are right by eye."""
+
+from itertools import product
+
+import pytest
+import torch
+from growing import prepared, train
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples
+from torch import nn
+
+from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, dynamic, schedules
+from sparsekit_ao.dynamic import grow, prune, redistribute
+from sparsekit_ao.dynamic.update import exchange
+
+UPDATES = 25  # of every combination; the count below of updates in one run is the longer one
+
+
+class Holder(nn.Module):
+    """Parameters by name, for structures over several of them."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+def coupled(kind):
+    names = [f"{kind}.{n}" for n in ("gate", "up", "down")]
+    shapes = [(1, -1), (1, -1), (-1, 1)]
+    return [
+        {"tensor_fqn": n, "block_shape": s, "block_coupling": kind, "coupling_order": (1, 0) if s[0] == -1 else None}
+        for n, s in zip(names, shapes, strict=True)
+    ]
+
+
+def two_mlps():
+    sizes = {"a": 16, "b": 24}
+    return nn.ModuleDict({k: Holder(gate=(n, 8), up=(n, 8), down=(8, n)) for k, n in sizes.items()})
+
+
+def matrices():
+    return nn.ModuleDict({"a": Holder(w=(16, 16)), "b": Holder(w=(8, 16)), "c": Holder(w=(24, 8))})
+
+
+def large_matrices():
+    return nn.ModuleDict({"a": Holder(w=(32, 32)), "b": Holder(w=(16, 32)), "c": Holder(w=(24, 16))})
+
+
+def convolutions():
+    return nn.ModuleDict({"a": Holder(w=(8, 4, 3, 3)), "b": Holder(w=(16, 8, 3, 3))})
+
+
+def everywhere(**structure):
+    return [{"tensor_fqn": "*.w", **structure}]
+
+
+STRUCTURES = {
+    "single weights": (matrices, everywhere()),
+    "one budget over all": (matrices, everywhere(scope_coupling="all")),
+    "N of 4": (matrices, everywhere(scope_shape=(1, 4))),
+    "rows of constant fan-in": (matrices, everywhere(scope_shape=(1, -1))),
+    "8x8 blocks": (large_matrices, everywhere(block_shape=(8, 8))),
+    "2x2 blocks of every block row": (matrices, everywhere(block_shape=(2, 2), scope_shape=(1, -1))),
+    "conv kernels": (convolutions, everywhere(block_shape=(1, 1, -1, -1))),
+    "conv filters": (convolutions, everywhere(block_shape=(1, -1, -1, -1))),
+    "kernels of every filter": (convolutions, everywhere(block_shape=(1, 1, -1, -1), scope_shape=(1, -1))),
+    "coupled MLP channels": (two_mlps, coupled("a") + coupled("b")),
+    "partial blocks": (matrices, everywhere(block_shape=(3, 5), edge="partial")),
+}
+RULES = list(
+    product(["magnitude", "global"], ["gradient", "momentum", "random"], [None, "gradient", "momentum", "nonzero"])
+)
+
+
+def run(sparsifier, optimizer, parameters, updates, seen):
+    """Train on random gradients: what matters here is counts."""
+    source = torch.Generator().manual_seed(0)
+    for _ in range(updates):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=source)
+        optimizer.step()
+        sparsifier.step()
+        sparsifier.check()
+        seen(sparsifier.last_update, sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups))
+
+
+def built(structure, **arguments):
+    torch.manual_seed(0)
+    make, config = STRUCTURES[structure]
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    sparsifier = DynamicSparsifier(
+        optimizer, 0.5, update_every=1, **{"update_fraction": 0.5, "init": "uniform", **arguments}
+    )
+    sparsifier.prepare(model, config)
+    return list(model.parameters()), optimizer, sparsifier
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("rules", RULES, ids=lambda r: "-".join(map(str, r)))
+def test_nonzeros_never_change(structure, rules):
+    names = dict(zip(("prune", "grow", "redistribute"), rules, strict=True))
+    parameters, optimizer, sparsifier = built(structure, **names)
+    counts, moved = [sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups)], []
+
+    def seen(movement, count):
+        counts.append(count)
+        moved.append(sum(movement.gone.values()))
+        assert moved[-1] == sum(movement.born.values()) or structure == "partial blocks"
+
+    run(sparsifier, optimizer, parameters, UPDATES, seen)
+    if structure != "partial blocks":  # edge blocks hold fewer elements; `check` counted blocks
+        assert len(set(counts)) == 1
+    assert sparsifier.last_update.iteration == UPDATES
+    assert all(int(sparsifier.mask(g["tensor_fqn"]).sum()) > 0 for g in sparsifier.groups)
+    assert sum(moved) > 0
+
+
+@pytest.mark.slow
+def test_nonzeros_never_change_in_a_thousand_updates():
+    parameters, optimizer, sparsifier = built("single weights", grow="momentum", redistribute="momentum")
+    counts = []
+    run(sparsifier, optimizer, parameters, 1000, lambda _, count: counts.append(count))
+    assert set(counts) == {(256 + 128 + 192) // 2}
+
+
+def one(weight, gradient, **arguments):
+    """Masks of one update of one weight, from a given start."""
+    start = arguments.pop("start")
+    model = Holder(w=(1,))
+    model.w = nn.Parameter(torch.tensor(weight))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    config = [{"tensor_fqn": "w", **arguments.pop("structure", {})}]
+    init = dynamic.inits.resume({"w": torch.tensor(start)})
+    sparsifier = DynamicSparsifier(optimizer, init=init, update_every=1, **arguments)
+    sparsifier.prepare(model, config)
+    model.parametrizations.w.original.grad = torch.tensor(gradient)
+    optimizer.step()
+    sparsifier.step()
+    return sparsifier.mask("w").int().tolist(), model.parametrizations.w.original.tolist()
+
+
+def test_one_update_by_eye():
+    mask, weight = one(
+        [[5.0, 1.0, 7.0, 3.0, 9.0, 9.0]],
+        [[0.0, 2.0, 0.0, 0.0, 1.0, 3.0]],
+        start=[[1, 1, 1, 1, 0, 0]],
+        update_fraction=0.5,
+    )
+    assert mask == [[1, 1, 1, 0, 0, 1]]  # 1 and 3 go; gradients 3 and 2 come, the latter where 1 was
+    assert weight == [[5.0, 1.0, 7.0, 0.0, 0.0, 0.0]]  # regrown at once: keeps its value; new: zero
+
+
+def test_one_update_of_every_row_by_eye():
+    mask, _ = one(
+        [[5.0, 1.0, 9.0, 9.0], [1.0, 5.0, 9.0, 9.0]],
+        [[0.0, 0.0, 1.0, 2.0], [0.0, 0.0, 2.0, 1.0]],
+        start=[[1, 1, 0, 0], [1, 1, 0, 0]],
+        update_fraction=0.5,
+        structure={"scope_shape": (1, -1)},
+    )
+    assert mask == [[1, 0, 0, 1], [0, 1, 1, 0]]
+
+
+def test_small_scopes_lose_their_share_together():
+    rows = [[1.0, 5.0, 0.0, 0.0], [2.0, 6.0, 0.0, 0.0], [3.0, 7.0, 0.0, 0.0], [4.0, 8.0, 0.0, 0.0]]
+    mask, _ = one(
+        rows,
+        [[0.0, 0.0, 0.0, 1.0]] * 4,
+        start=[[1, 1, 0, 0]] * 4,
+        update_fraction=0.3,  # of 8 active weights 2 go, and of each pair none
+        structure={"scope_shape": (1, 4)},
+    )
+    assert mask == [[0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+
+
+def test_ties_go_to_the_lower_index():
+    mask, _ = one([[1.0] * 6], [[1.0] * 6], start=[[0, 1, 1, 1, 1, 0]], update_fraction=0.5)
+    assert mask == [[1, 1, 1, 1, 0, 0]]
+
+
+def test_active_slots_never_compete_for_growth():
+    mask, _ = one([[9.0, 1.0, 1.0, 1.0]], [[99.0, 0.0, 1.0, 2.0]], start=[[1, 1, 0, 0]], update_fraction=0.5)
+    assert mask == [[1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "want"),
+    [("mean", [[1, 1, 0, 0]]), ("L1", [[1, 1, 0, 0]]), ("max", [[0, 0, 1, 1]]), ("L2", [[1, 1, 0, 0]])],
+)
+def test_blocks_are_pooled_after_taking_absolute_values(criterion, want):
+    mask, _ = one(
+        [[3.0, -3.0, 0.5, 4.0]],  # the plain mean of the first block is 0
+        [[0.0] * 4],
+        start=[[1, 1, 1, 1]],
+        prune=prune.magnitude(criterion),
+        grow=None,
+        update_fraction=0.5,
+        structure={"block_shape": (1, 2)},
+    )
+    assert mask == want
+
+
+def test_growth_pools_by_its_own_criterion():
+    arguments = {"start": [[1, 1, 0, 0, 0, 0]], "update_fraction": 0.0, "structure": {"block_shape": (1, 2)}}
+    weight, gradient = [[1.0] * 6], [[0.0, 0.0, 3.0, -3.0, 0.5, 4.0]]
+    start = {"start": [[1, 1, 1, 1, 0, 0]], "update_fraction": 0.5, "structure": arguments["structure"]}
+    assert one(weight, gradient, grow=grow.gradient("mean"), **start)[0] == [[1, 1, 1, 1, 0, 0]]
+    assert one(weight, gradient, grow=grow.gradient("max"), **start)[0] == [[1, 1, 0, 0, 1, 1]]
+
+
+def test_rules_of_users_are_functions_of_slots():
+    def leftmost(slots):
+        return -torch.arange(slots.active.shape[1]).float().expand(slots.active.shape)
+
+    mask, _ = one(
+        [[1.0, 2.0, 3.0, 4.0]], [[0.0] * 4], start=[[0, 0, 1, 1]], prune=leftmost, grow=leftmost, update_fraction=0.5
+    )
+    assert mask == [[1, 0, 1, 0]]
+
+
+def test_global_pruning_lets_layers_compete_and_empties_none():
+    model = nn.ModuleDict({"a": Holder(w=(4,)), "b": Holder(w=(4,))})
+    with torch.no_grad():
+        model["a"].w.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        model["b"].w.copy_(torch.tensor([5.0, 6.0, 7.0, 8.0]))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    sparsifier = DynamicSparsifier(
+        optimizer, init="resume", update_every=1, prune="global", grow=None, update_fraction=0.75
+    )
+    sparsifier.prepare(model, everywhere())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    sparsifier.step()
+    assert sparsifier.mask("a.w").tolist() == [0, 0, 0, 1]  # its largest stays, although b's 6 and 7 are larger
+    assert sparsifier.mask("b.w").tolist() == [0, 0, 0, 1]
+    optimizer.step()
+    with pytest.raises(SparsityError, match="global pruning would keep 1 blocks, but every scope keeps one, and there"):
+        sparsifier.step()
+
+
+def test_redistribution_is_in_proportion_and_sums_exactly():
+    model = nn.ModuleDict({k: Holder(w=(40,)) for k in "ab"})
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    sparsifier = DynamicSparsifier(
+        optimizer, 0.5, init="uniform", update_every=1, update_fraction=0.5, redistribute="gradient"
+    )
+    sparsifier.prepare(model, everywhere())
+    for p, size in zip(model.parameters(), (3.0, 1.0), strict=True):
+        p.grad = torch.full_like(p, size)
+    optimizer.step()
+    sparsifier.step()
+    assert [int(sparsifier.mask(f"{k}.w").sum()) for k in "ab"] == [10 + 15, 10 + 5]  # 20 dropped, shared 3 to 1
+
+
+@pytest.mark.parametrize("statistic", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_statistic_that_is_no_number_counts_as_zero(statistic):
+    def biased(slots):
+        return statistic if slots.name == "a.w" else 1.0
+
+    for rule, want in ((biased, [10, 30]), (lambda slots: statistic, [20, 20])):
+        model = nn.ModuleDict({k: Holder(w=(40,)) for k in "ab"})
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        sparsifier = DynamicSparsifier(
+            optimizer, 0.5, init="uniform", grow="random", update_every=1, update_fraction=0.5, redistribute=rule
+        )
+        sparsifier.prepare(model, everywhere())
+        optimizer.step()
+        sparsifier.step()
+        assert [int(sparsifier.mask(f"{k}.w").sum()) for k in "ab"] == want
+
+
+def test_nonzero_redistribution_keeps_the_split():
+    parameters, optimizer, sparsifier = built("single weights", redistribute="nonzero", update_fraction=0.5)
+    before = [int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups]
+    run(sparsifier, optimizer, parameters, 10, lambda *_: None)
+    after = [int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups]
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) <= 1
+
+
+@examples(200)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5), st.data())
+def test_exchanges_never_change_the_sum(drawn, data):
+    unit = [u for u, _, _ in drawn]
+    now, high = [u * n for u, n, _ in drawn], [u * (n + m) for u, n, m in drawn]
+    low = [u * data.draw(st.integers(0, n)) for u, n, _ in drawn]
+    ideals = [data.draw(st.floats(a, b)) for a, b in zip(low, high, strict=True)]
+    out = exchange(now, ideals, low, high, unit)
+    assert sum(out) == sum(now)
+    for a, n, b, u, before, ideal in zip(low, out, high, unit, now, ideals, strict=True):
+        assert a <= n <= b and n % u == 0
+        assert abs(n - ideal) <= abs(before - ideal) + 1e-6
+
+
+def test_gradual_pruning_follows_its_target_and_grows_nothing():
+    model, optimizer, sparsifier = prepared(kind=GMP, until=20, begin=4, sparsity_level=0.9, update_fraction=0.0)
+    blocks = sum(sparsifier.mask(g["tensor_fqn"]).numel() for g in sparsifier.groups)
+    target, before = schedules.cubic(0.0, 0.9, 16, begin=4), None
+    for step in range(1, 25):
+        train(model, optimizer, sparsifier, [step])
+        sparsifier.check()
+        now = torch.cat([sparsifier.mask(g["tensor_fqn"]).flatten() for g in sparsifier.groups]) != 0
+        assert before is None or not (now & ~before).any()
+        before = now
+        if step % 2 == 0:
+            assert int(now.sum()) == round((1 - target(step)) * blocks)
+    assert not sparsifier.groups[0]["module"].parametrizations.weight.original[sparsifier.mask("0.weight") == 0].any()
+
+
+def test_gradual_pruning_by_global_magnitude():
+    model, optimizer, sparsifier = prepared(kind=GMP, until=10, sparsity_level=0.9, prune="global", update_fraction=0.0)
+    train(model, optimizer, sparsifier, range(10))
+    counts = [int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups]
+    assert sum(counts) == round(0.1 * sum(g["module"].weight.numel() for g in sparsifier.groups))
+    assert sparsifier.check() == 3
+
+
+@pytest.mark.parametrize("how", ["magnitude", "global"])
+def test_a_target_with_growth_replaces_while_it_shrinks(how):
+    target = schedules.linear(0.5, 40, end=0.9)
+    model, optimizer, sparsifier = prepared(sparsity_level=None, target=target, prune=how, update_every=1)
+    blocks = sum(sparsifier.mask(g["tensor_fqn"]).numel() for g in sparsifier.groups)
+    for step in range(1, 41):
+        train(model, optimizer, sparsifier, [step])
+        sparsifier.check()
+    kept = sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups)
+    assert kept == round(0.1 * blocks)
+    assert sum(sparsifier.last_update.born.values()) > 0
+
+
+def test_a_torch_ao_scheduler_may_drive_the_levels():
+    from torch.ao.pruning import LambdaSL
+
+    model, optimizer, sparsifier = prepared(update_every=1, init="uniform")
+    scheduler = LambdaSL(sparsifier, lambda step: 1 - 0.1 * step)
+    for step in range(4):
+        train(model, optimizer, sparsifier, [step])
+        scheduler.step()
+    train(model, optimizer, sparsifier, [9])
+    assert sparsifier.groups[1]["sparsity_level"] < 0.5
+    assert int(sparsifier.mask("2.weight").sum()) == 256 - int(sparsifier.groups[1]["sparsity_level"] * 256 + 1e-9)
+
+
+def test_a_fixed_tensor_keeps_its_budget_while_others_share():
+    config = [
+        {"tensor_fqn": "0.weight"},
+        {"tensor_fqn": "2.weight", "scope_shape": (1, 4), "nnz": 2},
+        {"tensor_fqn": "4.weight"},
+    ]
+    model, optimizer, sparsifier = prepared(config=config, sparsity_level=0.7, redistribute="gradient")
+    total = sum(int(sparsifier.mask(f"{k}.weight").sum()) for k in (0, 2, 4))
+    assert total == round(0.3 * (12 * 16 + 256 + 128))
+    train(model, optimizer, sparsifier, range(20))
+    assert sparsifier.mask("2.weight").view(-1, 4).sum(1).unique().tolist() == [2]
+    assert sum(int(sparsifier.mask(f"{k}.weight").sum()) for k in (0, 2, 4)) == total
+
+
+def test_exact_random_growth_is_drawn_by_name_and_step_alone():
+    draws = []
+    for order in ([0, 2, 4], [4, 2, 0]):
+        config = [{"tensor_fqn": f"{k}.weight"} for k in order]
+        model, optimizer, sparsifier = prepared(grow="random", config=config)
+        train(model, optimizer, sparsifier, range(4))
+        draws.append({n: sparsifier.mask(n).clone() for n in ("0.weight", "2.weight", "4.weight")})
+    assert all(torch.equal(draws[0][n], draws[1][n]) for n in draws[0])
+
+
+def test_another_seed_draws_other_masks():
+    masks = [prepared(seed=seed)[2].mask("2.weight") for seed in (0, 0, 1)]
+    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+
+
+def test_rules_know_their_names():
+    assert set(prune.PRUNE) == {"magnitude", "global"}
+    assert set(grow.GROW) == {"gradient", "momentum", "random", "none"}
+    assert set(redistribute.REDISTRIBUTE) == {"gradient", "momentum", "nonzero", "none"}

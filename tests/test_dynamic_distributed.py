@@ -1,0 +1,77 @@
+"""Two ranks under DDP: growth sees the reduced gradient, ranks agree without sending masks, `no_sync` included."""
+
+import contextlib
+import datetime
+import multiprocessing
+import sys
+
+import pytest
+import torch
+from growing import Listener, batch, dense_gradients, mlp, weights
+from torch.nn import functional as F
+
+from sparsekit_ao import SNFS, DynamicSparsifier
+
+RULES = {
+    "RigL": {"update_fraction": 0.3},
+    "SET": {"grow": "random"},
+    "SNFS": {"kind": SNFS, "until": 100},
+}
+
+
+def train_rank(rank, folder, name, syncs):
+    """Half of every batch, in two micro-batches of which the first does not synchronize unless `syncs`."""
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    torch.set_num_threads(1)
+    arguments = {**RULES[name], "update_every": 2}
+    kind = arguments.pop("kind", DynamicSparsifier)
+    listener = Listener() if name == "RigL" else None
+    arguments |= {"grow": listener} if listener else {}
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sparsifier = kind(optimizer, 0.75, **arguments)
+    sparsifier.prepare(model, None)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    worst = 0.0
+    for step in range(1, 7):
+        want = dense_gradients(model, step)
+        x, y = batch(step)
+        optimizer.zero_grad()
+        for part in range(2):
+            rows = slice(4 * rank + 2 * part, 4 * rank + 2 * part + 2)
+            with contextlib.nullcontext() if syncs or part else parallel.no_sync():
+                (F.cross_entropy(parallel(x[rows]), y[rows]) / 2).backward()
+        optimizer.step()
+        sparsifier.step()
+        for tensor, gradient in (listener.seen.get(step, {}) if listener else {}).items():
+            worst = max(worst, float((gradient - want[tensor]).abs().max()))
+    sparsifier.check()
+    masks = {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) for g in sparsifier.groups}
+    updates = sorted(listener.seen) if listener else [sparsifier.last_update.iteration]
+    torch.save([weights(model), masks, worst, updates], f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="needs gloo")
+@pytest.mark.parametrize(("name", "syncs"), [("RigL", True), ("RigL", False), ("SET", False), ("SNFS", False)])
+def test_two_ranks_agree(name, syncs, tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=train_rank, args=(k, str(tmp_path), name, syncs)) for k in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        if rank.is_alive():
+            rank.terminate()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    first, second = (torch.load(tmp_path / f"rank{k}.pt") for k in range(2))
+    for a, b in zip(first[:2], second[:2], strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+    assert first[2] <= 1e-6 and second[2] <= 1e-6
+    assert first[3] == ([2, 4, 6] if name == "RigL" else [6])

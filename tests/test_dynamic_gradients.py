@@ -1,0 +1,332 @@
+"""Growth sees the gradient of a plain dense model, in every way of training, and training does not notice."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from growing import OPTIMIZERS, Listener, batch, dense_gradients, loss_of, mlp, prepared, train, weights
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sparsekit_ao import DynamicSparsifier, SparsityError, Static, dynamic
+
+STEPS = 7
+
+
+def plain(model, optimizer, sparsifier, step, state):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
+def accumulated(model, optimizer, sparsifier, step, state):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    for part in range(4):
+        rows = slice(2 * part, 2 * part + 2)
+        (F.cross_entropy(model(x[rows]), y[rows]) / 4).backward()
+    optimizer.step()
+
+
+def clipped(model, optimizer, sparsifier, step, state):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    sparsifier.take_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def scaled(model, optimizer, sparsifier, step, state):
+    scaler = state.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=64.0))
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, step)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def scaled_and_clipped(model, optimizer, sparsifier, step, state):
+    scaler = state.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=64.0))
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, step)).backward()
+    scaler.unscale_(optimizer)
+    sparsifier.take_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def checkpointed(model, optimizer, sparsifier, step, state, reentrant=False):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    hidden = checkpoint(model[:3], x.requires_grad_(reentrant), use_reentrant=reentrant)
+    F.cross_entropy(checkpoint(model[3:], hidden, use_reentrant=reentrant), y).backward()
+    optimizer.step()
+
+
+def checkpointed_reentrant(*arguments):
+    checkpointed(*arguments, reentrant=True)
+
+
+def by_closure(model, optimizer, sparsifier, step, state):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+
+
+WAYS = [plain, accumulated, clipped, scaled, scaled_and_clipped, checkpointed, checkpointed_reentrant, by_closure]
+CASES = [(way, "momentum") for way in WAYS] + [(way, kind) for way in (plain, scaled, clipped) for kind in OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_growth_sees_the_gradient_of_a_dense_model(way, kind):
+    listener = Listener()
+    model, optimizer, sparsifier = prepared(kind, grow=listener)
+    state = {}
+    for step in range(1, STEPS):
+        want = dense_gradients(model, step)
+        way(model, optimizer, sparsifier, step, state)
+        sparsifier.step()
+        for name, gradient in listener.seen.get(step, {}).items():
+            torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
+            assert bool((gradient[sparsifier.mask(name) == 0] != 0).any()), "only masked gradients were seen"
+    assert sorted(listener.seen) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_open_iterations_train_as_closed_ones(way, kind):
+    runs = []
+    for arguments in ({"update_fraction": 0.0}, {"kind": Static, "update_every": None}):
+        model, optimizer, sparsifier = prepared(kind, **arguments)
+        state = {}
+        for step in range(1, STEPS):
+            way(model, optimizer, sparsifier, step, state)
+            sparsifier.step()
+        runs.append(weights(model))
+    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+
+
+def test_gradients_are_dense_only_in_iterations_that_feed_an_update():
+    model, optimizer, sparsifier = prepared(update_every=3, until=6)
+    dense = []
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        hidden = model[0].parametrizations.weight.original.grad[sparsifier.mask("0.weight") == 0]
+        dense.append(bool((hidden != 0).any()))
+        optimizer.step()
+        sparsifier.step()
+    assert [k for k, is_dense in enumerate(dense, 1) if is_dense] == [3, 6]
+
+
+def test_random_growth_never_opens_the_masks():
+    model, optimizer, sparsifier = prepared(grow="random", update_every=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        assert not model[0].parametrizations.weight.original.grad[sparsifier.mask("0.weight") == 0].any()
+        optimizer.step()
+        sparsifier.step()
+    assert sparsifier.last_update.iteration == 3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_graph_and_no_recompiles(backend):
+    listener = Listener()
+    model, optimizer, sparsifier = prepared(grow=listener)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for step in range(1, 6):
+        want = dense_gradients(model, step)
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's own
+            loss_of(compiled, step).backward()
+        optimizer.step()
+        sparsifier.step()
+        for name, gradient in listener.seen.get(step, {}).items():
+            torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
+    assert sorted(listener.seen) == [2, 4]
+    assert counter.frame_count == 1
+
+
+def test_compiled_and_eager_training_move_the_same_masks():
+    found = []
+    for compiles in (False, True):
+        model, optimizer, sparsifier = prepared()
+        torch._dynamo.reset()
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        train(called, optimizer, sparsifier, range(1, 7))
+        found.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam", "fused adam", "fused sgd"])
+@pytest.mark.parametrize("grow", ["gradient", "random"])
+def test_a_step_that_the_scaler_skips_defers_the_update(kind, grow):
+    model, optimizer, sparsifier = prepared(kind, grow=grow, update_every=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    updated = []
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        scaler.scale(loss * math.inf if step in (3, 4) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        sparsifier.step()
+        updated.append(sparsifier.last_update and sparsifier.last_update.iteration)
+    assert updated == [None, None, None, None, 5, 6]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_fused_step_skipped_for_another_parameter_defers_the_update_too():
+    model, optimizer, sparsifier = prepared("fused adam")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 2:
+            model[0].bias.grad[0] = math.inf  # no sparsified parameter
+        scaler.step(optimizer)
+        scaler.update()
+        sparsifier.step()
+        assert (sparsifier.last_update is not None) == (step == 3)
+
+
+def test_a_gradient_that_is_not_finite_defers_the_update():
+    model, optimizer, sparsifier = prepared()
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step == 2:
+            hidden = (sparsifier.mask("2.weight") == 0).nonzero()[0]
+            model[2].parametrizations.weight.original.grad[tuple(hidden)] = math.nan
+        optimizer.step()
+        sparsifier.step()
+    assert sparsifier.last_update.iteration == 3
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_missing_gradient_defers_the_update_and_says_so_when_the_next_is_due():
+    model, optimizer, sparsifier = prepared(update_every=2, until=4)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        loss_of(model[:3], step).backward()  # the last layer gets none
+        optimizer.step()
+        if step == 4:
+            with pytest.warns(UserWarning, match="update due in iteration 2 never happened: an optimizer took no step"):
+                sparsifier.step()
+        else:
+            sparsifier.step()
+    assert sparsifier.last_update is None
+    assert not sparsifier.state_dict()["dynamic"]["pending"]  # `until` has passed
+
+
+def test_momentum_growth_sees_momentum_of_dense_gradients_also_when_clipped():
+    seen = {}
+
+    def listening(slots):
+        seen[slots.step] = {slots.name: next(iter(slots.momenta.values())).clone(), **seen.get(slots.step, {})}
+        return slots.scores(slots.momenta)
+
+    listening.needs = ("momentum",)
+    for clips in (False, True):
+        seen.clear()
+        model, optimizer, sparsifier = prepared("momentum", grow=listening, update_every=4)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        expected = {}
+        for step in range(1, 5):
+            for name, gradient in dense_gradients(model, step).items():
+                expected[name] = gradient if step == 1 else 0.9 * expected[name] + gradient
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if clips:
+                sparsifier.take_gradients()
+                nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+            optimizer.step()
+            hidden = {n: sparsifier.mask(n) == 0 for n in expected}
+            sparsifier.step()
+            for group in sparsifier.groups:  # momentum moved hidden weights; they are zero again
+                weight = group["module"].parametrizations.weight.original
+                assert not weight[sparsifier.mask(group["tensor_fqn"]) == 0].any()
+        for name, want in expected.items():
+            torch.testing.assert_close(seen[4][name], want, rtol=0, atol=1e-6)
+            assert bool(seen[4][name][hidden[name]].any())
+
+
+def test_taking_gradients_twice_adds_what_came_in_between():
+    listener = Listener()
+    model, optimizer, sparsifier = prepared(grow=listener, update_every=1)
+    want = dense_gradients(model, 1)
+    x, y = batch(1)
+    optimizer.zero_grad()
+    for rows in (slice(0, 4), slice(4, 8)):
+        (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
+        sparsifier.take_gradients()
+    optimizer.step()
+    hidden = {n: sparsifier.mask(n) == 0 for n in want}
+    sparsifier.step()
+    for name, gradient in listener.seen[1].items():
+        torch.testing.assert_close(gradient[hidden[name]], want[name][hidden[name]], rtol=0, atol=1e-6)
+
+
+def test_several_optimizers_must_all_step():
+    model = mlp()
+    first = torch.optim.SGD(model[0].parameters(), 0.1)
+    second = torch.optim.Adam(model[2:].parameters(), 1e-2)
+    sparsifier = DynamicSparsifier([first, second], 0.75, update_every=2, until=9)
+    sparsifier.prepare(model, None)
+    for step in range(1, 5):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        loss_of(model, step).backward()
+        first.step()
+        if step not in (2, 3):
+            second.step()
+        if step == 4:
+            with pytest.warns(UserWarning, match="never happened"):
+                sparsifier.step()
+        else:
+            sparsifier.step()
+    assert sparsifier.last_update.iteration == 4
+
+
+def test_a_backward_mask_is_no_part_of_a_checkpoint_unless_it_is_chosen():
+    names = dynamic.DynamicMask(torch.ones(2, 2)).state_dict().keys()
+    assert set(names) == {"mask"}
+    assert set(dynamic.DynamicMask(torch.ones(2, 2), reach=True).state_dict()) == {"mask", "backward_mask"}
+
+
+def test_masked_infinities_stay_out_of_an_open_forward_and_backward():
+    mask = dynamic.DynamicMask(torch.tensor([1.0, 0.0]))
+    weight = torch.tensor([2.0, math.inf], requires_grad=True)
+    for is_open, want in ((False, [3.0, 0.0]), (True, [3.0, 5.0])):
+        weight.grad = None
+        mask.set_open(is_open)
+        out = mask(weight)
+        assert out.tolist() == [2.0, 0.0]
+        (out * torch.tensor([3.0, 5.0])).sum().backward()
+        assert weight.grad.tolist() == want
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(SparsityError, match=r"mask \(2,\) does not fit the weight \(3,\)"):
+        dynamic.DynamicMask(torch.ones(2))(torch.ones(3))
+
+
+def test_second_derivatives_and_per_sample_gradients_work_through_open_masks():
+    mask = dynamic.DynamicMask(torch.tensor([1.0, 0.0]))
+    mask.set_open(True)
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    (first,) = torch.autograd.grad((mask(weight) ** 3).sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), weight)
+    assert first.tolist() == [12.0, 0.0] and second.tolist() == [12.0, 0.0]
+    per_sample = torch.func.vmap(torch.func.grad(lambda w, x: (mask(w) * x).sum()), (None, 0))(weight, torch.eye(2))
+    assert per_sample.tolist() == [[1.0, 0.0], [0.0, 1.0]]

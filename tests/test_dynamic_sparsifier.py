@@ -1,0 +1,533 @@
+"""The life of a dynamic sparsifier: where it starts, what optimizers forget, resuming, copies, mistakes."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from growing import OPTIMIZERS, loss_of, mlp, prepared, train, weights
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from sparsekit_ao import GMP, SET, SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, Static, dynamic
+from sparsekit_ao.dynamic import inits
+from sparsekit_ao.dynamic.optimizer_state import reset_state
+
+
+def masks(sparsifier):
+    return {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) != 0 for g in sparsifier.groups}
+
+
+# where it starts
+
+
+def test_the_overall_level_is_exact_and_spread_by_erk():
+    _, _, sparsifier = prepared(sparsity_level=0.9)
+    kept = [int(m.sum()) for m in masks(sparsifier).values()]
+    assert sum(kept) == round(0.1 * (12 * 16 + 16 * 16 + 16 * 8))
+    shares = [k / m.numel() for k, m in zip(kept, masks(sparsifier).values(), strict=True)]
+    assert shares[2] > shares[0] > shares[1]  # smaller layers are denser
+
+
+def test_lenet_starts_with_the_golden_counts():
+    model = nn.Sequential(nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10))
+    sparsifier = Static(sparsity_level=0.9)
+    sparsifier.prepare(model, None)
+    assert [int(m.sum()) for m in masks(sparsifier).values()] == [18714, 6906, 1000]
+    assert sparsifier.check() == 3
+
+
+def test_uniform_and_first_dense():
+    _, _, sparsifier = prepared(init="uniform")
+    assert [r.sparsity for r in sparsifier.report()] == [0.75] * 3
+    _, _, sparsifier = prepared(init=inits.random("erk", first_dense=True), sparsity_level=0.5)
+    assert sparsifier.mask("0.weight").all()
+    assert sum(int(m.sum()) for m in masks(sparsifier).values()) == 288
+
+
+def test_blocks_are_whole_and_counted_in_blocks():
+    _, _, sparsifier = prepared(block_shape=(4, 4), sparsity_level=0.5)
+    assert sparsifier.check() == 3
+    assert sum(int(m.sum()) for m in masks(sparsifier).values()) == 16 * round(0.5 * (12 + 16 + 8))
+
+
+def test_dropped_weights_are_zero_from_the_start():
+    model, _, sparsifier = prepared()
+    for name, kept in masks(sparsifier).items():
+        weight = model.get_submodule(name.removesuffix(".weight")).parametrizations.weight.original
+        assert not weight[~kept].any() and weight[kept].all()
+
+
+def test_a_lottery_ticket_from_masks_a_checkpoint_or_a_sparsifier():
+    model, _, first = prepared(seed=3)
+    want = masks(first)
+    for source in (want, first.state_dict(), model.state_dict()):
+        _, _, second = prepared(sparsity_level=None, init=inits.lottery_ticket(source))
+        assert all(torch.equal(want[n], m) for n, m in masks(second).items())
+        assert second.check() == 3
+
+
+def test_a_shuffled_ticket_keeps_counts_and_moves_places():
+    _, _, first = prepared(scope_shape=(1, -1))
+    ticket = inits.lottery_ticket(first.state_dict(), shuffle=True)
+    _, _, second = prepared(sparsity_level=None, init=ticket, scope_shape=(1, -1))
+    for name, kept in masks(second).items():
+        assert torch.equal(kept.sum(1), masks(first)[name].sum(1))
+        assert not torch.equal(kept, masks(first)[name])
+
+
+def test_resume_takes_the_zeros_of_the_weights():
+    model = mlp()
+    scope = ScopeSparsifier(0.75)
+    scope.prepare(model, None)
+    scope.step()
+    want = masks(scope)
+    scope.squash_mask()
+    _, _, sparsifier = prepared(model=model, init="resume", sparsity_level=None)
+    assert all(torch.equal(want[n], m) for n, m in masks(sparsifier).items())
+
+
+def test_norms_and_biases_are_left_alone_unless_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    sparsifier = Static(sparsity_level=0.5)
+    sparsifier.prepare(model, None)
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "structure", "says"),
+    [
+        ({"9.weight": torch.ones(2)}, {}, "0.weight: the saved masks hold none for it; they hold ['9.weight']"),
+        ({"0.weight": torch.ones(2)}, {}, "0.weight: the saved mask is (2,), the weight (16, 12)"),
+        ("half", {"block_shape": (2, 2)}, "0.weight: the saved mask cuts through blocks; give the block_shape"),
+        ("half", {"scope_shape": (1, -1)}, "0.weight: scopes of the saved mask keep from 5 to 6 blocks, and every"),
+        ("half", {"nnz": 7}, "two budgets; give one"),
+    ],
+)
+def test_saved_masks_that_do_not_fit(saved, structure, says):
+    if saved == "half":
+        half = torch.arange(16 * 12).reshape(16, 12) % 2 == 0
+        half[0, 0] = False
+        saved = {"0.weight": half}
+    model = mlp()
+    before = weights(model)
+    with pytest.raises(SparsityError) as found:
+        DynamicSparsifier(init=inits.lottery_ticket(saved), **structure).prepare(model, [{"tensor_fqn": "0.weight"}])
+    assert says in str(found.value)
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_a_saved_mask_must_agree_with_an_entry_that_has_a_budget():
+    config = [{"tensor_fqn": "0.weight", "nnz": 7}]
+    sparsifier = DynamicSparsifier(init=inits.lottery_ticket({"0.weight": torch.ones(16, 12)}))
+    with pytest.raises(SparsityError, match="the saved mask keeps 192 .. 192 blocks a scope, but its config entry has"):
+        sparsifier.prepare(mlp(), config)
+
+
+# what optimizers forget
+
+
+@pytest.mark.parametrize("kind", [k for k in OPTIMIZERS if k != "sgd"])
+def test_born_and_gone_weights_are_zero_and_forgotten(kind):
+    model, optimizer, sparsifier = prepared(kind, update_every=3)
+    train(model, optimizer, sparsifier, range(1, 3))
+    old = masks(sparsifier)
+    train(model, optimizer, sparsifier, [3])
+    moved = 0
+    for name, new in masks(sparsifier).items():
+        weight = model.get_submodule(name.removesuffix(".weight")).parametrizations.weight.original
+        changed = new ^ old[name]
+        moved += int(changed.sum())
+        assert not weight[changed].any()
+        state = [t for t in optimizer.state[weight].values() if torch.is_tensor(t) and t.shape == weight.shape]
+        assert state
+        for tensor in state:
+            assert not tensor[changed].any() and tensor[new & old[name]].any()
+    assert moved > 0
+
+
+def test_state_of_any_depth_is_forgotten():
+    class Odd(torch.optim.SGD):
+        pass
+
+    w = nn.Parameter(torch.ones(2, 2))
+    optimizer = Odd([w], 0.1)
+    inner = torch.ones(2, 2)
+    optimizer.state[w] = {"nested": [{"deep": inner}], "other": torch.ones(3), "step": torch.tensor(5.0)}
+    reset_state([optimizer], w, torch.eye(2, dtype=torch.bool))
+    assert inner.tolist() == [[0, 1], [1, 0]]
+    assert optimizer.state[w]["other"].all() and optimizer.state[w]["step"] == 5
+
+
+def first_step(state_init):
+    """How far the born weights move in their first step, in learning rates, late in training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    sparsifier = DynamicSparsifier(optimizer, 0.5, update_every=2, state_init=state_init)
+    sparsifier.prepare(model, None)
+    weight = model[0].parametrizations.weight.original
+    gradient = torch.randn(16, 16).sign()
+    for _ in range(2):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        sparsifier.step()
+    born = (sparsifier.mask("0.weight") != 0) & (weight == 0)
+    optimizer.state[weight]["step"].fill_(10_000)  # late in training
+    weight.grad = gradient.clone()
+    optimizer.step()
+    return (weight.detach()[born].abs() / 1e-3).mean().item()
+
+
+def test_adam_makes_a_long_first_step_from_zero_and_none_from_the_gradient():
+    assert first_step("zero") == pytest.approx(3.16, abs=0.01)
+    assert first_step("grad") == pytest.approx(0.1, abs=0.001)
+
+
+def test_second_moments_of_born_weights_are_squared_gradients():
+    model, optimizer, sparsifier = prepared("adam", update_every=2, state_init="grad", grow="random")
+    train(model, optimizer, sparsifier, [1])
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    weight = model[2].parametrizations.weight.original
+    gradient, old = weight.grad.clone(), masks(sparsifier)["2.weight"]
+    optimizer.step()
+    sparsifier.step()
+    born = masks(sparsifier)["2.weight"] & ~old
+    assert born.any()
+    for key in ("exp_avg_sq", "max_exp_avg_sq"):
+        assert torch.equal(optimizer.state[weight][key][born], gradient[born] ** 2)
+    assert not optimizer.state[weight]["exp_avg"][born].any()
+
+
+def test_without_second_moments_state_init_grad_is_refused_before_anything_changes():
+    model, optimizer, sparsifier = prepared("momentum", state_init="grad", update_every=1)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    before, old = weights(model), masks(sparsifier)
+    with pytest.raises(SparsityError, match="0.weight: state_init='grad' sets second moments, and its optimizer keeps"):
+        sparsifier.step()
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    assert all(torch.equal(old[n], m) for n, m in masks(sparsifier).items())
+
+
+def test_new_weights_may_take_other_values():
+    def small(weight, generator):
+        return torch.rand(weight.shape, generator=generator) + 1
+
+    model, optimizer, sparsifier = prepared(update_every=1, new_values=small)
+    old = masks(sparsifier)
+    train(model, optimizer, sparsifier, [1])
+    for name, new in masks(sparsifier).items():
+        weight = model.get_submodule(name.removesuffix(".weight")).parametrizations.weight.original
+        assert bool((weight[new & ~old[name]] >= 1).all()) and not weight[~new].any()
+
+
+# resuming
+
+METHODS = {
+    "RigL": (RigL, {"until": 20}),
+    "SET": (SET, {}),
+    "SNFS": (SNFS, {"until": 20}),
+    "GMP": (GMP, {"until": 12}),
+    "RigL rows, global": (RigL, {"until": 20, "prune": "global", "redistribute": "gradient", "scope_shape": (1, -1)}),
+}
+
+
+def one_iteration(model, optimizer, sparsifier, step, between=None):
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    if step != 6:  # a skipped step defers this update
+        optimizer.step()
+    if between is not None:
+        between()
+    sparsifier.step()
+
+
+def setup(method, kind):
+    make, arguments = METHODS[method]
+    return prepared(kind, kind=make, sparsity_level=0.8, update_every=3, **arguments)
+
+
+def same(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(weights(a[0]).values(), weights(b[0]).values(), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(masks(a[2]).values(), masks(b[2]).values(), strict=True))
+    for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
+        for key, value in a[1].state[p].items():
+            assert not torch.is_tensor(value) or torch.equal(value, b[1].state[q][key])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+@pytest.mark.parametrize("at", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("moment", ["after the iteration", "before the sparsifier's step"])
+def test_a_resumed_run_equals_an_uninterrupted_one(method, kind, at, moment):
+    straight = setup(method, kind)
+    saved = io.BytesIO()
+
+    def save():
+        torch.save([part.state_dict() for part in straight], saved)
+
+    for step in range(1, 13):
+        between = save if step == at and moment != "after the iteration" else None
+        one_iteration(*straight, step, between)
+        if step == at and moment == "after the iteration":
+            save()
+    saved.seek(0)
+    resumed = setup(method, kind)
+    for part, state in zip(resumed, torch.load(saved, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    if moment != "after the iteration":
+        resumed[2].step()
+    for step in range(at + 1, 13):
+        one_iteration(*resumed, step)
+    same(straight, resumed)
+    assert resumed[2].last_update.iteration == straight[2].last_update.iteration == 12
+
+
+def test_a_state_of_another_kind_is_refused():
+    _, _, sparsifier = prepared()
+    scope = ScopeSparsifier()
+    scope.prepare(mlp(), None)
+    with pytest.raises(SparsityError, match="this state is not a dynamic sparsifier's; it has no 'dynamic' entry"):
+        sparsifier.load_state_dict(scope.state_dict())
+
+
+def test_a_deep_copy_trains_on_its_own():
+    first = setup("RigL", "adam")
+    for step in range(1, 5):
+        one_iteration(*first, step)
+    other = copy.deepcopy(first[2])
+    copied = (other.model, other._tap.optimizers[0], other)
+    assert copied[1] is not first[1] and copied[0] is not first[0]
+    before = weights(first[0])
+    for step in range(5, 13):
+        one_iteration(*copied, step)
+    assert all(torch.equal(before[n], p) for n, p in first[0].named_parameters())
+    for step in range(5, 13):
+        one_iteration(*first, step)
+    same(first, copied)
+
+
+def test_a_pickled_sparsifier_goes_on_with_a_model_and_an_optimizer():
+    straight = setup("SNFS", "adam")
+    for step in range(1, 6):
+        one_iteration(*straight, step)
+    detached = pickle.loads(pickle.dumps(straight[2]))
+    model = mlp()
+    optimizer = OPTIMIZERS["adam"](model.parameters())  # before prepare, as there: it changes the parameters' order
+    detached.prepare(model)
+    model.load_state_dict(straight[0].state_dict())
+    optimizer.load_state_dict(copy.deepcopy(straight[1].state_dict()))
+    with pytest.raises(
+        SparsityError, match=r"no optimizer to take gradients from; call sparsifier.attach\(optimizer\)"
+    ):
+        detached.step()
+    detached.attach(optimizer)
+    resumed = (model, optimizer, detached)
+    for step in range(6, 13):
+        one_iteration(*straight, step)
+        one_iteration(*resumed, step)
+    same(straight, resumed)
+
+
+def test_squash_leaves_zeros_and_takes_hooks_away():
+    model, optimizer, sparsifier = prepared()
+    train(model, optimizer, sparsifier, range(1, 4))
+    kept = masks(sparsifier)
+    sparsifier.squash_mask()
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert all(torch.equal(model.get_parameter(n) != 0, m) for n, m in kept.items())
+    assert type(model[0]) is nn.Linear
+    loss_of(model, 4).backward()
+    optimizer.step()
+
+
+def test_moving_to_bf16_keeps_training():
+    model, optimizer, sparsifier = prepared(update_every=1)
+    model.to(torch.bfloat16)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(4, 12, dtype=torch.bfloat16)
+        model(x).square().mean().backward()
+        optimizer.step()
+        sparsifier.step()
+    assert sparsifier.check() == 3 and sparsifier.mask("0.weight").dtype == torch.bfloat16
+
+
+def test_updates_stop_while_disabled_and_after_until():
+    model, optimizer, sparsifier = prepared(update_every=1, until=3)
+    sparsifier.enable_mask_update = False
+    train(model, optimizer, sparsifier, [1])
+    assert sparsifier.last_update is None
+    sparsifier.enable_mask_update = True
+    train(model, optimizer, sparsifier, range(2, 7))
+    assert sparsifier.last_update.iteration == 3
+
+
+def test_gradual_pruning_needs_an_update_to_prune_in():
+    with pytest.raises(SparsityError, match=r"GMP: no update falls between begin=0 and until=99 \(every 100\)"):
+        GMP(until=99)
+
+
+def test_ties_of_methods_to_arguments():
+    assert Static().settings.updates is False
+    assert SET().settings.grow.name == "random" and not SET().settings.needs_gradient
+    assert RigL(until=10).settings.needs_gradient and RigL(until=10).settings.until == 10
+    assert RigL(until=10).settings.update_fraction(5) == pytest.approx(0.15)
+    assert SNFS(until=10).settings.needs_momentum
+    assert GMP(until=250).settings.grow is None and GMP(until=250).settings.target(200) == 0.9
+    assert RigL(until=10, update_every=7).settings.update_every == 7
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"update_every": 0}, "update_every must be an int >= 1, got 0"),
+        ({"until": -1}, "until must be an int >= 0, got -1"),
+        ({"seed": 0.5}, "seed must be an int >= 0, got 0.5"),
+        ({"update_fraction": 1.0}, "update_fraction must be a schedule or a number in [0, 1), got 1.0"),
+        ({"prune": "smallest"}, "prune must be one of 'magnitude', 'global', a Rule or a function, got 'smallest'"),
+        ({"prune": None}, "prune must be a rule; for masks that never change use update_every=None"),
+        ({"grow": "grad"}, "grow must be one of 'gradient', 'momentum', 'random', 'none', a Rule or a function"),
+        ({"redistribute": 3}, "redistribute must be one of 'gradient', 'momentum', 'nonzero', 'none', a Rule or"),
+        ({"grow": None, "redistribute": "nonzero"}, "redistribute shares out what grows, and grow is None"),
+        ({"init": "rigl"}, "init must be one of 'random', 'uniform', 'er', 'erk', 'resume', an Init or a function"),
+        ({"target": 0.5}, "target must be a schedule (iteration -> sparsity) or None, got 0.5"),
+        ({"state_init": "one"}, "state_init must be 'zero' or 'grad', got 'one'"),
+        ({"new_values": 0.1}, "new_values must be a function (weight, generator) -> values or None, got 0.1"),
+        ({"sparsity_level": 0.5, "nnz": 2}, "sparsity_level and nnz are two budgets; give one"),
+        ({"sparsity_level": 0.5, "target": lambda t: 0.5}, "sparsity_level and target are two budgets; give one"),
+        ({"sparsity_level": 0.5, "init": "resume"}, "sparsity_level and init='resume' are two budgets; give one"),
+        ({"target": lambda t: 2.0}, "target: an overall sparsity must lie in [0, 1], got 2.0 at iteration 0"),
+        ({"stages": []}, "stages: masks that move are chosen in one stage; leave stages out"),
+        ({"optimizer": 3}, "optimizer must be a torch optimizer or several, got int"),
+        ({"optimizer": []}, "attach: no optimizer given"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, says):
+    with pytest.raises(SparsityError) as found:
+        DynamicSparsifier(**arguments)
+    assert says in str(found.value)
+
+
+def other_optimizer(model):
+    return torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "config", "says"),
+    [
+        (other_optimizer, {}, None, "0.weight: one optimizer must train it, but 0 of the 1 given do"),
+        (
+            lambda m: [torch.optim.SGD(m.parameters(), 0.1), other_optimizer(m)],
+            {},
+            None,
+            "an optimizer was given that trains none of the sparsified parameters",
+        ),
+        (
+            lambda m: torch.optim.SGD(m.parameters(), 0.1),
+            {"grow": "momentum"},
+            None,
+            "0.weight: its optimizer keeps no momentum. Use SGD with momentum > 0 or an Adam",
+        ),
+        (None, {"nnz": 2, "redistribute": "nonzero"}, None, "redistribute moves budgets between tensors, but every"),
+        (None, {"nnz": 2, "prune": "global"}, None, "prune='global' moves budgets between tensors, but every"),
+        (None, {"sparsity_level": 0.999}, None, "a budget of 1 is out of reach; the tensors hold 3 .. 576"),
+        (
+            None,
+            {},
+            [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.0}],
+            "an overall density of 0.1 is out of reach: with the fixed tensors it lies in [0.571429, 1]",
+        ),
+        (
+            None,
+            {"scope_shape": (5,), "edge": "partial"},
+            None,
+            "0.weight: its scopes differ in size, so they cannot share one distributed budget",
+        ),
+        (None, {}, [{"tensor_fqn": "0.weight", "stages": []}], "unknown key 'stages'"),
+        (
+            None,
+            {"prune": "global", "target": lambda t: 0.5, "block_shape": (1, -1)},
+            None,
+            "prune='global' with a target counts blocks of all tensors together, so they need one size",
+        ),
+    ],
+)
+def test_models_that_do_not_fit_are_left_alone(optimizer, arguments, config, says):
+    model = mlp()
+    before = model.state_dict()
+    given = None if optimizer is None else optimizer(model)
+    sparsifier = DynamicSparsifier(given, **arguments)
+    with pytest.raises(SparsityError) as found:
+        sparsifier.prepare(model, config)
+    assert says in str(found.value)
+    assert model.state_dict().keys() == before.keys() and not sparsifier.groups
+
+
+def test_a_parametrized_weight_is_refused():
+    model = nn.Sequential(weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(SparsityError, match="0.weight: another parametrization makes this weight, so it has no grad"):
+        DynamicSparsifier().prepare(model, [{"tensor_fqn": "0.weight"}])
+
+
+def test_calls_out_of_place():
+    sparsifier = DynamicSparsifier()
+    with pytest.raises(SparsityError, match="take_gradients: no model has been prepared"):
+        sparsifier.take_gradients()
+    model = mlp()
+    sparsifier.prepare(model, None)
+    with pytest.raises(SparsityError, match="a dynamic sparsifier moves all its masks together; call step"):
+        sparsifier.update_mask(model[0], "weight")
+    with pytest.raises(SparsityError, match=r"attach: no optimizer given"):
+        sparsifier.attach([])
+    with pytest.raises(SparsityError, match="call sparsifier.attach"):
+        sparsifier.step()
+    assert sparsifier.iteration == 0
+
+
+def test_a_fraction_out_of_range_is_refused_before_anything_changes():
+    model, optimizer, sparsifier = prepared(update_every=1, update_fraction=lambda t: 1.5)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    before = masks(sparsifier)
+    with pytest.raises(SparsityError, match=r"the update fraction must lie in \[0, 1\), so that no layer is emptied"):
+        sparsifier.step()
+    assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items())
+
+
+def test_a_rule_that_forgot_to_say_what_it_needs():
+    def careless(slots):
+        return slots.scores(slots.gradients)
+
+    model, optimizer, sparsifier = prepared(update_every=1, grow=careless)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    with pytest.raises(SparsityError, match="0.weight: no such values were gathered; a rule says what it needs"):
+        sparsifier.step()
+    with pytest.raises(SparsityError, match="needs are some of"):
+        dynamic.Rule(name="x", score=careless, needs=("gradients",))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: dynamic.prune.magnitude("sum"), "prune: criterion must be 'mean', 'max', 'L1', 'L2' or None"),
+        (lambda: inits.random("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
+        (lambda: inits.lottery_ticket({}), "lottery_ticket needs a mapping with masks, got dict of no tensors"),
+        (lambda: dynamic.masking.find_dynamic(nn.Linear(1, 1), "weight"), "has no dynamic mask; call prepare first"),
+    ],
+)
+def test_rules_and_inits_check_their_arguments(call, says):
+    with pytest.raises(SparsityError) as found:
+        call()
+    assert says in str(found.value)

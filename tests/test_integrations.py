@@ -1,0 +1,222 @@
+"""The callbacks with the real libraries: a trainer trains as the loop by hand, and resumes from its own checkpoints."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from growing import batch, mlp
+from torch.nn import functional as F
+
+from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, schedules
+from sparsekit_ao.schedulers import ScheduleSL
+
+STEPS = 8
+
+
+def scheduled(model):
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, None)
+    return sparsifier, [ScheduleSL(sparsifier, schedules.cubic(0.0, 0.8, 6), interval=2)]
+
+
+def rigl(model):
+    sparsifier = RigL(sparsity_level=0.75, until=20, update_every=2, grow="gradient")
+    sparsifier.prepare(model, None)
+    return sparsifier, []
+
+
+def snfs(model):
+    sparsifier = SNFS(sparsity_level=0.75, until=20, update_every=3)
+    sparsifier.prepare(model, None)
+    return sparsifier, []
+
+
+KINDS = {"scheduled": scheduled, "RigL": rigl, "SNFS": snfs}
+
+
+def by_hand(kind, clip, steps=STEPS):
+    """The loop that the trainers should amount to."""
+    model = mlp()
+    sparsifier, own = KINDS[kind](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    if isinstance(sparsifier, DynamicSparsifier):
+        sparsifier.attach(optimizer)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if clip:
+            if isinstance(sparsifier, DynamicSparsifier):
+                sparsifier.take_gradients()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        sparsifier.step()
+        for scheduler in own:
+            scheduler.step()
+    return model, sparsifier
+
+
+def agree(first, second, sparsifiers):
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=name)
+    for group in sparsifiers[0].groups:
+        name = group["tensor_fqn"]
+        assert torch.equal(sparsifiers[0].mask(name) != 0, sparsifiers[1].mask(name) != 0)
+    sparsifiers[0].check()
+
+
+# transformers
+
+
+def hugging_face(folder, kind, clip, steps, resume=None, watch=True, **options):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        from transformers import Trainer, TrainingArguments
+
+        from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+        class Classifier(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = mlp()
+
+            def forward(self, x, labels):
+                out = self.net(x)
+                return {"loss": F.cross_entropy(out, labels), "logits": out}
+
+        class InOrder(Trainer):
+            def _get_train_sampler(self, *args):
+                return None
+
+        model = Classifier()
+        sparsifier, own = KINDS[kind](model.net)
+        callback = SparsifierCallback(sparsifier, own)
+        rows = [{"x": x, "labels": y} for step in range(STEPS) for x, y in zip(*batch(step), strict=True)]
+        settings = {
+            "output_dir": str(folder),
+            "per_device_train_batch_size": 8,
+            "max_steps": steps,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": clip,
+            "save_strategy": "steps",
+            "save_steps": 5,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+            **options,
+        }
+        trainer = InOrder(model, TrainingArguments(**settings), train_dataset=rows, callbacks=[callback])
+        if watch:
+            callback.watch_clipping(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+    return model.net, sparsifier
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_transformers_trains_as_by_hand(kind, clip, tmp_path):
+    model, sparsifier = hugging_face(tmp_path, kind, clip, STEPS)
+    want, other = by_hand(kind, clip)
+    agree(model, want, (sparsifier, other))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_resumes_in_the_middle_of_a_window(kind, tmp_path):
+    hugging_face(tmp_path, kind, 0.0, 5)
+    model, sparsifier = hugging_face(tmp_path, kind, 0.0, STEPS, resume=str(tmp_path / "checkpoint-5"))
+    want, other = by_hand(kind, 0.0)
+    agree(model, want, (sparsifier, other))
+
+
+def test_transformers_accumulates_gradients(tmp_path):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    model, sparsifier = hugging_face(tmp_path, "RigL", 0.0, STEPS, **options)
+    want, other = by_hand("RigL", 0.0)
+    agree(model, want, (sparsifier, other))
+
+
+def test_transformers_clipping_unseen_is_refused(tmp_path):
+    with pytest.raises(SparsityError, match="clips gradients before it calls back.*watch_clipping"):
+        hugging_face(tmp_path, "RigL", 1.0, STEPS, watch=False)
+
+
+# lightning
+
+
+def lightning(folder, kind, clip, steps, resume=None, accumulate=1):
+    pytest.importorskip("lightning")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lightning.pytorch import LightningModule, Trainer
+        from lightning.pytorch.callbacks import ModelCheckpoint
+        from torch.utils.data import DataLoader
+
+        from sparsekit_ao.integrations.lightning import SparsifierCallback
+
+        class Classifier(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = mlp()
+
+            def training_step(self, rows, at):
+                x, y = rows
+                return F.cross_entropy(self.net(x), y)
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.net.parameters(), lr=1e-2, weight_decay=0.0)
+
+        model = Classifier()
+        sparsifier, own = KINDS[kind](model.net)
+        begin = 5 if resume else 0  # Lightning does not wind a plain loader forward
+        rows = [row for step in range(STEPS) for row in zip(*batch((step + begin) % STEPS), strict=True)]
+        trainer = Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=clip or None,
+            accumulate_grad_batches=accumulate,
+            default_root_dir=folder,
+            callbacks=[
+                ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=5, save_top_k=-1),
+                SparsifierCallback(sparsifier, own),
+            ],
+        )
+        trainer.fit(model, DataLoader(rows, batch_size=8 // accumulate), ckpt_path=resume)
+    return model.net, sparsifier
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_lightning_trains_as_by_hand(kind, clip, tmp_path):
+    model, sparsifier = lightning(tmp_path, kind, clip, STEPS)
+    want, other = by_hand(kind, clip)
+    agree(model, want, (sparsifier, other))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lightning_resumes_in_the_middle_of_a_window(kind, tmp_path):
+    lightning(tmp_path, kind, 0.0, 5)
+    (saved,) = tmp_path.glob("*.ckpt")
+    model, sparsifier = lightning(tmp_path, kind, 0.0, STEPS, resume=str(saved))
+    want, other = by_hand(kind, 0.0)
+    agree(model, want, (sparsifier, other))
+
+
+def test_lightning_accumulates_gradients(tmp_path):
+    model, sparsifier = lightning(tmp_path, "RigL", 0.0, STEPS, accumulate=2)
+    want, other = by_hand("RigL", 0.0)
+    agree(model, want, (sparsifier, other))
+
+
+def test_the_package_imports_neither():
+    code = "import sys, sparsekit_ao; sys.exit('transformers' in sys.modules or 'lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,151 @@
+"""Straight-through, SR-STE and Top-KAST: masks of the top weights, gradients that reach further."""
+
+import copy
+import io
+
+import pytest
+import torch
+from growing import dense_gradients, loss_of, mlp
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from sparsekit_ao import SRSTE, STE, ScopeSparsifier, SparsityError, StraightThrough, TopKAST, patterns
+
+TWO_OF_FOUR = {"scope_shape": (1, 4), "nnz": 2}
+
+
+def prepared(kind=STE, **arguments):
+    model = mlp()
+    sparsifier = kind(**arguments)
+    sparsifier.prepare(model, None)
+    sparsifier.step()
+    return model, sparsifier
+
+
+def original(model, at=0):
+    return model[at].parametrizations.weight.original
+
+
+def test_straight_through_gives_every_weight_the_dense_gradient():
+    model, sparsifier = prepared(**TWO_OF_FOUR)
+    want = dense_gradients(model, 1)
+    loss_of(model, 1).backward()
+    for name, gradient in want.items():
+        torch.testing.assert_close(original(model, int(name[0])).grad, gradient, rtol=0, atol=1e-6)
+    assert sparsifier.mask("0.weight").view(-1, 4).sum(1).unique().tolist() == [2]
+
+
+def test_sr_ste_adds_decay_to_what_is_dropped_alone():
+    model, sparsifier = prepared(SRSTE, decay=0.5, **TWO_OF_FOUR)
+    want = dense_gradients(model, 1)["0.weight"] + 0.5 * original(model).detach() * ~sparsifier.mask("0.weight")
+    loss_of(model, 1).backward()
+    torch.testing.assert_close(original(model).grad, want, rtol=0, atol=1e-6)
+
+
+def test_top_kast_lets_a_larger_top_learn():
+    model, sparsifier = prepared(TopKAST, sparsity_level=0.75, backward_level=0.5)
+    reach = model[0].parametrizations.weight[0].backward_mask
+    kept = sparsifier.mask("0.weight")
+    assert int(kept.sum()) == 48 and int(reach.sum()) == 96
+    assert not (kept & ~reach).any()
+    size = original(model).detach().abs()
+    assert size[reach].min() >= size[~reach].max() and size[kept].min() >= size[~kept].max()
+    want = dense_gradients(model, 1)["0.weight"]
+    loss_of(model, 1).backward()
+    torch.testing.assert_close(original(model).grad, torch.where(reach, want, 0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("structure", [{}, {"scope_shape": (1, 4)}, {"block_shape": (4, 4)}, {"scope_coupling": "all"}])
+def test_top_kast_on_structures(structure):
+    model, sparsifier = prepared(TopKAST, sparsity_level=0.75, backward_level=0.5, **structure)
+    for at in (0, 2, 4):
+        found = model[at].parametrizations.weight[0]
+        assert not (found.mask & ~found.backward_mask).any()
+    reached = sum(int(model[at].parametrizations.weight[0].backward_mask.sum()) for at in (0, 2, 4))
+    assert reached == (12 * 16 + 256 + 128) // 2 and sparsifier.check() >= 1
+
+
+def test_dropped_weights_come_back():
+    model, sparsifier = prepared(**TWO_OF_FOUR)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = sparsifier.mask("0.weight").clone()
+    for step in range(30):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        sparsifier.step()
+        sparsifier.check()
+    assert (sparsifier.mask("0.weight") & ~before).any()
+
+
+@pytest.mark.parametrize("kind", ["ste", "top-kast"])
+def test_one_graph(kind):
+    arguments = TWO_OF_FOUR if kind == "ste" else {"sparsity_level": 0.75, "backward_level": 0.5}
+    model, sparsifier = prepared(StraightThrough, **arguments)
+    eager = copy.deepcopy(model)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for step in range(3):
+        for called, held in ((compiled, model), (eager, eager)):
+            held.zero_grad()
+            loss_of(called, step).backward()
+        torch.testing.assert_close(original(model).grad, original(eager).grad, rtol=0, atol=1e-6)
+        sparsifier.step()
+    assert counter.frame_count == 1
+
+
+def test_the_backward_mask_travels_with_the_model():
+    model, sparsifier = prepared(TopKAST, sparsity_level=0.75, backward_level=0.5)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), sparsifier.state_dict()], file)
+    file.seek(0)
+    saved, state = torch.load(file, weights_only=True)
+    other = mlp(seed=1)
+    second = TopKAST(sparsity_level=0.75, backward_level=0.5)
+    second.prepare(other, None)
+    other.load_state_dict(saved)
+    second.load_state_dict(state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_v_n_m_works_straight_through_and_squashes():
+    model = nn.Sequential(nn.Linear(16, 8))
+    sparsifier = StraightThrough()
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", **patterns.v_n_m(4, 2, 8)}])
+    sparsifier.step()
+    model(torch.ones(1, 16)).sum().backward()
+    assert original(model).grad.all()
+    kept = sparsifier.mask("0.weight").clone()
+    sparsifier.squash_mask()
+    assert torch.equal(model[0].weight != 0, kept)
+
+
+def test_the_masks_are_those_of_a_scope_sparsifier():
+    first, second = prepared(**TWO_OF_FOUR)[1], ScopeSparsifier(**TWO_OF_FOUR)
+    second.prepare(mlp(), None)
+    second.step()
+    assert all(torch.equal(first.mask(g["tensor_fqn"]), second.mask(g["tensor_fqn"])) for g in first.groups)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"backward_level": 1.5}, "backward_level must be a number in [0, 1], got 1.5"),
+        ({"decay": -1}, "decay must be a number in [0, inf], got -1"),
+        ({"backward_level": 0.5, "stages": [{}]}, "backward_level needs scopes of one stage"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, says):
+    with pytest.raises(SparsityError) as found:
+        StraightThrough(**arguments)
+    assert says in str(found.value)
+
+
+def test_a_backward_mask_smaller_than_the_forward_one_is_refused():
+    model = mlp()
+    sparsifier = TopKAST(sparsity_level=0.5, backward_level=0.75)
+    with pytest.raises(SparsityError, match="0.weight: gradients must reach all that the forward mask keeps.*lower"):
+        sparsifier.prepare(model, None)
+    assert "0.weight" in model.state_dict()
