@@ -5,9 +5,8 @@ up at every update, because `.to()` and sharding replace them. Budgets are read 
 because schedulers write there.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,42 +14,11 @@ from torch import Tensor
 
 from .config import Group
 from .errors import CouplingError, SparsityError
-from .layout import Shape, row_major
-from .spec import AxisPattern, BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from .layout import row_major
+from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from .structure import Stage, stage_budgets
 
-__all__ = [
-    "AXES",
-    "STRUCTURE",
-    "TILES",
-    "Component",
-    "Plan",
-    "Stage",
-    "joined",
-    "make_plan",
-    "stage_budgets",
-    "stages_of",
-]
-
-ViewArg = tuple | Callable[[Tensor], Tensor] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """How one tensor takes part in one stage: the structural half of a config dict, checked."""
-
-    block_shape: Shape = ()
-    scope_shape: Shape = ()
-    view: ViewArg = None
-    norm: float | Callable[[Tensor], Tensor] = 2
-    edge: str = "error"
-    block_coupling: str | None = None
-    coupling_order: Shape | None = None
-    scope_coupling: str | None = None
-
-
-STRUCTURE = tuple(f.name for f in fields(Stage))
-AXES = ("axes", "unit", "scope", "sizes")  # an axis pattern, which says ...
-TILES = ("view", "block_shape", "scope_shape")  # ... what these say otherwise
+__all__ = ["Component", "Plan", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,44 +66,6 @@ class Component:
 
     def _members(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
         return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
-
-
-def stages_of(group: Group) -> tuple[Stage, ...]:
-    """The structure that a group asks for, one entry a stage."""
-    where = f"{group['tensor_fqn']}: "
-    stages = group.get("stages")
-    if stages is None:
-        return (_stage(group, where),)
-    if isinstance(stages, Mapping) or not isinstance(stages, Sequence) or not stages:
-        raise SparsityError(f"{where}stages must be a non-empty list of dicts, got {stages!r}")
-    for at, stage in enumerate(stages):
-        if not isinstance(stage, Mapping):
-            raise SparsityError(f"{where}stages[{at}] must be a dict, got {stage!r}")
-        unknown = set(stage) - {*STRUCTURE, *AXES, "sparsity_level", "nnz"}
-        if unknown:
-            raise SparsityError(f"{where}stages[{at}]: unknown key {sorted(unknown)[0]!r}")
-        if "sparsity_level" in stage and "nnz" in stage:
-            raise SparsityError(f"{where}stages[{at}]: sparsity_level and nnz are two budgets; give one")
-    shared = {k: group[k] for k in (*STRUCTURE, *AXES) if k in group}
-    wheres = [f"{where}stages[{at}]: " for at in range(len(stages))]
-    return tuple(_stage(joined(shared, s, w), w) for s, w in zip(stages, wheres, strict=True))
-
-
-def joined(defaults: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What is said here over what holds otherwise; of an axis pattern and the tiles only one can hold.
-
-    Raises:
-        SparsityError: both are said here, or a part of an axis pattern without `axes`.
-    """
-    found = {**defaults, **own}
-    tiles, axes = [k for k in TILES if k in own], [k for k in AXES if k in own]
-    if tiles and axes:
-        raise SparsityError(f"{where}{axes[0]!r} and {tiles[0]!r} both say what a block and a scope are; give one")
-    if axes and "axes" not in found:
-        raise SparsityError(f"{where}{axes[0]!r} is part of an axis pattern and needs 'axes'")
-    for key in AXES if tiles else TILES if "axes" in found else ():
-        found.pop(key, None)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,47 +181,6 @@ def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
     else:
         view = View.from_function(stand_in, rule.view, name=fqn)
     return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
-
-
-def _stage(given: Mapping[str, Any], where: str) -> Stage:
-    found = {k: given[k] for k in STRUCTURE if k in given}
-    if "axes" in given:
-        if "unit" not in given:
-            raise SparsityError(f"{where}'axes' needs 'unit': the axes that index what is kept or dropped")
-        pattern = AxisPattern(**{k: given[k] for k in AXES if k in given}, where=where)
-        found |= {"view": pattern, "block_shape": pattern.block_shape, "scope_shape": pattern.scope_shape}
-    for key in ("block_shape", "scope_shape", "coupling_order"):
-        value = found.get(key)
-        if isinstance(value, str) or (value is not None and not isinstance(value, Sequence)):
-            raise SparsityError(f"{where}{key} must be a tuple of ints, got {value!r}")
-        if value is not None:
-            found[key] = tuple(value)
-    while found.get("scope_shape", ())[-1:] == (-1,):
-        found["scope_shape"] = found["scope_shape"][:-1]  # missing entries mean the same, and then compare equal
-    for key in ("block_coupling", "scope_coupling"):
-        if found.get(key) is not None and not isinstance(found[key], str):
-            raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")
-    norm = found.get("norm", 2)
-    if not callable(norm) and (isinstance(norm, bool) or norm not in (1, 2, math.inf)):
-        raise SparsityError(f"{where}norm must be 1, 2, inf or a callable (weight -> saliency), got {norm!r}")
-    found["view"] = _view_arg(found.get("view"), where)
-    return Stage(**found)
-
-
-def _view_arg(view: object, where: str) -> ViewArg:
-    if view is None or callable(view):
-        return view
-    if isinstance(view, Sequence) and len(view) in (2, 3) and all(isinstance(v, Sequence) for v in view[:2]):
-        return (tuple(view[0]), tuple(view[1]), *view[2:])
-    raise SparsityError(f"{where}view must be (shape, stride), (shape, stride, offset) or a function, got {view!r}")
-
-
-def stage_budgets(group: Group) -> list[tuple[str, Any] | None]:
-    """Each stage's own budget as (key, number); None where the stage follows its group."""
-    stages = group.get("stages")
-    if stages is None:
-        return [None]
-    return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
 
 
 def _asked(group: Group, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:

@@ -14,8 +14,9 @@ from . import masking, report
 from .base import MaskSparsifier
 from .config import Group, copied
 from .errors import SparsityError
-from .plan import AXES, STRUCTURE, TILES, Plan, joined, make_plan, stage_budgets, stages_of
+from .plan import Plan, make_plan
 from .spec import sparsity_to_nnz
+from .structure import AXES, STRUCTURE, TILES, joined, stage_budgets, stages_of
 
 __all__ = ["ScopeSparsifier"]
 

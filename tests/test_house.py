@@ -26,6 +26,7 @@ LADDER = [
     "select",
     "masking",
     "config",
+    "structure",
     "plan",
     "report",
     "saved",

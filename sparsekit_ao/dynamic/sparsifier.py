@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from ..config import Group
 from ..errors import SparsityError
-from ..plan import AXES, TILES, Component
+from ..plan import Component
 from ..select import select
 from ..sparsifier import ScopeSparsifier
+from ..structure import AXES, TILES
 from .budgets import budget_rows, is_fixed, overall_level, refuse_two, set_budget, sizes
 from .choice import choose
 from .gradients import GradientTap, check_optimizers, original
