@@ -58,9 +58,9 @@ def grid_of(sizes: Sequence[int], tile: Sequence[int]) -> Shape:
 
 def addresses(shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
     """Every address of the window, row-major over its indices; int64, of length prod(shape)."""
-    out = torch.tensor([offset])
+    out = torch.tensor([offset], device="cpu")
     for n, d in zip(shape, stride, strict=True):
-        out = (out[:, None] + torch.arange(n) * d).reshape(-1)
+        out = (out[:, None] + torch.arange(n, device="cpu") * d).reshape(-1)
     return out
 
 

@@ -33,7 +33,7 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def _is_plain(weight: Tensor, mask: Tensor) -> bool:
-    """Whether both are large CPU tensors of no special kind, and nobody records the operations."""
+    """Whether both are large CPU tensors of no special kind, and nobody records or transforms the operations."""
     return (
         weight.numel() >= FROM
         and weight.device.type == mask.device.type == "cpu"
@@ -42,8 +42,21 @@ def _is_plain(weight: Tensor, mask: Tensor) -> bool:
         and type(mask) is Tensor
         and weight.shape == mask.shape
         and not torch.jit.is_tracing()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not any(_is_seen(t) for t in (weight, mask))
     )
+
+
+def _is_seen(t: Tensor) -> bool:
+    """Whether a mode or a transform (vmap, functionalization, batched gradients) looks at what is done with a tensor.
+
+    torch has no public word for that; where it loses its private ones, everything counts as seen, which is slower.
+    """
+    try:
+        inside = torch._C._functorch
+        seen = torch._C._len_torch_dispatch_stack() or inside.is_functorch_wrapped_tensor(t)
+        return bool(seen or inside.is_legacy_batchedtensor(t) or torch._is_functional_tensor(t))
+    except AttributeError:
+        return True
 
 
 class _Select(torch.autograd.Function):
@@ -73,13 +86,3 @@ class _Select(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         """The tangent where the mask is set."""
         return select(tangent, ctx.saved_tensors[0])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, int | None], weight: Tensor, mask: Tensor) -> tuple[Tensor, int]:
-        """A batch in front of both."""
-        size = info.batch_size
-        both = [
-            t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((weight, mask), in_dims, strict=True)
-        ]
-        return torch.where(both[1], both[0], 0), 0

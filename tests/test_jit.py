@@ -159,6 +159,7 @@ def test_a_window_leaves_the_rest_of_the_mask_alone(way):
 @pytest.mark.parametrize("block", [(1, 1), (1, 4)])
 def test_scopes_over_several_tensors(block, stage, dtype, monkeypatch):
     monkeypatch.setattr(launch, "PIECE", 1)
+    monkeypatch.setattr(launch, "EACH", 1)
     monkeypatch.setattr(threads, "PIECE", 64)
     values = [scores_like("few values", 16, 12 * (i + 1), dtype, seed=i) for i in range(3)]
     for scope in ((-1, -1), (1, -1)):
@@ -243,7 +244,7 @@ REFUSED = [
     ),
     (
         lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 4)), as_scopes(V, M, (1, 1), (1, 4))], 2, impl="jit"),
-        "scopes of several tensors hold fewer than 65536 blocks together",
+        "scopes of 2 tensors hold 8 blocks together, fewer than 65536 or 4096 each",
     ),
     (
         lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 4)), as_scopes(V.half(), M, (1, 1), (1, 4))], 2, impl="jit"),
@@ -268,7 +269,8 @@ def test_what_it_does_not_take_is_an_error_where_it_was_asked_for(call, text):
 
 
 def test_without_numba_only_a_call_by_name_is_an_error(monkeypatch):
-    monkeypatch.setattr(launch, "is_installed", lambda: False)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "problem", launch.problem.__wrapped__)
     for call in (
         lambda impl: scope_mask([as_scopes(V, M.clone(), (1, 1), (1, 4))], 2, impl=impl),
         lambda impl: keep_mask(V, 2, impl=impl),
@@ -327,3 +329,105 @@ def test_where_nothing_can_be_written_functions_are_compiled_without_a_cache(mon
     monkeypatch.setattr(window.numba, "njit", njit)
     assert window.compiled(len) is len
     assert asked == [{"nogil": True, "cache": True}, {"nogil": True}]
+
+
+def test_numba_that_cannot_be_imported_is_warned_of_and_not_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(launch, "problem", launch.problem.__wrapped__)
+    scores = torch.randn(256, 256)
+    with pytest.warns(UserWarning, match="numba is installed but cannot be imported"):
+        found = keep_mask(scores, 2)
+    assert torch.equal(found, keep_mask(scores, 2, impl="reference"))
+    with (
+        pytest.warns(UserWarning, match="plain CPU path"),
+        pytest.raises(SparsityError, match='impl="jit" cannot do this: numba is installed but cannot be imported'),
+    ):
+        keep_mask(scores, 2, impl="jit")
+
+
+def test_numba_switched_off_is_not_used(monkeypatch):
+    monkeypatch.setattr(window.numba.config, "DISABLE_JIT", 1)
+    monkeypatch.setattr(launch, "problem", launch.problem.__wrapped__)
+    with pytest.raises(SparsityError, match="NUMBA_DISABLE_JIT is set"):
+        keep_mask(torch.randn(4, 8), 2, impl="jit")
+
+
+def test_a_cache_that_cannot_be_saved_is_no_error():
+    def save(*_):
+        raise OSError(28, "No space left on device")
+
+    window._if_there_is_room(save)("signature", "code")
+
+
+@pytest.mark.parametrize("impl", ["jit", "cpu", "reference"])
+def test_a_step_between_forward_and_backward_is_noticed_by_autograd(impl):
+    weight, mask = torch.randn(256, 512, requires_grad=True), torch.ones(256, 512, dtype=torch.bool)
+    out = torch.where(mask, weight, 0)
+    scope_mask([as_scopes(weight.detach(), mask, (1, 1), (1, 4))], 2, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["jit", "cpu", "reference"])
+@pytest.mark.parametrize("shape", [(1, 300), (300, 1)])
+def test_expanded_weights_are_read_and_expanded_masks_refused(shape, impl):
+    values = torch.randn(shape, generator=generator()).expand(300, 300)
+    mask = torch.ones(300, 300, dtype=torch.bool)
+    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], 100, impl=impl)
+    again = torch.ones_like(mask)
+    scope_mask([as_scopes(values.contiguous(), again, (1, 1), (1, -1))], 100, impl="reference")
+    assert torch.equal(mask, again)
+    with pytest.raises(SparsityError, match=re.escape("groups[0]: the mask is expanded")):
+        scope_mask([as_scopes(values, mask[:1].expand(300, 300), (1, 1), (1, -1))], 100, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["jit", "cpu", "reference"])
+def test_windows_that_do_not_fit_each_other_are_refused(impl):
+    values, mask = torch.randn(8, 8), torch.ones(8, 8, dtype=torch.bool)
+    with pytest.raises(SparsityError, match=re.escape("groups[0]: values are (8, 8), but their mask is (4, 8)")):
+        scope_mask([as_scopes(values, mask[:4], (1, 1), (1, 4))], 2, impl=impl)
+    both = [as_scopes(values, mask, (1, 1), (1, -1)), as_scopes(values[:4], mask[:4], (1, 1), (1, -1))]
+    with pytest.raises(SparsityError, match=re.escape("groups[1]: scopes form a grid [4, 1], but those of")):
+        scope_mask(both, 2, impl=impl)
+    with pytest.raises(SparsityError, match="needs values and masks"):
+        scope_mask([Scopes(members=(Blocks(shape=(1, 1), values=values),), shape=(1, 4))], 2, impl=impl)
+
+
+def test_a_weight_that_changes_while_it_is_read_does_no_harm(monkeypatch):
+    """The undecided keys of a piece never outgrow the room that was counted for them."""
+    real, values = wide.emit_mask, torch.randn(1, 1 << 19, generator=generator())
+    monkeypatch.setattr(wide, "emit_mask", lambda *args: (values.fill_(float(values.abs().median())), real(*args)))
+    mask = torch.ones(values.shape, dtype=torch.bool)
+    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], 1 << 18, impl="jit")
+    assert int(mask.sum()) <= 1 << 19
+
+
+@pytest.mark.parametrize("width", [8191, 8192, 8193, 65_537, (1 << 18) - 1, (1 << 18) + 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_at_the_borders_of_chunks_and_ways_are_the_references(width, dtype):
+    scores = (torch.randn(3, width, generator=generator(), dtype=torch.float64) * 50).round().to(dtype)
+    for keep in (1, width // 2, width - 1):
+        assert torch.equal(keep_mask(scores, keep, impl="jit"), keep_mask(scores, keep, impl="reference"))
+
+
+def test_a_default_device_changes_nothing():
+    values, mask = torch.randn(64, 64, generator=generator()), torch.ones(64, 64, dtype=torch.bool)
+    with torch.device("meta"):
+        scope_mask([as_scopes(values, mask, (1, 4), (1, 4))], 2, impl="jit")
+        rows = keep_mask(values, 3, impl="jit")
+    assert int(mask.sum()) == 2048 and int(rows.sum()) == 192
+
+
+def test_roots_are_rounded_alike_in_every_implementation():
+    row = [float.fromhex(x) for x in ("0x1.000028p+0", "0x1.000048p+0", "0x1.000034p+0", "0x1.00003ep+0")]
+    values = torch.tensor([row])
+    masks = {impl: torch.ones(1, 4, dtype=torch.bool) for impl in ("jit", "cpu", "reference")}
+    for impl, mask in masks.items():
+        scope_mask([as_scopes(values, mask, (1, 2), (1, 2))], 1, impl=impl)
+    assert len({tuple(m.flatten().tolist()) for m in masks.values()}) == 1
+    near = 1 + torch.rand(512, 512, generator=generator()) * 1e-4
+    both = [torch.ones(near.shape, dtype=torch.bool) for _ in range(2)]
+    for mask, impl in zip(both, ("jit", "reference"), strict=True):
+        scope_mask([as_scopes(near, mask, (1, 4), (-1, -1))], 16_384, impl=impl)
+    assert torch.equal(*both)

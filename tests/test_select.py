@@ -123,3 +123,20 @@ def test_the_jit_tier_takes_what_lies_alike_in_one_piece():
     assert not jit.can_select(weight, mask.t().contiguous().t())
     assert not jit.can_select(weight.double(), mask)
     assert not jit.can_select(weight[:, :5], mask[:, :5])
+
+
+def test_batched_gradients_and_functionalization_see_where(tier):
+    weight, mask = weight_and_mask()
+    weight = weight.nan_to_num(0.0, 1.0, -1.0).requires_grad_()
+    grads = torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(2))
+    (found,) = torch.autograd.grad(select(weight, mask), weight, grads, is_grads_batched=True)
+    assert torch.equal(found, torch.where(mask, grads, 0))
+    out = torch.func.functionalize(select)(weight.detach(), mask)
+    assert torch.equal(out, torch.where(mask, weight.detach(), 0))
+
+
+def test_where_torch_has_no_word_for_transforms_everything_counts_as_seen(monkeypatch):
+    weight, mask = weight_and_mask()
+    monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
+    assert module._is_seen(weight)
+    assert same_bits(select(weight, mask), torch.where(mask, weight, 0))

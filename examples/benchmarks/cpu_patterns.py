@@ -121,8 +121,7 @@ def grow(sizes: list[int], repeat: int) -> list[dict]:
     lines = []
     for name in ("2:4", "1x4 per tensor", "unstructured per tensor", "32x32 per tensor"):
         for n in sizes:
-            model = linear_patterns(n)[name]
-            entries = [{"tensor_fqn": "0.weight", **model}]
+            entries = [{"tensor_fqn": "0.weight", **linear_patterns(n)[name]}]
             ms = measure(lambda n=n: nn.Sequential(nn.Linear(n, n, bias=False)), entries, repeat, torch.float32)
             per = {f"{k} ns an element": round(v * 1e6 / n**2, 3) for k, v in ms.items()}
             lines.append(show({"pattern": name, "size": n, **per}))

@@ -89,9 +89,8 @@ def times(row: str, size: int, repeat: int) -> dict[str, float]:
     _, _, block, n_m, level = ROWS[row]
     ways: dict[str, Callable] = {kind: step for kind, (step, _, _) in made.items()}
     ways["copy"] = lambda: target.copy_(weight)
-    found = medians(ways, repeat, before=lambda name: made[name][1]() if name in made else None)
-    others = contenders(weight, block, n_m, level)
-    return {**found, **medians(others, max(1, repeat // 3))}
+    ways |= contenders(weight, block, n_m, level)
+    return medians(ways, repeat, before=lambda name: made[name][1]() if name in made else None)
 
 
 def peak(kind: str, row: str, size: int) -> float:
@@ -101,8 +100,8 @@ def peak(kind: str, row: str, size: int) -> float:
 
 
 def print_peak(kind: str, row: str, size: int) -> None:
-    """The child process of `peak`: warm up on a small model, then measure one step."""
-    stepper(kind, row, 512)[0]()
+    """The child process of `peak`: warm up the same path on a smaller model, then measure one step."""
+    stepper(kind, row, min(size, 2048))[0]()
     step, _, layer = stepper(kind, row, size)
     before = resident()
     reset_high_water()

@@ -56,12 +56,12 @@ def show(line: dict) -> dict:
 @contextlib.contextmanager
 def plain_install(active: bool = True) -> Iterator[None]:
     """As if numba were not installed."""
-    real = launch.is_installed
-    launch.is_installed = (lambda: False) if active else real  # type: ignore[assignment]
+    real = launch.problem
+    launch.problem = (lambda: "switched off") if active else real  # type: ignore[assignment]
     try:
         yield
     finally:
-        launch.is_installed = real
+        launch.problem = real
 
 
 def medians(

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from machine import write_csv
+from machine import plain_install, write_csv
 from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from sparsekit_ao import WeightMask
-from sparsekit_ao.kernels import jit
 
 KINDS = {
     "dense": "no mask",
@@ -66,16 +65,14 @@ def gate(layers: dict[str, nn.Module], x: Tensor) -> None:
 def times(layers: dict[str, Callable[[Tensor], Tensor]], models: dict[str, nn.Module], x: Tensor, repeat: int):
     """Milliseconds of every run of every kind, alternated; the tier is switched off for the plain install."""
     found: dict[str, list[float]] = {kind: [] for kind in layers}
-    real = jit.can_select
     for _ in range(repeat):
         for kind, layer in layers.items():
             for parameter in models[kind].parameters():
                 parameter.grad = None
-            jit.can_select = (lambda *_: False) if "plain" in kind else real  # type: ignore[attr-defined]
             start = time.perf_counter()
-            train(layer, x)
+            with plain_install("plain" in kind):
+                train(layer, x)
             found[kind].append((time.perf_counter() - start) * 1e3)
-    jit.can_select = real  # type: ignore[attr-defined]
     return {kind: values[1:] or values for kind, values in found.items()}  # the first one compiles
 
 

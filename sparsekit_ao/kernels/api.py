@@ -5,7 +5,7 @@ and the reference elsewhere. An implementation asked for by name is used or an e
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def keep_mask(
     scopes, members = scores.shape
     _check_budget(keep, (scopes,), members if reduce is None else None)
     budget = keep.to(scores.device, torch.int64).expand(scopes) if isinstance(keep, Tensor) else keep
-    if reduce is None and _takes_jit(impl, scores, jit.scores_refusal(scores)):
+    if reduce is None and _takes_jit(impl, chosen, scores.numel(), lambda: jit.scores_refusal(scores)):
         return jit.keep_mask(scores, budget, candidates, magnitude=magnitude)
     if chosen == "cpu":
         return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude, index=index, reduce=reduce)
@@ -142,11 +142,12 @@ def scope_mask(
         impl: one of `IMPLS`.
     """
     _check_norm(norm)
+    _check_windows(groups)
     _check_budget(keep, groups[0].scope_grid, sum(math.prod(g.shape) for g in groups))
     keep = keep.expand(groups[0].scope_grid) if isinstance(keep, Tensor) else keep
-    window = groups[0].members[0].window
-    chosen = _choose(impl, window.device)
-    if _takes_jit(impl, window, jit.refusal(groups, norm)):
+    chosen = _choose(impl, groups[0].members[0].window.device)
+    numel = sum(g.members[0].window.numel() for g in groups)
+    if _takes_jit(impl, chosen, numel, lambda: jit.refusal(groups, norm)):
         jit.scope_mask(groups, keep, norm, stage=stage)
         return
     if chosen == "cpu" and len(groups) == 1 and cpu.scope_mask(groups[0], keep, norm, stage=stage):
@@ -173,6 +174,27 @@ def _left(m: Blocks) -> Blocks:
     """The member with its values as the earlier stages left them."""
     assert m.values is not None and m.mask is not None
     return Blocks(shape=m.shape, order=m.order, values=torch.where(m.mask != 0, m.values, 0), mask=m.mask)
+
+
+def _check_windows(groups: Sequence[Scopes]) -> None:
+    """Values and masks must fit each other, and scopes line up, before anything is written."""
+    for at, group in enumerate(groups):
+        for m in group.members:
+            if m.values is None or m.mask is None:
+                raise SparsityError(f"groups[{at}]: scope_mask needs values and masks of every member")
+            if m.values.shape != m.mask.shape:
+                raise SparsityError(
+                    f"groups[{at}]: values are {tuple(m.values.shape)}, but their mask is {tuple(m.mask.shape)}"
+                )
+            if any(n > 1 and d == 0 for n, d in zip(m.mask.shape, m.mask.stride(), strict=True)):
+                raise SparsityError(
+                    f"groups[{at}]: the mask is expanded, so its elements share memory. Clone it first."
+                )
+        if group.scope_grid != groups[0].scope_grid:
+            raise SparsityError(
+                f"groups[{at}]: scopes form a grid {list(group.scope_grid)}, but those of groups[0] "
+                f"{list(groups[0].scope_grid)}; scopes that share budgets must line up"
+            )
 
 
 def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int | None) -> None:
@@ -203,8 +225,11 @@ def _choose(impl: str, device: torch.device) -> str:
     return impl
 
 
-def _takes_jit(impl: str, window: Tensor, refusal: str | None) -> bool:
+def _takes_jit(impl: str, chosen: str, numel: int, refusal: Callable[[], str | None]) -> bool:
     """Whether the JIT tier does the work; an error where it was asked for by name and cannot."""
-    if impl == "jit" and refusal is not None:
-        raise SparsityError(f'impl="jit" cannot do this: {refusal}. Use impl="auto".')
-    return impl == "jit" or (impl == "auto" and refusal is None and window.numel() >= JIT_FROM)
+    if impl == "jit":
+        why = refusal()
+        if why is not None:
+            raise SparsityError(f'impl="jit" cannot do this: {why}. Use impl="auto".')
+        return True
+    return impl == "auto" and chosen == "cpu" and numel >= JIT_FROM and refusal() is None

@@ -51,7 +51,7 @@ def keep_mask(
     out: Tensor | None = None,
 ) -> Tensor:
     """As `api.keep_mask`, by the fastest of the three ways; `magnitude` ranks by |score|, `out` takes the mask."""
-    out = torch.empty(scores.shape, dtype=torch.bool) if out is None else out
+    out = torch.empty(scores.shape, dtype=torch.bool, device=scores.device) if out is None else out
     if out.numel() == 0 and reduce is None:
         return out
     source = _Rows(scores, candidates, magnitude)
@@ -184,6 +184,8 @@ def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm, *, stag
         stage: choose only among what the mask still holds.
     """
     only = scopes.members[0]
+    if len(scopes.shape) != len(only.shape):
+        return False
     regular = not any(g % n for g, n in zip(only.grid, scopes.shape, strict=False))
     if callable(norm) or len(scopes.members) > 1 or only.order or scopes.order or only.is_partial or not regular:
         return False

@@ -52,7 +52,7 @@ def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool
     assert total is not None
     if as_mean and norm != float("inf"):
         total = total / count
-    return total.sqrt() if norm == 2 else total
+    return _sqrt(total) if norm == 2 else total
 
 
 def fill_mask(members: Sequence[Blocks], keep: Tensor, *, stage: bool = False) -> None:
@@ -114,6 +114,11 @@ def _halve_slices(parts: list[Tensor], join: Callable[[Tensor, Tensor], Tensor])
         low = (len(parts) + 1) // 2
         parts = [join(a, b) for a, b in zip(parts, parts[low:], strict=False)] + parts[len(parts) - low : low]
     return parts[0]
+
+
+def _sqrt(t: Tensor) -> Tensor:
+    """The correctly rounded root: torch's own of float32 may be a bit off, depending on the machine."""
+    return t.double().sqrt().to(t.dtype)
 
 
 def _wide(t: Tensor) -> Tensor:

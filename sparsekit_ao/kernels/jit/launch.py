@@ -1,12 +1,12 @@
 """The JIT tier: the reference's masks near memory speed, with numba (an optional extra).
 
-Three ways to select, as on the plain CPU path: comparing every pair (few blocks in a scope), bisection on the keys of a
-scope held in cache, and a radix select by histograms over threads. A weight is read through its strides and its mask
-written in place; what is stored in between is a histogram a piece of work and the keys near the threshold.
+Three ways to select: comparing every pair (few blocks in a scope), bisection on the keys of a scope held in a buffer,
+and a radix select by histograms over threads. A weight is read through its strides and its mask written in place.
 """
 
 import importlib.util
 import math
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,13 @@ from .threads import PIECE, pieces, run_all
 if TYPE_CHECKING:
     from .window import Window
 
-__all__ = ["can_select", "is_installed", "keep_mask", "refusal", "scope_mask", "scores_refusal", "select"]
+__all__ = ["can_select", "keep_mask", "problem", "refusal", "scope_mask", "scores_refusal", "select"]
 
 PAIRS = 32  # blocks of a scope up to which every pair is compared
 SHORT = 256  # ... up to which scopes are read side by side
 APART = 1 << 16  # ... and where the next scope is nearer than the next block
 ROW = 1 << 18  # ... and up to which the keys of a scope are held in a buffer
+EACH = 1 << 12  # blocks of a scope in each of several tensors, below which a histogram for each is too much
 ELEMENTS = 32  # largest block; larger ones are read in whole vectors by torch itself
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MISSING = "numba is not installed (pip install 'sparsekit_ao[jit]')"
@@ -36,15 +37,24 @@ NORMS = {1: 1, 2: 2, math.inf: 3}
 
 
 @cache
-def is_installed() -> bool:
-    """Whether numba can be imported (it is not imported here)."""
-    return importlib.util.find_spec("numba") is not None
+def problem() -> str | None:
+    """Why numba cannot be used, or None; imports it. One that is installed and broken is warned of, once."""
+    if importlib.util.find_spec("numba") is None:
+        return MISSING
+    try:
+        import numba
+    except Exception as e:  # it refuses a numpy that is too new with an ImportError, and more
+        text = f"numba is installed but cannot be imported ({e})"
+        warnings.warn(f"{text}; masks are chosen by the plain CPU path", stacklevel=2)
+        return text
+    return "NUMBA_DISABLE_JIT is set" if getattr(numba.config, "DISABLE_JIT", False) else None
 
 
 def refusal(groups: Sequence[Scopes], norm: Norm) -> str | None:
     """Why these scopes cannot be chosen here, or None if they can."""
-    if not is_installed():
-        return MISSING
+    broken = problem()
+    if broken is not None:
+        return broken
     if callable(norm):
         return "the norm is a callable"
     for group in groups:
@@ -63,15 +73,17 @@ def refusal(groups: Sequence[Scopes], norm: Norm) -> str | None:
     first = groups[0].members[0]
     if any((m.window.dtype, m.shape) != (first.window.dtype, first.shape) for g in groups for m in g.members):
         return "tensors of one scope differ in dtype or block shape"
-    if len(groups) > 1 and sum(math.prod(g.shape) for g in groups) < PIECE:
-        return f"scopes of several tensors hold fewer than {PIECE} blocks together"
+    blocks = sum(math.prod(g.shape) for g in groups)
+    if len(groups) > 1 and blocks < max(PIECE, EACH * len(groups)):
+        return f"scopes of {len(groups)} tensors hold {blocks} blocks together, fewer than {PIECE} or {EACH} each"
     return None
 
 
 def scores_refusal(scores: Tensor) -> str | None:
     """Why `keep_mask` cannot take these scores, or None if it can."""
-    if not is_installed():
-        return MISSING
+    broken = problem()
+    if broken is not None:
+        return broken
     if scores.dtype not in KINDS or scores.device.type != "cpu":
         return f"the scores are {scores.dtype} on {scores.device}, not one of {list(KINDS)} on cpu"
     return None
@@ -90,26 +102,27 @@ def scope_mask(groups: Sequence[Scopes], keep: int | Tensor, norm: Norm, *, stag
     if groups[0].members[0].window.numel() == 0:
         return
     windows = [_window(g, NORMS[norm], signed=False, stage=stage) for g in groups]
-    _choose(windows, [math.prod(g.shape) for g in groups], math.prod(groups[0].scope_grid), keep)
+    for group in groups:
+        _changed(group.members[0].mask)
+    _fill(windows, [math.prod(g.shape) for g in groups], math.prod(groups[0].scope_grid), keep)
 
 
 def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None, *, magnitude: bool) -> Tensor:
     """As `api.keep_mask`, for float32, bfloat16 and float16 scores."""
-    out = torch.empty(scores.shape, dtype=torch.bool)
+    out = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     if candidates is not None:
         out.copy_(candidates)
     if scores.numel():
-        scores = scores if all(scores.stride()) else scores.contiguous()  # a step of 0 means something else there
         row = Scopes(members=(Blocks(shape=(1, 1), values=scores, mask=out),), shape=(1, scores.shape[1]))
         window = _window(row, 1, signed=not magnitude, stage=candidates is not None)
-        _choose([window], [scores.shape[1]], scores.shape[0], keep)
+        _fill([window], [scores.shape[1]], scores.shape[0], keep)
     return out
 
 
 def can_select(weight: Tensor, mask: Tensor) -> bool:
-    """Whether `select` takes these: CPU tensors that lie alike and in one piece."""
+    """Whether `select` takes two CPU tensors: they lie alike and in one piece."""
     return (
-        is_installed()
+        problem() is None
         and weight.dtype in KINDS
         and weight.stride() == mask.stride()
         and is_dense(weight.shape, weight.stride())
@@ -127,7 +140,13 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
     return out
 
 
-def _choose(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, keep: int | Tensor) -> None:
+def _changed(mask: Tensor | None) -> None:
+    """Tell autograd, which cannot see loops write: a backward pass that saved the old mask must fail, not go on."""
+    if mask is not None and not mask.is_inference():
+        torch.autograd.graph.increment_version(mask)
+
+
+def _fill(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, keep: int | Tensor) -> None:
     from . import loops
     from .wide import select_wide
 
@@ -149,7 +168,7 @@ def _budget(keep: int | Tensor) -> Any:
     """Budgets as an int64 array: one a scope, or a single one for all."""
     if isinstance(keep, Tensor) and keep.numel() and not any(keep.stride()):
         keep = int(keep.reshape(-1)[0])
-    return torch.as_tensor(keep, dtype=torch.int64).reshape(-1).numpy()
+    return torch.as_tensor(keep, dtype=torch.int64, device="cpu").reshape(-1).numpy()
 
 
 def _lie_apart(window: "Window") -> bool:
@@ -181,7 +200,7 @@ def _window(group: Scopes, norm: int, *, signed: bool, stage: bool) -> "Window":
 
 
 def _ints(numbers: Any) -> Any:
-    return torch.tensor(numbers, dtype=torch.int64).numpy()
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").numpy()
 
 
 def _flat(t: Tensor) -> Tensor:

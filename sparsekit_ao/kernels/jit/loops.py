@@ -16,7 +16,10 @@ HIGHEST = 0x7FFFFFFF  # above every key
 
 @compiled
 def fill_addresses(nest, tensor, first, count, offset, table):
-    """Addresses of trips first .. first + count of a nest: the step if it is the same between all of them, else 0."""
+    """Addresses of trips first .. first + count of a nest: the step, if one positive step leads through them, else 0.
+
+    With a step only `table[0]` is filled; a single trip has step 1.
+    """
     last = nest.shape[1] - 1
     if last < 0:
         table[0] = offset
@@ -29,7 +32,7 @@ def fill_addresses(nest, tensor, first, count, offset, table):
         for k in range(last - 1, -1, -1):
             base += (left % nest[0, k]) * nest[1 + tensor, k]
             left //= nest[0, k]
-        if done == 0 and at + count <= inner:
+        if done == 0 and at + count <= inner and (step > 0 or count == 1):
             table[0] = base + at * step
             return step if count > 1 else 1
         stop = min(inner - at, count - done)
@@ -183,12 +186,11 @@ def widen(bits, kind):
     else:
         values = bits.view(np.float32)
         for i in range(bits.size):
-            bits[i] = (bits[i] & np.int32(0x7FFF)) << 13
+            half = bits[i] & np.int32(0x7FFF)
+            bits[i] = (half << 13) + (0x38000000 if half < 0x7C00 else 0x70000000)  # infinity and NaN: all exponent
         for i in range(bits.size):
-            values[i] *= np.float32(2.0**112)  # exact, for subnormal numbers too
-        for i in range(bits.size):
-            if bits[i] >= 0x47800000:  # 65536 and above: float16's infinity and NaN
-                bits[i] += 0x38000000
+            if bits[i] < 0x38800000:  # subnormal in float16, an ordinary number in float32
+                values[i] = np.float32((bits[i] - 0x38000000) >> 13) * np.float32(2.0**-24)
 
 
 @compiled
@@ -313,7 +315,7 @@ def bisect_lanes(keys, count, budgets, kept):
 
 @compiled
 def read(window, first, count, at_x, at_m, table_x, table_m, here, keys):
-    """Keys of blocks first .. first + count of the scope at the given addresses; the step between them in the mask."""
+    """Keys of blocks first .. first + count of the scope at the given addresses."""
     step_x = fill_addresses(window.block, 0, first, count, at_x, table_x)
     step_m = fill_addresses(window.block, 1, first, count, at_m, table_m)
     fill_keys(window, table_x, step_x, here, table_m, step_m, here, count, keys.reshape((1, count)))
@@ -401,7 +403,7 @@ def mark(keys, limit, need, absent, kept):
 
 @compiled
 def count_digits(window, scope, start, stop, base, shift, low, prefix, again, stored, counts):
-    """Histogram of the digit (shift, low] of the keys - base whose higher bits are `prefix`, blocks start .. stop.
+    """Histogram of bits low .. shift - 1 of those keys - base whose higher bits are `prefix`, blocks start .. stop.
 
     `again`: an earlier pass left the keys in `stored`, if that has room.
     """
@@ -457,7 +459,10 @@ def emit_mask(window, scope, start, stop, base, low, prefix, quota, again, store
 
 @compiled
 def record(keys, first, least, most, undecided, slots, waiting, found):
-    """Append slot and key of every key in least .. most; few are, so eight flags are looked at together."""
+    """Append slot and key of every key in least .. most; few are, so eight flags are looked at together.
+
+    Never more than there is room for, should somebody change the weight since it was counted.
+    """
     eights, whole = undecided.view(np.uint64), keys.size // 8
     for i in range(keys.size):
         undecided[i] = np.uint8(keys[i] >= least) & np.uint8(keys[i] <= most)
@@ -465,7 +470,7 @@ def record(keys, first, least, most, undecided, slots, waiting, found):
         if eight < whole and not eights[eight]:
             continue
         for i in range(eight * 8, min(eight * 8 + 8, keys.size)):
-            if undecided[i]:
+            if undecided[i] and found < slots.size:
                 slots[found] = first + i
                 waiting[found] = keys[i]
                 found += 1

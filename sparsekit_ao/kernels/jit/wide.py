@@ -18,7 +18,7 @@ from .window import Window
 
 __all__ = ["select_wide"]
 
-BITS = 13  # of a digit: sign of absence, exponent and five bits of mantissa, and a histogram that fits into L1
+BITS = 13  # of a digit: exponent and five bits of mantissa (four under a sign), in a histogram that fits into L1
 NOTHING: NDArray[Any] = np.empty(0, np.int32)
 
 
@@ -87,9 +87,9 @@ def _narrow(state: Undecided, work: Sequence[Piece], base: int, *, again: bool) 
         ]
     )  # fmt: skip
     from_top = counts.sum(0, dtype=np.int64)[::-1].cumsum()
-    place = int(np.searchsorted(from_top, state.need))
-    digit = counts.shape[1] - 1 - place
-    state.need -= int(from_top[place - 1]) if place else 0
+    nth = int(np.searchsorted(from_top, state.need))
+    digit = counts.shape[1] - 1 - nth
+    state.need -= int(from_top[nth - 1]) if nth else 0
     state.prefix = (state.prefix << (state.shift - low)) + digit
     state.waiting = counts[:, digit].astype(np.int64)
     state.shift = low
@@ -99,22 +99,22 @@ def _emit(state: Undecided, work: Sequence[Piece], base: int, *, again: bool) ->
     """Write the mask; then choose among the keys that still wait."""
     before = state.waiting.cumsum() - state.waiting
     tied = state.shift == 0
+    parts = [slice(0) if tied else slice(at, at + n) for at, n in zip(before, state.waiting, strict=True)]
     quotas = np.clip(state.need - before, 0, state.waiting) if tied else state.waiting
     total = 0 if tied else int(state.waiting.sum())
-    slots, survivors = np.empty(total, np.int64), np.empty(total, np.int32)
+    slots, survivors = np.zeros(total, np.int64), np.full(total, base, np.int32)  # a slot never filled is absent
     run_all(
         [
             partial(
                 emit_mask,
                 p.window, p.scope, p.start, p.stop, base, state.shift, state.prefix, int(quota),
-                again, p.stored, slots[0 if tied else at :], survivors[0 if tied else at :],
+                again, p.stored, slots[part], survivors[part],
             )
-            for p, quota, at in zip(work, quotas, before, strict=True)
+            for p, quota, part in zip(work, quotas, parts, strict=True)
         ]
     )  # fmt: skip
     if tied:
         return
     kept = np.empty(total, np.uint8)
     choose(survivors, state.need, base, kept)
-    parts = [slice(at, at + count) for at, count in zip(before, state.waiting, strict=True)]
     run_all([partial(place, p.window, p.scope, slots[s], kept[s]) for p, s in zip(work, parts, strict=True)])

@@ -1,5 +1,6 @@
 """What the loops are handed: one window, lowered to three nests of integers over flat numpy arrays."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,20 @@ class Window(NamedTuple):
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile when first called, to run without the GIL; keep the machine code on disk where one may write."""
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        made = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache folder can be written
         return numba.njit(nogil=True)(function)
+    cache: Any = getattr(made, "_cache", None)
+    if hasattr(cache, "save_overload"):
+        cache.save_overload = _if_there_is_room(cache.save_overload)
+    return made
+
+
+def _if_there_is_room(save: Callable[..., None]) -> Callable[..., None]:
+    """A full disk or a quota must not stop a training step."""
+
+    def attempt(*args: Any) -> None:
+        with contextlib.suppress(OSError):
+            save(*args)
+
+    return attempt
