@@ -190,11 +190,16 @@ def _check_windows(groups: Sequence[Scopes]) -> None:
                 raise SparsityError(
                     f"groups[{at}]: the mask is expanded, so its elements share memory. Clone it first."
                 )
-        if group.scope_grid != groups[0].scope_grid:
+        if _longer(group.scope_grid) != _longer(groups[0].scope_grid):
             raise SparsityError(
                 f"groups[{at}]: scopes form a grid {list(group.scope_grid)}, but those of groups[0] "
                 f"{list(groups[0].scope_grid)}; scopes that share budgets must line up"
             )
+
+
+def _longer(grid: tuple[int, ...]) -> list[int]:
+    """Without dimensions of one scope, which some members lack."""
+    return [n for n in grid if n != 1]
 
 
 def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int | None) -> None:
