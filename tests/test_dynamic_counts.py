@@ -1,6 +1,7 @@
 """Counts are exact in every scope at every update, for every rule on every structure; choices are right by eye."""
 
-from itertools import product
+import math
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples
 from torch import nn
+from torch.ao.pruning import LambdaSL
 
 from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, dynamic, schedules
 from sparsekit_ao.dynamic import grow, prune, redistribute
-from sparsekit_ao.dynamic.update import exchange
+from sparsekit_ao.dynamic.settings import make_settings
+from sparsekit_ao.dynamic.update import _after, exchange
 
-UPDATES = 25  # of every combination; the count below of updates in one run is the longer one
+UPDATES = 8  # of every combination from its start; a thousand follow below
 
 
 class Holder(nn.Module):
@@ -33,6 +36,11 @@ def coupled(kind):
         {"tensor_fqn": n, "block_shape": s, "block_coupling": kind, "coupling_order": (1, 0) if s[0] == -1 else None}
         for n, s in zip(names, shapes, strict=True)
     ]
+
+
+def by_axes(kind):
+    axes = {"gate": "u i", "up": "u i", "down": "o u"}
+    return [{"tensor_fqn": f"{kind}.{n}", "axes": a, "unit": "u", "block_coupling": kind} for n, a in axes.items()]
 
 
 def two_mlps():
@@ -67,6 +75,8 @@ STRUCTURES = {
     "conv filters": (convolutions, everywhere(block_shape=(1, -1, -1, -1))),
     "kernels of every filter": (convolutions, everywhere(block_shape=(1, 1, -1, -1), scope_shape=(1, -1))),
     "coupled MLP channels": (two_mlps, coupled("a") + coupled("b")),
+    "axis pattern of N:4": (matrices, everywhere(axes="o (s m)", unit="o s m", scope="o s", sizes={"m": 4})),
+    "axis patterns of coupled channels": (two_mlps, by_axes("a") + by_axes("b")),
     "partial blocks": (matrices, everywhere(block_shape=(3, 5), edge="partial")),
 }
 RULES = list(
@@ -119,11 +129,20 @@ def test_nonzeros_never_change(structure, rules):
 
 
 @pytest.mark.slow
-def test_nonzeros_never_change_in_a_thousand_updates():
-    parameters, optimizer, sparsifier = built("single weights", grow="momentum", redistribute="momentum")
-    counts = []
-    run(sparsifier, optimizer, parameters, 1000, lambda _, count: counts.append(count))
-    assert set(counts) == {(256 + 128 + 192) // 2}
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_nonzeros_never_change_in_a_thousand_updates_by_turning_rules(structure):
+    parameters, optimizer, sparsifier = built(structure, grow="momentum")
+    turns = cycle(make_settings("uniform", 1, 0.5, None, *rules, None, 0, "zero", None) for rules in RULES)
+    counts = set()
+
+    def seen(_, count):
+        counts.add(count)
+        sparsifier.settings = next(turns)
+        sparsifier._set_gates()
+
+    run(sparsifier, optimizer, parameters, 1000, seen)
+    assert len(counts) == 1 or structure == "partial blocks"
+    assert sparsifier.last_update.iteration == 1000
 
 
 def one(weight, gradient, **arguments):
@@ -242,6 +261,23 @@ def test_global_pruning_lets_layers_compete_and_empties_none():
         sparsifier.step()
 
 
+def test_global_pruning_takes_the_smallest_wherever_they_are():
+    weights = {"a": [[1.0, 2.0, 0.0], [9.0, 9.0, 0.0]], "b": [[3.0, 9.0, 0.0], [9.0, 9.0, 0.0]]}
+    model = nn.ModuleDict({name: Holder(w=(2, 3)) for name in weights})
+    with torch.no_grad():
+        for name, weight in weights.items():
+            model[name].w.copy_(torch.tensor(weight))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    sparsifier = DynamicSparsifier(optimizer, init="resume", update_every=1, prune="global", update_fraction=0.4)
+    sparsifier.prepare(model, everywhere(scope_shape=(1, -1)))
+    for p in model.parameters():
+        p.grad = torch.tensor([[0.0, 1.0, 2.0]] * 2)
+    optimizer.step()
+    sparsifier.step()  # of 8 weights 3 go: 1, 2 and 3; a's first row loses both, and two of its three grow again
+    assert sparsifier.mask("a.w").tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert sparsifier.mask("b.w").tolist() == [[0, 1, 1], [1, 1, 0]]
+
+
 def test_redistribution_is_in_proportion_and_sums_exactly():
     model = nn.ModuleDict({k: Holder(w=(40,)) for k in "ab"})
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -331,16 +367,17 @@ def test_a_target_with_growth_replaces_while_it_shrinks(how):
     assert sum(sparsifier.last_update.born.values()) > 0
 
 
-def test_a_torch_ao_scheduler_may_drive_the_levels():
-    from torch.ao.pruning import LambdaSL
-
-    model, optimizer, sparsifier = prepared(update_every=1, init="uniform")
-    scheduler = LambdaSL(sparsifier, lambda step: 1 - 0.1 * step)
+@pytest.mark.parametrize("how", ["magnitude", "global"])
+@pytest.mark.parametrize("change", [-0.1, 0.08])
+def test_a_torch_ao_scheduler_may_drive_the_levels(how, change):
+    model, optimizer, sparsifier = prepared(update_every=1, init="uniform", prune=how, update_fraction=0.01)
+    scheduler = LambdaSL(sparsifier, lambda step: 1 + change * step)
     for step in range(4):
         train(model, optimizer, sparsifier, [step])
         scheduler.step()
     train(model, optimizer, sparsifier, [9])
-    assert sparsifier.groups[1]["sparsity_level"] < 0.5
+    assert abs(sparsifier.groups[1]["sparsity_level"] - 0.75) > 0.05
+    assert sparsifier.check() == 3
     assert int(sparsifier.mask("2.weight").sum()) == 256 - int(sparsifier.groups[1]["sparsity_level"] * 256 + 1e-9)
 
 
@@ -371,6 +408,12 @@ def test_exact_random_growth_is_drawn_by_name_and_step_alone():
 def test_another_seed_draws_other_masks():
     masks = [prepared(seed=seed)[2].mask("2.weight") for seed in (0, 0, 1)]
     assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+
+
+@examples(300)
+@given(st.integers(1, 1 << 40), st.floats(0, 0.999))
+def test_the_fraction_is_taken_exactly_of_any_count(count, fraction):
+    assert int(_after(torch.tensor(count), fraction)) == count - math.floor(count * fraction + 1e-9)
 
 
 def test_rules_know_their_names():

@@ -37,7 +37,7 @@ def train_rank(rank, folder, name, syncs):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     sparsifier = kind(optimizer, 0.75, **arguments)
     sparsifier.prepare(model, None)
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # nobody sends masks
     worst = 0.0
     for step in range(1, 7):
         want = dense_gradients(model, step)

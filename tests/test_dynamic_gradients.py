@@ -261,6 +261,26 @@ def test_momentum_growth_sees_momentum_of_dense_gradients_also_when_clipped():
             assert bool(seen[4][name][hidden[name]].any())
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_bad_gradient_of_a_hidden_weight_does_not_stay_in_the_momentum(clips):
+    model, optimizer, sparsifier = prepared("momentum", grow="momentum", update_every=2)
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step in (1, 2):
+            hidden = tuple((sparsifier.mask("2.weight") == 0).nonzero()[0])
+            model[2].parametrizations.weight.original.grad[hidden] = math.inf
+        if clips:
+            sparsifier.take_gradients()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        sparsifier.step()
+        assert (sparsifier.last_update is not None) == (step >= 3)  # it waited in iteration 2
+    assert sparsifier.last_update.iteration == 4
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert all(torch.isfinite(s["momentum_buffer"]).all() for s in optimizer.state.values())
+
+
 def test_taking_gradients_twice_adds_what_came_in_between():
     listener = Listener()
     model, optimizer, sparsifier = prepared(grow=listener, update_every=1)
@@ -296,6 +316,28 @@ def test_several_optimizers_must_all_step():
         else:
             sparsifier.step()
     assert sparsifier.last_update.iteration == 4
+
+
+def test_optimizers_with_closures_keep_what_each_took():
+    listener, model = Listener(), mlp()
+    parts = [model[0].parameters(), model[2:].parameters()]
+    optimizers = [torch.optim.SGD(p, 0.0) for p in parts]
+    sparsifier = DynamicSparsifier(optimizers, 0.75, update_every=1, grow=listener)
+    sparsifier.prepare(model, None)
+    want = dense_gradients(model, 1)
+
+    def closure():
+        model.zero_grad()
+        loss = loss_of(model, 1)
+        loss.backward()
+        return loss
+
+    for optimizer in optimizers:
+        optimizer.step(closure)
+    sparsifier.step()
+    for name, gradient in listener.seen[1].items():
+        torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
+    assert len(listener.seen[1]) == 3
 
 
 def test_a_backward_mask_is_no_part_of_a_checkpoint_unless_it_is_chosen():

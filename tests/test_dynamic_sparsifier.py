@@ -439,7 +439,12 @@ def other_optimizer(model):
         ),
         (None, {"nnz": 2, "redistribute": "nonzero"}, None, "redistribute moves budgets between tensors, but every"),
         (None, {"nnz": 2, "prune": "global"}, None, "prune='global' moves budgets between tensors, but every"),
-        (None, {"sparsity_level": 0.999}, None, "a budget of 1 is out of reach; the tensors hold 3 .. 576"),
+        (
+            None,
+            {"sparsity_level": 0.999},
+            None,
+            "the overall budget leaves 1 blocks for the tensors that share it, and they hold from 3 (one in every",
+        ),
         (
             None,
             {},
@@ -453,6 +458,12 @@ def other_optimizer(model):
             "0.weight: its scopes differ in size, so they cannot share one distributed budget",
         ),
         (None, {}, [{"tensor_fqn": "0.weight", "stages": []}], "unknown key 'stages'"),
+        (
+            None,
+            {"target": lambda t: 0.5 if t < 10 else 0.999, "until": 10},
+            None,
+            "the overall budget leaves 1 blocks for the tensors that share it",
+        ),
         (
             None,
             {"prune": "global", "target": lambda t: 0.5, "block_shape": (1, -1)},

@@ -149,7 +149,7 @@ def test_transformers_clipping_unseen_is_refused(tmp_path):
 # lightning
 
 
-def lightning(folder, kind, clip, steps, resume=None, accumulate=1):
+def lightning(folder, kind, clip, steps, resume=None, accumulate=1, manual=False):
     pytest.importorskip("lightning")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -162,14 +162,24 @@ def lightning(folder, kind, clip, steps, resume=None, accumulate=1):
         class Classifier(LightningModule):
             def __init__(self):
                 super().__init__()
-                self.net = mlp()
+                self.net, self.other = mlp(), torch.nn.Linear(8, 8)
+                self.automatic_optimization = not manual
 
             def training_step(self, rows, at):
                 x, y = rows
-                return F.cross_entropy(self.net(x), y)
+                loss = F.cross_entropy(self.net(x), y)
+                if not manual:
+                    return loss
+                for optimizer, part in zip(
+                    self.optimizers(), (loss, self.other(x[:, :8]).square().mean()), strict=True
+                ):
+                    optimizer.zero_grad()
+                    self.manual_backward(part)
+                    optimizer.step()
 
             def configure_optimizers(self):
-                return torch.optim.AdamW(self.net.parameters(), lr=1e-2, weight_decay=0.0)
+                first = torch.optim.AdamW(self.net.parameters(), lr=1e-2, weight_decay=0.0)
+                return [first, torch.optim.SGD(self.other.parameters(), lr=0.1)] if manual else first
 
         model = Classifier()
         sparsifier, own = KINDS[kind](model.net)
@@ -207,6 +217,13 @@ def test_lightning_resumes_in_the_middle_of_a_window(kind, tmp_path):
     lightning(tmp_path, kind, 0.0, 5)
     (saved,) = tmp_path.glob("*.ckpt")
     model, sparsifier = lightning(tmp_path, kind, 0.0, STEPS, resume=str(saved))
+    want, other = by_hand(kind, 0.0)
+    agree(model, want, (sparsifier, other))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lightning_with_two_optimizers_stepped_by_hand(kind, tmp_path):
+    model, sparsifier = lightning(tmp_path, kind, 0.0, 2 * STEPS, manual=True)  # it counts steps of both
     want, other = by_hand(kind, 0.0)
     agree(model, want, (sparsifier, other))
 

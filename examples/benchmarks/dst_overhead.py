@@ -8,23 +8,19 @@ Against torch.ao's `FakeSparsity` with the same masks and no sparsifier step at 
 """
 
 import argparse
-import csv
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from machine import RESULTS, write_csv
 from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
-import sparsekit_ao
 from sparsekit_ao import RigL
 
 MODELS = {"MLP 4 x 1024, batch 128": (1024, 4, 128), "MLP 4 x 256, batch 32": (256, 4, 32)}
-RESULTS = Path(__file__).parent / "results" / "dst_overhead.csv"
 
 
 def network(width: int, depth: int) -> nn.Sequential:
@@ -37,8 +33,7 @@ def prepare(kind: str, width: int, depth: int, batch: int) -> Callable[[], None]
     """One training step of a kind: stock, "closed" (no update near), "open" (gradients are dense) or "update"."""
     model = network(width, depth)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    every = {"closed": 10**9, "open": 10**9, "update": 1}.get(kind, 10**9)
-    sparsifier = RigL(optimizer, 0.9, until=10**9, update_every=every)
+    sparsifier = RigL(optimizer, 0.9, until=10**9, update_every=1 if kind == "update" else 10**9)
     sparsifier.prepare(model, None)
     if kind == "stock":
         masks = [sparsifier.mask(g["tensor_fqn"]).float() for g in sparsifier.groups]
@@ -94,12 +89,7 @@ def main() -> None:
             rows.append({"model": name, "step": kind, "ms": round(ms, 3), "times stock": round(ms / found["stock"], 3)})
             print("  ".join(f"{k}: {v}" for k, v in rows[-1].items()))
     if not (args.tiny or args.no_csv):
-        machine = {"cpu": platform.processor() or platform.machine(), "threads": 1, "torch": torch.__version__}
-        machine["sparsekit_ao"] = sparsekit_ao.__version__
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**r, **machine} for r in rows)
+        write_csv(rows, RESULTS / "dst_overhead.csv")
 
 
 if __name__ == "__main__":

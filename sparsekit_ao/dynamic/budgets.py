@@ -112,6 +112,11 @@ def spread(
     total = wanted[at[0]][1] if at else 0
     if high is not None:
         total = min(total, sum(most))
+    if not sum(least) <= total <= sum(most):
+        raise SparsityError(
+            f"the overall budget leaves {total} blocks for the tensors that share it, and they hold from {sum(least)} "
+            f"(one in every scope, so that none is empty) to {sum(most)}; change the level, or fix less"
+        )
     whole = allocate(ideals, total, least, most, unit)
     return {k: n // u for k, n, u in zip(at, whole, unit, strict=True)}
 

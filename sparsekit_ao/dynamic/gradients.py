@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from ..config import Group
 from ..errors import SparsityError
 from ..masking import find_mask
+from ..select import select
 from .masking import find_dynamic
 from .optimizer_state import holds, momentum_of
 
-__all__ = ["GradientTap", "check_optimizers", "original"]
+__all__ = ["GradientTap", "check_optimizers", "original", "training"]
 
 
 class GradientTap:
@@ -69,29 +70,28 @@ class GradientTap:
         self.stepped = [False] * len(self.optimizers)
 
     @torch.no_grad()
-    def take(self, optimizer: Optimizer | None = None, scale: float | Tensor = 1.0) -> None:
+    def take(self, optimizer: Optimizer | None = None, scale: Tensor | None = None) -> None:
         """Copy dense gradients aside and mask `.grad`, of one optimizer's parameters or all.
 
         Taking twice adds what came in between. What the optimizer's own step then finds is masked already.
         """
+        trained = _trained(optimizer)
         for group in self.groups if self.is_open else ():
             parameter = original(group)
-            if parameter.grad is None or (optimizer is not None and holds(optimizer, parameter) is None):
+            if parameter.grad is None or (optimizer is not None and id(parameter) not in trained):
                 continue
-            kept = find_dynamic(group["module"], group["tensor_name"]).mask != 0
+            mask = find_dynamic(group["module"], group["tensor_name"]).mask
             before = self.gradients.get(group["tensor_fqn"])
             if self.keep or optimizer is None or before is not None:
-                fresh = parameter.grad / scale
-                fresh = fresh if before is None else torch.where(kept, before, before + fresh)
+                fresh = parameter.grad.clone() if scale is None else parameter.grad / scale
+                fresh = fresh if before is None else torch.where(mask != 0, before, before + fresh)
                 self.gradients[group["tensor_fqn"]] = fresh
             if self.masked or optimizer is None:
-                parameter.grad.masked_fill_(~kept, 0)
-            else:  # one bad gradient of a hidden weight would stay in the momentum for good
-                parameter.grad.masked_fill_(~kept & ~parameter.grad.isfinite(), 0)
-            if (
-                not self.masked and optimizer is not None and before is not None
-            ):  # clipped with masked gradients; momentum gets the others back
-                parameter.grad.copy_(torch.where(kept, parameter.grad, fresh * scale))
+                parameter.grad.copy_(select(parameter.grad, mask))
+            else:  # what was masked for clipping comes back; one bad number would stay in the momentum for good
+                dense = parameter.grad if before is None else fresh if scale is None else fresh * scale
+                hidden = torch.where(dense.isfinite(), dense, 0)
+                parameter.grad.copy_(torch.where(mask != 0, parameter.grad, hidden))
 
     def momenta(self) -> dict[str, Tensor | None]:
         """{tensor_fqn: what its optimizer keeps as momentum, if anything yet}."""
@@ -112,13 +112,14 @@ class GradientTap:
         if closure is not None:  # the gradients are not there yet: take them when the closure has made them
             again = self._taking(optimizer, closure)
             return (args[0], again, *rest) if len(args) > 1 else args, _with(kwargs, again)
-        scale = getattr(optimizer, "grad_scale", None)
-        self.take(optimizer, 1.0 if scale is None else scale)
+        self.take(optimizer, getattr(optimizer, "grad_scale", None))
         return None
 
     def _taking(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:
-            self.gradients = {}
+            trained = _trained(optimizer)
+            mine = {g["tensor_fqn"] for g in self.groups if id(original(g)) in trained}
+            self.gradients = {fqn: g for fqn, g in self.gradients.items() if fqn not in mine}
             with torch.enable_grad():
                 loss = closure()
             self.take(optimizer)
@@ -142,6 +143,16 @@ class GradientTap:
         stepped = list(self.stepped)
         self.attach(self.optimizers)
         self.stepped = stepped
+
+
+def training(optimizers: Sequence[Optimizer], groups: Sequence[Group]) -> list[Optimizer]:
+    """Those of the optimizers that train some of the groups' parameters."""
+    wanted = {id(original(g)) for g in groups}
+    return [o for o in optimizers if wanted & _trained(_plain(o))]
+
+
+def _trained(optimizer: Optimizer | None) -> set[int]:
+    return set() if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
 
 
 def original(group: Group) -> Tensor:

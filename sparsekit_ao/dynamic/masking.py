@@ -50,6 +50,8 @@ class DynamicMask(WeightMask):
         """The weight with dropped elements exactly zero; shape and dtype as given."""
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
+        if not torch.is_grad_enabled():
+            return select(x, self.mask)
         if torch.compiler.is_compiling() and not self.decay:
             return _fused(x, self.mask != 0, self.opened if self.backward_mask is None else self.backward_mask)
         if self.backward_mask is None and not self.is_open:

@@ -27,10 +27,10 @@ def magnitude(criterion: str | None = None) -> Rule:
 
 
 def global_magnitude(criterion: str | None = None) -> Rule:
-    """All tensors compete: the smallest blocks of the whole model say how many each tensor loses.
+    """All tensors compete, and the smallest blocks of the whole model go; every tensor keeps its largest one.
 
-    Every scope keeps its largest block, so that no layer is emptied. A tensor of several scopes loses the same number
-    in each, and in every scope the smallest go.
+    Where nothing grows back, or budgets follow a target, every scope keeps its largest, and a tensor of several scopes
+    loses the same number in each: the competition says how many.
     """
     return Rule(name=_named("global", criterion), score=partial(_size, norm_of(criterion, "prune")), is_global=True)
 

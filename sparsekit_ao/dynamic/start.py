@@ -41,6 +41,8 @@ def start_masks(
     if settings.init.masks is None and open_:
         if settings.init.first_dense:
             _fix_dense(components[open_[0]], groups)
+        if settings.target is not None and settings.until is not None:  # better now than in the middle of a run
+            spread(components, distribute(components, groups, settings, overall_level(settings, 0.0, settings.until)))
         level = overall_level(settings, sparsity_level, 0)
         for k, nnz in spread(components, distribute(components, groups, settings, level)).items():
             set_budget(components[k], groups, nnz)

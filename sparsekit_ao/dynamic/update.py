@@ -58,7 +58,7 @@ def drop(
 
     Args:
         parts: every component; no scope is left with more than its budget.
-        rule: a global one drops floor(fraction * active) of all open parts together.
+        rule: a global one drops floor(fraction * active) of all open parts together, whichever those are.
         fraction: of the active blocks, in [0, 1).
         total: with a global rule, blocks that all open parts hold at most.
         regrows: scopes grow to their budgets afterwards; else all scopes of a part lose alike.
@@ -70,22 +70,20 @@ def drop(
         raise SparsityError(f"the update fraction must lie in [0, 1), so that no layer is emptied; got {fraction!r}")
     scored = [rule.score(p.slots) for p in parts]
     keep = [torch.minimum(_after(p.slots.active.sum(1), fraction), p.budget) for p in parts]
-    if rule.is_global:
-        at = [k for k, p in enumerate(parts) if p.is_open]
-        left = _global_keep([parts[k] for k in at], [scored[k] for k in at], fraction, total)
-        for k, n in zip(at, left, strict=True):
-            keep[k] = torch.full_like(keep[k], n)
     out = [keep_mask(s, n, candidates=p.slots.active) for s, n, p in zip(scored, keep, parts, strict=True)]
     if regrows:
-        out = [
-            k if rule.is_global and p.is_open else _without_weakest(p, s, k, fraction)
-            for p, s, k in zip(parts, scored, out, strict=True)
-        ]
+        out = [_without_weakest(p, s, k, fraction) for p, s, k in zip(parts, scored, out, strict=True)]
+    at = [k for k, p in enumerate(parts) if p.is_open and rule.is_global]
+    if at:
+        even = total is not None or not regrows
+        found = _compete([parts[k] for k in at], [scored[k] for k in at], fraction, total, even)
+        for k, rows in zip(at, found, strict=True):  # a scheduler may have lowered a budget
+            out[k] = keep_mask(scored[k], torch.minimum(rows.sum(1), parts[k].budget), candidates=rows)
     return out
 
 
 def _after(count: Tensor, fraction: float) -> Tensor:
-    return count - torch.floor(count * fraction + 1e-9).long()
+    return count - torch.floor(count.double() * fraction + 1e-9).long()
 
 
 def _without_weakest(part: Part, scores: Tensor, kept: Tensor, fraction: float) -> Tensor:
@@ -99,26 +97,35 @@ def _without_weakest(part: Part, scores: Tensor, kept: Tensor, fraction: float) 
     return kept & ~(flat & ~stays).reshape(kept.shape)
 
 
-def _global_keep(parts: Sequence[Part], scored: Sequence[Tensor], fraction: float, total: int | None) -> list[int]:
-    """Blocks that every scope of each part keeps when all compete, the best of every scope set."""
-    held = [int(p.slots.active.sum()) for p in parts]
+def _compete(
+    parts: Sequence[Part], scored: Sequence[Tensor], fraction: float, total: int | None, even: bool
+) -> list[Tensor]:
+    """Which active slots stay when all parts compete: never the best of a part, or with `even` of a scope, goes.
+
+    With `even` every scope of a part keeps the same number: the competition says how many, its scores which.
+    """
+    active = [p.slots.active for p in parts]
+    held = [int(a.sum()) for a in active]
     keep = sum(held) - math.floor(sum(held) * fraction + 1e-9)
     keep = keep if total is None else min(keep, total)
-    scopes = [p.scopes for p in parts]
+    scopes = [p.scopes if even else 1 for p in parts]
     if keep < sum(scopes):
         raise SparsityError(
-            f"global pruning would keep {keep} blocks, but every scope keeps one, and there are {sum(scopes)}; "
-            "drop a smaller fraction, or ask for a lower sparsity"
+            f"global pruning would keep {keep} blocks, but every {'scope' if even else 'tensor'} keeps one, and there "
+            f"are {sum(scopes)}; drop a smaller fraction, or ask for a lower sparsity"
         )
-    if not parts:
-        return []
-    best = [keep_mask(s, 1, candidates=p.slots.active) for s, p in zip(scored, parts, strict=True)]
-    rows = [s.double().masked_fill(b, math.inf).reshape(1, -1) for s, b in zip(scored, best, strict=True)]
-    flat = [p.slots.active.reshape(1, -1) for p in parts]
-    kept = keep_mask(torch.cat(rows, dim=1), keep, candidates=torch.cat(flat, dim=1))
-    ideals = [float(k.sum()) for k in kept.split([f.shape[1] for f in flat], dim=1)]
-    whole = allocate(ideals, keep, scopes, held, scopes)
-    return [n // s for n, s in zip(whole, scopes, strict=True)]
+    shaped = [(n, -1) for n in scopes]
+    best = [keep_mask(s.reshape(n), 1, candidates=a.reshape(n)) for s, a, n in zip(scored, active, shaped, strict=True)]
+    rows = [
+        s.double().reshape(n).masked_fill(b, math.inf).reshape(1, -1)
+        for s, b, n in zip(scored, best, shaped, strict=True)
+    ]
+    flat = torch.cat([a.reshape(1, -1) for a in active], dim=1)
+    kept = keep_mask(torch.cat(rows, dim=1), keep, candidates=flat).split([a.numel() for a in active], dim=1)
+    if not even:
+        return [k.reshape(a.shape) for k, a in zip(kept, active, strict=True)]
+    whole = allocate([float(k.sum()) for k in kept], keep, scopes, held, scopes)
+    return [keep_mask(s, n // m, candidates=a) for s, n, m, a in zip(scored, whole, scopes, active, strict=True)]
 
 
 def redistribute(parts: Sequence[Part], kept: Sequence[Tensor], rule: Rule) -> list[Tensor]:

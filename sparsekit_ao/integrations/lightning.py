@@ -8,6 +8,7 @@ from torch.ao.pruning import BaseScheduler
 
 from ..base import MaskSparsifier
 from ..dynamic import DynamicSparsifier
+from ..dynamic.gradients import training
 
 __all__ = ["SparsifierCallback"]
 
@@ -28,10 +29,10 @@ class SparsifierCallback(Callback):
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the optimizers, which Lightning has made and restored by now."""
+        """Attach the optimizers that train sparsified parameters; Lightning has made and restored them by now."""
         self._steps = trainer.global_step
         if isinstance(self.sparsifier, DynamicSparsifier):
-            self.sparsifier.attach(trainer.optimizers)
+            self.sparsifier.attach(training(trainer.optimizers, self.sparsifier.groups))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """After the last backward of a batch, before clipping."""
