@@ -1,6 +1,7 @@
 """The only door to the kernels: checks the arguments, chooses the implementation, and hands over.
 
-`impl="auto"` takes the CPU path for CPU tensors and the reference elsewhere. An implementation asked for by name is
+`impl="auto"` takes the CPU path for CPU tensors; on CUDA the Triton kernels where triton is installed and they take the
+work, else the reference. An implementation asked for by name is
 used or an error says why not; it never falls back.
 """
 
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from . import cpu, reference
+from .gpu import gpu_path
 from .keys import KEY_DTYPES
 from .radix import Reduce
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, real_slots, to_scopes
+from .update import Update
 
-__all__ = ["IMPLS", "block_scores", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
+__all__ = ["IMPLS", "block_scores", "check_update", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
 
-IMPLS = ("auto", "reference", "cpu")
+IMPLS = ("auto", "reference", "cpu", "triton")
 
 
 def keep_mask(
@@ -78,7 +81,10 @@ def keep_mask(
         raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
     scopes, members = scores.shape
     _check_budget(keep, (scopes,), members if reduce is None else None)
-    budget = keep.to(scores.device, torch.int64).expand(scopes) if isinstance(keep, Tensor) else keep
+    budget = keep.to(scores.device, torch.int64, non_blocking=True).expand(scopes) if isinstance(keep, Tensor) else keep
+    gpu = gpu_path(impl, scores.device, lambda path: path.rows_reasons(scores))
+    if gpu is not None:
+        return gpu.keep_mask(scores, budget, candidates, magnitude=magnitude)
     if chosen == "cpu":
         return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude, index=index, reduce=reduce)
     return reference.keep_mask(scores.abs() if magnitude else scores, budget, candidates)
@@ -105,7 +111,12 @@ def block_scores(
     """
     _check_norm(norm)
     ndim = max(m.window.ndim for m in members) if ndim is None else ndim
-    if _choose(impl, members[0].window.device) == "cpu":
+    device = members[0].window.device
+    chosen = _choose(impl, device)
+    gpu = gpu_path(impl, device, lambda path: path.score_reasons(members, norm, as_mean))
+    if gpu is not None:
+        return gpu.block_scores(members, norm, ndim)
+    if chosen == "cpu":
         return cpu.block_scores(tuple(members), norm, ndim, as_mean)
     return reference.block_scores(members, norm, ndim, as_mean)
 
@@ -136,10 +147,14 @@ def scope_mask(
         stage: choose only among blocks that the masks still hold, scored by what the masks left of them.
         impl: one of `IMPLS`.
     """
-    _check_norm(norm)
-    _check_budget(keep, groups[0].scope_grid, sum(math.prod(g.shape) for g in groups))
-    keep = keep.expand(groups[0].scope_grid) if isinstance(keep, Tensor) else keep
+    update = Update(groups=tuple(groups), keep=keep, norm=norm, stage=stage)
+    check_update(update, impl)
     device = groups[0].members[0].window.device
+    gpu = gpu_path(impl, device, lambda path: path.reasons_of(update))
+    if gpu is not None:
+        gpu.scope_masks([update])
+        return
+    keep = keep.expand(groups[0].scope_grid) if isinstance(keep, Tensor) else keep
     if _choose(impl, device) == "cpu" and len(groups) == 1 and not stage and cpu.scope_mask(groups[0], keep, norm):
         return
     scored = [g.with_members([_left(m) for m in g.members]) for g in groups] if stage else groups
@@ -153,6 +168,13 @@ def scope_mask(
     rows = keep_mask(scores, budget, candidates=candidates, magnitude=not callable(norm), impl=impl)
     for group, kept in zip(groups, rows.split([math.prod(g.shape) for g in groups], dim=1), strict=True):
         fill_mask(group.members, from_scopes(kept, group), stage=stage)
+
+
+def check_update(update: Update, impl: str = "auto") -> None:
+    """Refuse a norm, a budget or an implementation that is none."""
+    _check_norm(update.norm)
+    _check_budget(update.keep, update.groups[0].scope_grid, sum(math.prod(g.shape) for g in update.groups))
+    _choose(impl, update.groups[0].members[0].window.device)
 
 
 def _check_norm(norm: Norm) -> None:

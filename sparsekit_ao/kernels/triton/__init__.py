@@ -1,0 +1,21 @@
+"""The GPU path: launchers and Triton kernels, imported only when called. See README.md beside this."""
+
+from triton import JITFunction
+
+from .fused import fused_kernel
+from .launch import block_scores, keep_mask, scope_masks
+from .plan import Limits
+from .reasons import reasons_of, rows_reasons, score_reasons
+
+__all__ = [
+    "INTERPRETED",
+    "Limits",
+    "block_scores",
+    "keep_mask",
+    "reasons_of",
+    "rows_reasons",
+    "scope_masks",
+    "score_reasons",
+]
+
+INTERPRETED = not isinstance(fused_kernel, JITFunction)  # TRITON_INTERPRET=1: kernels run on CPU tensors, slowly

@@ -1,0 +1,144 @@
+"""Compiles every kernel ahead of time, in a process of its own; prints one JSON line a kernel and architecture.
+
+    python tests/aot_child.py 80 90 100
+
+Weights live on the meta device: only shapes, strides and dtypes matter. Registers, stack (where spills would go) and
+instructions come from the tools in the triton wheel.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsekit_ao.kernels import Blocks, Scopes
+from sparsekit_ao.kernels.triton import blocks, fused, narrow, passes
+from sparsekit_ao.kernels.triton.launch import warps_of
+from sparsekit_ao.kernels.triton.plan import Limits, key_bits, make_plan
+from sparsekit_ao.kernels.triton.ready import TYPES
+from sparsekit_ao.kernels.update import Update
+
+TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+POINTERS = {
+    "starts": "*i64",
+    "parts": "*i64",
+    "members": "*i64",
+    "scores": "*fp32",
+    "kept": "*u8",
+    "state": "*i64",
+    "spans": "*i32",
+    "inside": "*u32",
+    "samples": "*u32",
+    "counts": "*i32",
+}
+BF16, F32 = torch.bfloat16, torch.float32
+
+# name: shape, dtype, block, scope, norm, stage
+CASES = {
+    "2:4": ((8192, 8192), BF16, (1, 1), (1, 4), 2, False),
+    "2:4 float32": ((8192, 8192), F32, (1, 1), (1, 4), 2, False),
+    "2:4 as a second stage": ((8192, 8192), BF16, (1, 1), (1, 4), 2, True),
+    "8:16": ((8192, 8192), BF16, (1, 1), (1, 16), 2, False),
+    "16:32": ((8192, 8192), BF16, (1, 1), (1, 32), 2, False),
+    "2:4 of 1x2": ((8192, 8192), BF16, (1, 2), (1, 4), 2, False),
+    "2:4 along the output": ((8192, 8192), BF16, (1, 1), (4, 1), 2, False),
+    "4:8 of 64x1": ((8192, 8192), BF16, (64, 1), (1, 8), 2, False),
+    "rows of 4096": ((4096, 4096), BF16, (1, 1), (1, 4096), 2, False),
+    "rows of 11008": ((4096, 11008), BF16, (1, 1), (1, 11008), 2, False),
+    "rows of 8192, float32": ((8192, 8192), F32, (1, 1), (1, 8192), 2, False),
+    "1x1 of a tensor": ((8192, 8192), BF16, (1, 1), (8192, 8192), 2, False),
+    "1x1 of a tensor, float32": ((8192, 8192), F32, (1, 1), (8192, 8192), 2, False),
+    "1x1 of a tensor beyond 2^31": ((65536, 65536), BF16, (1, 1), (65536, 65536), 2, False),
+    "1x4 of a tensor": ((8192, 8192), BF16, (1, 4), (8192, 2048), 2, False),
+    "32x32 of a tensor": ((8192, 8192), BF16, (32, 32), (256, 256), 2, False),
+    "32x32 of a tensor, inf": ((8192, 8192), BF16, (32, 32), (256, 256), math.inf, False),
+    "output neurons": ((8192, 8192), BF16, (1, 8192), (8192, 1), 2, False),
+    "inputs": ((8192, 8192), BF16, (8192, 1), (1, 8192), 2, False),
+}
+
+
+def batches(case):
+    """(kernel, traits, warps) of every launch of a case."""
+    shape, dtype, block, scope, norm, stage = CASES[case]
+    values = torch.empty(shape, dtype=dtype, device="meta")
+    mask = torch.empty(shape, dtype=torch.bool, device="meta")
+    group = Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=scope)
+    limits = Limits()
+    plan = make_plan([Update(groups=(group,), keep=1, norm=norm, stage=stage)], limits)
+    for batch in (*plan.fused, *plan.rows):
+        traits = dict(batch.traits)
+        yield fused.fused_kernel, traits, warps_of(traits)
+    for batch in plan.scored:
+        traits = dict(batch.traits)
+        yield blocks.score_kernel, traits, 4
+        yield blocks.fill_kernel, {k: v for k, v in traits.items() if k not in ("DTYPE", "NORM", "SINGLE")}, 4
+    for batch in (b for family in plan.wide for b in family):
+        yield from long_rows(dict(batch.traits), batch.places[0], limits)
+
+
+def long_rows(traits, place, limits):
+    bits, long = key_bits(traits["DTYPE"], traits["SIGNED"]), place.width >= limits.narrow
+    room, count = limits.tile * traits["SPAN_TILES"] // 8 if long else 1, -(-bits // 8)
+    if long:
+        sampled = {k: v for k, v in traits.items() if k not in ("EVEN", "SPAN_TILES")}
+        yield narrow.sample_kernel, {**sampled, "TILE": 1024, "CAPACITY": limits.samples}, 4
+        yield narrow.bracket_kernel, {"CAPACITY": limits.samples, "BITS": bits}, 8
+        yield narrow.narrow_kernel, {**traits, "TILE": limits.tile, "ROOM": room}, 4
+    shared = {**traits, "TILE": limits.tile, "ROOM": room, "COUNT": count, "NARROW": long}
+    yield passes.histogram_kernel, {**shared, "PASS": count - 1}, 4
+    yield passes.tie_kernel, shared, 4
+    yield passes.mark_kernel, {**traits, "TILE": limits.tile}, 4
+
+
+def compiled(kernel, traits, warps, arch, parts):
+    """Registers, stack, shared memory and seconds of one compilation."""
+    constants = {k: TYPES[v] if isinstance(v, torch.dtype) else v for k, v in traits.items()} | {"PARTS": parts}
+    names = kernel.arg_names
+    pointers = dict(POINTERS)
+    if traits.get("STORED"):
+        pointers["scores"] = "*fp32"
+    signature = {n: pointers.get(n, "constexpr") for n in names}
+    attrs = {(k,): [["tt.divisibility", 16]] for k, n in enumerate(names) if signature[n] != "constexpr"}
+    constexprs = {n: constants[n] for n in names if signature[n] == "constexpr"}
+    begin = time.perf_counter()
+    source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    return {**usage(found.asm["cubin"]), "shared": found.metadata.shared, "seconds": time.perf_counter() - begin}, found
+
+
+def usage(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [os.path.join(TOOLS, "cuobjdump"), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {"registers": int(re.search(r"REG:(\d+)", said)[1]), "stack": int(re.search(r"STACK:(\d+)", said)[1])}
+
+
+def main():
+    done = set()
+    for case in CASES:
+        for kernel, traits, warps in batches(case):
+            for arch in map(int, sys.argv[1:]):
+                key = (kernel.__name__, repr(sorted(traits.items(), key=str)), warps, arch)
+                if key in done:
+                    continue
+                done.add(key)
+                numbers, _ = compiled(kernel, traits, warps, arch, 1)
+                print(
+                    json.dumps({"case": case, "kernel": kernel.__name__, "arch": arch, "warps": warps, **numbers}),
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
