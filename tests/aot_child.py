@@ -25,6 +25,7 @@ from sparsekit_ao.kernels.triton import blocks, fused, narrow, passes
 from sparsekit_ao.kernels.triton.launch import warps_of
 from sparsekit_ao.kernels.triton.plan import Limits, key_bits, make_plan
 from sparsekit_ao.kernels.triton.ready import TYPES
+from sparsekit_ao.kernels.triton.select import WARPS
 from sparsekit_ao.kernels.update import Update
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -91,12 +92,12 @@ def long_rows(traits, place, limits):
     if long:
         sampled = {k: v for k, v in traits.items() if k not in ("EVEN", "SPAN_TILES")}
         yield narrow.sample_kernel, {**sampled, "TILE": 1024, "CAPACITY": limits.samples}, 4
-        yield narrow.bracket_kernel, {"CAPACITY": limits.samples, "BITS": bits}, 8
-        yield narrow.narrow_kernel, {**traits, "TILE": limits.tile, "ROOM": room}, 4
+        yield narrow.bracket_kernel, {"CAPACITY": limits.samples, "BITS": bits}, WARPS
+        yield narrow.narrow_kernel, {**traits, "TILE": limits.tile, "ROOM": room}, WARPS
     shared = {**traits, "TILE": limits.tile, "ROOM": room, "COUNT": count, "NARROW": long}
     yield passes.histogram_kernel, {**shared, "PASS": count - 1}, 4
     yield passes.tie_kernel, shared, 4
-    yield passes.mark_kernel, {**traits, "TILE": limits.tile}, 4
+    yield passes.mark_kernel, {**traits, "TILE": limits.tile}, WARPS
 
 
 def compiled(kernel, traits, warps, arch, parts):

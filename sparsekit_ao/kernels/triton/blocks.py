@@ -28,11 +28,11 @@ from .device import (
     fold,
     join,
     magnitude_bits,
+    multiple,
     part_of,
     pointer,
     power,
     rooted,
-    sixteens,
     walk,
 )
 
@@ -60,6 +60,7 @@ def score_kernel(
     STAGE: tl.constexpr,
     FLAT: tl.constexpr,
     LONG: tl.constexpr,
+    WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
     BIG: tl.constexpr,
@@ -77,7 +78,7 @@ def score_kernel(
     width = field(part, BLOCKS, BIG)
     count = field(part, ROWS, BIG) * width
     if EVEN:
-        count = sixteens(count)
+        count = multiple(count, 16)
     real = slot < count
     scope, block = slot // width, slot % width
     total = tl.zeros([TILE, CHUNK], tl.int32 if NORM == "inf" else tl.float32)
@@ -86,7 +87,7 @@ def score_kernel(
     for m in range(MEMBERS):
         member = members + (which * MEMBERS + m) * MEMBER_FIELDS
         values = pointer(member, VALUES, DTYPE, ALIGNED)
-        elements = field(member, ELEMENTS, BIG)
+        elements = multiple(field(member, ELEMENTS, BIG), CHUNK) if WHOLE else field(member, ELEMENTS, BIG)
         lies = walk(scope, part + SCOPE_SIZES, member + SCOPE_VALUES, NESTS[0], 0, UNITS[0], ALIGNED, BIG)
         lies += walk(block, part + BLOCK_SIZES, member + BLOCK_VALUES, NESTS[1], 0, UNITS[2], ALIGNED, BIG)
         for begin in range(0, elements if LONG else 1, CHUNK):
@@ -143,6 +144,7 @@ def fill_kernel(
     STAGE: tl.constexpr,
     FLAT: tl.constexpr,
     LONG: tl.constexpr,
+    WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
     BIG: tl.constexpr,
@@ -157,7 +159,7 @@ def fill_kernel(
     width = field(part, BLOCKS, BIG)
     count = field(part, ROWS, BIG) * width
     if EVEN:
-        count = sixteens(count)
+        count = multiple(count, 16)
     real = slot < count
     scope, block = slot // width, slot % width
     lies = tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block
@@ -166,7 +168,7 @@ def fill_kernel(
     for m in range(MEMBERS):
         member = members + (which * MEMBERS + m) * MEMBER_FIELDS
         mask = pointer(member, MASK, MASK_DTYPE, ALIGNED)
-        elements = field(member, ELEMENTS, BIG)
+        elements = multiple(field(member, ELEMENTS, BIG), CHUNK) if WHOLE else field(member, ELEMENTS, BIG)
         begins = walk(scope, part + SCOPE_SIZES, member + SCOPE_MASK, NESTS[0], 0, UNITS[1], ALIGNED, BIG)
         begins += walk(block, part + BLOCK_SIZES, member + BLOCK_MASK, NESTS[1], 0, UNITS[3], ALIGNED, BIG)
         for begin in range(0, elements if LONG else 1, CHUNK):

@@ -57,16 +57,16 @@ def field(row, at: tl.constexpr, BIG: tl.constexpr):
 
 
 @triton.jit
-def sixteens(number):
-    """A number that is a multiple of 16, in a form that tells the compiler so (a hint on a scalar gets lost)."""
-    return (number >> 4) << 4
+def multiple(number, of: tl.constexpr):
+    """A number that is a multiple of `of`, in a form that tells the compiler so (a hint on a scalar gets lost)."""
+    return number // of * of
 
 
 @triton.jit
 def step(row, at: tl.constexpr, ALIGNED: tl.constexpr, BIG: tl.constexpr):
-    """A stride; with ALIGNED the compiler learns that it keeps vectors whole."""
+    """A stride; the compiler learns that it is a multiple of ALIGNED, so that vectors stay whole."""
     found = field(row, at, BIG)
-    return sixteens(found) if ALIGNED else found
+    return multiple(found, ALIGNED) if ALIGNED > 1 else found
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def stored(part, scores, kept, ALIGNED: tl.constexpr):
     """Where an update's stored scores and decisions begin."""
     offset = tl.load(part + OFFSET)
     if ALIGNED:
-        offset = sixteens(offset)
+        offset = multiple(offset, 16)
     return scores + offset, kept + offset
 
 

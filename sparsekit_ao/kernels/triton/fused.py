@@ -26,12 +26,12 @@ from .device import (
     join,
     keep_bisected,
     keep_pairs,
+    multiple,
     order_key,
     part_of,
     pointer,
     power,
     rooted,
-    sixteens,
     stored,
     walk,
 )
@@ -67,6 +67,7 @@ def fused_kernel(
     STORED: tl.constexpr,
     FLAT: tl.constexpr,
     LONG: tl.constexpr,
+    WHOLE: tl.constexpr,
     EACH: tl.constexpr,
     EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -76,7 +77,8 @@ def fused_kernel(
 
     NESTS and UNITS hold, for scope, block and element: the number of loops, and which innermost strides are 1.
     SINGLE scores |x| as it is; STORED takes rows of `scores` and writes `kept`; FLAT means that the tile is one run
-    of memory in values and mask alike, LONG that blocks take more than one CHUNK, EACH that scopes have budgets of
+    of memory in values and mask alike, LONG that blocks take more than one CHUNK, WHOLE that
+    they are made of whole ones, EACH that scopes have budgets of
     their own, EVEN that every part has a multiple of 16 scopes (so vectors stay whole).
     """
     program = tl.program_id(0)
@@ -88,7 +90,7 @@ def fused_kernel(
     block = tl.arange(0, PADDED)
     count = field(part, ROWS, BIG)
     if EVEN:
-        count = sixteens(count)
+        count = multiple(count, 16)
     real = (scope < count)[:, None] & (block < WIDTH)[None, :]
     keep = budget(part, scope, scope < count, EACH).to(tl.int32)
     keep = keep if EACH else tl.full([TILE], 0, tl.int32) + keep
@@ -102,7 +104,7 @@ def fused_kernel(
             values, mask = stored(part, scores, kept, ALIGNED)
         else:
             values, mask = pointer(member, VALUES, DTYPE, ALIGNED), pointer(member, MASK, MASK_DTYPE, ALIGNED)
-        elements = field(member, ELEMENTS, BIG)
+        elements = multiple(field(member, ELEMENTS, BIG), CHUNK) if WHOLE else field(member, ELEMENTS, BIG)
         for begin in range(0, elements if LONG else 1, CHUNK):
             if FLAT:
                 x_at, m_at, seen = flat_tile(first, count, TILE, PADDED, CHUNK)
@@ -131,7 +133,7 @@ def fused_kernel(
             _, mask = stored(part, scores, kept, ALIGNED)
         else:
             mask = pointer(member, MASK, MASK_DTYPE, ALIGNED)
-        elements = field(member, ELEMENTS, BIG)
+        elements = multiple(field(member, ELEMENTS, BIG), CHUNK) if WHOLE else field(member, ELEMENTS, BIG)
         for begin in range(0, elements if LONG else 1, CHUNK):
             if FLAT:
                 x_at, m_at, seen = flat_tile(first, count, TILE, PADDED, CHUNK)

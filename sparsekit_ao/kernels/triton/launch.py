@@ -96,8 +96,9 @@ def _fuse(launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:
 
 
 def warps_of(traits: Mapping[str, Any]) -> int:
-    """Warps of the fused kernel: a thread holds 32 elements, or few more."""
-    return min(16, max(4, traits["TILE"] * traits["PADDED"] * traits["CHUNK"] >> 10))
+    """Warps of the fused kernel: a thread holds 32 elements of a flat tile, 16 where addresses take registers too."""
+    held = traits["TILE"] * traits["PADDED"] * traits["CHUNK"]
+    return min(16, max(4, held // (1024 if traits["FLAT"] else 512)))
 
 
 def _score(launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:

@@ -22,8 +22,8 @@ from .device import (
     WIDTH,
     budget,
     field,
+    multiple,
     part_of,
-    sixteens,
 )
 from .wide import (
     ABOVE,
@@ -151,32 +151,33 @@ def narrow_kernel(
     room = inside + own * ROOM
     blocks = field(part, BLOCKS, BIG)
     if EVEN:
-        blocks = sixteens(blocks)
+        blocks = multiple(blocks, 16)
     begin = (span if BIG else span.to(tl.int32)) * SPAN_TILES
-    above = tl.zeros([TILE], tl.int32)
-    at_high = tl.zeros([TILE], tl.int32)
-    at_low = tl.zeros([TILE], tl.int32)
+    counts = tl.zeros([TILE], tl.int32)  # ten bits each for keys above, at HIGH and at LOW: a span has < 1024 tiles
     gathered = tl.full((), 0, tl.int32)
     for tile in range(begin, tl.minimum(begin + SPAN_TILES, tl.cdiv(blocks, TILE))):
         slot = tile * TILE + tl.arange(0, TILE)
         real = slot < blocks
         keys = tile_keys(part, member, values, mask, slot, real, NESTS, UNITS, SIGNED, STAGE, ALIGNED, BIG)
-        above += (keys > high).to(tl.int32)
-        at_high += (real & (keys == high)).to(tl.int32)
-        at_low += (real & (keys == low)).to(tl.int32)
+        counts += (keys > high).to(tl.int32) + tl.where(real & (keys == high), 1 << 10, 0)
+        counts += tl.where(real & (keys == low), 1 << 20, 0)
         between = ((keys > low) & (keys < high)).to(tl.int32)
-        place = gathered + tl.cumsum(between, 0) - 1
-        tl.store(room + place, keys, mask=(between > 0) & (place < ROOM))
+        place = (gathered + tl.cumsum(between, 0) - 1).to(tl.int64)
+        # place and key as one number may be shuffled freely, so no data changes threads before the scattered store
+        both = tl.reshape(tl.where(between > 0, (place << 32) | keys.to(tl.int64), -1), [TILE], can_reorder=True)
+        place = (both >> 32).to(tl.int32)
+        tl.store(room + place, both.to(tl.uint32), mask=(both >= 0) & (place < ROOM))
         gathered += tl.sum(between)
-    total_high = tl.sum(at_high)
-    total_low = tl.where(low < high, tl.sum(at_low), 0)
+    above = tl.sum(counts & 1023)
+    at_high = tl.sum((counts >> 10) & 1023)
+    at_low = tl.where(low < high, tl.sum(counts >> 20), 0)
     record = spans + own * SPAN_FIELDS
     tl.store(record + GATHERED, tl.minimum(gathered, ROOM))
-    tl.store(record + SPAN_HIGH, total_high)
-    tl.store(record + SPAN_LOW, total_low)
-    tl.atomic_add(line + ABOVE, tl.sum(above).to(tl.int64))
-    tl.atomic_add(line + AT_HIGH, total_high.to(tl.int64))
+    tl.store(record + SPAN_HIGH, at_high)
+    tl.store(record + SPAN_LOW, at_low)
+    tl.atomic_add(line + ABOVE, above.to(tl.int64))
+    tl.atomic_add(line + AT_HIGH, at_high.to(tl.int64))
     tl.atomic_add(line + BETWEEN, gathered.to(tl.int64))
-    tl.atomic_add(line + AT_LOW, total_low.to(tl.int64))
+    tl.atomic_add(line + AT_LOW, at_low.to(tl.int64))
     if gathered > ROOM:
         tl.atomic_add(line + OVERFLOW, 1)

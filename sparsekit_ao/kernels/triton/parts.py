@@ -4,7 +4,7 @@ Lowers `Scopes` through `nests`. Knows no kernel and launches nothing.
 """
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -107,15 +107,16 @@ class Part:
         ).coalesced()
         return len(self.members) == 1 and whole.strides in (((1,), (1,)), ((), ()))
 
-    def aligned(self, flat: bool) -> bool:
-        """Whether every tensor starts at a multiple of 16 bytes and, unless `flat`, steps by multiples of 16."""
-        for m in self.members:
-            if m.values % 16 or m.mask % 16:
-                return False
-            steps = (*m.scope, *m.block, *m.elements.strides)
-            if not flat and any(d % 16 for walk in steps for k, d in enumerate(walk) if d != 1 or k < len(walk) - 1):
-                return False
-        return True
+    def aligned(self, flat: bool) -> int:
+        """Of what power of two (16 at most) all steps but those of 1 are multiples; 0 if memory starts elsewhere.
+
+        Memory that is one `flat` run has no steps.
+        """
+        if any(m.values % 16 or m.mask % 16 for m in self.members):
+            return 0
+        steps = [walk for m in self.members for walk in (*m.scope, *m.block, *m.elements.strides)]
+        large = [d for walk in steps for k, d in enumerate(walk) if d != 1 or k < len(walk) - 1]
+        return 16 if flat else gcd(16, *large)
 
 
 def to_part(scopes: Scopes, *, big: bool) -> Part:

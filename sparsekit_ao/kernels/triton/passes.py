@@ -18,7 +18,7 @@ from .device import (
     as_mask,
     budget,
     field,
-    sixteens,
+    multiple,
     walk,
 )
 from .wide import (
@@ -144,7 +144,7 @@ def histogram_kernel(
     if mode == FULL:
         blocks = field(part, BLOCKS, BIG)
         if EVEN:
-            blocks = sixteens(blocks)
+            blocks = multiple(blocks, 16)
         begin = (span if BIG else span.to(tl.int32)) * SPAN_TILES
         for tile in range(begin, tl.minimum(begin + SPAN_TILES, tl.cdiv(blocks, TILE))):
             slot = tile * TILE + tl.arange(0, TILE)
@@ -229,7 +229,7 @@ def tie_kernel(
         same = tl.zeros([TILE], tl.int32)
         blocks = field(part, BLOCKS, BIG)
         if EVEN:
-            blocks = sixteens(blocks)
+            blocks = multiple(blocks, 16)
         begin = (span if BIG else span.to(tl.int32)) * SPAN_TILES
         for tile in range(begin, tl.minimum(begin + SPAN_TILES, tl.cdiv(blocks, TILE))):
             slot = tile * TILE + tl.arange(0, TILE)
@@ -276,7 +276,7 @@ def mark_kernel(
     every = seen < need
     blocks = field(part, BLOCKS, BIG)
     if EVEN:
-        blocks = sixteens(blocks)
+        blocks = multiple(blocks, 16)
     begin = (span if BIG else span.to(tl.int32)) * SPAN_TILES
     for tile in range(begin, tl.minimum(begin + SPAN_TILES, tl.cdiv(blocks, TILE))):
         slot = tile * TILE + tl.arange(0, TILE)

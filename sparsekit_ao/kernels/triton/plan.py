@@ -18,6 +18,7 @@ from .table import Place
 
 __all__ = ["Batch", "Limits", "Plan", "key_bits", "make_plan", "rows_plan", "score_plan"]
 
+MOST_TILES = 1023  # of a span: its counts are kept in ten bits
 Traits = tuple[tuple[str, object], ...]
 
 
@@ -176,6 +177,7 @@ def _fused_traits(part: Part, update: Update, limits: Limits, *, stored: bool, s
         STORED=stored,
         FLAT=flat,
         LONG=part.elements > chunk,
+        WHOLE=all(m.elements.count % chunk == 0 for m in part.members),
         EACH=isinstance(update.keep, Tensor) and update.keep.numel() > 1,
         EVEN=part.rows % 16 == 0,
     )
@@ -201,6 +203,7 @@ def _block_traits(part: Part, update: Update, limits: Limits) -> Traits:
         SINGLE=part.single,
         FLAT=flat,
         LONG=part.elements > chunk,
+        WHOLE=all(m.elements.count % chunk == 0 for m in part.members),
         EVEN=part.rows * part.width % 16 == 0,
     )
 
@@ -234,7 +237,7 @@ def _families(rows: Sequence[list[tuple[Traits, Place]]], limits: Limits) -> tup
 
 def _laid_out(rows: Sequence[list[tuple[Traits, Place]]], limits: Limits) -> tuple[Batch, ...]:
     tiles = sum(p.part.rows * -(-p.part.width // limits.tile) for parts in rows for _, p in parts)
-    length = max(1, -(-tiles // limits.programs))  # tiles of a span
+    length = min(max(1, -(-tiles // limits.programs)), MOST_TILES)  # tiles of a span
     out, state, origin = [], 0, 0
     for parts in rows:
         span = sample = 0

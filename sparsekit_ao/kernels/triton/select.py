@@ -13,7 +13,9 @@ from .plan import Limits, key_bits
 from .ready import Launch
 from .wide import BINS, SPAN_FIELDS, STATE_FIELDS
 
-__all__ = ["select_wide"]
+__all__ = ["WARPS", "select_wide"]
+
+WARPS = 8  # of kernels that hold keys of a tile, or of a sample, together with counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ def select_wide(family: Sequence[Launch], limits: Limits, scores: Tensor, kept: 
     for launch in family:
         tie_kernel[(launch.programs,)](*launch.tables, *memory, **shared, **launch.traits)
     for launch in family:
-        mark_kernel[(launch.programs,)](*launch.tables, *memory[:4], TILE=limits.tile, **launch.traits)
+        mark_kernel[(launch.programs,)](*launch.tables, *memory[:4], TILE=limits.tile, **launch.traits, num_warps=WARPS)
 
 
 def _narrow(family: Sequence[Launch], work: _Work, limits: Limits, scores: Tensor, kept: Tensor) -> None:
@@ -87,7 +89,7 @@ def _narrow(family: Sequence[Launch], work: _Work, limits: Limits, scores: Tenso
             PARTS=launch.traits["PARTS"],
             CAPACITY=capacity,
             BITS=work.bits,
-            num_warps=8,
+            num_warps=WARPS,
         )
     memory = (scores, kept, work.state, work.spans, work.inside)
     for launch in family:
