@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_kernels import INF, KINDS, NAN, budgets, generator, scores_like
 
-from sparsekit_ao import SparsityError
+from sparsekit_ao import BlockCoupling, BlockSpec, SparsityError
 from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
 from sparsekit_ao.kernels import triton as gpu
 from sparsekit_ao.kernels.triton import Limits, select
@@ -284,6 +284,9 @@ def test_blocks_that_share_one_fate(way):
     masks = agree([Scopes(members=members, shape=(6, 1))], 2, WAYS[way])
     assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 2
     agree([Scopes(members=members[:3], shape=(3, 1))], 2, WAYS[way])
+    gate, down = integers((16, 32)), integers((32, 16), seed=1)  # sizes that vectors divide, a stride of 1 in one only
+    members = (blocks_of(gate, (1, 32)), blocks_of(down, (32, 1), (1, 0)))
+    agree([Scopes(members=members, shape=(8, 1))], 3, WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -479,3 +482,84 @@ def test_rows_of_float64_and_a_reduce_are_refused():
         keep_mask(torch.zeros(2, 4, dtype=torch.float64), 1, impl="triton")
     with pytest.raises(SparsityError, match='reduce needs impl="cpu"'):
         keep_mask(torch.zeros(2, 4), 1, index=torch.zeros(2, 4, dtype=torch.int64), reduce=lambda h: h, impl="triton")
+
+
+# thresholding
+
+
+def threefour(shape, dtype=torch.float32):
+    """Pairs whose norms are whole numbers: 3, 4 times a small integer."""
+    sizes = torch.randint(0, 5, (shape[0], shape[1] // 2, 1), generator=generator(7))
+    return (sizes * torch.tensor([3, -4])).reshape(shape).to(dtype)
+
+
+@pytest.mark.parametrize("limits", [FUSED, Limits(tile=4)], ids=["large tiles", "small tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("soft", [True, False])
+def test_soft_and_hard_thresholds_equal_the_reference(soft, dtype, limits):
+    for block, make in (((1, 2), threefour), ((1, 1), integers), ((6, 1), integers)):
+        grid = (6 // block[0], 16 // block[1])
+        cycle = torch.tensor([0.0, 5.0, 10.0, 2.5])
+        for t in (cycle.repeat(24)[: grid[0] * grid[1]].reshape(grid), torch.tensor(5.0)):
+            ours, theirs = make((6, 16), dtype), BlockSpec(make((6, 16), dtype), block)
+            members = (Blocks(shape=block, values=ours),)
+            assert not gpu.threshold_reasons(members)
+            (gpu.soft_threshold if soft else gpu.hard_threshold)(members, t, 2, limits=limits)
+            (theirs.soft_threshold if soft else theirs.hard_threshold)(t)
+            assert torch.equal(ours == 0, theirs.data == 0)
+            exact = not soft or block != (6, 1)  # norms of six integers are rounded, and then so is the scale
+            assert torch.equal(ours, theirs.data) if exact else torch.allclose(ours, theirs.data, rtol=2e-3)
+
+
+def test_thresholds_of_coupled_blocks():
+    gate, down = integers((6, 8)), integers((8, 6), seed=1)
+    union = BlockCoupling([BlockSpec(gate.clone(), (1, -1)), BlockSpec(down.clone(), (-1, 1))], orders=[None, (1, 0)])
+    norms = union.norms()
+    cut = torch.full_like(norms, float(norms.median()))
+    members = (Blocks(shape=(1, 8), values=gate), Blocks(shape=(8, 1), values=down, order=(1, 0)))
+    gpu.hard_threshold(members, cut, 2, limits=Limits(tile=16))
+    union.hard_threshold(cut)
+    assert torch.equal(gate, union.parameters()[0]) and torch.equal(down, union.parameters()[1])
+    assert 0 < int((gate == 0).all(1).sum()) < 6
+    gpu.soft_threshold(members, cut / 2, 2, factor=0.5)
+    union.soft_threshold(cut / 4)
+    assert torch.allclose(gate, union.parameters()[0], rtol=1e-6, atol=0)
+
+
+def test_a_nan_block_stays_nan_and_zero_thresholds_change_nothing():
+    values = torch.tensor([[NAN, 1.0, 0.5, 0.5, 1e-30, 0.0]])
+    gpu.soft_threshold((Blocks(shape=(1, 2), values=values),), torch.tensor([[1.0, 1.0, 0.0]]), 2)
+    assert values[0, :2].isnan().all() and values[0, 2:].tolist() == [0.0, 0.0, pytest.approx(1e-30), 0.0]
+
+
+def test_conditioned_thresholds_solve_the_reference_equation():
+    g = generator(3)
+    values, diagonal = torch.randn(6, 16, generator=g), torch.rand(6, 16, generator=g) * 5 + 0.01
+    for block in ((1, 4), (2, 16), (3, 1)):
+        grid = (6 // block[0], 16 // block[1])
+        t = torch.rand(grid, generator=g) * 1.5 * math.prod(block)
+        t[0, 0] = 0
+        ours, theirs = values.clone(), BlockSpec(values.clone(), block)
+        members = (Blocks(shape=block, values=ours, mask=diagonal),)
+        assert not gpu.condition_reasons(members)
+        misses = gpu.soft_threshold(members, t, 2, conditioned=True, eps=1e-3, factor=2.0, limits=Limits(tile=32))
+        theirs.soft_threshold(2 * t, diagonal, eps=1e-3)
+        assert not misses.any()
+        assert torch.equal(ours == 0, theirs.data == 0) and bool((ours == 0).any()) and bool((ours != 0).any())
+        assert torch.allclose(ours, theirs.data, rtol=1e-4, atol=1e-6)
+
+
+def test_a_conditioned_block_that_does_not_converge_is_left_alone():
+    values = torch.tensor([[3.0, 4.0, 1.0, 2.0]])
+    diagonal = torch.tensor([[1.0, 1e4, 1.0, 1e4]])
+    before = values.clone()
+    misses = gpu.soft_threshold(
+        (Blocks(shape=(1, 2), values=values, mask=diagonal),), torch.tensor(1.0), 2, conditioned=True, max_iter=0
+    )
+    assert bool((misses > 0).all()) and torch.equal(values, before)
+
+
+def test_what_the_conditioned_kernel_does_not_take():
+    wide = Blocks(shape=(1, 2048), values=torch.zeros(2, 2048), mask=torch.ones(2, 2048))
+    assert gpu.condition_reasons((wide,)) == ["conditioned thresholding holds blocks of 1024 elements at most"]
+    assert "coupled blocks" in gpu.condition_reasons((wide, wide))[0]

@@ -48,9 +48,11 @@ INSIDE = {
         "wide",
         "narrow",
         "passes",
+        "shrink",
         "ready",
         "select",
         "launch",
+        "threshold",
     ],
     "spec": ["view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
 }

@@ -108,15 +108,20 @@ class Part:
         return len(self.members) == 1 and whole.strides in (((1,), (1,)), ((), ()))
 
     def aligned(self, flat: bool) -> int:
-        """Of what power of two (16 at most) all steps but those of 1 are multiples; 0 if memory starts elsewhere.
+        """Of what power of two (16 at most) all strides are multiples; 0 if memory starts anywhere.
 
-        Memory that is one `flat` run has no steps.
+        Memory that is one `flat` run has none.
         """
         if any(m.values % 16 or m.mask % 16 for m in self.members):
             return 0
-        steps = [walk for m in self.members for walk in (*m.scope, *m.block, *m.elements.strides)]
-        large = [d for walk in steps for k, d in enumerate(walk) if d != 1 or k < len(walk) - 1]
-        return 16 if flat else gcd(16, *large)
+        if flat:
+            return 16
+        read = [  # strides that are read from the table; an innermost 1 that all members share is not
+            walk[:-1] if unit else walk
+            for m in self.members
+            for unit, walk in zip(self.units, (*m.scope, *m.block, *m.elements.strides), strict=True)
+        ]
+        return gcd(16, *(d for walk in read for d in walk))
 
 
 def to_part(scopes: Scopes, *, big: bool) -> Part:

@@ -125,11 +125,18 @@ def rows_plan(part: Part, keep: int | Tensor, stage: bool, signed: bool, limits:
     return Plan(fused=(), scored=(), rows=_batched(rows), wide=_families(wide, limits), slots=0)
 
 
-def score_plan(update: Update, limits: Limits) -> Plan:
-    """How the blocks of one group are scored, and nothing else."""
+def score_plan(update: Update, limits: Limits, *, flat: bool = True, held: int = 0) -> Plan:
+    """How the blocks of one group are scored (or thresholded), and nothing else.
+
+    Args:
+        update: its group is looked at, and its norm.
+        limits: sizes.
+        flat: whether a tile may be read as one run of memory.
+        held: blocks of at most so many elements must be read in one piece.
+    """
     part = to_part(update.groups[0], big=limits.big)
     place = Place(part=part, update=0, width=part.width, column=0)
-    scored = _batched([(_block_traits(part, update, limits), place)])
+    scored = _batched([(_block_traits(part, update, limits, flat=flat, held=held), place)])
     return Plan(fused=(), scored=scored, rows=(), wide=(), slots=part.rows * part.width)
 
 
@@ -183,17 +190,17 @@ def _fused_traits(part: Part, update: Update, limits: Limits, *, stored: bool, s
     )
 
 
-def _block_traits(part: Part, update: Update, limits: Limits) -> Traits:
+def _block_traits(part: Part, update: Update, limits: Limits, *, flat: bool = True, held: int = 0) -> Traits:
     elements = power_of_two(part.elements)
     across = part.units[2] and not part.units[4]  # neighbours in memory are other blocks, not other elements
-    chunk = min(elements, 64 if across else 1024, limits.tile)
-    flat = part.flat and part.elements == chunk
+    chunk = elements if elements <= held else min(elements, 64 if across else 1024, limits.tile)
+    flat = flat and part.flat and part.elements == chunk
     return _traits(
         part,
         update.stage,
         flat,
         MEMBERS=len(part.members),
-        TILE=limits.tile // chunk,
+        TILE=max(1, limits.tile // chunk),
         CHUNK=chunk,
         NESTS=part.nests,
         INNER=part.inner,
