@@ -1,17 +1,18 @@
 """Compiles every kernel ahead of time, in a process of its own; prints one JSON line a kernel and architecture.
 
     python tests/aot_child.py 80 90 100
+    python tests/aot_child.py 90 --table
 
 Weights live on the meta device: only shapes, strides and dtypes matter. Registers, stack (where spills would go) and
 instructions come from the tools in the triton wheel.
 """
 
+import argparse
 import json
 import math
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -21,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsekit_ao.kernels import Blocks, Scopes
-from sparsekit_ao.kernels.triton import blocks, fused, narrow, passes
+from sparsekit_ao.kernels.triton import blocks, fused, narrow, passes, shrink
 from sparsekit_ao.kernels.triton.launch import warps_of
-from sparsekit_ao.kernels.triton.plan import Limits, key_bits, make_plan
+from sparsekit_ao.kernels.triton.plan import Limits, key_bits, make_plan, score_plan
 from sparsekit_ao.kernels.triton.ready import TYPES
 from sparsekit_ao.kernels.triton.select import WARPS
 from sparsekit_ao.kernels.update import Update
@@ -40,6 +41,12 @@ POINTERS = {
     "inside": "*u32",
     "samples": "*u32",
     "counts": "*i32",
+    "thresholds": "*fp32",
+    "misses": "*fp32",
+    "factor": "fp32",
+    "eps": "fp32",
+    "atol": "fp32",
+    "steps": "i32",
 }
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -64,15 +71,45 @@ CASES = {
     "32x32 of a tensor, inf": ((8192, 8192), BF16, (32, 32), (256, 256), math.inf, False),
     "output neurons": ((8192, 8192), BF16, (1, 8192), (8192, 1), 2, False),
     "inputs": ((8192, 8192), BF16, (8192, 1), (1, 8192), 2, False),
+    "a hidden unit of three tensors": None,
+    "thresholds of 1x16": None,
 }
+
+
+def thresholds():
+    """(kernel, traits, warps) of soft, hard and conditioned thresholding of 1x16 blocks."""
+    values = torch.empty(4096, 4096, dtype=BF16, device="meta")
+    diagonal = torch.empty(4096, 4096, dtype=F32, device="meta")
+    for mask in (None, diagonal):
+        group = Scopes(members=(Blocks(shape=(1, 16), values=values, mask=mask),), shape=(4096, 256))
+        plan = score_plan(Update(groups=(group,), keep=0), Limits(), flat=False, held=0 if mask is None else 1024)
+        for soft in (True, False) if mask is None else (True,):
+            kernel = shrink.threshold_kernel if mask is None else shrink.condition_kernel
+            yield kernel, {**dict(plan.scored[0].traits), "SOFT": soft, "EACH": True}, 4 if mask is None else WARPS
+
+
+def on_meta(shape, block, dtype, order=()):
+    values = torch.empty(shape, dtype=dtype, device="meta")
+    mask = torch.empty(shape, dtype=torch.bool, device="meta")
+    return Blocks(shape=block, values=values, mask=mask, order=order)
+
+
+def one_tensor(shape, dtype, block, scope, norm, stage):
+    return Scopes(members=(on_meta(shape, block, dtype),), shape=scope), norm, stage
+
+
+def hidden_units():
+    """Rows of gate and up, columns of down: one fate."""
+    gate, up = (on_meta((11008, 4096), (1, 4096), BF16) for _ in range(2))
+    return Scopes(members=(gate, up, on_meta((4096, 11008), (4096, 1), BF16, (1, 0))), shape=(11008, 1))
 
 
 def batches(case):
     """(kernel, traits, warps) of every launch of a case."""
-    shape, dtype, block, scope, norm, stage = CASES[case]
-    values = torch.empty(shape, dtype=dtype, device="meta")
-    mask = torch.empty(shape, dtype=torch.bool, device="meta")
-    group = Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=scope)
+    if case == "thresholds of 1x16":
+        yield from thresholds()
+        return
+    group, norm, stage = (hidden_units(), 2, False) if CASES[case] is None else one_tensor(*CASES[case])
     limits = Limits()
     plan = make_plan([Update(groups=(group,), keep=1, norm=norm, stage=stage)], limits)
     for batch in (*plan.fused, *plan.rows):
@@ -95,28 +132,31 @@ def long_rows(traits, place, limits):
         yield narrow.bracket_kernel, {"CAPACITY": limits.samples, "BITS": bits}, WARPS
         yield narrow.narrow_kernel, {**traits, "TILE": limits.tile, "ROOM": room}, WARPS
     shared = {**traits, "TILE": limits.tile, "ROOM": room, "COUNT": count, "NARROW": long}
-    yield passes.histogram_kernel, {**shared, "PASS": count - 1}, 4
-    yield passes.tie_kernel, shared, 4
+    yield passes.histogram_kernel, {**shared, "PASS": count - 1}, WARPS
+    yield passes.tie_kernel, shared, WARPS
     yield passes.mark_kernel, {**traits, "TILE": limits.tile}, WARPS
 
 
 def compiled(kernel, traits, warps, arch, parts):
-    """Registers, stack, shared memory and seconds of one compilation."""
+    """What one compilation amounts to, and the compiled kernel."""
     constants = {k: TYPES[v] if isinstance(v, torch.dtype) else v for k, v in traits.items()} | {"PARTS": parts}
     names = kernel.arg_names
-    pointers = dict(POINTERS)
-    if traits.get("STORED"):
-        pointers["scores"] = "*fp32"
-    signature = {n: pointers.get(n, "constexpr") for n in names}
-    attrs = {(k,): [["tt.divisibility", 16]] for k, n in enumerate(names) if signature[n] != "constexpr"}
+    signature = {n: POINTERS.get(n, "constexpr") for n in names}
+    if traits.get("BIG") and "counts" in signature:
+        signature["counts"] = "*i64"
+    attrs = {(k,): [["tt.divisibility", 16]] for k, n in enumerate(names) if signature[n].startswith("*")}
     constexprs = {n: constants[n] for n in names if signature[n] == "constexpr"}
     begin = time.perf_counter()
     source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
-    return {**usage(found.asm["cubin"]), "shared": found.metadata.shared, "seconds": time.perf_counter() - begin}, found
+    numbers = {**usage(found.asm["cubin"]), "shared": found.metadata.shared, "seconds": time.perf_counter() - begin}
+    numbers["wide loads"] = len(re.findall(r"ld\.global\.v4\.b32", found.asm["ptx"]))
+    numbers["wide stores"] = len(re.findall(r"st\.global\.v4\.b32", found.asm["ptx"]))
+    return numbers, found
 
 
 def usage(cubin):
+    """Registers of a thread and bytes of its stack, where registers that do not fit are spilled to."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -125,20 +165,30 @@ def usage(cubin):
     return {"registers": int(re.search(r"REG:(\d+)", said)[1]), "stack": int(re.search(r"STACK:(\d+)", said)[1])}
 
 
-def main():
+def lines(arches):
+    """One dict a kernel and architecture, each compiled once."""
     done = set()
     for case in CASES:
         for kernel, traits, warps in batches(case):
-            for arch in map(int, sys.argv[1:]):
+            for arch in arches:
                 key = (kernel.__name__, repr(sorted(traits.items(), key=str)), warps, arch)
-                if key in done:
-                    continue
-                done.add(key)
-                numbers, _ = compiled(kernel, traits, warps, arch, 1)
-                print(
-                    json.dumps({"case": case, "kernel": kernel.__name__, "arch": arch, "warps": warps, **numbers}),
-                    flush=True,
-                )
+                if key not in done:
+                    done.add(key)
+                    numbers, _ = compiled(kernel, traits, warps, arch, 1 if arch < 100 else 256)
+                    yield {"case": case, "kernel": kernel.__name__, "arch": arch, "warps": warps, **numbers}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arches", type=int, nargs="+")
+    parser.add_argument("--table", action="store_true", help="rows for a README instead of JSON")
+    args = parser.parse_args()
+    for line in lines(args.arches):
+        if args.table:
+            columns = ("case", "kernel", "warps", "registers", "stack", "shared", "wide loads", "wide stores")
+            print("| " + " | ".join(str(line[k]) for k in columns) + " |")
+        else:
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

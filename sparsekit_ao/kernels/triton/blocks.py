@@ -75,10 +75,8 @@ def score_kernel(
     first = program - tl.load(starts + which)
     first = first if BIG else first.to(tl.int32)
     slot = first * TILE + tl.arange(0, TILE)
-    width = field(part, BLOCKS, BIG)
+    width = multiple(field(part, BLOCKS, BIG), 16) if EVEN else field(part, BLOCKS, BIG)
     count = field(part, ROWS, BIG) * width
-    if EVEN:
-        count = multiple(count, 16)
     real = slot < count
     scope, block = slot // width, slot % width
     total = tl.zeros([TILE, CHUNK], tl.int32 if NORM == "inf" else tl.float32)
@@ -156,10 +154,8 @@ def fill_kernel(
     first = program - tl.load(starts + which)
     first = first if BIG else first.to(tl.int32)
     slot = first * TILE + tl.arange(0, TILE)
-    width = field(part, BLOCKS, BIG)
+    width = multiple(field(part, BLOCKS, BIG), 16) if EVEN else field(part, BLOCKS, BIG)
     count = field(part, ROWS, BIG) * width
-    if EVEN:
-        count = multiple(count, 16)
     real = slot < count
     scope, block = slot // width, slot % width
     lies = tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block

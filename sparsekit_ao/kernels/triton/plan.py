@@ -211,7 +211,7 @@ def _block_traits(part: Part, update: Update, limits: Limits, *, flat: bool = Tr
         FLAT=flat,
         LONG=part.elements > chunk,
         WHOLE=all(m.elements.count % chunk == 0 for m in part.members),
-        EVEN=part.rows * part.width % 16 == 0,
+        EVEN=part.width % 16 == 0,
     )
 
 

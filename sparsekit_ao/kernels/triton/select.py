@@ -59,9 +59,11 @@ def select_wide(family: Sequence[Launch], limits: Limits, scores: Tensor, kept: 
     memory = (scores, kept, work.state, work.spans, work.inside, work.counts)
     for at in range(work.passes):
         for launch in family:
-            histogram_kernel[(launch.programs,)](*launch.tables, *memory, PASS=at, **shared, **launch.traits)
+            histogram_kernel[(launch.programs,)](
+                *launch.tables, *memory, PASS=at, **shared, **launch.traits, num_warps=WARPS
+            )
     for launch in family:
-        tie_kernel[(launch.programs,)](*launch.tables, *memory, **shared, **launch.traits)
+        tie_kernel[(launch.programs,)](*launch.tables, *memory, **shared, **launch.traits, num_warps=WARPS)
     for launch in family:
         mark_kernel[(launch.programs,)](*launch.tables, *memory[:4], TILE=limits.tile, **launch.traits, num_warps=WARPS)
 

@@ -13,6 +13,7 @@ from .launch import on
 from .plan import Limits, score_plan
 from .ready import Launch, budget_of, key_of, prepared
 from .reasons import score_reasons
+from .select import WARPS
 from .shrink import condition_kernel, threshold_kernel
 
 __all__ = ["condition_reasons", "hard_threshold", "soft_threshold", "threshold_reasons"]
@@ -86,7 +87,7 @@ def soft_threshold(
         traits = launch.traits_but("NORM", "SINGLE", "STAGE", "FLAT", "LONG", "EVEN")
         t, each = _spread(thresholds)
         condition_kernel[(launch.programs,)](
-            *launch.tables, t, factor, misses, eps, atol, max_iter, EACH=each, **traits
+            *launch.tables, t, factor, misses, eps, atol, max_iter, EACH=each, **traits, num_warps=WARPS
         )
     return misses
 
