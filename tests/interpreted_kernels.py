@@ -22,7 +22,7 @@ ROWS = Limits(fused=48, tile=64)  # scopes beyond 48 elements: stored scores, ro
 LONG = Limits(fused=6, tile=64, programs=3)
 NARROWED = Limits(fused=6, tile=64, programs=3, narrow=16, samples=64)
 WAYS = {"fused": FUSED, "rows": ROWS, "long": LONG, "narrowed": NARROWED}
-BIG = {f"{name}, 64-bit": Limits(**{**vars(WAYS[name]), "big": True}) for name in ("fused", "rows", "narrowed")}
+BIG = {f"{name}, 64-bit": Limits(**{**vars(WAYS[name]), "big": True}) for name in ("fused", "narrowed")}
 
 
 def test_the_kernels_are_interpreted():
@@ -75,13 +75,12 @@ def test_rows_of_any_width_equal_the_reference(kind, dtype):
             assert torch.equal(keep_mask(scores, keep, magnitude=magnitude, impl="triton"), expected)
 
 
-@pytest.mark.parametrize("limits", [LONG, NARROWED], ids=["long", "narrowed"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_rows_equal_the_reference(kind, dtype, limits):
-    scores, keep = scores_like(kind, 3, 150, dtype), torch.tensor([70, 20, 149])
+def test_long_rows_equal_the_reference(kind, dtype):
+    scores, keep = scores_like(kind, 2, 100, dtype), torch.tensor([45, 13])
     candidates = torch.rand(scores.shape, generator=generator(1)) < 0.6
-    for allowed in (None, candidates):
+    for limits, allowed in ((LONG, None), (NARROWED, None), (NARROWED, candidates)):
         found = gpu.keep_mask(scores, keep, allowed, magnitude=False, limits=limits)
         assert torch.equal(found, keep_mask(scores, keep, candidates=allowed, impl="reference"))
 
@@ -171,7 +170,7 @@ def test_patterns_equal_the_reference_by_every_way(name, way):
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, *FLOATS])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_values_and_masks_of_every_dtype(dtype, mask_dtype):
-    for way in ("fused", "rows", "long", "narrowed"):
+    for way in ("fused", "rows", "narrowed"):
         for block in ((1, 1), (1, 4)):
             group = scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)
             agree([group], 13 if block == (1, 4) else 5, WAYS[way])
@@ -188,7 +187,7 @@ def test_norms(norm):
     assert torch.equal(block_scores(members, norm, impl="triton"), expected)
 
 
-@pytest.mark.parametrize("way", ["fused", "rows", "long", "narrowed"])
+@pytest.mark.parametrize("way", ["fused", "rows", "narrowed"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nan_infinities_zeros_and_equal_weights(dtype, way):
     for kind in ("special", "all equal", "bit patterns"):
@@ -240,7 +239,7 @@ VIEWS = {  # window, block, scope, keep
 }
 
 
-@pytest.mark.parametrize("way", ["fused", "rows", "narrowed", "narrowed, 64-bit"])
+@pytest.mark.parametrize("way", ["fused", "rows", "narrowed, 64-bit"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_any_strides(name, way):
     make, block, scope, keep = VIEWS[name]
@@ -361,7 +360,7 @@ def test_a_budget_tensor_is_read_at_each_update():
         assert bool((mask.view(-1, 4).sum(1) == number).all())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["fused", "rows", "narrowed"])
 def test_every_scope_may_have_a_budget_of_its_own(way):
     values = integers((6, 24))
     agree([scopes(values, (1, 1), (1, 8))], torch.arange(18).reshape(6, 3) % 9, WAYS[way])
@@ -399,7 +398,7 @@ def launches(plan):
     return [len(plan.fused), len(plan.scored), len(plan.rows), sum(map(len, plan.wide))]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["fused", "narrowed"])
 def test_many_tensors_share_launches_and_equal_one_by_one(way):
     updates = many(5)
     expected = [copied(u.groups) for u in updates]

@@ -155,4 +155,8 @@ def test_every_benchmark_runs(script, says, tmp_path):
 
 
 def test_every_benchmark_is_run_here():
-    assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == {"cpu_step.py", "mask_forward.py"}
+    assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == {
+        "cpu_step.py",
+        "gpu_step.py",
+        "mask_forward.py",
+    }

@@ -54,7 +54,7 @@ def test_registers_stay_below_the_ceiling(lines):
 
 
 def test_the_hot_kernels_read_and_write_vectors_and_exchange_nothing(lines):
-    """2:4 reads and writes 16 bytes a thread and moves no weights between threads; blocks are read and filled in vectors too."""
+    """2:4 reads and writes 16 bytes a thread and moves no weights between threads; blocks go in vectors too."""
     found = [line for line in lines if line["case"] in ("2:4", "2:4 float32")]
     assert len(found) == 2 * len(ARCHES)
     assert all(line["wide loads"] and line["wide stores"] and line["shared"] <= 32 for line in found)

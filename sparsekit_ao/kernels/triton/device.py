@@ -94,6 +94,8 @@ def walk(
                 rest = rest // INNER
             else:
                 size = field(sizes, COUNT - 1 - k, BIG)
+                if k == 0 and UNIT and ALIGNED > 1:
+                    size = multiple(size, ALIGNED)
                 at = rest % size
                 rest = rest // size
         if k == 0 and UNIT:

@@ -108,7 +108,7 @@ class Part:
         return len(self.members) == 1 and whole.strides in (((1,), (1,)), ((), ()))
 
     def aligned(self, flat: bool) -> int:
-        """Of what power of two (16 at most) all strides are multiples; 0 if memory starts anywhere.
+        """Of what power of two (16 at most) strides and runs of memory are multiples; 0 if memory starts anywhere.
 
         Memory that is one `flat` run has none.
         """
@@ -121,7 +121,13 @@ class Part:
             for m in self.members
             for unit, walk in zip(self.units, (*m.scope, *m.block, *m.elements.strides), strict=True)
         ]
-        return gcd(16, *(d for walk in read for d in walk))
+        runs = [  # sizes of innermost loops along memory, where vectors must end with the loop
+            sizes[-1]
+            for sizes, units in ((self.scope_sizes, self.units[:2]), (self.block_sizes, self.units[2:4]))
+            if len(sizes) > 1 and any(units)
+        ]
+        runs += [m.elements.sizes[-1] for m in self.members if len(m.elements.sizes) > 1 and any(self.units[4:])]
+        return gcd(16, *(d for walk in read for d in walk), *runs)
 
 
 def to_part(scopes: Scopes, *, big: bool) -> Part:
