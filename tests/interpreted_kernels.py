@@ -11,8 +11,9 @@ import torch
 from test_kernels import INF, KINDS, NAN, budgets, generator, scores_like
 
 from sparsekit_ao import BlockCoupling, BlockSpec, SparsityError
-from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
+from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, proximal, scope_mask, scope_masks
 from sparsekit_ao.kernels import triton as gpu
+from sparsekit_ao.kernels.gpu import gpu_path
 from sparsekit_ao.kernels.triton import Limits, select
 from sparsekit_ao.kernels.triton.plan import make_plan
 
@@ -523,6 +524,33 @@ def test_thresholds_of_coupled_blocks():
     gpu.soft_threshold(members, cut / 2, 2, factor=0.5)
     union.soft_threshold(cut / 4)
     assert torch.allclose(gate, union.parameters()[0], rtol=1e-6, atol=0)
+
+
+def test_blocks_are_thresholded_by_the_kernels_where_a_gpu_would_be(monkeypatch):
+    taken = []
+
+    def as_on_a_gpu(impl, device, reasons_of):
+        taken.append(impl)
+        return gpu_path("triton" if not reasons_of(gpu) else "reference", device, reasons_of)
+
+    weights = {name: threefour((4, 8)) for name in ("ours", "theirs")}
+    for t, scale in ((5.0, False), (torch.tensor([[0.0], [5.0], [10.0], [2.5]]), False), (2.0, True)):
+        BlockSpec(weights["theirs"], (1, 2)).soft_threshold(t, scale=scale)
+        BlockSpec(weights["theirs"], (1, 2)).hard_threshold(2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(proximal, "gpu_path", as_on_a_gpu)
+            BlockSpec(weights["ours"], (1, 2)).soft_threshold(t, scale=scale)
+            BlockSpec(weights["ours"], (1, 2)).hard_threshold(2.0)
+            with pytest.raises(SparsityError, match="needs thresholds >= 0"):
+                BlockSpec(weights["ours"], (1, 2)).soft_threshold(-1.0)
+            partial = BlockSpec(torch.ones(1, 5), (1, 2), edge="partial")
+            partial.hard_threshold(2.0)  # not for the kernels: the reference does it
+            assert not partial.view.param.any()
+    assert torch.allclose(weights["ours"], weights["theirs"], rtol=1e-6) and len(taken) == 9
+    assert (
+        proximal.threshold_blocks((Blocks(shape=(1,), values=torch.ones(4)),), torch.tensor(2.0), ndim=1, soft=False)
+        is False
+    )
 
 
 def test_a_nan_block_stays_nan_and_zero_thresholds_change_nothing():

@@ -36,7 +36,20 @@ LADDER = [
     "plot",
 ]
 INSIDE = {
-    "kernels": ["tiling", "nests", "keys", "radix", "reference", "cpu", "update", "triton", "gpu", "api", "batch"],
+    "kernels": [
+        "tiling",
+        "nests",
+        "keys",
+        "radix",
+        "reference",
+        "cpu",
+        "update",
+        "triton",
+        "gpu",
+        "proximal",
+        "api",
+        "batch",
+    ],
     "kernels/triton": [
         "device",
         "parts",

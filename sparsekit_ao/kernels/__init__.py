@@ -2,6 +2,7 @@
 
 from .api import IMPLS, block_scores, fill_mask, keep_mask, scope_mask, scope_scores
 from .batch import scope_masks
+from .proximal import threshold_blocks
 from .radix import CHUNK
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
@@ -21,5 +22,6 @@ __all__ = [
     "scope_mask",
     "scope_masks",
     "scope_scores",
+    "threshold_blocks",
     "to_scopes",
 ]

@@ -16,7 +16,7 @@ from ..tiling import Blocks, Scopes
 __all__ = ["LOOPS", "Member", "Part", "power_of_two", "strided_part", "to_part"]
 
 LOOPS = 6  # longest nest that the table has room for
-BIG = 1 << 31  # from here on addresses are counted in 64 bits
+BIG = (1 << 31) - (1 << 20)  # from here on in 64 bits: a last tile may reach beyond its tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..reference import Norm
 from ..tiling import Blocks, Scopes
 from ..update import Update
 from .launch import on
@@ -21,9 +20,9 @@ __all__ = ["condition_reasons", "hard_threshold", "soft_threshold", "threshold_r
 HELD = 1024  # longest block that the conditioned map keeps in registers
 
 
-def threshold_reasons(members: Sequence[Blocks], norm: Norm = 2) -> list[str]:
+def threshold_reasons(members: Sequence[Blocks], as_mean: bool | None = None) -> list[str]:
     """Why blocks are not for the threshold kernels."""
-    return score_reasons(members, norm, None)
+    return score_reasons(members, 2, as_mean)
 
 
 def condition_reasons(members: Sequence[Blocks]) -> list[str]:
