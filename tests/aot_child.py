@@ -117,8 +117,12 @@ def batches(case):
         yield fused.fused_kernel, traits, warps_of(traits)
     for batch in plan.scored:
         traits = dict(batch.traits)
-        yield blocks.score_kernel, traits, 4
-        yield blocks.fill_kernel, {k: v for k, v in traits.items() if k not in ("DTYPE", "NORM", "SINGLE")}, 4
+        yield blocks.score_kernel, traits, warps_of(traits)
+        yield (
+            blocks.fill_kernel,
+            {k: v for k, v in traits.items() if k not in ("DTYPE", "NORM", "SINGLE")},
+            warps_of(traits),
+        )
     for batch in (b for family in plan.wide for b in family):
         yield from long_rows(dict(batch.traits), batch.places[0], limits)
 

@@ -45,7 +45,8 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
         for family in ready.wide:
             select_wide(family, limits, scores, kept)
         for launch in ready.scored:
-            fill_kernel[(launch.programs,)](*launch.tables, kept, **launch.traits_but("DTYPE", "NORM", "SINGLE"))
+            traits = launch.traits_but("DTYPE", "NORM", "SINGLE")
+            fill_kernel[(launch.programs,)](*launch.tables, kept, **traits, num_warps=warps_of(traits))
 
 
 def keep_mask(
@@ -96,11 +97,15 @@ def _fuse(launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:
 
 
 def warps_of(traits: Mapping[str, Any]) -> int:
-    """Warps of the fused kernel: a thread holds 32 elements of a flat tile, 16 where addresses take registers too."""
+    """Warps of a kernel over blocks: a thread holds 32 elements, 16 where addresses take many registers too."""
+    if "PADDED" not in traits:
+        return 4 if traits["MEMBERS"] == 1 else 8
     held = traits["TILE"] * traits["PADDED"] * traits["CHUNK"]
     return min(16, max(4, held // (1024 if traits["FLAT"] else 512)))
 
 
 def _score(launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:
     for launch in launches:
-        score_kernel[(launch.programs,)](*launch.tables, scores, kept, **launch.traits)
+        score_kernel[(launch.programs,)](
+            *launch.tables, scores, kept, **launch.traits, num_warps=warps_of(launch.traits)
+        )

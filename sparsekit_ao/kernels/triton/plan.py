@@ -192,7 +192,8 @@ def _fused_traits(part: Part, update: Update, limits: Limits, *, stored: bool, s
 
 def _block_traits(part: Part, update: Update, limits: Limits, *, flat: bool = True, held: int = 0) -> Traits:
     elements = power_of_two(part.elements)
-    across = part.units[2] and not part.units[4]  # neighbours in memory are other blocks, not other elements
+    # Where neighbours in memory are other blocks, not other elements, tiles are as wide as they are long.
+    across = any(m.block[0][-1:] == (1,) and m.elements.strides[0][-1:] != (1,) for m in part.members)
     chunk = elements if elements <= held else min(elements, 64 if across else 1024, limits.tile)
     flat = flat and part.flat and part.elements == chunk
     return _traits(

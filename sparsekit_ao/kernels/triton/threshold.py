@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..tiling import Blocks, Scopes
 from ..update import Update
-from .launch import on
+from .launch import on, warps_of
 from .plan import Limits, score_plan
 from .ready import Launch, budget_of, key_of, prepared
 from .reasons import score_reasons
@@ -100,7 +100,9 @@ def _threshold(
         if launch is not None:
             traits = launch.traits_but("MASK_DTYPE", "NORM", "STAGE", "FLAT", "EVEN")
             t, each = _spread(thresholds)
-            threshold_kernel[(launch.programs,)](*launch.tables, t, factor, SOFT=soft, EACH=each, **traits)
+            threshold_kernel[(launch.programs,)](
+                *launch.tables, t, factor, SOFT=soft, EACH=each, **traits, num_warps=warps_of(traits)
+            )
 
 
 def _launch_of(members: Sequence[Blocks], ndim: int, limits: Limits | None, held: int = 0) -> Launch | None:
