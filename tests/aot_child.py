@@ -3,8 +3,8 @@
     python tests/aot_child.py 80 90 100
     python tests/aot_child.py 90 --table
 
-Weights live on the meta device: only shapes, strides and dtypes matter. Registers, stack (where spills would go) and
-instructions come from the tools in the triton wheel.
+Weights live on the meta device: only shapes, strides and dtypes matter. Registers and spills come from the tools in
+the triton wheel.
 """
 
 import argparse
@@ -24,9 +24,10 @@ from triton.compiler import ASTSource
 from sparsekit_ao.kernels import Blocks, Scopes
 from sparsekit_ao.kernels.triton import blocks, fused, narrow, passes, shrink
 from sparsekit_ao.kernels.triton.launch import warps_of
-from sparsekit_ao.kernels.triton.plan import Limits, key_bits, make_plan, score_plan
+from sparsekit_ao.kernels.triton.parts import strided_part
+from sparsekit_ao.kernels.triton.plan import Limits, key_bits, make_plan, rows_plan, score_plan
 from sparsekit_ao.kernels.triton.ready import TYPES
-from sparsekit_ao.kernels.triton.select import WARPS
+from sparsekit_ao.kernels.triton.select import REGISTERS, WARPS, halved
 from sparsekit_ao.kernels.update import Update
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -71,7 +72,12 @@ CASES = {
     "32x32 of a tensor, inf": ((8192, 8192), BF16, (32, 32), (256, 256), math.inf, False),
     "output neurons": ((8192, 8192), BF16, (1, 8192), (8192, 1), 2, False),
     "inputs": ((8192, 8192), BF16, (8192, 1), (1, 8192), 2, False),
+    "1x1 of a tensor as a second stage, float16": ((8192, 8192), torch.float16, (1, 1), (8192, 8192), 2, True),
+    "1x4 of a tensor as a second stage": ((8192, 8192), BF16, (1, 4), (8192, 2048), 1, True),
+    "4:8 of 3 elements": ((8192, 768 * 8), BF16, (1, 3), (1, 8), math.inf, False),
+    "a slice that starts anywhere": ((8190, 8191), BF16, (1, 1), (8190, 8191), 2, False),
     "a hidden unit of three tensors": None,
+    "rows of signed scores": None,
     "thresholds of 1x16": None,
 }
 
@@ -104,10 +110,26 @@ def hidden_units():
     return Scopes(members=(gate, up, on_meta((4096, 11008), (4096, 1), BF16, (1, 0))), shape=(11008, 1))
 
 
+def signed_rows():
+    """(kernel, traits, warps) of selections among scores of either sign, with a budget for each row."""
+    keep, limits = torch.empty(64, dtype=torch.int64, device="meta"), Limits()
+    for dtype, big in ((F32, False), (BF16, True), (torch.float16, False)):
+        for width, stage in ((10, False), (1000, True), (1 << 19, True)):
+            part = strided_part(64, width, (width, 1), dtype=dtype, big=big)
+            plan = rows_plan(part, keep, stage, True, limits)
+            for batch in plan.rows:
+                yield fused.fused_kernel, dict(batch.traits), warps_of(dict(batch.traits))
+            for batch in (b for family in plan.wide for b in family):
+                yield from long_rows(dict(batch.traits), batch.places[0], limits)
+
+
 def batches(case):
     """(kernel, traits, warps) of every launch of a case."""
     if case == "thresholds of 1x16":
         yield from thresholds()
+        return
+    if case == "rows of signed scores":
+        yield from signed_rows()
         return
     group, norm, stage = (hidden_units(), 2, False) if CASES[case] is None else one_tensor(*CASES[case])
     limits = Limits()
@@ -136,7 +158,7 @@ def long_rows(traits, place, limits):
         yield narrow.bracket_kernel, {"CAPACITY": limits.samples, "BITS": bits}, WARPS
         yield narrow.narrow_kernel, {**traits, "TILE": limits.tile, "ROOM": room}, WARPS
     shared = {**traits, "TILE": limits.tile, "ROOM": room, "COUNT": count, "NARROW": long}
-    yield passes.histogram_kernel, {**shared, "PASS": count - 1}, WARPS
+    yield passes.histogram_kernel, halved({**shared, "PASS": count - 1}), WARPS
     yield passes.tie_kernel, shared, WARPS
     yield passes.mark_kernel, {**traits, "TILE": limits.tile}, WARPS
 
@@ -146,13 +168,16 @@ def compiled(kernel, traits, warps, arch, parts):
     constants = {k: TYPES[v] if isinstance(v, torch.dtype) else v for k, v in traits.items()} | {"PARTS": parts}
     names = kernel.arg_names
     signature = {n: POINTERS.get(n, "constexpr") for n in names}
+    if traits.get("STORED"):
+        signature["scores"] = {F32: "*fp32", BF16: "*bf16", torch.float16: "*fp16"}[traits["DTYPE"]]
     if traits.get("BIG") and "counts" in signature:
         signature["counts"] = "*i64"
     attrs = {(k,): [["tt.divisibility", 16]] for k, n in enumerate(names) if signature[n].startswith("*")}
     constexprs = {n: constants[n] for n in names if signature[n] == "constexpr"}
+    options = {"num_warps": warps, "maxnreg": REGISTERS if kernel is passes.histogram_kernel else None}
     begin = time.perf_counter()
     source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     numbers = {**usage(found.asm["cubin"]), "shared": found.metadata.shared, "seconds": time.perf_counter() - begin}
     numbers["wide loads"] = len(re.findall(r"ld\.global\.v4\.b32", found.asm["ptx"]))
     numbers["wide stores"] = len(re.findall(r"st\.global\.v4\.b32", found.asm["ptx"]))
@@ -160,13 +185,19 @@ def compiled(kernel, traits, warps, arch, parts):
 
 
 def usage(cubin):
-    """Registers of a thread and bytes of its stack, where registers that do not fit are spilled to."""
+    """Registers of a thread, and how many instructions move spilled ones to its stack or back."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [os.path.join(TOOLS, "cuobjdump"), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {"registers": int(re.search(r"REG:(\d+)", said)[1]), "stack": int(re.search(r"STACK:(\d+)", said)[1])}
+        said = tool("cuobjdump", "--dump-resource-usage", file.name)
+        stack = int(re.search(r"STACK:(\d+)", said)[1])
+        spills = len(re.findall(r"\b(?:STL|LDL)\b", tool("cuobjdump", "-sass", file.name))) if stack else 0
+    return {"registers": int(re.search(r"REG:(\d+)", said)[1]), "spills": spills}
+
+
+def tool(name, *arguments):
+    command = [os.path.join(TOOLS, name), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def lines(arches):
@@ -189,7 +220,7 @@ def main():
     args = parser.parse_args()
     for line in lines(args.arches):
         if args.table:
-            columns = ("case", "kernel", "warps", "registers", "stack", "shared", "wide loads", "wide stores")
+            columns = ("case", "kernel", "warps", "registers", "spills", "shared", "wide loads", "wide stores")
             print("| " + " | ".join(str(line[k]) for k in columns) + " |")
         else:
             print(json.dumps(line), flush=True)

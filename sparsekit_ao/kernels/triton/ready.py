@@ -22,7 +22,7 @@ from .table import starts_of, table_of
 
 __all__ = ["Budget", "Launch", "Ready", "budget_of", "key_of", "prepared"]
 
-KEPT = 64  # plans remembered
+KEPT = 1024  # plans remembered: more than a model has tensors
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 
 _plans: OrderedDict[tuple, "Ready"] = OrderedDict()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from .plan import Limits, key_bits
 from .ready import Launch
 from .wide import BINS, SPAN_FIELDS, STATE_FIELDS
 
-__all__ = ["WARPS", "select_wide"]
+__all__ = ["REGISTERS", "WARPS", "halved", "select_wide"]
 
 WARPS = 8  # of kernels that hold keys of a tile, or of a sample, together with counts
+REGISTERS = 128  # of a histogram at most; left to itself the assembler takes fewer and spills
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +61,19 @@ def select_wide(family: Sequence[Launch], limits: Limits, scores: Tensor, kept: 
     memory = (scores, kept, work.state, work.spans, work.inside, work.counts)
     for at in range(work.passes):
         for launch in family:
+            traits = halved({**launch.traits, **shared})
             histogram_kernel[(launch.programs,)](
-                *launch.tables, *memory, PASS=at, **shared, **launch.traits, num_warps=WARPS
+                *launch.tables, *memory, PASS=at, **traits, num_warps=WARPS, maxnreg=REGISTERS
             )
     for launch in family:
         tie_kernel[(launch.programs,)](*launch.tables, *memory, **shared, **launch.traits, num_warps=WARPS)
     for launch in family:
         mark_kernel[(launch.programs,)](*launch.tables, *memory[:4], TILE=limits.tile, **launch.traits, num_warps=WARPS)
+
+
+def halved(traits: dict[str, Any]) -> dict[str, Any]:
+    """The same spans in tiles half as long: a histogram takes registers of its own."""
+    return {**traits, "TILE": max(1, traits["TILE"] // 2), "SPAN_TILES": traits["SPAN_TILES"] * 2}
 
 
 def _narrow(family: Sequence[Launch], work: _Work, limits: Limits, scores: Tensor, kept: Tensor) -> None:
