@@ -14,6 +14,7 @@ from . import masking, report
 from .base import MaskSparsifier
 from .config import Group, copied
 from .errors import SparsityError
+from .kernels import scope_masks
 from .plan import Plan, make_plan
 from .spec import sparsity_to_nnz
 from .structure import AXES, STRUCTURE, TILES, joined, stage_budgets, stages_of
@@ -187,6 +188,9 @@ class ScopeSparsifier(MaskSparsifier):
         for component in plan.components:
             component.budget(self.groups, self._level_given)  # raise before any mask changes
         overridden = type(self).update_mask is not ScopeSparsifier.update_mask
+        if not overridden and any(self._live_mask(g).is_cuda for g in self.groups):
+            self._update_together(plan)
+            return
         done: set[int] = set()
         for at, group in enumerate(self.groups):
             if at in done:
@@ -204,6 +208,23 @@ class ScopeSparsifier(MaskSparsifier):
             masks = {leaf: self._live_mask(groups[i]) for leaf, i in component.leaves}
             keep = component.budget(groups, self._level_given)
             component.scope.update_masks(masks, keep, values, norm=component.norm, stage=component.stage > 0)
+
+    def _update_together(self, plan: Plan) -> None:
+        """All groups, stage by stage, so that tensors of one kind share launches; holds every dense weight at once."""
+        for stage in sorted({component.stage for component in plan.components}):
+            updates = []
+            for component in plan.components:
+                if component.stage == stage:
+                    values = {leaf.view.param: self._dense(self.groups[i]) for leaf, i in component.leaves}
+                    masks = {leaf: self._live_mask(self.groups[i]) for leaf, i in component.leaves}
+                    keep = component.budget(self.groups, self._level_given)
+                    update = component.scope.update_of(
+                        masks, keep, values, norm=component.norm, stage=component.stage > 0
+                    )
+                    updates.append((component.scope, update, masks))
+            scope_masks([update for _, update, _ in updates])
+            for scope, update, masks in updates:
+                scope.write_back(update, masks)
 
     def _planned(self, groups: Sequence[Group], model: nn.Module | None = None) -> Plan:
         """The plan of these groups; kept while structure, shapes and strides stay the same."""

@@ -197,5 +197,5 @@ def test_every_benchmark_runs(script, says, tmp_path):
 
 
 def test_every_benchmark_is_run_here():
-    shared = {"machine.py", "contenders.py"}
+    shared = {"machine.py", "contenders.py", "gpu_step.py"}  # the last has a test of its own
     assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

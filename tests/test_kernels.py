@@ -20,7 +20,7 @@ from kernel_cases import (
     sorted_selection,
 )
 
-from sparsekit_ao import SparsityError, View
+from sparsekit_ao import BlockSpec, ScopeSpec, SparsityError, View
 from sparsekit_ao.kernels import (
     Blocks,
     block_scores,
@@ -636,3 +636,12 @@ def test_an_implementation_that_is_not_known_is_named():
     ):
         with pytest.raises(SparsityError, match=re.escape("impl must be one of") + ".*'gpu'"):
             call()
+
+
+def test_budgets_on_another_device_are_taken_without_a_look():
+    """Looking would wait for the device; meta tensors have nothing to look at."""
+    scope = ScopeSpec(BlockSpec(torch.zeros(4, 8)), (1, 4))
+    budget = scope.budget(torch.empty((4, 2), dtype=torch.int64, device="meta"))
+    assert budget.shape == (4, 2)
+    with pytest.raises(SparsityError, match="integer tensor of the scope grid's shape"):
+        scope.budget(torch.empty((3,), dtype=torch.int64, device="meta"))

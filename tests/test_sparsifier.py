@@ -513,3 +513,26 @@ def test_check_and_report_as_numbers():
         model[0].weight.fill_(1.0)
     with pytest.raises(SparsityError, match="0.weight: 1 of 1 scopes are wrong"):
         sparsifier.check()
+
+
+def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch):
+    """What a step does on a GPU, where layers of one kind share launches."""
+    config = [
+        {"tensor_fqn": "0.weight", **patterns.v_n_m(4, 2, 8)},
+        {"tensor_fqn": "2.weight", "scope_coupling": "g"},
+        {"tensor_fqn": "4.weight", "scope_coupling": "g", "block_shape": (1, 2)},
+    ]
+    masks = []
+    for together in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        sparsifier = ScopeSparsifier(0.75)
+        sparsifier.prepare(model, config)
+        if together:
+            monkeypatch.setattr(
+                sparsifier, "_update_all", lambda s=sparsifier: s._update_together(s._planned(s.groups))
+            )
+        sparsifier.step()
+        assert sparsifier.check() > 2
+        masks.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])
+    assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))

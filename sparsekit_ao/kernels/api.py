@@ -1,7 +1,8 @@
 """The only door to the kernels: checks the arguments, chooses the implementation, and hands over.
 
-`impl="auto"` takes the CPU path for CPU tensors (its JIT tier where numba is installed and the work is large enough)
-and the reference elsewhere. An implementation asked for by name is used or an error says why not; it never falls back.
+`impl="auto"` takes the CPU path for CPU tensors (its JIT tier where numba is installed and the work is large enough);
+on CUDA the Triton kernels where triton is installed and they take the work, else the reference. An implementation
+asked for by name is used or an error says why not; it never falls back.
 """
 
 import math
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from . import cpu, jit, reference
+from .gpu import gpu_path
 from .keys import KEY_DTYPES
 from .radix import Reduce
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, real_slots, to_scopes
+from .update import Update
 
-__all__ = ["IMPLS", "block_scores", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
+__all__ = ["IMPLS", "block_scores", "check_update", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
 
-IMPLS = ("auto", "reference", "cpu", "jit")
+IMPLS = ("auto", "reference", "cpu", "jit", "triton")
 JIT_FROM = 1 << 16  # elements from which the JIT tier is worth its start
 
 
@@ -79,9 +82,12 @@ def keep_mask(
         raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
     scopes, members = scores.shape
     _check_budget(keep, (scopes,), members if reduce is None else None)
-    budget = keep.to(scores.device, torch.int64).expand(scopes) if isinstance(keep, Tensor) else keep
+    budget = keep.to(scores.device, torch.int64, non_blocking=True).expand(scopes) if isinstance(keep, Tensor) else keep
     if reduce is None and _takes_jit(impl, chosen, scores.numel(), lambda: jit.scores_refusal(scores)):
         return jit.keep_mask(scores, budget, candidates, magnitude=magnitude)
+    gpu = gpu_path(impl, scores.device, lambda path: path.rows_reasons(scores))
+    if gpu is not None:
+        return gpu.keep_mask(scores, budget, candidates, magnitude=magnitude)
     if chosen == "cpu":
         return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude, index=index, reduce=reduce)
     return reference.keep_mask(scores.abs() if magnitude else scores, budget, candidates)
@@ -110,7 +116,12 @@ def block_scores(
     ndim = max(m.window.ndim for m in members) if ndim is None else ndim
     if impl == "jit":
         raise SparsityError('block_scores has no impl="jit", which scores inside scope_mask. Use impl="auto".')
-    if _choose(impl, members[0].window.device) == "cpu":
+    device = members[0].window.device
+    chosen = _choose(impl, device)
+    gpu = gpu_path(impl, device, lambda path: path.score_reasons(members, norm, as_mean))
+    if gpu is not None:
+        return gpu.block_scores(members, norm, ndim)
+    if chosen == "cpu":
         return cpu.block_scores(tuple(members), norm, ndim, as_mean)
     return reference.block_scores(members, norm, ndim, as_mean)
 
@@ -141,11 +152,15 @@ def scope_mask(
         stage: choose only among blocks that the masks still hold, scored by what the masks left of them.
         impl: one of `IMPLS`.
     """
-    _check_norm(norm)
-    _check_windows(groups)
-    _check_budget(keep, groups[0].scope_grid, sum(math.prod(g.shape) for g in groups))
+    update = Update(groups=tuple(groups), keep=keep, norm=norm, stage=stage)
+    check_update(update, impl)
+    device = groups[0].members[0].window.device
+    gpu = gpu_path(impl, device, lambda path: path.reasons_of(update))
+    if gpu is not None:
+        gpu.scope_masks([update])
+        return
     keep = keep.expand(groups[0].scope_grid) if isinstance(keep, Tensor) else keep
-    chosen = _choose(impl, groups[0].members[0].window.device)
+    chosen = _choose(impl, device)
     numel = sum(g.members[0].window.numel() for g in groups)
     if _takes_jit(impl, chosen, numel, lambda: jit.refusal(groups, norm)):
         jit.scope_mask(groups, keep, norm, stage=stage)
@@ -163,6 +178,14 @@ def scope_mask(
     rows = keep_mask(scores, budget, candidates=candidates, magnitude=not callable(norm), impl=impl)
     for group, kept in zip(groups, rows.split([math.prod(g.shape) for g in groups], dim=1), strict=True):
         fill_mask(group.members, from_scopes(kept, group), stage=stage)
+
+
+def check_update(update: Update, impl: str = "auto") -> None:
+    """Refuse a norm, windows, a budget or an implementation that cannot be."""
+    _check_norm(update.norm)
+    _check_windows(update.groups)
+    _check_budget(update.keep, update.groups[0].scope_grid, sum(math.prod(g.shape) for g in update.groups))
+    _choose(impl, update.groups[0].members[0].window.device)
 
 
 def _check_norm(norm: Norm) -> None:

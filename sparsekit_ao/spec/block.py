@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..kernels import Blocks, Norm, block_scores, fill_mask
+from ..kernels import Blocks, Norm, block_scores, fill_mask, threshold_blocks
 from ..kernels.reference import element_counts
 from ..kernels.tiling import from_aligned, to_aligned
 from ..layout import Shape, grid_of, resolve_tile
@@ -121,6 +121,8 @@ class SparseBlock(ABC):
             thresholds: a number, or a tensor that broadcasts to the grid.
             values: what the norms are taken of; None means the parameters.
         """
+        if values is None and self._threshold_in_place(thresholds, soft=False):
+            return
         self.zero_blocks(self.below(thresholds, values))
 
     @torch.no_grad()
@@ -146,7 +148,20 @@ class SparseBlock(ABC):
         Raises:
             SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
         """
+        factor = math.sqrt(self.numel_per_block()) if scale else 1.0
+        if conditioners is None and self._threshold_in_place(thresholds, soft=True, factor=factor):
+            return
         self.write_elements(self.shrunk(thresholds, conditioners, scale, max_iter, atol, eps))
+
+    def _threshold_in_place(self, thresholds: Tensor | float, *, soft: bool, factor: float = 1.0) -> bool:
+        """Threshold by a kernel that reads and writes once; False where there is none for these blocks."""
+        for spec in self.blocks():
+            _ = spec.view.data  # raises if a parameter's strides have changed
+        members = self.operands()
+        t = self._per_block(thresholds, torch.float32, members[0].window.device)
+        if soft:
+            self._check_thresholds(t)
+        return threshold_blocks(members, t, ndim=self.grid_ndim, soft=soft, factor=factor)
 
     def below(self, thresholds: Tensor | float, values: Values = None, as_mean: bool | None = None) -> Tensor:
         """Which blocks have a norm strictly below the threshold; bool, of the grid's shape."""
@@ -167,8 +182,7 @@ class SparseBlock(ABC):
         v = v.reshape(self.numblk(), v.shape[-1])
         v = v if v.dtype == torch.float64 else v.float()
         t = self._per_block(thresholds, v.dtype, v.device)
-        if not bool((t >= 0).all()):
-            raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {float(t.min())}")
+        self._check_thresholds(t)
         t = (t * self._counts().to(v.dtype).sqrt() if scale else t).reshape(-1)
         if conditioners is None:
             return shrink(v, t)
@@ -244,6 +258,10 @@ class SparseBlock(ABC):
             raise SparsityError(
                 f"{self._where()}thresholds must broadcast to the grid {self.grid_shape}, got shape {tuple(t.shape)}"
             ) from None
+
+    def _check_thresholds(self, t: Tensor) -> None:
+        if not bool((t >= 0).all()):
+            raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {float(t.min())}")
 
     def _refuse_partial(self, what: str) -> None:
         for b in self.blocks():

@@ -26,7 +26,10 @@ def sparsity_to_nnz(sparsity: float, members: int, where: str = "") -> int:
 
 
 def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: int, where: str) -> Budget:
-    """A budget with least <= nnz <= members - spare: an int, or int64 of the scope grid's shape; else an error."""
+    """A budget with least <= nnz <= members - spare: an int, or int64 of the scope grid's shape; else an error.
+
+    The numbers of a tensor on another device than the CPU are not looked at: that would wait for the device.
+    """
     if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
         raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
     low = high = nnz
@@ -36,7 +39,8 @@ def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: in
                 f"{where}nnz must be an integer tensor of the scope grid's shape {grid}, "
                 f"got {nnz.dtype} {tuple(nnz.shape)}"
             )
-        low, high = map(int, nnz.aminmax()) if nnz.numel() else (least, least)
+        seen = nnz.numel() > 0 and nnz.device.type == "cpu"
+        low, high = map(int, nnz.aminmax()) if seen else (least, least)
         nnz = nnz.to(torch.int64).expand(grid)
     if not (least <= low and high <= members - spare):
         raise SparsityError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import SparsityError
-from ..kernels import Norm, Scopes, from_scopes, keep_mask, scope_mask, to_scopes
+from ..kernels import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, to_scopes
 from ..kernels.tiling import real_slots, tile_volumes
 from ..layout import Shape
 from .block import BlockSpec, SparseBlock, Values
@@ -220,9 +220,25 @@ class SparseScope(ABC):
             stage: choose only among what the masks still keep.
             impl: see `kernels`.
         """
-        groups = self.groups(values, masks)
-        scope_mask(groups, self.budget(nnz), norm, stage=stage, impl=impl)
-        for group, (spec, _) in zip(groups, self.scopes(), strict=True):
+        update = self.update_of(masks, nnz, values, norm=norm, stage=stage)
+        scope_masks([update], impl=impl)
+        self.write_back(update, masks)
+
+    def update_of(
+        self,
+        masks: Mapping[BlockSpec, Tensor],
+        nnz: Budget,
+        values: Values = None,
+        *,
+        norm: Norm = 2,
+        stage: bool = False,
+    ) -> Update:
+        """What `update_masks` hands to the kernels; several of them may go together (`kernels.scope_masks`)."""
+        return Update(groups=tuple(self.groups(values, masks)), keep=self.budget(nnz), norm=norm, stage=stage)
+
+    def write_back(self, update: Update, masks: Mapping[BlockSpec, Tensor]) -> None:
+        """Copy the masks that lie otherwise than their parameter back from where the kernels filled them."""
+        for group, (spec, _) in zip(update.groups, self.scopes(), strict=True):
             for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
                 if not leaf.view.is_aligned(masks[leaf]):
                     assert member.mask is not None

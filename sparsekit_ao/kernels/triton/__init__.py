@@ -1,0 +1,26 @@
+"""The GPU path: launchers and Triton kernels, imported only when called. See README.md beside this."""
+
+from triton import JITFunction
+
+from .fused import fused_kernel
+from .launch import block_scores, keep_mask, scope_masks
+from .plan import Limits
+from .reasons import reasons_of, rows_reasons, score_reasons
+from .threshold import condition_reasons, hard_threshold, soft_threshold, threshold_reasons
+
+__all__ = [
+    "INTERPRETED",
+    "Limits",
+    "block_scores",
+    "condition_reasons",
+    "hard_threshold",
+    "keep_mask",
+    "reasons_of",
+    "rows_reasons",
+    "scope_masks",
+    "score_reasons",
+    "soft_threshold",
+    "threshold_reasons",
+]
+
+INTERPRETED = not isinstance(fused_kernel, JITFunction)  # TRITON_INTERPRET=1: kernels run on CPU tensors, slowly

@@ -1,0 +1,226 @@
+"""What every kernel shares: finding its tensors in the table, walking nests, keys of scores, exact selection.
+
+Knows one tile at a time. The table is an int64 tensor of part and member rows (see `table`); the field numbers below
+are its columns.
+"""
+
+import triton
+import triton.language as tl
+
+# A part is the scopes of one group: sizes, budget, and where its slots lie in what all parts share.
+ROWS = tl.constexpr(0)  # scopes
+BLOCKS = tl.constexpr(1)  # blocks of a scope in this part
+KEEP = tl.constexpr(2)  # address of the budgets in device memory
+KEEP_STEP = tl.constexpr(3)  # from one scope's budget to the next
+STATE = tl.constexpr(4)  # first row of the problem in the selection's state
+OFFSET = tl.constexpr(5)  # first slot of the problem among stored scores
+WIDTH = tl.constexpr(6)  # slots of a row, over all parts of the problem
+COLUMN = tl.constexpr(7)  # first slot of this part in a row
+SPANS = tl.constexpr(8)  # spans of a row in this part
+SPAN = tl.constexpr(9)  # first span of this part in a row
+ROW_SPANS = tl.constexpr(10)  # spans of a row, over all parts
+SPAN_ORIGIN = tl.constexpr(11)  # first span of the problem
+SAMPLES = tl.constexpr(12)  # samples taken from a row of this part
+SAMPLE = tl.constexpr(13)  # first sample of this part in a row
+ROW_SAMPLES = tl.constexpr(14)  # samples of a row, over all parts
+SCOPE_SIZES = tl.constexpr(16)
+BLOCK_SIZES = tl.constexpr(22)
+PART_FIELDS = tl.constexpr(28)
+
+# A member is one tensor's share of a part: two addresses and three nests.
+VALUES = tl.constexpr(0)
+MASK = tl.constexpr(1)
+ELEMENTS = tl.constexpr(2)
+SCOPE_VALUES = tl.constexpr(3)
+SCOPE_MASK = tl.constexpr(9)
+BLOCK_VALUES = tl.constexpr(15)
+BLOCK_MASK = tl.constexpr(21)
+ELEMENT_SIZES = tl.constexpr(27)
+ELEMENT_VALUES = tl.constexpr(33)
+ELEMENT_MASK = tl.constexpr(39)
+MEMBER_FIELDS = tl.constexpr(45)
+LOOPS = tl.constexpr(6)  # longest nest
+
+
+@triton.jit
+def part_of(starts, program, PARTS: tl.constexpr):
+    """Which part a program works for: the last one that starts at it or before."""
+    begins = tl.load(starts + tl.arange(0, PARTS))
+    return tl.sum((begins <= program).to(tl.int32)) - 1
+
+
+@triton.jit
+def field(row, at: tl.constexpr, BIG: tl.constexpr):
+    """One field of the table, in the width that addresses are counted in."""
+    found = tl.load(row + at)
+    return found if BIG else found.to(tl.int32)
+
+
+@triton.jit
+def multiple(number, of: tl.constexpr):
+    """A number that is a multiple of `of`, in a form that tells the compiler so (a hint on a scalar gets lost)."""
+    return number // of * of
+
+
+@triton.jit
+def step(row, at: tl.constexpr, ALIGNED: tl.constexpr, BIG: tl.constexpr):
+    """A stride; the compiler learns that it is a multiple of ALIGNED, so that vectors stay whole."""
+    found = field(row, at, BIG)
+    return multiple(found, ALIGNED) if ALIGNED > 1 else found
+
+
+@triton.jit
+def walk(
+    index,
+    sizes,
+    strides,
+    COUNT: tl.constexpr,
+    INNER: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BIG: tl.constexpr,
+):
+    """The address of `index` in a nest of COUNT loops.
+
+    INNER is the innermost size where it is known at compile time (else 0), UNIT says that the innermost stride is 1.
+    """
+    rest = index
+    found = index * 0
+    for k in tl.static_range(COUNT):
+        at = rest
+        if k < COUNT - 1:
+            if k == 0 and INNER > 0:
+                at = rest % INNER
+                rest = rest // INNER
+            else:
+                size = field(sizes, COUNT - 1 - k, BIG)
+                if k == 0 and UNIT and ALIGNED > 1:
+                    size = multiple(size, ALIGNED)
+                at = rest % size
+                rest = rest // size
+        if k == 0 and UNIT:
+            found += at
+        else:
+            found += at * step(strides, COUNT - 1 - k, ALIGNED, BIG)
+    return found
+
+
+@triton.jit
+def pointer(row, at: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address of the table as a pointer."""
+    address = tl.load(row + at).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(address, 16) if ALIGNED else address
+
+
+@triton.jit
+def stored(part, scores, kept, ALIGNED: tl.constexpr):
+    """Where an update's stored scores and decisions begin."""
+    offset = tl.load(part + OFFSET)
+    if ALIGNED:
+        offset = multiple(offset, 16)
+    return scores + offset, kept + offset
+
+
+@triton.jit
+def budget(part, rows, valid, EACH: tl.constexpr):
+    """Blocks kept in each of `rows`, int64, read from device memory; one number without EACH."""
+    first = tl.load(part + KEEP).to(tl.pointer_type(tl.int64))
+    return tl.load(first + rows * tl.load(part + KEEP_STEP), mask=valid, other=0) if EACH else tl.load(first)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as int32 of the same order; every NaN is the first integer above infinity."""
+    if x.dtype.primitive_bitwidth == 32:
+        found = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800001)
+    else:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        found = tl.minimum(bits, 0x7C01 if x.dtype == tl.float16 else 0x7F81)
+    return found
+
+
+@triton.jit
+def order_key(x, SIGNED: tl.constexpr):
+    """uint32 keys of the order of x, or of |x| without SIGNED; 0 is left for slots that may never be kept."""
+    size = magnitude_bits(x)
+    if not SIGNED:
+        found = (size + 1).to(tl.uint32)
+    elif x.dtype.primitive_bitwidth == 32:
+        negative = (x.to(tl.int32, bitcast=True) < 0) & (size < 0x7F800001)
+        found = tl.where(negative, -size, size).to(tl.uint32, bitcast=True) ^ 0x80000000
+    else:
+        top = 0x7C01 if x.dtype == tl.float16 else 0x7F81
+        negative = (x.to(tl.int16, bitcast=True).to(tl.int32) < 0) & (size < top)
+        found = (tl.where(negative, -size, size) + 0x8000).to(tl.uint32)
+    return found
+
+
+@triton.jit
+def power(x, NORM: tl.constexpr):
+    """What a block's elements add up to: squares, magnitudes, or (for the maximum) ordered bits."""
+    wide = x.to(tl.float32)
+    if NORM == "inf":
+        found = magnitude_bits(wide)
+    elif NORM == "2":
+        found = wide * wide
+    else:
+        found = tl.abs(wide)
+    return found
+
+
+@triton.jit
+def join(total, more, NORM: tl.constexpr):
+    """Two partial sums (or maxima) as one."""
+    return tl.maximum(total, more) if NORM == "inf" else total + more
+
+
+@triton.jit
+def fold(powers, axis: tl.constexpr, NORM: tl.constexpr):
+    """Sum (or maximum) along an axis."""
+    return tl.max(powers, axis=axis) if NORM == "inf" else tl.sum(powers, axis=axis)
+
+
+@triton.jit
+def rooted(total, NORM: tl.constexpr):
+    """The norm that the folded powers amount to, float32."""
+    if NORM == "inf":
+        found = total.to(tl.float32, bitcast=True)
+    elif NORM == "2":
+        found = tl.sqrt_rn(total)
+    else:
+        found = total
+    return found
+
+
+@triton.jit
+def as_mask(chosen, DTYPE: tl.constexpr):
+    """Decisions as numbers of the mask's dtype; bf16 by way of float32, which the interpreter gets right."""
+    return chosen.to(tl.float32).to(DTYPE) if tl.bfloat16 == DTYPE else chosen.to(DTYPE)
+
+
+@triton.jit
+def keep_pairs(keys, keep, MEMBERS: tl.constexpr):
+    """Exactly `keep` of each row of keys [S, M], by comparing every pair: slot i beats a later j unless j is higher."""
+    slot = tl.arange(0, keys.shape[1])[None, :]
+    beaten = tl.zeros(keys.shape, tl.int32)
+    for j in tl.static_range(MEMBERS):
+        # j is known at compile time, so the sum below is one register where a thread holds the whole row
+        other = tl.sum(tl.where(slot == j, keys, 0), axis=1).to(tl.uint32)[:, None]
+        beaten += tl.where(slot > j, other >= keys, other > keys).to(tl.int32)
+    return (beaten < keep[:, None]) & (keys > 0)
+
+
+@triton.jit
+def keep_bisected(keys, keep, BITS: tl.constexpr):
+    """Exactly `keep` of each row of keys [S, M]: the k-th largest key bit by bit, then ties by index."""
+    limit = tl.zeros([keys.shape[0]], tl.uint32)
+    bit = tl.full([keys.shape[0]], 1 << (BITS - 1), tl.uint32)
+    for _ in range(BITS):
+        candidate = limit | bit
+        count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
+        limit = tl.where(count >= keep, candidate, limit)
+        bit = bit >> 1
+    above = keys > limit[:, None]
+    tied = (keys == limit[:, None]).to(tl.int32)
+    need = keep - tl.sum(above.to(tl.int32), axis=1)
+    return (above | ((tied > 0) & (tl.cumsum(tied, axis=1) <= need[:, None]))) & (keys > 0)

@@ -1,0 +1,209 @@
+"""What a kernel must know of one group of scopes, as plain numbers: sizes, strides, and what they allow.
+
+Lowers `Scopes` through `nests`. Knows no kernel and launches nothing.
+"""
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+import torch
+from torch import Tensor
+
+from ...layout import Shape, cosize
+from ..nests import Nest, lower
+from ..tiling import Blocks, Scopes
+
+__all__ = ["LOOPS", "Member", "Part", "power_of_two", "strided_part", "to_part"]
+
+LOOPS = 6  # longest nest that the table has room for
+BIG = (1 << 31) - (1 << 20)  # from here on in 64 bits: a last tile may reach beyond its tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One tensor's share: addresses in memory, and its strides along scope, block and element (values, then mask)."""
+
+    values: int
+    mask: int
+    elements: Nest
+    scope: tuple[Shape, Shape]
+    block: tuple[Shape, Shape]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The scopes of one group.
+
+    Attributes:
+        members: tensors whose blocks share one fate.
+        scope_sizes: loops over scopes.
+        block_sizes: loops over the blocks of a scope.
+        dtype: of all members' values.
+        mask_dtype: of all members' masks (uint8 for bool).
+        big: whether some address needs 64 bits.
+    """
+
+    members: tuple[Member, ...]
+    scope_sizes: Shape
+    block_sizes: Shape
+    dtype: torch.dtype
+    mask_dtype: torch.dtype
+    big: bool
+
+    @property
+    def rows(self) -> int:
+        """Scopes."""
+        return prod(self.scope_sizes)
+
+    @property
+    def width(self) -> int:
+        """Blocks of a scope."""
+        return prod(self.block_sizes)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest member's block."""
+        return max(m.elements.count for m in self.members)
+
+    @property
+    def volume(self) -> int:
+        """Elements of a scope, over all members."""
+        return self.width * sum(m.elements.count for m in self.members)
+
+    @property
+    def single(self) -> bool:
+        """Whether a block is one element of one tensor, so that its score is |x| as it is."""
+        return len(self.members) == 1 and self.elements == 1
+
+    @property
+    def nests(self) -> Shape:
+        """Loops over scope, block and element."""
+        return len(self.scope_sizes), len(self.block_sizes), max(len(m.elements.sizes) for m in self.members)
+
+    @property
+    def inner(self) -> int:
+        """The innermost element loop where all members share it, else 0 (read from the table)."""
+        sizes = {m.elements.sizes[-1:] for m in self.members}
+        return next(iter(sizes))[0] if self.nests[2] > 1 and len(sizes) == 1 else 0
+
+    @property
+    def units(self) -> tuple[bool, ...]:
+        """Whether the innermost stride is 1: for scope, block and element, of values and of masks."""
+        walks = [(m.scope[t], m.block[t], m.elements.strides[t]) for t in (0, 1) for m in self.members]
+        half = len(self.members)
+        return tuple(
+            all(steps[level][-1:] == (1,) for steps in walks[t * half : (t + 1) * half])
+            for level in range(3)
+            for t in (0, 1)
+        )
+
+    @property
+    def flat(self) -> bool:
+        """Whether scopes, blocks and elements follow each other in memory without a gap, in values and mask alike."""
+        m = self.members[0]
+        whole = Nest(
+            sizes=self.scope_sizes + self.block_sizes + m.elements.sizes,
+            strides=tuple(m.scope[t] + m.block[t] + m.elements.strides[t] for t in (0, 1)),
+        ).coalesced()
+        return len(self.members) == 1 and whole.strides in (((1,), (1,)), ((), ()))
+
+    def aligned(self, flat: bool) -> int:
+        """Of what power of two (16 at most) strides and runs of memory are multiples; 0 if memory starts anywhere.
+
+        Memory that is one `flat` run has none.
+        """
+        if any(m.values % 16 or m.mask % 16 for m in self.members):
+            return 0
+        if flat:
+            return 16
+        read = [  # strides that are read from the table; an innermost 1 that all members share is not
+            walk[:-1] if unit else walk
+            for m in self.members
+            for unit, walk in zip(self.units, (*m.scope, *m.block, *m.elements.strides), strict=True)
+        ]
+        runs = [  # sizes of innermost loops along memory, where vectors must end with the loop
+            sizes[-1]
+            for sizes, units in ((self.scope_sizes, self.units[:2]), (self.block_sizes, self.units[2:4]))
+            if len(sizes) > 1 and any(units)
+        ]
+        runs += [m.elements.sizes[-1] for m in self.members if len(m.elements.sizes) > 1 and any(self.units[4:])]
+        return gcd(16, *(d for walk in read for d in walk), *runs)
+
+
+def to_part(scopes: Scopes, *, big: bool) -> Part:
+    """Lower a group of scopes; members without a mask (or without values) get the other's strides.
+
+    Args:
+        scopes: nothing partial; every member has values or a mask.
+        big: count addresses in 64 bits even where 32 would do.
+    """
+    nests = lower(scopes)
+    members, at = [], 0
+    for m, elements in zip(scopes.members, nests.elements, strict=True):
+        both = m.values is not None and m.mask is not None
+        places = (at, at + 1) if both else (at, at)
+        at += 2 if both else 1
+        members.append(
+            Member(
+                values=_address(m.values),
+                mask=_address(m.mask),
+                elements=Nest(sizes=elements.sizes, strides=(elements.strides[0], elements.strides[-1])),
+                scope=_pair(nests.scope, places),
+                block=_pair(nests.block, places),
+            )
+        )
+    return Part(
+        members=tuple(members),
+        scope_sizes=nests.scope.sizes,
+        block_sizes=nests.block.sizes,
+        dtype=scopes.members[0].window.dtype,
+        mask_dtype=_stored(scopes.members[0]),
+        big=big or any(_reaches_far(t) for m in scopes.members for t in (m.values, m.mask)),
+    )
+
+
+def strided_part(rows: int, width: int, stride: Shape, *, dtype: torch.dtype, big: bool, start: int = 0) -> Part:
+    """Rows of stored scores (from address `start`) as single elements; decisions lie row by row, without gaps."""
+    sizes = (rows, width)
+    member = Member(
+        values=start,
+        mask=0,
+        elements=Nest(sizes=(), strides=((), ())),
+        scope=((stride[0],), (width,)),
+        block=((stride[1],), (1,)),
+    )
+    far = max(cosize(sizes, stride), rows * width) >= BIG
+    return Part(
+        members=(member,),
+        scope_sizes=(rows,),
+        block_sizes=(width,),
+        dtype=dtype,
+        mask_dtype=torch.uint8,
+        big=big or far,
+    )
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n.
+
+    >>> [power_of_two(n) for n in (1, 3, 4, 100)]
+    [1, 4, 4, 128]
+    """
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _pair(nest: Nest, places: Shape) -> tuple[Shape, Shape]:
+    return nest.strides[places[0]], nest.strides[places[1]]
+
+
+def _stored(m: Blocks) -> torch.dtype:
+    dtype = torch.uint8 if m.mask is None else m.mask.dtype
+    return torch.uint8 if dtype == torch.bool else dtype
+
+
+def _reaches_far(t: Tensor | None) -> bool:
+    return t is not None and cosize(tuple(t.shape), t.stride()) >= BIG

@@ -1,0 +1,70 @@
+"""Why the kernels cannot take a piece of work, in words for an error; nothing if they can."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..reference import Norm
+from ..tiling import Blocks, Scopes
+from ..update import Update
+from .parts import LOOPS, to_part
+
+__all__ = ["reasons_of", "rows_reasons", "score_reasons"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MASK_DTYPES = (*DTYPES, torch.bool, torch.uint8)
+
+
+def reasons_of(update: Update) -> list[str]:
+    """Why an update is not for the kernels."""
+    members = [m for g in update.groups for m in g.members]
+    found = _member_reasons(members, update.norm)
+    if any(g % n for s in update.groups for g, n in zip(s.grid, s.shape, strict=True)):
+        found.append("a scope at an edge is smaller than the others")
+    if any(len({t.dtype for t in tensors}) > 1 for g in update.groups for tensors in _columns(g.members)):
+        found.append("block-coupled members differ in the dtype of their values or masks")
+    return found or [reason for g in update.groups for reason in _deep(g)][:1]
+
+
+def score_reasons(members: Sequence[Blocks], norm: Norm, as_mean: bool | None) -> list[str]:
+    """Why block scores alone are not for the kernels."""
+    found = _member_reasons(members, norm) + (["scores are means"] if as_mean else [])
+    if any(len({t.dtype for t in tensors}) > 1 for tensors in _columns(members)):
+        found.append("block-coupled members differ in the dtype of their values or masks")
+    ndim = max(m.window.ndim for m in members)
+    return found or _deep(Scopes(members=tuple(members), shape=(1,) * ndim))
+
+
+def rows_reasons(scores: Tensor) -> list[str]:
+    """Why rows of scores are not for the kernels."""
+    return [] if scores.dtype in DTYPES else [_dtype("scores are", scores.dtype, DTYPES)]
+
+
+def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
+    found = []
+    if callable(norm):
+        found.append("norm is a callable, which a kernel cannot run")
+    for dtype in sorted({m.window.dtype for m in members} - set(DTYPES), key=str):
+        found.append(_dtype("values are", dtype, DTYPES))
+    for dtype in sorted({m.mask.dtype for m in members if m.mask is not None} - set(MASK_DTYPES), key=str):
+        found.append(_dtype("a mask is", dtype, MASK_DTYPES))
+    if any(m.is_partial for m in members):
+        found.append("a block at an edge is smaller than the others")
+    devices = {t.device for m in members for t in (m.values, m.mask) if t is not None}
+    if len(devices) > 1:
+        found.append(f"tensors lie on several devices ({', '.join(sorted(map(str, devices)))})")
+    return found
+
+
+def _columns(members: Sequence[Blocks]) -> tuple[list[Tensor], list[Tensor]]:
+    values = [m.values for m in members if m.values is not None]
+    return values, [m.mask for m in members if m.mask is not None]
+
+
+def _deep(group: Scopes) -> list[str]:
+    return [f"its nests have {n} loops; a kernel walks {LOOPS}" for n in to_part(group, big=False).nests if n > LOOPS]
+
+
+def _dtype(what: str, found: torch.dtype, taken: tuple[torch.dtype, ...]) -> str:
+    return f"{what} {str(found)[6:]}, kernels take {', '.join(str(d)[6:] for d in taken)}"

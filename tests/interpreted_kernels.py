@@ -1,0 +1,592 @@
+"""The Triton kernels on CPU tensors, bit for bit against the reference; run by test_triton_interpreter.py.
+
+Needs TRITON_INTERPRET=1 before triton is imported. Shapes are tiny, and limits made small, so that every way (one
+kernel, stored rows, long rows narrowed or not) is taken.
+"""
+
+import math
+
+import pytest
+import torch
+from test_kernels import INF, KINDS, NAN, budgets, generator, scores_like
+
+from sparsekit_ao import BlockCoupling, BlockSpec, SparsityError
+from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, proximal, scope_mask, scope_masks
+from sparsekit_ao.kernels import triton as gpu
+from sparsekit_ao.kernels.gpu import gpu_path
+from sparsekit_ao.kernels.triton import Limits, select
+from sparsekit_ao.kernels.triton.plan import make_plan
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+FUSED = Limits()
+ROWS = Limits(fused=48, tile=64)  # scopes beyond 48 elements: stored scores, rows still taken whole
+LONG = Limits(fused=6, tile=64, programs=3)
+NARROWED = Limits(fused=6, tile=64, programs=3, narrow=16, samples=64)
+WAYS = {"fused": FUSED, "rows": ROWS, "long": LONG, "narrowed": NARROWED}
+BIG = {f"{name}, 64-bit": Limits(**{**vars(WAYS[name]), "big": True}) for name in ("fused", "narrowed")}
+
+
+def test_the_kernels_are_interpreted():
+    assert gpu.INTERPRETED
+
+
+def integers(shape, dtype=torch.float32, seed=0):
+    """Small integers: sums of their squares are exact in any order."""
+    return torch.randint(-4, 5, shape, generator=generator(seed)).to(dtype)
+
+
+def blocks_of(values, block, order=(), mask=None, mask_dtype=torch.bool):
+    mask = torch.zeros_like(values, dtype=mask_dtype) if mask is None else mask
+    return Blocks(shape=block, values=values, mask=mask, order=order)
+
+
+def scopes(values, block, scope, **more):
+    """Scopes over one tensor, with a mask of its own."""
+    return Scopes(members=(blocks_of(values, block, **more),), shape=scope)
+
+
+def copied(groups):
+    """The same groups over masks of their own."""
+    return [g.with_members([Blocks(**{**vars(m), "mask": m.mask.clone()}) for m in g.members]) for g in groups]
+
+
+def agree(groups, keep, limits=FUSED, norm=2, stage=False):
+    """Whether kernels and reference fill the same masks; returns them."""
+    expected, found = copied(groups), copied(groups)
+    scope_mask(expected, keep, norm, stage=stage, impl="reference")
+    update = Update(groups=tuple(found), keep=keep, norm=norm, stage=stage)
+    assert not gpu.reasons_of(update)
+    gpu.scope_masks([update], limits)
+    for a, b in zip(expected, found, strict=True):
+        for m, n in zip(a.members, b.members, strict=True):
+            assert torch.equal(m.mask, n.mask)
+    return [n.mask for g in found for n in g.members]
+
+
+# rows of scores
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_width_equal_the_reference(kind, dtype):
+    for width in (1, 3, 4, 16, 17, 40):
+        scores, keep = scores_like(kind, 12, width, dtype), budgets(12, width)
+        for magnitude in (False, True):
+            expected = keep_mask(scores, keep, magnitude=magnitude, impl="reference")
+            assert torch.equal(keep_mask(scores, keep, magnitude=magnitude, impl="triton"), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_rows_equal_the_reference(kind, dtype):
+    scores, keep = scores_like(kind, 2, 100, dtype), torch.tensor([45, 13])
+    candidates = torch.rand(scores.shape, generator=generator(1)) < 0.6
+    for limits, allowed in ((LONG, None), (NARROWED, None), (NARROWED, candidates)):
+        found = gpu.keep_mask(scores, keep, allowed, magnitude=False, limits=limits)
+        assert torch.equal(found, keep_mask(scores, keep, candidates=allowed, impl="reference"))
+
+
+@pytest.mark.parametrize("limits", [FUSED, LONG, NARROWED], ids=["fused", "long", "narrowed"])
+def test_rows_may_be_transposed_sliced_or_expanded(limits):
+    base = integers((40, 6), torch.bfloat16)
+    for scores in (base.t(), base.t()[1:, 3:], base.t()[:1].expand(3, 40)):
+        expected = keep_mask(scores, 9, magnitude=True, impl="reference")
+        assert torch.equal(gpu.keep_mask(scores, 9, None, magnitude=True, limits=limits), expected)
+
+
+@pytest.mark.parametrize("limits", [FUSED, LONG, NARROWED], ids=["fused", "long", "narrowed"])
+def test_every_budget_from_none_to_all(limits):
+    scores = integers((1, 24))
+    for keep in (0, 1, 5, 12, 23, 24):
+        found = gpu.keep_mask(scores, keep, None, magnitude=False, limits=limits)
+        assert torch.equal(found, keep_mask(scores, keep, impl="reference"))
+
+
+def test_candidates_may_be_fewer_than_the_budget():
+    scores, keep = scores_like("special", 12, 20, torch.float32), budgets(12, 20)
+    candidates = torch.rand(12, 20, generator=generator(2)) < torch.linspace(0, 1, 12)[:, None]
+    expected = keep_mask(scores, keep, candidates=candidates, impl="reference")
+    assert torch.equal(keep_mask(scores, keep, candidates=candidates, impl="triton"), expected)
+
+
+def sampled(width, count):
+    """Which slots of a row the sample takes."""
+    at = torch.arange(count)
+    return at * width // count + (at * 2654435761 % 2**32) % max(width // count, 1)
+
+
+def test_the_sample_may_hit_miss_or_overflow(monkeypatch):
+    """All modes of a narrowed select are taken by these rows, and each gives the reference's bits."""
+    seen = []
+    real = select._workspace
+    monkeypatch.setattr(select, "_workspace", lambda *a: seen.append(real(*a)) or seen[-1])
+    width, samples = 4096, 1024
+    limits = Limits(fused=6, tile=512, programs=4, narrow=16, samples=samples)
+    random = torch.randn(width, generator=generator()).abs()
+    hidden = (random + 9).scatter(0, sampled(width, samples), random[:samples])
+    crowded = torch.where(torch.arange(width) < 500, 1 + torch.arange(width) * 1e-4, random + 2)
+    modes = set()
+    for row, keep in [(random, 200), (random * 0, 77), (hidden, 900), (crowded, 3800)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            scores = row.to(dtype)[None]
+            found = gpu.keep_mask(scores, keep, None, magnitude=True, limits=limits)
+            assert torch.equal(found, keep_mask(scores, keep, magnitude=True, impl="reference"))
+            _, _, above, at_high, between, at_low, overflow, *_ = seen[-1].state[0].tolist()
+            second, third = above + at_high, above + at_high + between
+            if second < keep <= third:
+                modes.add("overflow" if overflow else "inside")
+            else:
+                modes.add("known" if above < keep <= third + at_low else "missed")
+    assert modes == {"known", "inside", "overflow", "missed"}
+
+
+# patterns
+
+PATTERNS = {  # shape, block, scope, keep
+    "2:4": ((6, 16), (1, 1), (1, 4), 2),
+    "3:5 along the output": ((10, 6), (1, 1), (5, 1), 3),
+    "2:4 of 1x2": ((4, 16), (1, 2), (1, 4), 2),
+    "1:3 of 3x1": ((6, 9), (3, 1), (1, 3), 1),
+    "a row": ((5, 40), (1, 1), (1, 40), 17),
+    "1x4 in a row": ((4, 48), (1, 4), (1, 12), 5),
+    "1x1 of a tensor": ((8, 24), (1, 1), (8, 24), 91),
+    "1x4 of a tensor": ((8, 24), (1, 4), (8, 6), 20),
+    "4x4 of a tensor": ((16, 24), (4, 4), (4, 6), 11),
+    "3x5 of a block row": ((9, 25), (3, 5), (1, 5), 2),
+    "output neurons": ((12, 20), (1, 20), (12, 1), 5),
+    "inputs": ((12, 20), (12, 1), (1, 20), 7),
+    "one element": ((1, 1), (1, 1), (1, 1), 1),
+    "one block": ((4, 8), (4, 8), (1, 1), 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS | BIG)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_equal_the_reference_by_every_way(name, way):
+    shape, block, scope, keep = PATTERNS[name]
+    dtype = FLOATS[len(name) % 3]
+    agree([scopes(integers(shape, dtype), block, scope)], keep, (WAYS | BIG)[way])
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, *FLOATS])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_values_and_masks_of_every_dtype(dtype, mask_dtype):
+    for way in ("fused", "rows", "narrowed"):
+        for block in ((1, 1), (1, 4)):
+            group = scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)
+            agree([group], 13 if block == (1, 4) else 5, WAYS[way])
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf, 1.0, 2.0])
+def test_norms(norm):
+    values = integers((6, 16), torch.bfloat16)
+    members = (blocks_of(values, (2, 4)),)
+    for way in ("fused", "rows", "long", "narrowed"):
+        agree([Scopes(members=members, shape=(3, 4))], 5, WAYS[way], norm)
+        agree([scopes(values, (1, 1), (1, 4))], 2, WAYS[way], norm)
+    expected = block_scores(members, norm, impl="reference")
+    assert torch.equal(block_scores(members, norm, impl="triton"), expected)
+
+
+@pytest.mark.parametrize("way", ["fused", "rows", "narrowed"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_infinities_zeros_and_equal_weights(dtype, way):
+    for kind in ("special", "all equal", "bit patterns"):
+        values = scores_like(kind, 8, 24, dtype)
+        agree([scopes(values, (1, 1), (1, 4))], 2, WAYS[way])
+        agree([scopes(values, (1, 1), (8, 24))], 60, WAYS[way])
+    special = scores_like("special", 8, 24, dtype)
+    for norm in (1, 2, math.inf):
+        agree([scopes(special, (1, 2), (1, 4))], 2, WAYS[way], norm)
+        agree([scopes(special, (2, 2), (4, 12))], 9, WAYS[way], norm)
+
+
+def test_the_largest_of_a_block_is_nan_where_one_element_is():
+    values = torch.tensor([[1.0, NAN, -INF, 2.0]])
+    found = block_scores((blocks_of(values, (1, 2)),), math.inf, impl="triton")
+    assert found.isnan().tolist() == [[True, False]] and found[0, 1] == INF
+
+
+# strides
+
+VIEWS = {  # window, block, scope, keep
+    "channels_last": (
+        lambda: integers((8, 8, 3, 3)).to(memory_format=torch.channels_last),
+        (1, 1, 1, 1),
+        (1, 4, 1, 1),
+        2,
+    ),
+    "channels_last, whole": (
+        lambda: integers((4, 8, 3, 3), torch.bfloat16).to(memory_format=torch.channels_last),
+        (1, 1, 1, 1),
+        (4, 8, 3, 3),
+        100,
+    ),
+    "filters": (lambda: integers((8, 4, 3, 3)), (1, 4, 3, 3), (8, 1, 1, 1), 3),
+    "kernels of each filter": (lambda: integers((4, 6, 3, 3)), (1, 1, 3, 3), (1, 6, 1, 1), 2),
+    "transposed": (lambda: integers((16, 8)).t(), (1, 1), (1, 4), 2),
+    "transposed, whole": (lambda: integers((16, 12)).t(), (2, 2), (6, 8), 21),
+    "a slice that starts anywhere": (lambda: integers((12, 40), torch.bfloat16)[3:11, 5:21], (1, 1), (1, 8), 3),
+    "a slice, whole": (lambda: integers((12, 40), torch.bfloat16)[3:11, 5:21], (1, 1), (8, 16), 50),
+    "columns 8 apart": (lambda: integers((4, 32)).view(4, 2, 2, 8).transpose(2, 3), (1, 1, 1, 2), (1, 1, 4, 1), 2),
+    "thread groups": (
+        lambda: integers((32, 32)).view(1, 4, 8, 2, 16),
+        (1, 1, 1, 1, 16),
+        (1, 4, 1, 1, 1),
+        2,
+    ),
+    "heads": (lambda: integers((12, 16)).view(3, 4, 16), (1, 4, 16), (3, 1, 1), 1),
+    "a vector": (lambda: integers((24,)), (1,), (8,), 3),
+}
+
+
+@pytest.mark.parametrize("way", ["fused", "rows", "narrowed, 64-bit"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_any_strides(name, way):
+    make, block, scope, keep = VIEWS[name]
+    values = make()
+    member = blocks_of(
+        values, block, mask=torch.empty_strided(values.shape, values.stride(), dtype=torch.bool).fill_(0)
+    )
+    agree([Scopes(members=(member,), shape=scope)], keep, (WAYS | BIG)[way])
+    other = blocks_of(values, block, mask=torch.zeros(values.shape, dtype=torch.bool))  # a mask that lies otherwise
+    agree([Scopes(members=(other,), shape=scope)], keep, (WAYS | BIG)[way])
+
+
+def test_elements_outside_the_window_stay_as_they_were():
+    whole, mask = integers((8, 32)), torch.full((8, 32), 7, dtype=torch.uint8)
+    member = Blocks(shape=(1, 1), values=whole[2:6, 8:24], mask=mask[2:6, 8:24])
+    for way in ("fused", "long", "narrowed"):
+        scope = (1, 4) if way == "fused" else (4, 16)
+        gpu.scope_masks([Update(groups=(Scopes(members=(member,), shape=scope),), keep=2)], WAYS[way])
+        outside = torch.ones(8, 32, dtype=torch.bool)
+        outside[2:6, 8:24] = False
+        assert bool((mask[outside] == 7).all()) and bool((mask[~outside] < 2).all())
+
+
+# couplings
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_that_share_one_fate(way):
+    gate, up, down, bias = (
+        integers((6, 10)),
+        integers((6, 10), seed=1),
+        integers((10, 6), seed=2),
+        integers((6,), seed=3),
+    )
+    members = (
+        blocks_of(gate, (1, 10)),
+        blocks_of(up, (1, 10)),
+        blocks_of(down, (10, 1), (1, 0)),
+        blocks_of(bias, (1,)),
+    )
+    masks = agree([Scopes(members=members, shape=(6, 1))], 2, WAYS[way])
+    assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 2
+    agree([Scopes(members=members[:3], shape=(3, 1))], 2, WAYS[way])
+    gate, down = integers((16, 32)), integers((32, 16), seed=1)  # sizes that vectors divide, a stride of 1 in one only
+    members = (blocks_of(gate, (1, 32)), blocks_of(down, (32, 1), (1, 0)))
+    agree([Scopes(members=members, shape=(8, 1))], 3, WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scopes_that_share_one_budget(way):
+    one, two, three = (
+        integers((4, 12), torch.bfloat16),
+        integers((8, 6), torch.bfloat16, 1),
+        integers((5,), torch.bfloat16),
+    )
+    groups = [
+        scopes(one, (1, 1), (4, 12)),
+        scopes(two.t(), (1, 1), (6, 8)),
+        scopes(three, (1,), (5,)),
+    ]
+    agree(groups, 37, WAYS[way])
+    agree(groups[:2], 91, WAYS[way])
+    rows = [
+        scopes(one, (1, 2), (1, 6)),
+        scopes(one.clone(), (1, 1), (1, 12)),
+    ]
+    agree(rows, torch.tensor([[3], [0], [18], [7]]), WAYS[way])  # blocks of unlike sizes, a budget for each row
+    mixed = [groups[0], scopes(two.float(), (1, 1), (8, 6))]
+    agree(mixed, 40, WAYS[way])
+
+
+def test_scope_orders_are_those_of_the_reference():
+    values = integers((4, 12))
+    group = Scopes(members=(blocks_of(values, (1, 1)),), shape=(2, 3), order=(1, 0))
+    keep = torch.arange(8).reshape(4, 2) % 7
+    agree([group], keep)
+    agree([group, scopes(integers((12, 4), seed=1), (1, 1), (3, 2))], keep, LONG)
+
+
+# stages
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_later_stage_chooses_among_what_is_left(way):
+    values = integers((8, 16), torch.bfloat16)
+    for dtype in (torch.bool, torch.bfloat16):
+        mask = (torch.rand(8, 16, generator=generator(4)) < 0.5).to(dtype)
+        for block, scope, keep in (
+            ((1, 1), (1, 4), 2),
+            ((1, 1), (8, 16), 30),
+            ((2, 2), (4, 8), 9),
+            ((1, 4), (1, 4), 2),
+        ):
+            member = Blocks(shape=block, values=values, mask=mask)
+            agree([Scopes(members=(member,), shape=scope)], keep, WAYS[way], stage=True)
+
+
+def test_v_n_m_in_two_stages():
+    values, mask = integers((8, 16)), torch.zeros(8, 16, dtype=torch.bool)
+    first = Scopes(members=(Blocks(shape=(4, 1), values=values, mask=mask),), shape=(1, 8))
+    scope_mask([first], 4, impl="triton")
+    second = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 8))
+    scope_mask([second], 2, stage=True, impl="triton")
+    assert bool((mask.view(8, 2, 8).sum(2) == 2).all())
+    assert bool((mask.view(2, 4, 2, 8).any(1).sum(2) <= 4).all())
+
+
+# budgets
+
+
+def test_a_budget_tensor_is_read_at_each_update():
+    values, mask = integers((6, 16)), torch.zeros(6, 16, dtype=torch.bool)
+    groups = (Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 4)),)
+    keep = torch.tensor(1)
+    for number in (1, 3, 0, 4):
+        keep.fill_(number)
+        gpu.scope_masks([Update(groups=groups, keep=keep)])
+        assert bool((mask.view(-1, 4).sum(1) == number).all())
+
+
+@pytest.mark.parametrize("way", ["fused", "rows", "narrowed"])
+def test_every_scope_may_have_a_budget_of_its_own(way):
+    values = integers((6, 24))
+    agree([scopes(values, (1, 1), (1, 8))], torch.arange(18).reshape(6, 3) % 9, WAYS[way])
+    agree([scopes(values, (1, 4), (1, 6))], torch.arange(6)[:, None].int(), WAYS[way])
+    agree(
+        [scopes(values, (1, 1), (1, 24))],
+        torch.arange(12).reshape(6, 2)[:, :1] * 2,
+        WAYS[way],
+    )
+
+
+def test_nothing_to_choose():
+    for shape in ((0, 8), (8, 0), (0, 0)):
+        values, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+        group = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, max(shape[1], 1)))
+        scope_mask([group], 0, impl="triton")
+        assert keep_mask(values, 0, impl="triton").shape == shape
+        assert block_scores(group.members, 2, impl="triton").shape == shape
+
+
+# many at once
+
+
+def many(layers):
+    out = []
+    for k in range(layers):
+        wide, narrow = integers((8, 16), seed=k), integers((8, 24), seed=k + 50)
+        out.append(Update(groups=(scopes(wide, (1, 1), (1, 4)),), keep=2))
+        out.append(Update(groups=(scopes(narrow, (2, 2), (4, 12)),), keep=9 + k))
+        out.append(Update(groups=(scopes(narrow, (1, 1), (8, 24)),), keep=torch.tensor(77)))
+    return out
+
+
+def launches(plan):
+    return [len(plan.fused), len(plan.scored), len(plan.rows), sum(map(len, plan.wide))]
+
+
+@pytest.mark.parametrize("way", ["fused", "narrowed"])
+def test_many_tensors_share_launches_and_equal_one_by_one(way):
+    updates = many(5)
+    expected = [copied(u.groups) for u in updates]
+    for update, groups in zip(updates, expected, strict=True):
+        scope_mask(groups, update.keep, impl="reference")
+    gpu.scope_masks(updates, WAYS[way])
+    for update, groups in zip(updates, expected, strict=True):
+        assert torch.equal(update.groups[0].members[0].mask, groups[0].members[0].mask)
+    assert launches(make_plan(many(5), WAYS[way])) == launches(make_plan(many(1), WAYS[way]))
+
+
+def test_the_door_takes_many_at_once_too():
+    updates = many(2)
+    scope_masks(updates, impl="triton")
+    expected = copied(updates[4].groups)
+    scope_mask(expected, updates[4].keep, impl="reference")
+    assert torch.equal(updates[4].groups[0].members[0].mask, expected[0].members[0].mask)
+
+
+def test_one_bad_update_of_many_changes_nothing():
+    updates = many(1)
+    bad = Update(groups=(scopes(torch.zeros(4, 4, dtype=torch.float64), (1, 1), (1, 4)),), keep=1)
+    with pytest.raises(SparsityError, match="values are float64"):
+        scope_masks([*updates, bad], impl="triton")
+    assert not updates[0].groups[0].members[0].mask.any()
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("member", "scope", "norm", "said"),
+    [
+        (
+            lambda: blocks_of(torch.zeros(4, 8, dtype=torch.float64), (1, 1)),
+            (1, 4),
+            2,
+            "values are float64, kernels take",
+        ),
+        (
+            lambda: blocks_of(torch.zeros(4, 8), (1, 1), mask_dtype=torch.int64),
+            (1, 4),
+            2,
+            "a mask is int64, kernels take",
+        ),
+        (lambda: blocks_of(torch.zeros(4, 8), (1, 3)), (1, 3), 2, "a block at an edge is smaller than the others"),
+        (lambda: blocks_of(torch.zeros(4, 8), (1, 1)), (1, 3), 2, "a scope at an edge is smaller than the others"),
+        (lambda: blocks_of(torch.zeros(4, 8), (1, 1)), (1, 4), torch.abs, "norm is a callable"),
+        (
+            lambda: blocks_of(torch.zeros([2] * 14).permute(*range(0, 14, 2), *range(1, 14, 2)), (1,) * 14),
+            (1,) * 14,
+            2,
+            "loops",
+        ),
+    ],
+)
+def test_what_is_not_for_the_kernels_is_refused_by_name(member, scope, norm, said):
+    with pytest.raises(SparsityError, match=said) as error:
+        scope_mask([Scopes(members=(member(),), shape=scope)], 1, norm, impl="triton")
+    assert 'impl="triton" cannot take this' in str(error.value) and 'Use impl="auto"' in str(error.value)
+
+
+def test_every_reason_is_listed_at_once():
+    member = blocks_of(torch.zeros(4, 8, dtype=torch.float64), (1, 3), mask_dtype=torch.int32)
+    with pytest.raises(SparsityError) as error:
+        scope_mask([Scopes(members=(member,), shape=(1, 2))], 1, torch.abs, impl="triton")
+    assert str(error.value).count(";") == 4
+
+
+def test_members_of_unlike_dtypes_are_refused():
+    members = (blocks_of(torch.zeros(4, 8), (1, 8)), blocks_of(torch.zeros(4).bfloat16(), (1,)))
+    with pytest.raises(SparsityError, match="block-coupled members differ in the dtype"):
+        scope_mask([Scopes(members=members, shape=(4, 1))], 1, impl="triton")
+    with pytest.raises(SparsityError, match="block-coupled members differ in the dtype"):
+        block_scores(members, 2, impl="triton")
+
+
+def test_rows_of_float64_and_a_reduce_are_refused():
+    with pytest.raises(SparsityError, match="scores are float64, kernels take float16, bfloat16, float32"):
+        keep_mask(torch.zeros(2, 4, dtype=torch.float64), 1, impl="triton")
+    with pytest.raises(SparsityError, match='reduce needs impl="cpu"'):
+        keep_mask(torch.zeros(2, 4), 1, index=torch.zeros(2, 4, dtype=torch.int64), reduce=lambda h: h, impl="triton")
+
+
+# thresholding
+
+
+def threefour(shape, dtype=torch.float32):
+    """Pairs whose norms are whole numbers: 3, 4 times a small integer."""
+    sizes = torch.randint(0, 5, (shape[0], shape[1] // 2, 1), generator=generator(7))
+    return (sizes * torch.tensor([3, -4])).reshape(shape).to(dtype)
+
+
+@pytest.mark.parametrize("limits", [FUSED, Limits(tile=4)], ids=["large tiles", "small tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("soft", [True, False])
+def test_soft_and_hard_thresholds_equal_the_reference(soft, dtype, limits):
+    for block, make in (((1, 2), threefour), ((1, 1), integers), ((6, 1), integers)):
+        grid = (6 // block[0], 16 // block[1])
+        cycle = torch.tensor([0.0, 5.0, 10.0, 2.5])
+        for t in (cycle.repeat(24)[: grid[0] * grid[1]].reshape(grid), torch.tensor(5.0)):
+            ours, theirs = make((6, 16), dtype), BlockSpec(make((6, 16), dtype), block)
+            members = (Blocks(shape=block, values=ours),)
+            assert not gpu.threshold_reasons(members)
+            (gpu.soft_threshold if soft else gpu.hard_threshold)(members, t, 2, limits=limits)
+            (theirs.soft_threshold if soft else theirs.hard_threshold)(t)
+            assert torch.equal(ours == 0, theirs.data == 0)
+            exact = not soft or block != (6, 1)  # norms of six integers are rounded, and then so is the scale
+            assert torch.equal(ours, theirs.data) if exact else torch.allclose(ours, theirs.data, rtol=2e-3)
+
+
+def test_thresholds_of_coupled_blocks():
+    gate, down = integers((6, 8)), integers((8, 6), seed=1)
+    union = BlockCoupling([BlockSpec(gate.clone(), (1, -1)), BlockSpec(down.clone(), (-1, 1))], orders=[None, (1, 0)])
+    norms = union.norms()
+    cut = torch.full_like(norms, float(norms.median()))
+    members = (Blocks(shape=(1, 8), values=gate), Blocks(shape=(8, 1), values=down, order=(1, 0)))
+    gpu.hard_threshold(members, cut, 2, limits=Limits(tile=16))
+    union.hard_threshold(cut)
+    assert torch.equal(gate, union.parameters()[0]) and torch.equal(down, union.parameters()[1])
+    assert 0 < int((gate == 0).all(1).sum()) < 6
+    gpu.soft_threshold(members, cut / 2, 2, factor=0.5)
+    union.soft_threshold(cut / 4)
+    assert torch.allclose(gate, union.parameters()[0], rtol=1e-6, atol=0)
+
+
+def test_blocks_are_thresholded_by_the_kernels_where_a_gpu_would_be(monkeypatch):
+    taken = []
+
+    def as_on_a_gpu(impl, device, reasons_of):
+        taken.append(impl)
+        return gpu_path("triton" if not reasons_of(gpu) else "reference", device, reasons_of)
+
+    weights = {name: threefour((4, 8)) for name in ("ours", "theirs")}
+    for t, scale in ((5.0, False), (torch.tensor([[0.0], [5.0], [10.0], [2.5]]), False), (2.0, True)):
+        BlockSpec(weights["theirs"], (1, 2)).soft_threshold(t, scale=scale)
+        BlockSpec(weights["theirs"], (1, 2)).hard_threshold(2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(proximal, "gpu_path", as_on_a_gpu)
+            BlockSpec(weights["ours"], (1, 2)).soft_threshold(t, scale=scale)
+            BlockSpec(weights["ours"], (1, 2)).hard_threshold(2.0)
+            with pytest.raises(SparsityError, match="needs thresholds >= 0"):
+                BlockSpec(weights["ours"], (1, 2)).soft_threshold(-1.0)
+            partial = BlockSpec(torch.ones(1, 5), (1, 2), edge="partial")
+            partial.hard_threshold(2.0)  # not for the kernels: the reference does it
+            assert not partial.view.param.any()
+    assert torch.allclose(weights["ours"], weights["theirs"], rtol=1e-6) and len(taken) == 9
+    assert (
+        proximal.threshold_blocks((Blocks(shape=(1,), values=torch.ones(4)),), torch.tensor(2.0), ndim=1, soft=False)
+        is False
+    )
+
+
+def test_a_nan_block_stays_nan_and_zero_thresholds_change_nothing():
+    values = torch.tensor([[NAN, 1.0, 0.5, 0.5, 1e-30, 0.0]])
+    gpu.soft_threshold((Blocks(shape=(1, 2), values=values),), torch.tensor([[1.0, 1.0, 0.0]]), 2)
+    assert values[0, :2].isnan().all() and values[0, 2:].tolist() == [0.0, 0.0, pytest.approx(1e-30), 0.0]
+
+
+def test_conditioned_thresholds_solve_the_reference_equation():
+    g = generator(3)
+    values, diagonal = torch.randn(6, 16, generator=g), torch.rand(6, 16, generator=g) * 5 + 0.01
+    for block in ((1, 4), (2, 16), (3, 1)):
+        grid = (6 // block[0], 16 // block[1])
+        t = torch.rand(grid, generator=g) * 1.5 * math.prod(block)
+        t[0, 0] = 0
+        ours, theirs = values.clone(), BlockSpec(values.clone(), block)
+        members = (Blocks(shape=block, values=ours, mask=diagonal),)
+        assert not gpu.condition_reasons(members)
+        misses = gpu.soft_threshold(members, t, 2, conditioned=True, eps=1e-3, factor=2.0, limits=Limits(tile=32))
+        theirs.soft_threshold(2 * t, diagonal, eps=1e-3)
+        assert not misses.any()
+        assert torch.equal(ours == 0, theirs.data == 0) and bool((ours == 0).any()) and bool((ours != 0).any())
+        assert torch.allclose(ours, theirs.data, rtol=1e-4, atol=1e-6)
+
+
+def test_a_conditioned_block_that_does_not_converge_is_left_alone():
+    values = torch.tensor([[3.0, 4.0, 1.0, 2.0]])
+    diagonal = torch.tensor([[1.0, 1e4, 1.0, 1e4]])
+    before = values.clone()
+    misses = gpu.soft_threshold(
+        (Blocks(shape=(1, 2), values=values, mask=diagonal),), torch.tensor(1.0), 2, conditioned=True, max_iter=0
+    )
+    assert bool((misses > 0).all()) and torch.equal(values, before)
+
+
+def test_what_the_conditioned_kernel_does_not_take():
+    wide = Blocks(shape=(1, 2048), values=torch.zeros(2, 2048), mask=torch.ones(2, 2048))
+    assert gpu.condition_reasons((wide,)) == ["conditioned thresholding holds blocks of 1024 elements at most"]
+    assert "coupled blocks" in gpu.condition_reasons((wide, wide))[0]

@@ -1,0 +1,60 @@
+"""The Triton kernels under the interpreter, bit for bit against the reference, in a process of its own.
+
+The interpreter is chosen by an environment variable that must be set before triton is imported, so the tests
+themselves stand in `interpreted_kernels.py`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsekit_ao import SparsityError
+from sparsekit_ao.kernels import Blocks, Scopes, block_scores, keep_mask, scope_mask
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_every_kernel_equals_the_reference_bit_for_bit():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_kernels.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 220
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
+def test_tensors_that_no_gpu_holds_are_refused_by_name():
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    member = Blocks(shape=(1, 1), values=torch.ones(4, 8), mask=mask)
+    for call in (
+        lambda: keep_mask(torch.ones(2, 4), 1, impl="triton"),
+        lambda: block_scores([member], impl="triton"),
+        lambda: scope_mask([Scopes(members=(member,), shape=(1, 4))], 2, impl="triton"),
+    ):
+        with pytest.raises(SparsityError, match='works on CUDA tensors .* got cpu. Use impl="auto"'):
+            call()
+    assert not mask.any()
+
+
+def test_without_triton_only_asking_by_name_is_an_error(tmp_path):
+    code = """
+import importlib.util, torch
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
+from sparsekit_ao import SparsityError
+from sparsekit_ao.kernels import keep_mask
+assert keep_mask(torch.tensor([[1.0, 2.0]]), 1).tolist() == [[False, True]]
+try:
+    keep_mask(torch.ones(1, 2), 1, impl="triton")
+except SparsityError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith('impl="triton" needs triton, which is not installed.')
