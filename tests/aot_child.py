@@ -113,8 +113,8 @@ def hidden_units():
 def signed_rows():
     """(kernel, traits, warps) of selections among scores of either sign, with a budget for each row."""
     keep, limits = torch.empty(64, dtype=torch.int64, device="meta"), Limits()
-    for dtype, big in ((F32, False), (BF16, True), (torch.float16, False)):
-        for width, stage in ((10, False), (1000, True), (1 << 19, True)):
+    for dtype, big, widths in ((F32, False, (1000, 1 << 19)), (BF16, True, (10, 1 << 19))):
+        for width, stage in ((width, width > 10) for width in widths):
             part = strided_part(64, width, (width, 1), dtype=dtype, big=big)
             plan = rows_plan(part, keep, stage, True, limits)
             for batch in plan.rows:

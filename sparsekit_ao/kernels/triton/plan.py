@@ -28,7 +28,7 @@ class Limits:
 
     Attributes:
         fused: elements of the largest scope that one program takes.
-        tile: elements that a program holds at a time; a power of two.
+        tile: elements that a program holds at a time; a power of two, at least 2.
         narrow: shortest row for which a sample is drawn and the row narrowed.
         samples: keys sampled from such a row; a power of two.
         programs: programs that a long launch is cut into.
