@@ -28,6 +28,25 @@ def test_the_digits_table_is_the_csv():
         assert f"| {level} | {' | '.join(cells)} |" in README
 
 
+def test_the_language_model_table_is_the_csv():
+    with (ROOT / "examples/results/dst_language_model.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert f"dense has {float(rows[0]['loss']):.3f}" in README
+    for level in ("0.90", "0.95"):
+        found = [r for r in rows if float(r["level"]) == float(level)]
+        assert len({r["nonzeros"] for r in found}) == 1
+        cells = " | ".join(f"{float(r['loss']):.3f}" for r in found)
+        assert f"| {level} | {cells} |" in README
+
+
+def test_the_cost_of_a_dynamic_step_is_the_csv():
+    with (ROOT / "examples/benchmarks/results/dst_overhead.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    closed = [float(r["times stock"]) for r in rows if r["step"] == "closed"]
+    assert max(closed) <= 1.05
+    assert f"costs {closed[0]:.2f} and {closed[1]:.2f} times" in README
+
+
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
 def test_block_runs(code):
     with contextlib.redirect_stdout(io.StringIO()):

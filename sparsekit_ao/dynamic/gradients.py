@@ -58,11 +58,17 @@ class GradientTap:
             handle.remove()
         self._handles, self.optimizers, self.stepped = [], [], []
 
+    def watch(self, groups: Sequence[Group]) -> None:
+        """Look after these groups, whose masks are new and closed."""
+        self.groups, self.is_open = groups, False
+
     def set_gates(self, is_open: bool, *, keep: bool, masked: bool) -> None:
-        """Open or close every mask for the coming iteration."""
-        self.is_open, self.keep, self.masked = is_open, keep, masked
-        for group in self.groups:
-            find_dynamic(group["module"], group["tensor_name"]).set_open(is_open)
+        """Open or close every mask for the coming iteration; costs nothing where that changes nothing."""
+        self.keep, self.masked = keep, masked
+        if is_open != self.is_open:
+            self.is_open = is_open
+            for group in self.groups:
+                find_dynamic(group["module"], group["tensor_name"]).set_open(is_open)
 
     def clear(self) -> None:
         """Forget what was taken; a new iteration begins."""

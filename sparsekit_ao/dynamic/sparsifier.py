@@ -140,6 +140,7 @@ class DynamicSparsifier(ScopeSparsifier):
         """
         self._resumes = self._phase == "detached" and config is None
         super().prepare(model, config)
+        self._tap.watch(self.groups)
         self._starts = {}
         if not self._resumes:
             self.iteration, self._pending, self.last_update = 0, False, None
@@ -228,7 +229,6 @@ class DynamicSparsifier(ScopeSparsifier):
         s, coming = self.settings, self.iteration + 1
         feeds = s.is_due(coming) or (self._pending and s.may_update(coming))
         always = s.needs_momentum and s.may_update(coming)
-        self._tap.groups = self.groups
         self._tap.set_gates(always or (feeds and s.needs_gradient), keep=feeds, masked=not always)
 
     def _zero_dropped(self) -> None:

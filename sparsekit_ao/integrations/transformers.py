@@ -22,7 +22,8 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     """Drive a prepared sparsifier from a `transformers.Trainer`.
 
     After every optimizer step the sparsifier steps, then the schedulers do. A `DynamicSparsifier` gets the trainer's
-    optimizer when training begins.
+    optimizer when training begins. Resuming needs no more than `resume_from_checkpoint`; leave
+    `restore_callback_states_from_checkpoint` off, which would make the callback anew without its sparsifier.
 
     Args:
         sparsifier: prepared on the trainer's model before the trainer is made.
