@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from growing import batch, mlp
+from growing import Listener, batch, dense_gradients, mlp
 from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, schedules
@@ -226,6 +226,56 @@ def test_lightning_with_two_optimizers_stepped_by_hand(kind, tmp_path):
     model, sparsifier = lightning(tmp_path, kind, 0.0, 2 * STEPS, manual=True)  # it counts steps of both
     want, other = by_hand(kind, 0.0)
     agree(model, want, (sparsifier, other))
+
+
+def test_lightning_with_two_optimizers_of_sparsified_layers_sees_dense_gradients():
+    pytest.importorskip("lightning")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lightning.pytorch import LightningModule, Trainer
+        from torch.utils.data import DataLoader
+
+        from sparsekit_ao.integrations.lightning import SparsifierCallback
+
+        listener, wanted = Listener(), {}
+
+        class Classifier(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net, self.automatic_optimization = mlp(), False
+
+            def training_step(self, rows, at):
+                wanted[at + 1] = dense_gradients(self.net, at)
+                optimizers = self.optimizers()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                self.manual_backward(F.cross_entropy(self.net(rows[0]), rows[1]))
+                for optimizer in optimizers:
+                    optimizer.step()
+
+            def configure_optimizers(self):
+                parts = self.net[0].parameters(), self.net[2:].parameters()
+                return [torch.optim.SGD(parts[0], 0.1), torch.optim.AdamW(parts[1], 1e-2)], []
+
+        model = Classifier()
+        sparsifier = DynamicSparsifier(None, 0.75, update_every=2, grow=listener)
+        sparsifier.prepare(model.net, None)
+        rows = [row for step in range(6) for row in zip(*batch(step), strict=True)]
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            devices=1,
+            enable_checkpointing=False,
+            callbacks=[SparsifierCallback(sparsifier)],
+            **quiet,
+        )
+        trainer.fit(model, DataLoader(rows, batch_size=8))
+    assert sorted(listener.seen) == [2, 4, 6]
+    for step, found in listener.seen.items():
+        assert len(found) == 3
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[step][name], rtol=0, atol=1e-6)
 
 
 def test_lightning_accumulates_gradients(tmp_path):

@@ -47,12 +47,12 @@ class Settings:
     @property
     def needs_gradient(self) -> bool:
         """Whether an update looks at dense gradients."""
-        return self.state_init == "grad" or "gradient" in self._needs
+        return self.updates and (self.state_init == "grad" or "gradient" in self._needs)
 
     @property
     def needs_momentum(self) -> bool:
         """Whether an update looks at momentum, which must then see inactive weights in every iteration."""
-        return "momentum" in self._needs
+        return self.updates and "momentum" in self._needs
 
     @property
     def _needs(self) -> set[str]:

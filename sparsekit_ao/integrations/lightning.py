@@ -8,7 +8,7 @@ from torch.ao.pruning import BaseScheduler
 
 from ..base import MaskSparsifier
 from ..dynamic import DynamicSparsifier
-from ..dynamic.gradients import training
+from ..dynamic.trained import training
 
 __all__ = ["SparsifierCallback"]
 
@@ -37,7 +37,7 @@ class SparsifierCallback(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """After the last backward of a batch, before clipping."""
         if isinstance(self.sparsifier, DynamicSparsifier):
-            self.sparsifier.take_gradients()
+            self.sparsifier.take_gradients(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """One step of the sparsifier and of its schedulers, unless the batch only accumulated gradients."""
