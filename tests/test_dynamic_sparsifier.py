@@ -497,7 +497,7 @@ def other_optimizer(model):
         (None, {}, [{"tensor_fqn": "0.weight", "stages": []}], "unknown key 'stages'"),
         (
             None,
-            {"target": lambda t: 0.5 if t < 10 else 0.999, "until": 10},
+            {"target": lambda t: 0.5 if t < 10 else 0.999, "until": 10, "update_every": 5},
             None,
             "the overall budget leaves 1 blocks for the tensors that share it",
         ),

@@ -53,6 +53,11 @@ def GMP(
 
     The level is reached at the last update that `until` allows.
     """
+    if "target" in arguments:
+        raise SparsityError(
+            "GMP: the target is made from sparsity_level, begin and until; for another one use "
+            "DynamicSparsifier(target=..., grow=None)"
+        )
     last = until - until % update_every
     if last <= begin:
         raise SparsityError(f"GMP: no update falls between begin={begin} and until={until} (every {update_every})")

@@ -24,7 +24,7 @@ from .movement import Movement, forget_dropped, move, zero_dropped
 from .optimizer_state import leaves_zeros
 from .parts import gather
 from .progress import checked_progress, progress_of
-from .settings import NewValues, make_settings
+from .settings import NewValues, make_settings, value_at
 from .start import refuse_parametrized, start_masks
 from .trained import check_optimizers, plain_optimizer
 
@@ -47,7 +47,8 @@ class DynamicSparsifier(ScopeSparsifier):
         nnz: instead, blocks kept in each scope of every tensor.
         init: "erk", "er", "uniform", "random" (as uniform), "resume", or from `inits`.
         update_every: iterations from one update to the next; None for masks that never change.
-        update_fraction: iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number.
+        update_fraction: iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
+            by default, and without meaning where a target says how many go and nothing grows.
         until: the last iteration that may update; None for no end.
         prune: "magnitude", "global", or from `prune`.
         grow: "gradient", "momentum", "random", None, or from `grow`.
@@ -85,7 +86,7 @@ class DynamicSparsifier(ScopeSparsifier):
         nnz: int | None = None,
         init: Any = "erk",
         update_every: int | None = 100,
-        update_fraction: Any = 0.3,
+        update_fraction: Any = None,
         until: int | None = None,
         prune: Any = "magnitude",
         grow: Any = "gradient",
@@ -96,8 +97,19 @@ class DynamicSparsifier(ScopeSparsifier):
         new_values: NewValues | None = None,
         **structure: Any,
     ) -> None:
-        when, rules = (update_every, update_fraction, until), (prune, grow, redistribute)
-        self.settings = make_settings(init, *when, *rules, target, seed, state_init, new_values)
+        self.settings = make_settings(
+            init=init,
+            update_every=update_every,
+            update_fraction=update_fraction,
+            until=until,
+            prune=prune,
+            grow=grow,
+            redistribute=redistribute,
+            target=target,
+            seed=seed,
+            state_init=state_init,
+            new_values=new_values,
+        )
         refuse_two(self.settings, sparsity_level, nnz)
         if sparsity_level is None and nnz is None:
             sparsity_level = overall_level(self.settings, 0.9, 0)
@@ -106,14 +118,11 @@ class DynamicSparsifier(ScopeSparsifier):
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: Movement | None = None
-        self._pending = False
-        self._resumes = False
+        self._pending = self._resumes = False
         self._starts: dict[str, Tensor] = {}
         self._tap = GradientTap()
         if optimizer is not None:
             self.attach(optimizer)
-
-    # -- what users call --------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Watch the steps of the optimizer, or of several, that train the sparsified parameters."""
@@ -206,8 +215,6 @@ class DynamicSparsifier(ScopeSparsifier):
         self._tap.restore(saved["gradients"], saved["stepped"])
         self._set_gates()
 
-    # -- prepare, filled in -----------------------------------------------------------------------------------------
-
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
         budgeted = [k for k in ("sparsity_level", "nnz") if own.get(k) is not None]
         return {**super()._complete(own, where), "fixed": bool(budgeted) or "nnz" in self.defaults}
@@ -235,8 +242,6 @@ class DynamicSparsifier(ScopeSparsifier):
         mask = DynamicMask(self._new_mask(group))
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 
-    # -- one iteration ----------------------------------------------------------------------------------------------
-
     def _set_gates(self) -> None:
         """Open masks if the coming iteration feeds an update, or always where rules look at momentum."""
         s, coming = self.settings, self.iteration + 1
@@ -249,9 +254,8 @@ class DynamicSparsifier(ScopeSparsifier):
         s = self.settings
         is_due, is_late = s.is_due(self.iteration), not s.may_update(self.iteration)
         if self._pending and (is_due or is_late):
-            every = s.update_every or 1
             warnings.warn(
-                f"the mask update due in iteration {(self.iteration - 1) // every * every} never happened: an "
+                f"the mask update due in iteration {s.due_before(self.iteration)} never happened: an "
                 "optimizer took no step, or a gradient was missing or not finite, in every iteration since",
                 stacklevel=3,
             )
@@ -264,7 +268,11 @@ class DynamicSparsifier(ScopeSparsifier):
 
     def _update(self, momenta: Mapping[str, Tensor | None]) -> None:
         s, components = self.settings, self._planned(self.groups).components
-        fraction = 0.0 if s.grow is None and s.target is not None else float(s.update_fraction(self.iteration))
+        fraction = (
+            0.0
+            if s.grow is None and s.target is not None
+            else value_at(s.update_fraction, self.iteration, "update_fraction")
+        )
         values = {"gradients": self._tap.gradients, "momenta": momenta}
         parts = gather(components, self.groups, values, self._level_given, self.iteration, s.seed)
         rows, held = choose(parts, s, self.groups, self.iteration, fraction)
