@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,6 +145,59 @@ def test_transformers_accumulates_gradients(tmp_path):
 def test_transformers_clipping_unseen_is_refused(tmp_path):
     with pytest.raises(SparsityError, match="clips gradients before it calls back.*watch_clipping"):
         hugging_face(tmp_path, "RigL", 1.0, STEPS, watch=False)
+
+
+def fake_trainer():
+    class Accelerator:
+        def clip_grad_norm_(self, *_, **__):
+            return "clipped"
+
+        def unscale_gradients(self):
+            pass
+
+    return SimpleNamespace(accelerator=Accelerator(), args=SimpleNamespace(max_grad_norm=1.0))
+
+
+def transformers_callback(sparsifier, own=()):
+    pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sparsekit_ao.integrations.transformers import SparsifierCallback
+    return SparsifierCallback(sparsifier, own)
+
+
+def test_transformers_clipping_is_watched_in_every_trainer():
+    model = mlp()
+    callback = transformers_callback(rigl(model)[0])
+    first, second = fake_trainer(), fake_trainer()
+    state = SimpleNamespace(global_step=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for trainer in (first, second):
+        with pytest.raises(SparsityError, match="clips gradients before it calls back"):
+            callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
+        plain = trainer.accelerator.clip_grad_norm_
+        callback.watch_clipping(trainer)
+        assert trainer.accelerator.clip_grad_norm_ != plain and trainer.accelerator.clip_grad_norm_() == "clipped"
+        callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
+
+
+def test_transformers_checkpoints_of_several_callbacks_are_told_apart():
+    made = []
+    for name in ("0.weight", "2.weight"):
+        sparsifier = ScopeSparsifier(nnz=2)
+        sparsifier.prepare(mlp(), [{"tensor_fqn": name}])
+        made.append(transformers_callback(sparsifier))
+    made[1].sparsifier.enable_mask_update = False
+    found = [callback.state() for callback in made]
+    for callback in made:
+        callback.sparsifier.enable_mask_update = True
+    state = SimpleNamespace(global_step=5, stateful_callbacks={"SparsifierCallback": found})
+    for callback in made:
+        callback.on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None)
+    assert [callback.sparsifier.enable_mask_update for callback in made] == [True, False]
+    state.stateful_callbacks["SparsifierCallback"] = [found[0], found[0]]
+    with pytest.raises(SparsityError, match="of 2 sparsifiers in the checkpoint 2 have the tensors of this one"):
+        made[0].on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None)
 
 
 # lightning

@@ -5,7 +5,8 @@ optimizer looks at it, the dense gradient is copied aside and `.grad` is masked,
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from ..config import Group
 from ..errors import SparsityError
 from ..select import select
+from .hooks import after_closure
 from .masking import DynamicMask, find_dynamic
 from .optimizer_state import momentum_of
 from .trained import original, plain_optimizer, trained_by
@@ -183,28 +185,19 @@ class GradientTap:
         return all(t is not None and all(bool(x.isfinite()) for x in t.aminmax()) for t in found)
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        closure, rest = _closure(args, kwargs)
         if not self.is_open:
             return None
-        if closure is not None:  # the gradients may not be there yet: hand over when the closure has made them
-            again = self._handing_over(optimizer, closure)
-            return (args[0], again, *rest) if len(args) > 1 else args, _with(kwargs, again)
-        self._hand_over(optimizer, getattr(optimizer, "grad_scale", None))
-        return None
 
-    def _handing_over(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, and then the hand-over. What was taken before stands unless the closure makes gradients."""
+        def hand_over() -> None:
+            self._hand_over(optimizer, getattr(optimizer, "grad_scale", None))
 
-        def handed_over() -> Any:
-            for group in trained_by(optimizer, self.groups):
-                grad = original(group).grad
-                self._held[group["tensor_fqn"]] = (grad, -1 if grad is None else grad._version)
-            with torch.enable_grad():
-                loss = closure()
-            self._hand_over(optimizer)
-            return loss
+        return after_closure(args, kwargs, hand_over, first=partial(self._hold, optimizer))
 
-        return handed_over
+    def _hold(self, optimizer: Optimizer) -> None:
+        """Look at gradients before a closure: what was taken of them stands, unless the closure makes new ones."""
+        for group in trained_by(optimizer, self.groups):
+            grad = original(group).grad
+            self._held[group["tensor_fqn"]] = (grad, -1 if grad is None else grad._version)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._held = {}
@@ -223,13 +216,3 @@ class GradientTap:
         self.__dict__.update(state)
         self._forget_marks()
         self._put_hooks()
-
-
-def _closure(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Any] | None, tuple]:
-    if len(args) > 1:
-        return args[1], args[2:]
-    return kwargs.get("closure"), ()
-
-
-def _with(kwargs: dict[str, Any], closure: Callable[[], Any]) -> dict[str, Any]:
-    return {**kwargs, "closure": closure} if kwargs.get("closure") is not None else kwargs

@@ -72,7 +72,7 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
 
 
 def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **arguments: Any) -> StraightThrough:
-    """Straight-through with decay of what the mask drops, for N:M (SR-STE, arXiv 2102.04010)."""
+    """Straight-through with decay of what is dropped, for N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer."""
     return StraightThrough(sparsity_level, decay=decay, **arguments)
 
 

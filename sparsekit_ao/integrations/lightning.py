@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from torch.ao.pruning import BaseScheduler
 
 from ..base import MaskSparsifier
-from ..dynamic import DynamicSparsifier
+from ..dynamic import DynamicSparsifier, StraightThrough
 from ..dynamic.trained import training
 
 __all__ = ["SparsifierCallback"]
@@ -31,7 +31,7 @@ class SparsifierCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizers that train sparsified parameters; Lightning has made and restored them by now."""
         self._steps = trainer.global_step
-        if isinstance(self.sparsifier, DynamicSparsifier):
+        if isinstance(self.sparsifier, DynamicSparsifier | StraightThrough):
             self.sparsifier.attach(training(trainer.optimizers, self.sparsifier.groups))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
