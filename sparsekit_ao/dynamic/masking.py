@@ -14,7 +14,7 @@ from ..errors import SparsityError
 from ..masking import WeightMask, find_mask
 from ..select import select
 
-__all__ = ["DynamicMask", "find_dynamic"]
+__all__ = ["DynamicMask", "find_dynamic", "starting_mask"]
 
 
 class DynamicMask(WeightMask):
@@ -91,3 +91,12 @@ def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
     if not isinstance(found, DynamicMask):
         raise SparsityError(f"{tensor_name} of this {type(module).__name__} has no dynamic mask; call prepare first")
     return found
+
+
+def starting_mask(weight: Tensor, kept: Tensor | None) -> Tensor:
+    """A mask for a weight from the places that are kept (bool; None is all of them).
+
+    In eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory.
+    """
+    mask = torch.ones_like(weight, dtype=weight.dtype if weight.device.type == "cpu" else torch.bool)
+    return mask if kept is None else mask.copy_(kept)

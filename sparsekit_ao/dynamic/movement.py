@@ -19,7 +19,7 @@ from .optimizer_state import reset_state, second_moments, start_second_moments
 from .settings import Settings
 from .trained import original
 
-__all__ = ["Movement", "forget_dropped", "move", "zero_dropped"]
+__all__ = ["Movement", "forget_dropped", "move", "settle", "zero_dropped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ def _new_values(group: Group, new: Tensor, settings: Settings, iteration: int) -
     return found.to(weight)
 
 
+@torch.no_grad()
 def zero_dropped(groups: Sequence[Group]) -> None:
     """Make every weight zero that its mask hides, in place."""
     for group in groups:
@@ -106,6 +107,15 @@ def forget_dropped(groups: Sequence[Group], optimizers: Sequence[Optimizer]) -> 
     """Zero what optimizers remember of hidden weights, which would move them for many steps yet."""
     for group in groups:
         reset_state(optimizers, original(group), _mask(group) == 0)
+
+
+@torch.no_grad()
+def settle(held: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer]) -> None:
+    """Leave no gradient and no memory where (parameter, mask) drops: the mask is gone, and zeros are to stay."""
+    for parameter, mask in held:
+        if parameter.grad is not None:
+            parameter.grad.copy_(select(parameter.grad, mask))
+        reset_state(optimizers, parameter, mask == 0)
 
 
 def _mask(group: Group) -> Tensor:

@@ -19,14 +19,14 @@ from ..sparsifier import ScopeSparsifier
 from .budgets import overall_level, refuse_two, set_budget
 from .choice import choose
 from .gradients import GradientTap
-from .masking import DynamicMask
-from .movement import Movement, forget_dropped, move, zero_dropped
+from .masking import DynamicMask, starting_mask
+from .movement import Movement, forget_dropped, move, settle, zero_dropped
 from .optimizer_state import leaves_zeros
 from .parts import gather
 from .progress import checked_progress, progress_of
 from .settings import NewValues, make_settings, value_at
 from .start import refuse_parametrized, start_masks
-from .trained import check_optimizers, plain_optimizer
+from .trained import check_optimizers, original, plain_optimizer
 
 __all__ = ["DynamicSparsifier"]
 
@@ -159,8 +159,7 @@ class DynamicSparsifier(ScopeSparsifier):
         self._starts = {}
         if not self._resumes:
             self.iteration, self._pending, self.last_update = 0, False, None
-            with torch.no_grad():
-                zero_dropped(self.groups)
+            zero_dropped(self.groups)
             forget_dropped(self.groups, self._tap.optimizers)
         self._set_gates()
 
@@ -196,9 +195,15 @@ class DynamicSparsifier(ScopeSparsifier):
         raise SparsityError("update_mask: a dynamic sparsifier moves all its masks together; call step()")
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`."""
+        """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`.
+
+        The next step of an optimizer leaves the zeros too. `attach` it again before another `prepare`.
+        """
+        self._need_prepared("squash_mask")
+        held = [(original(g), self._live_mask(g)) for g in self.groups]
         super().squash_mask(*args, model=model, **kwargs)
         if self._phase == "squashed":
+            settle(held, self._tap.optimizers)
             self._tap.detach()
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,11 +237,7 @@ class DynamicSparsifier(ScopeSparsifier):
 
     def _new_mask(self, group: Group) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
-        # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
-        dtype = weight.dtype if weight.device.type == "cpu" else torch.bool
-        start = self._starts.get(group["tensor_fqn"])
-        mask = torch.ones_like(weight, dtype=dtype)
-        return mask if start is None else mask.copy_(start)
+        return starting_mask(weight, self._starts.get(group["tensor_fqn"]))
 
     def _install(self, group: Group) -> None:
         mask = DynamicMask(self._new_mask(group))
@@ -273,15 +274,14 @@ class DynamicSparsifier(ScopeSparsifier):
             if s.grow is None and s.target is not None
             else value_at(s.update_fraction, self.iteration, "update_fraction")
         )
-        values = {"gradients": self._tap.gradients, "momenta": momenta}
+        taken = self._tap.gradients
+        values = {"gradients": taken, "momenta": momenta}
         parts = gather(components, self.groups, values, self._level_given, self.iteration, s.seed)
         rows, held = choose(parts, s, self.groups, self.iteration, fraction)
         new = [self._live_mask(g) != 0 for g in self.groups]
         for part, kept in zip(parts, rows, strict=True):
             part.slots.write(kept, {spec: new[at] for spec, at in part.slots.component.leaves})
-        self.last_update = move(
-            self.groups, new, s, self._tap.optimizers, self._tap.gradients, self.iteration, fraction
-        )
+        self.last_update = move(self.groups, new, s, self._tap.optimizers, taken, self.iteration, fraction)
         for part, count in zip(parts, held, strict=True):
             if part.is_open:
                 self._level_given.update(set_budget(part.slots.component, self.groups, int(count[0])))

@@ -39,7 +39,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
         """Mask dense gradients before the trainer clips them, which it does before it calls any callback.
 
-        Needed once for each trainer that has `max_grad_norm > 0`, after it is made, if the sparsifier looks at gradients.
+        Needed once for each trainer with `max_grad_norm > 0`, after it is made, if the sparsifier looks at gradients.
         """
         if trainer is self._watched or not isinstance(self.sparsifier, DynamicSparsifier):
             return self
