@@ -54,7 +54,8 @@ def power(
     """Density in proportion to a power of the Erdos-Renyi ratio: 0 is uniform, 1 is ER or ERK.
 
     Args:
-        shapes: {name: shape}, counted in blocks where tensors are cut into blocks.
+        shapes: {name: shape} in elements, also of tensors that are cut into blocks: a layer's density does not depend
+            on what it is pruned by.
         density: the fraction of all elements together that is kept, in [0, 1].
         fixed: {name: density} of tensors that keep their own; the others make up for them.
         exponent: of the ratio; at least 0.

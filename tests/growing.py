@@ -69,7 +69,7 @@ def prepared(optimizer="momentum", model=None, config=None, **arguments):
     """(model, optimizer, sparsifier), ready to train."""
     model = mlp() if model is None else model
     optimizer = OPTIMIZERS[optimizer](model.parameters())
-    arguments = {"sparsity_level": 0.75, "update_every": 2, "update_fraction": 0.3, **arguments}
+    arguments = {"sparsity_level": 0.75, "update_every": 2, **arguments}
     sparsifier = arguments.pop("kind", DynamicSparsifier)(optimizer, **arguments)
     sparsifier.prepare(model, config)
     return model, optimizer, sparsifier

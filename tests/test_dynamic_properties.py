@@ -111,6 +111,7 @@ def test_autocast_sees_the_gradient_of_an_autocast_dense_model():
     loss.backward()
     optimizer.step()
     sparsifier.step()
+    assert len(seen) == 3
     for name, gradient in seen.items():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
 

@@ -201,16 +201,53 @@ def test_second_moments_of_born_weights_are_squared_gradients():
     assert not optimizer.state[weight]["exp_avg"][born].any()
 
 
-def test_without_second_moments_state_init_grad_is_refused_before_anything_changes():
-    model, optimizer, sparsifier = prepared("momentum", state_init="grad", update_every=1)
-    optimizer.zero_grad()
+NO_SQUARES = "0.weight: state_init='grad' sets second moments, and its optimizer keeps none"
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum"])
+def test_state_init_grad_is_refused_in_prepare_where_no_second_moments_will_be(kind):
+    model = mlp()
+    with pytest.raises(SparsityError, match=NO_SQUARES):
+        prepared(kind, model=model, state_init="grad")
+    assert type(model[0]) is nn.Linear
+    sparsifier = DynamicSparsifier(None, state_init="grad")
+    sparsifier.prepare(model, None)
+    with pytest.raises(SparsityError, match=NO_SQUARES):
+        sparsifier.attach(OPTIMIZERS[kind](model.parameters()))
+
+
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.NAdam])
+def test_state_init_grad_goes_with_every_optimizer_that_squares(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    sparsifier = DynamicSparsifier(optimizer, 0.75, update_every=2, state_init="grad")
+    sparsifier.prepare(model, None)
+    train(model, optimizer, sparsifier, [1, 2])
+    assert sparsifier.last_update.iteration == 2
+
+
+def test_second_moments_that_turn_out_missing_are_refused_before_anything_changes():
+    model = mlp()
+    optimizer = torch.optim.Adamax(model.parameters())  # has Adam's options, and a norm that is no mean of squares
+    sparsifier = DynamicSparsifier(optimizer, 0.75, state_init="grad", update_every=1)
+    sparsifier.prepare(model, None)
     loss_of(model, 1).backward()
     optimizer.step()
     before, old = weights(model), masks(sparsifier)
-    with pytest.raises(SparsityError, match="0.weight: state_init='grad' sets second moments, and its optimizer keeps"):
+    with pytest.raises(SparsityError, match=NO_SQUARES):
         sparsifier.step()
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
     assert all(torch.equal(old[n], m) for n, m in masks(sparsifier).items())
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD])
+def test_momentum_is_asked_for_only_where_masks_move_by_it(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    with pytest.raises(SparsityError, match=f"0.weight: its optimizer .{make.__name__}. keeps no momentum. Use SGD"):
+        SNFS(optimizer, 0.75, until=10).prepare(model, None)
+    assert type(model[0]) is nn.Linear
+    Static(optimizer, 0.75, grow="momentum").prepare(model, None)
 
 
 def test_new_weights_may_take_other_values():
@@ -435,7 +472,7 @@ def other_optimizer(model):
             lambda m: torch.optim.SGD(m.parameters(), 0.1),
             {"grow": "momentum"},
             None,
-            "0.weight: its optimizer keeps no momentum. Use SGD with momentum > 0 or an Adam",
+            "0.weight: its optimizer (SGD) keeps no momentum. Use SGD with momentum > 0 or an Adam",
         ),
         (None, {"nnz": 2, "redistribute": "nonzero"}, None, "redistribute moves budgets between tensors, but every"),
         (None, {"nnz": 2, "prune": "global"}, None, "prune='global' moves budgets between tensors, but every"),
@@ -460,7 +497,7 @@ def other_optimizer(model):
         (None, {}, [{"tensor_fqn": "0.weight", "stages": []}], "unknown key 'stages'"),
         (
             None,
-            {"target": lambda t: 0.5 if t < 10 else 0.999, "until": 10},
+            {"target": lambda t: 0.5 if t < 10 else 0.999, "until": 10, "update_every": 5},
             None,
             "the overall budget leaves 1 blocks for the tensors that share it",
         ),

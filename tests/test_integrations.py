@@ -3,10 +3,11 @@
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
-from growing import batch, mlp
+from growing import Listener, batch, dense_gradients, mlp
 from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, schedules
@@ -146,6 +147,59 @@ def test_transformers_clipping_unseen_is_refused(tmp_path):
         hugging_face(tmp_path, "RigL", 1.0, STEPS, watch=False)
 
 
+def fake_trainer():
+    class Accelerator:
+        def clip_grad_norm_(self, *_, **__):
+            return "clipped"
+
+        def unscale_gradients(self):
+            pass
+
+    return SimpleNamespace(accelerator=Accelerator(), args=SimpleNamespace(max_grad_norm=1.0))
+
+
+def transformers_callback(sparsifier, own=()):
+    pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sparsekit_ao.integrations.transformers import SparsifierCallback
+    return SparsifierCallback(sparsifier, own)
+
+
+def test_transformers_clipping_is_watched_in_every_trainer():
+    model = mlp()
+    callback = transformers_callback(rigl(model)[0])
+    first, second = fake_trainer(), fake_trainer()
+    state = SimpleNamespace(global_step=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for trainer in (first, second):
+        with pytest.raises(SparsityError, match="clips gradients before it calls back"):
+            callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
+        plain = trainer.accelerator.clip_grad_norm_
+        callback.watch_clipping(trainer)
+        assert trainer.accelerator.clip_grad_norm_ != plain and trainer.accelerator.clip_grad_norm_() == "clipped"
+        callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
+
+
+def test_transformers_checkpoints_of_several_callbacks_are_told_apart():
+    made = []
+    for name in ("0.weight", "2.weight"):
+        sparsifier = ScopeSparsifier(nnz=2)
+        sparsifier.prepare(mlp(), [{"tensor_fqn": name}])
+        made.append(transformers_callback(sparsifier))
+    made[1].sparsifier.enable_mask_update = False
+    found = [callback.state() for callback in made]
+    for callback in made:
+        callback.sparsifier.enable_mask_update = True
+    state = SimpleNamespace(global_step=5, stateful_callbacks={"SparsifierCallback": found})
+    for callback in made:
+        callback.on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None)
+    assert [callback.sparsifier.enable_mask_update for callback in made] == [True, False]
+    state.stateful_callbacks["SparsifierCallback"] = [found[0], found[0]]
+    with pytest.raises(SparsityError, match="of 2 sparsifiers in the checkpoint 2 have the tensors of this one"):
+        made[0].on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None)
+
+
 # lightning
 
 
@@ -226,6 +280,56 @@ def test_lightning_with_two_optimizers_stepped_by_hand(kind, tmp_path):
     model, sparsifier = lightning(tmp_path, kind, 0.0, 2 * STEPS, manual=True)  # it counts steps of both
     want, other = by_hand(kind, 0.0)
     agree(model, want, (sparsifier, other))
+
+
+def test_lightning_with_two_optimizers_of_sparsified_layers_sees_dense_gradients():
+    pytest.importorskip("lightning")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lightning.pytorch import LightningModule, Trainer
+        from torch.utils.data import DataLoader
+
+        from sparsekit_ao.integrations.lightning import SparsifierCallback
+
+        listener, wanted = Listener(), {}
+
+        class Classifier(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net, self.automatic_optimization = mlp(), False
+
+            def training_step(self, rows, at):
+                wanted[at + 1] = dense_gradients(self.net, at)
+                optimizers = self.optimizers()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                self.manual_backward(F.cross_entropy(self.net(rows[0]), rows[1]))
+                for optimizer in optimizers:
+                    optimizer.step()
+
+            def configure_optimizers(self):
+                parts = self.net[0].parameters(), self.net[2:].parameters()
+                return [torch.optim.SGD(parts[0], 0.1), torch.optim.AdamW(parts[1], 1e-2)], []
+
+        model = Classifier()
+        sparsifier = DynamicSparsifier(None, 0.75, update_every=2, grow=listener)
+        sparsifier.prepare(model.net, None)
+        rows = [row for step in range(6) for row in zip(*batch(step), strict=True)]
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            devices=1,
+            enable_checkpointing=False,
+            callbacks=[SparsifierCallback(sparsifier)],
+            **quiet,
+        )
+        trainer.fit(model, DataLoader(rows, batch_size=8))
+    assert sorted(listener.seen) == [2, 4, 6]
+    for step, found in listener.seen.items():
+        assert len(found) == 3
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[step][name], rtol=0, atol=1e-6)
 
 
 def test_lightning_accumulates_gradients(tmp_path):

@@ -2,12 +2,15 @@
 
 import copy
 import io
+import pickle
+from functools import partial
 
 import pytest
 import torch
-from growing import dense_gradients, loss_of, mlp
+from growing import batch, dense_gradients, loss_of, mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 from sparsekit_ao import SRSTE, STE, ScopeSparsifier, SparsityError, StraightThrough, TopKAST, patterns
 
@@ -35,11 +38,54 @@ def test_straight_through_gives_every_weight_the_dense_gradient():
     assert sparsifier.mask("0.weight").view(-1, 4).sum(1).unique().tolist() == [2]
 
 
-def test_sr_ste_adds_decay_to_what_is_dropped_alone():
-    model, sparsifier = prepared(SRSTE, decay=0.5, **TWO_OF_FOUR)
-    want = dense_gradients(model, 1)["0.weight"] + 0.5 * original(model).detach() * ~sparsifier.mask("0.weight")
-    loss_of(model, 1).backward()
-    torch.testing.assert_close(original(model).grad, want, rtol=0, atol=1e-6)
+def stepped(way, kind, decay=0.5):
+    """How far one step of SR-STE moves the first weight, in one way of making gradients."""
+    model, sparsifier = mlp(), SRSTE(decay=decay, **TWO_OF_FOUR)
+    sparsifier.prepare(model, None)
+    optimizer = {"sgd": torch.optim.SGD, "fused": partial(torch.optim.SGD, fused=True)}[kind](model.parameters(), 1.0)
+    sparsifier.attach(optimizer)
+    sparsifier.step()
+    before, (x, y) = original(model).detach().clone(), batch(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=way == "scaled")
+
+    def backward():
+        for rows in [slice(0, 8)] if way != "accumulated" else [slice(k, k + 2) for k in range(0, 8, 2)]:
+            scaler.scale(F.cross_entropy(model(x[rows]), y[rows]) * (len(x[rows]) / 8)).backward()
+
+    if way == "closure":
+        optimizer.step(backward)
+    else:
+        backward()
+        scaler.step(optimizer)
+    return model, sparsifier, before, before - original(model).detach()
+
+
+@pytest.mark.parametrize("way", ["plain", "accumulated", "scaled", "closure"])
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+def test_sr_ste_adds_decay_once_a_step_to_what_is_dropped_alone(way, kind):
+    _, sparsifier, before, moved = stepped(way, kind)
+    dropped = ~sparsifier.mask("0.weight")
+    _, _, _, without = stepped(way, kind, decay=0.0)
+    torch.testing.assert_close(moved, without + 0.5 * before * dropped, rtol=0, atol=1e-6)
+    assert dropped.any() and not torch.equal(moved, without)
+
+
+def test_sr_ste_needs_its_optimizer_and_lets_it_go():
+    model, sparsifier = mlp(), SRSTE(**TWO_OF_FOUR)
+    sparsifier.prepare(model, None)
+    with pytest.raises(SparsityError, match="step: decay is added before an optimizer's step; call sparsifier.attach"):
+        sparsifier.step()
+    with pytest.raises(SparsityError, match="attach: no optimizer given"):
+        sparsifier.attach([])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.attach(optimizer)
+    sparsifier.step()
+    other = copy.deepcopy(sparsifier)
+    assert len(other._tap.optimizers[0]._optimizer_step_pre_hooks) == 1
+    assert other._tap.optimizers[0] is not optimizer
+    assert not pickle.loads(pickle.dumps(sparsifier))._tap.optimizers
+    sparsifier.squash_mask()
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_top_kast_lets_a_larger_top_learn():

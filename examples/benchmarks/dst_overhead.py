@@ -45,6 +45,7 @@ def prepare(kind: str, width: int, depth: int, batch: int) -> Callable[[], None]
     def step() -> None:
         if kind == "open":
             sparsifier.iteration = 10**9 - 1  # the coming iteration feeds an update
+            sparsifier._tap.clear()  # as step() does, which would update
             sparsifier._set_gates()
         train(model, optimizer, x)
         if kind in ("closed", "update"):

@@ -5,7 +5,8 @@ every scope alike; fixed ones have the budget of their config entry.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +15,19 @@ from ..config import Group
 from ..densities import allocate
 from ..errors import SparsityError
 from ..plan import Component
-from .settings import Settings
+from .settings import Settings, value_at
 
-__all__ = ["budget_rows", "distribute", "is_fixed", "overall_level", "refuse_two", "set_budget", "sizes", "spread"]
+__all__ = [
+    "budget_rows",
+    "distribute",
+    "is_fixed",
+    "overall_level",
+    "refuse_two",
+    "refuse_uneven",
+    "set_budget",
+    "sizes",
+    "spread",
+]
 
 
 def refuse_two(settings: Settings, sparsity_level: float | None, nnz: int | None) -> None:
@@ -30,7 +41,7 @@ def refuse_two(settings: Settings, sparsity_level: float | None, nnz: int | None
 
 def overall_level(settings: Settings, sparsity_level: float, iteration: int) -> float:
     """The overall sparsity in an iteration: the target's, or the constant one."""
-    level = sparsity_level if settings.target is None else float(settings.target(iteration))
+    level = sparsity_level if settings.target is None else value_at(settings.target, iteration, "target")
     if not 0 <= level <= 1:
         raise SparsityError(f"target: an overall sparsity must lie in [0, 1], got {level!r} at iteration {iteration}")
     return level
@@ -69,7 +80,7 @@ def distribute(
         if is_fixed(c, groups):
             fixed.update({groups[at]["tensor_fqn"]: 1 - c.level(groups, {}) for _, at in c.leaves})
     assert settings.init.densities is not None
-    found = settings.init.densities(shapes, 1 - level, fixed)
+    found = _checked(settings.init.densities(shapes, 1 - level, fixed), shapes)
     size = sizes(components)
     blocks = [c.scope.numblk() for c in components]
     total = round((1 - level) * sum(n * s for n, s in zip(blocks, size, strict=True)))
@@ -82,6 +93,17 @@ def distribute(
         else:
             ideals[k] = density * blocks[k] * size[k]
     return {k: (ideal, total) for k, ideal in ideals.items()}
+
+
+def _checked(found: object, names: Iterable[str]) -> Mapping[str, float]:
+    """What a distribution gave, which may be a user's function."""
+    for name in names:
+        density = found.get(name) if isinstance(found, Mapping) else None
+        is_number = isinstance(density, numbers.Real) and not isinstance(density, bool)
+        if not is_number or not -1e-9 <= float(density) <= 1 + 1e-9:  # type: ignore[arg-type]
+            raise SparsityError(f"{name}: init must give it a density in [0, 1], got {density!r}")
+    assert isinstance(found, Mapping)
+    return found
 
 
 def spread(
@@ -98,12 +120,7 @@ def spread(
         low, high: bounds of the blocks in each scope; by default one, so that no layer is empty, and all.
     """
     size, at = sizes(components), list(wanted)
-    for k in at:
-        if components[k].scope.is_partial and components[k].scope.numscp() > 1:
-            raise SparsityError(
-                f"{components[k].label}: its scopes differ in size, so they cannot share one distributed budget. Give "
-                "the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
-            )
+    refuse_uneven([components[k] for k in at])
     unit = [size[k] * components[k].scope.numscp() for k in at]
     least = [u * (1 if low is None else low[k]) for k, u in zip(at, unit, strict=True)]
     full = {k: components[k].scope.numblk_per_scope() for k in at} if high is None else high
@@ -119,6 +136,16 @@ def spread(
         )
     whole = allocate(ideals, total, least, most, unit)
     return {k: n // u for k, n, u in zip(at, whole, unit, strict=True)}
+
+
+def refuse_uneven(components: Sequence[Component]) -> None:
+    """Raise where scopes of one component differ in size: one more block in each is not the same everywhere."""
+    for component in components:
+        if component.scope.is_partial and component.scope.numscp() > 1:
+            raise SparsityError(
+                f"{component.label}: its scopes differ in size, so they cannot share one distributed budget. Give "
+                "the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
+            )
 
 
 def set_budget(component: Component, groups: Sequence[Group], nnz: int) -> dict[str, float]:

@@ -4,7 +4,9 @@ Knows optimizers, parameters and dynamic masks; nothing of updates. While masks 
 optimizer looks at it, the dense gradient is copied aside and `.grad` is masked, so the step is that of closed masks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +15,15 @@ from torch.optim import Optimizer
 
 from ..config import Group
 from ..errors import SparsityError
-from ..masking import find_mask
 from ..select import select
-from .masking import find_dynamic
-from .optimizer_state import holds, momentum_of
+from .hooks import after_closure
+from .masking import DynamicMask, find_dynamic
+from .optimizer_state import momentum_of
+from .trained import original, plain_optimizer, trained_by
 
-__all__ = ["GradientTap", "check_optimizers", "original", "training"]
+__all__ = ["GradientTap"]
+
+_NOT_COPIED = ("_handles", "_earlier", "_held")
 
 
 class GradientTap:
@@ -41,13 +46,25 @@ class GradientTap:
         self.is_open = False
         self.keep = False
         self.masked = True
+        self._restored: list[bool] = []  # `stepped` as it was saved, until the next iteration
+        self._used: set[str] = set()  # taken, and stepped with
+        self._forget_marks()
+
+    def _forget_marks(self) -> None:
         self._handles: list[Any] = []
+        self._earlier: dict[str, tuple[Any, int]] = {}  # gradients made before masks opened
+        self._held: dict[str, tuple[Tensor | None, int]] = {}  # gradients as a closure found them
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Put hooks on these optimizers instead of those before."""
+        plain = [plain_optimizer(o) for o in optimizers]
+        self._check_restored(self._restored, len(plain))
         self.detach()
-        self.optimizers = [_plain(o) for o in optimizers]
-        self.stepped = [False] * len(self.optimizers)
+        self.optimizers = plain
+        self.stepped = list(self._restored) if any(self._restored) else [False] * len(plain)
+        self._put_hooks()
+
+    def _put_hooks(self) -> None:
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
@@ -62,42 +79,105 @@ class GradientTap:
         """Look after these groups, whose masks are new and closed."""
         self.groups, self.is_open = groups, False
 
+    def restore(self, gradients: Mapping[str, Tensor], stepped: Sequence[bool]) -> None:
+        """Go on in the middle of an iteration, with the optimizers that are attached, or will be in this iteration."""
+        if self.optimizers:
+            self._check_restored(stepped, len(self.optimizers))
+            self.stepped = list(stepped) if any(stepped) else [False] * len(self.optimizers)
+        self.gradients, self._restored, self._used = dict(gradients), list(stepped), set()
+
+    def progress(self) -> list[bool]:
+        """What `restore` wants as `stepped`: of the attached optimizers, or as it was restored until they are."""
+        return list(self.stepped if self.optimizers else self._restored)
+
+    def check_restorable(self, stepped: Sequence[bool]) -> None:
+        """Raise what `restore` would."""
+        if self.optimizers:
+            self._check_restored(stepped, len(self.optimizers))
+
+    @staticmethod
+    def _check_restored(stepped: Sequence[bool], count: int) -> None:
+        if any(stepped) and len(stepped) != count:
+            raise SparsityError(
+                f"the loaded state lies between the steps of {len(stepped)} optimizers and the sparsifier's, and "
+                f"{count} are attached; attach as many, or take a state that was saved after the sparsifier's step"
+            )
+
     def set_gates(self, is_open: bool, *, keep: bool, masked: bool) -> None:
         """Open or close every mask for the coming iteration; costs nothing where that changes nothing."""
         self.keep, self.masked = keep, masked
-        if is_open != self.is_open:
-            self.is_open = is_open
-            for group in self.groups:
-                find_dynamic(group["module"], group["tensor_name"]).set_open(is_open)
+        if is_open == self.is_open:
+            return
+        if is_open:
+            found = [(g["tensor_fqn"], original(g).grad) for g in self.groups]
+            self._earlier = {n: (weakref.ref(g), g._version) for n, g in found if g is not None}
+        self.is_open = is_open
+        for group in self.groups:
+            find_dynamic(group["module"], group["tensor_name"]).set_open(is_open)
 
     def clear(self) -> None:
         """Forget what was taken; a new iteration begins."""
-        self.gradients = {}
+        self.gradients, self._restored, self._used = {}, [], set()
         self.stepped = [False] * len(self.optimizers)
 
     @torch.no_grad()
-    def take(self, optimizer: Optimizer | None = None, scale: Tensor | None = None) -> None:
-        """Copy dense gradients aside and mask `.grad`, of one optimizer's parameters or all.
+    def take(self, optimizer: Optimizer | None = None) -> None:
+        """Copy dense gradients aside and mask `.grad`, of one optimizer's parameters or all; for clipping.
 
-        Taking twice adds what came in between. What the optimizer's own step then finds is masked already.
+        Taking again adds what came in between.
         """
-        trained = _trained(optimizer)
-        for group in self.groups if self.is_open else ():
-            parameter = original(group)
-            if parameter.grad is None or (optimizer is not None and id(parameter) not in trained):
-                continue
-            mask = find_dynamic(group["module"], group["tensor_name"]).mask
-            before = self.gradients.get(group["tensor_fqn"])
-            if self.keep or optimizer is None or before is not None:
-                fresh = parameter.grad.clone() if scale is None else parameter.grad / scale
-                fresh = fresh if before is None else torch.where(mask != 0, before, before + fresh)
-                self.gradients[group["tensor_fqn"]] = fresh
-            if self.masked or optimizer is None:
-                parameter.grad.copy_(select(parameter.grad, mask))
-            else:  # what was masked for clipping comes back; one bad number would stay in the momentum for good
-                dense = parameter.grad if before is None else fresh if scale is None else fresh * scale
+        for name, parameter, mask in self._with_gradients(optimizer):
+            dense = parameter.grad.clone()
+            before = self._before_now(name, parameter.grad)
+            self.gradients[name] = dense if before is None else torch.where(mask.mask != 0, dense, before + dense)
+            parameter.grad.copy_(select(parameter.grad, mask.mask))
+
+    @torch.no_grad()
+    def _hand_over(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
+        """Leave in `.grad` what the optimizer's own step is to see; what it hides is aside."""
+        for name, parameter, mask in self._with_gradients(optimizer):
+            grad, kept = parameter.grad, mask.mask != 0
+            dense = grad.clone() if scale is None else grad / scale
+            before = self._before_now(name, grad)
+            if before is not None:  # kept elements may have been clipped since
+                dense = torch.where(kept, before, before + dense)
+            if self.keep:
+                self.gradients[name] = dense
+            if self.masked:
+                grad.copy_(select(grad, mask.mask))
+            else:  # one bad number would stay in the momentum for good
                 hidden = torch.where(dense.isfinite(), dense, 0)
-                parameter.grad.copy_(torch.where(mask != 0, parameter.grad, hidden))
+                grad.copy_(torch.where(kept, grad, hidden if scale is None else hidden * scale))
+
+    def _with_gradients(self, optimizer: Optimizer | None) -> list[tuple[str, Any, DynamicMask]]:
+        """(name, parameter, mask) of what has a gradient while masks are open."""
+        if not self.is_open:
+            return []
+        groups = self.groups if optimizer is None else trained_by(optimizer, self.groups)
+        found = [(g, original(g)) for g in groups]
+        for group, parameter in found:
+            self._refuse_earlier(group["tensor_fqn"], parameter.grad)
+        return [
+            (g["tensor_fqn"], p, find_dynamic(g["module"], g["tensor_name"])) for g, p in found if p.grad is not None
+        ]
+
+    def _refuse_earlier(self, name: str, grad: Tensor | None) -> None:
+        """A gradient from before masks opened has nothing of hidden weights, and growth would take zeros for it."""
+        made, version = self._earlier.get(name, (None, 0))
+        if grad is not None and made is not None and made() is grad and grad._version == version:
+            raise SparsityError(
+                f"{name}: its gradient was made before the masks were opened for the coming update. Call "
+                "sparsifier.step() after optimizer.step(), and backward before the next one."
+            )
+
+    def _before_now(self, name: str, grad: Tensor) -> Tensor | None:
+        """What was taken of the gradient that is there now; None if it was made anew since."""
+        held = self._held.pop(name, None)
+        is_new = held is not None and (held[0] is not grad or held[1] != grad._version)
+        if is_new or name in self._used:
+            self._used.discard(name)
+            return None
+        return self.gradients.get(name)
 
     def momenta(self) -> dict[str, Tensor | None]:
         """{tensor_fqn: what its optimizer keeps as momentum, if anything yet}."""
@@ -112,110 +192,34 @@ class GradientTap:
         return all(t is not None and all(bool(x.isfinite()) for x in t.aminmax()) for t in found)
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        closure, rest = _closure(args, kwargs)
         if not self.is_open:
             return None
-        if closure is not None:  # the gradients are not there yet: take them when the closure has made them
-            again = self._taking(optimizer, closure)
-            return (args[0], again, *rest) if len(args) > 1 else args, _with(kwargs, again)
-        self.take(optimizer, getattr(optimizer, "grad_scale", None))
-        return None
 
-    def _taking(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def taken() -> Any:
-            trained = _trained(optimizer)
-            mine = {g["tensor_fqn"] for g in self.groups if id(original(g)) in trained}
-            self.gradients = {fqn: g for fqn, g in self.gradients.items() if fqn not in mine}
-            with torch.enable_grad():
-                loss = closure()
-            self.take(optimizer)
-            return loss
+        def hand_over() -> None:
+            self._hand_over(optimizer, getattr(optimizer, "grad_scale", None))
 
-        return taken
+        return after_closure(args, kwargs, hand_over, first=partial(self._hold, optimizer))
+
+    def _hold(self, optimizer: Optimizer) -> None:
+        """Look at gradients before a closure: what was taken of them stands, unless the closure makes new ones."""
+        for group in trained_by(optimizer, self.groups):
+            grad = original(group).grad
+            self._held[group["tensor_fqn"]] = (grad, -1 if grad is None else grad._version)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._held = {}
+        if self.is_open:  # stepping again in this iteration is with another gradient
+            self._used.update(g["tensor_fqn"] for g in trained_by(optimizer, self.groups))
         skipped = getattr(optimizer, "found_inf", None)
         skipped = skipped if self.keep else None  # looking waits for the device, so look only where it matters
         at = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
         self.stepped[at] = skipped is None or not bool(torch.as_tensor(skipped) > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_handles"}
+        return {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """A copy: with the copied optimizers, and hooks of its own on them."""
         self.__dict__.update(state)
-        self._handles = []
-        stepped = list(self.stepped)
-        self.attach(self.optimizers)
-        self.stepped = stepped
-
-
-def training(optimizers: Sequence[Optimizer], groups: Sequence[Group]) -> list[Optimizer]:
-    """Those of the optimizers that train some of the groups' parameters."""
-    wanted = {id(original(g)) for g in groups}
-    return [o for o in optimizers if wanted & _trained(_plain(o))]
-
-
-def _trained(optimizer: Optimizer | None) -> set[int]:
-    return set() if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
-
-
-def original(group: Group) -> Tensor:
-    """The parameter under a group's mask."""
-    module, name = group["module"], group["tensor_name"]
-    if find_mask(module, name) is None:
-        return module._parameters[name]
-    return module.parametrizations[name].original
-
-
-def _plain(optimizer: object) -> Optimizer:
-    """The optimizer itself, out of the wrappers that trainers put around it."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    if not isinstance(optimizer, Optimizer):
-        raise SparsityError(f"optimizer must be a torch optimizer or several, got {type(optimizer).__name__}")
-    return optimizer
-
-
-def _closure(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Any] | None, tuple]:
-    if len(args) > 1:
-        return args[1], args[2:]
-    return kwargs.get("closure"), ()
-
-
-def _with(kwargs: dict[str, Any], closure: Callable[[], Any]) -> dict[str, Any]:
-    return {**kwargs, "closure": closure} if kwargs.get("closure") is not None else kwargs
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[Group], needs_momentum: bool) -> None:
-    """Raise unless every sparsified parameter is trained by one of these, and every one of these trains some.
-
-    Args:
-        optimizers: as `GradientTap.attach` gets them.
-        groups: of a prepared model; before that nothing can be said.
-        needs_momentum: a rule looks at momentum, so each must keep one.
-    """
-    plain = [_plain(o) for o in optimizers]
-    held: set[int] = set()
-    for group in groups:
-        parameter = original(group)
-        found = [(k, holds(o, parameter)) for k, o in enumerate(plain)]
-        found = [(k, g) for k, g in found if g is not None]
-        if len(found) != 1:
-            raise SparsityError(
-                f"{group['tensor_fqn']}: one optimizer must train it, but {len(found)} of the {len(plain)} given do. "
-                "Give its optimizer, or leave the tensor out of the config."
-            )
-        held.add(found[0][0])
-        options = found[0][1] or {}
-        if needs_momentum and "betas" not in options and options.get("momentum", 1) == 0:
-            raise SparsityError(
-                f"{group['tensor_fqn']}: its optimizer keeps no momentum. Use SGD with momentum > 0 or an Adam, or "
-                "rules that need none."
-            )
-    if groups and len(held) < len(plain):
-        raise SparsityError(
-            "an optimizer was given that trains none of the sparsified parameters, so no update could wait for its "
-            "step; leave it out"
-        )
+        self._forget_marks()
+        self._put_hooks()

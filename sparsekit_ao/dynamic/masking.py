@@ -14,7 +14,7 @@ from ..errors import SparsityError
 from ..masking import WeightMask, find_mask
 from ..select import select
 
-__all__ = ["DynamicMask", "find_dynamic"]
+__all__ = ["DynamicMask", "find_dynamic", "starting_mask"]
 
 
 class DynamicMask(WeightMask):
@@ -27,18 +27,16 @@ class DynamicMask(WeightMask):
     Args:
         mask: of the weight's shape; the forward mask, only ever filled in place.
         reach: also keep a backward mask, all True to begin with: straight-through and Top-KAST (arXiv 2106.03517).
-        decay: gradient of a weight outside the forward mask gets `decay * weight` added (SR-STE, arXiv 2102.04010).
     """
 
     opened: Tensor
     backward_mask: Tensor | None
 
-    def __init__(self, mask: Tensor, *, reach: bool = False, decay: float = 0.0) -> None:
+    def __init__(self, mask: Tensor, *, reach: bool = False) -> None:
         super().__init__(mask)
         self.register_buffer("backward_mask", torch.ones_like(mask, dtype=torch.bool) if reach else None)
         self.register_buffer("opened", torch.zeros((), dtype=torch.bool, device=mask.device), persistent=False)
         self.is_open = False
-        self.decay = decay
 
     def set_open(self, is_open: bool) -> None:
         """Let gradients reach every element from the next forward pass on, or the kept ones alone."""
@@ -52,11 +50,11 @@ class DynamicMask(WeightMask):
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
         if not torch.is_grad_enabled():
             return select(x, self.mask)
-        if torch.compiler.is_compiling() and not self.decay:
+        if torch.compiler.is_compiling():
             return _fused(x, self.mask != 0, self.opened if self.backward_mask is None else self.backward_mask)
         if self.backward_mask is None and not self.is_open:
             return select(x, self.mask)
-        return _TwoSided.apply(x, self.mask, self.backward_mask, self.decay)
+        return _TwoSided.apply(x, self.mask, self.backward_mask)
 
 
 def _fused(x: Tensor, mask: Tensor, reach: Tensor) -> Tensor:
@@ -74,21 +72,17 @@ class _TwoSided(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor, reach: Tensor | None, decay: float) -> Tensor:
+    def forward(x: Tensor, mask: Tensor, reach: Tensor | None) -> Tensor:
         return select(x, mask)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, mask, reach, decay = inputs
-        ctx.decay = decay
-        ctx.save_for_backward(reach, *((x, mask) if decay else ()))
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        reach, *rest = ctx.saved_tensors
-        if rest:
-            grad = grad + ctx.decay * torch.where(rest[1] != 0, 0, rest[0])
-        return grad if reach is None else torch.where(reach, grad, 0), None, None, None
+        (reach,) = ctx.saved_tensors
+        return grad if reach is None else torch.where(reach, grad, 0), None, None
 
 
 def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
@@ -97,3 +91,12 @@ def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
     if not isinstance(found, DynamicMask):
         raise SparsityError(f"{tensor_name} of this {type(module).__name__} has no dynamic mask; call prepare first")
     return found
+
+
+def starting_mask(weight: Tensor, kept: Tensor | None) -> Tensor:
+    """A mask for a weight from the places that are kept (bool; None is all of them).
+
+    In eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory.
+    """
+    mask = torch.ones_like(weight, dtype=weight.dtype if weight.device.type == "cpu" else torch.bool)
+    return mask if kept is None else mask.copy_(kept)

@@ -53,6 +53,11 @@ def GMP(
 
     The level is reached at the last update that `until` allows.
     """
+    if "target" in arguments:
+        raise SparsityError(
+            "GMP: the target is made from sparsity_level, begin and until; for another one use "
+            "DynamicSparsifier(target=..., grow=None)"
+        )
     last = until - until % update_every
     if last <= begin:
         raise SparsityError(f"GMP: no update falls between begin={begin} and until={until} (every {update_every})")
@@ -67,7 +72,7 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
 
 
 def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **arguments: Any) -> StraightThrough:
-    """Straight-through with decay of what the mask drops, for N:M (SR-STE, arXiv 2102.04010)."""
+    """Straight-through with decay of what is dropped, for N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer."""
     return StraightThrough(sparsity_level, decay=decay, **arguments)
 
 

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import Group
+from ..errors import SparsityError
 from ..masking import find_mask
+from ..select import select
 from .draws import generator
-from .gradients import original
 from .optimizer_state import reset_state, second_moments, start_second_moments
 from .settings import Settings
+from .trained import original
 
-__all__ = ["Movement", "move"]
+__all__ = ["Movement", "forget_dropped", "move", "settle", "zero_dropped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +56,19 @@ def move(
     moments: list[list[Tensor]] = [[] for _ in groups]
     if settings.state_init == "grad":
         moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) for g in groups]
+    values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
     born_count, gone_count = {}, {}
-    for group, new, second in zip(groups, masks, moments, strict=True):
-        weight, fqn = original(group), group["tensor_fqn"]
-        found = find_mask(group["module"], group["tensor_name"])
-        assert found is not None
-        old = found.mask != 0
+    for group, new, value, second in zip(groups, masks, values, moments, strict=True):
+        weight, fqn, mask = original(group), group["tensor_fqn"], _mask(group)
+        old = mask != 0
         born, changed = new & ~old, new ^ old
         weight.detach().masked_fill_(changed, 0)
-        if settings.new_values is not None:
-            values = settings.new_values(weight.detach(), generator(settings.seed, fqn, iteration, "values"))
-            weight.detach().copy_(torch.where(born, values.to(weight), weight.detach()))
+        if value is not None:
+            weight.detach().copy_(torch.where(born, value, weight.detach()))
         reset_state(optimizers, weight, changed)
         if second:
             start_second_moments(second, born, gradients[fqn])
-        found.mask.copy_(new)
+        mask.copy_(new)
         born_count[fqn], gone_count[fqn] = born.sum(), (old & ~new).sum()
     kept = {g["tensor_fqn"]: int(m.sum()) for g, m in zip(groups, masks, strict=True)}
     return Movement(
@@ -78,3 +78,47 @@ def move(
         gone={n: int(c) for n, c in gone_count.items()},
         kept=kept,
     )
+
+
+def _new_values(group: Group, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
+    """What the user's function gives for one weight; asked before anything is changed, since it may raise."""
+    if settings.new_values is None:
+        return None
+    weight, fqn = original(group).detach(), group["tensor_fqn"]
+    moved = weight.masked_fill(new ^ (_mask(group) != 0), 0)
+    found = settings.new_values(moved, generator(settings.seed, fqn, iteration, "values"))
+    if not isinstance(found, Tensor) or found.shape != weight.shape:
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise SparsityError(
+            f"{fqn}: new_values must return a tensor of the weight's shape {tuple(weight.shape)}, got {what}"
+        )
+    return found.to(weight)
+
+
+@torch.no_grad()
+def zero_dropped(groups: Sequence[Group]) -> None:
+    """Make every weight zero that its mask hides, in place."""
+    for group in groups:
+        weight = original(group).detach()
+        weight.copy_(select(weight, _mask(group)))
+
+
+def forget_dropped(groups: Sequence[Group], optimizers: Sequence[Optimizer]) -> None:
+    """Zero what optimizers remember of hidden weights, which would move them for many steps yet."""
+    for group in groups:
+        reset_state(optimizers, original(group), _mask(group) == 0)
+
+
+@torch.no_grad()
+def settle(held: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer]) -> None:
+    """Leave no gradient and no memory where (parameter, mask) drops: the mask is gone, and zeros are to stay."""
+    for parameter, mask in held:
+        if parameter.grad is not None:
+            parameter.grad.copy_(select(parameter.grad, mask))
+        reset_state(optimizers, parameter, mask == 0)
+
+
+def _mask(group: Group) -> Tensor:
+    found = find_mask(group["module"], group["tensor_name"])
+    assert found is not None
+    return found.mask

@@ -12,10 +12,29 @@ from torch.optim import Optimizer
 
 from ..errors import SparsityError
 
-__all__ = ["SECOND_MOMENTS", "holds", "momentum_of", "reset_state", "second_moments", "start_second_moments"]
+__all__ = [
+    "SECOND_MOMENTS",
+    "holds",
+    "leaves_zeros",
+    "momentum_of",
+    "refuse_without_second_moments",
+    "reset_state",
+    "second_moments",
+    "start_second_moments",
+]
 
 #: what optimizers call a running mean or sum of squared gradients
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+
+#: options that only optimizers with such a mean or sum have: Adam's, RMSprop's, Adadelta's, Adagrad's
+_SQUARING = ("betas", "centered", "rho", "lr_decay")
+
+_o = torch.optim
+#: their step changes an element by its own gradient, state and value alone, so zeros stay zeros; others may mix them
+_BY_ELEMENT = (
+    *(_o.SGD, _o.Adam, _o.AdamW, _o.NAdam, _o.RAdam, _o.Adamax),
+    *(_o.Adadelta, _o.Adagrad, _o.ASGD, _o.RMSprop, _o.Rprop),
+)
 
 
 def holds(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any] | None:
@@ -47,11 +66,34 @@ def second_moments(optimizers: Sequence[Optimizer], parameter: Tensor, name: str
     states = [o.state.get(parameter, {}) for o in optimizers]
     found = [s[k] for s in states for k in SECOND_MOMENTS if isinstance(s.get(k), Tensor)]
     if not found:
-        raise SparsityError(
-            f"{name}: state_init='grad' sets second moments, and its optimizer keeps none "
-            f"({', '.join(SECOND_MOMENTS)}). Use state_init='zero'."
-        )
+        raise SparsityError(_none_squared(name))
     return found
+
+
+def refuse_without_second_moments(
+    optimizer: Optimizer, parameter: Tensor, options: Mapping[str, Any], name: str
+) -> None:
+    """Raise what `second_moments` will, before the optimizer has made its state."""
+    state = optimizer.state.get(parameter, {})
+    if not any(k in options for k in _SQUARING) and not any(k in state for k in SECOND_MOMENTS):
+        raise SparsityError(_none_squared(name))
+
+
+def _none_squared(name: str) -> str:
+    return (
+        f"{name}: state_init='grad' sets second moments, and its optimizer keeps none "
+        f"({', '.join(SECOND_MOMENTS)}). Use state_init='zero'."
+    )
+
+
+def leaves_zeros(optimizer: Optimizer) -> bool:
+    """Whether a weight that is zero, with zero gradient and zero state, is sure to be zero after a step.
+
+    >>> w = torch.nn.Parameter(torch.ones(2, 2))
+    >>> leaves_zeros(torch.optim.AdamW([w])), leaves_zeros(torch.optim.LBFGS([w]))
+    (True, False)
+    """
+    return type(optimizer) in _BY_ELEMENT
 
 
 def reset_state(optimizers: Sequence[Optimizer], parameter: Tensor, where: Tensor) -> None:

@@ -21,7 +21,7 @@ def momentum() -> Rule:
 
 
 def nonzero() -> Rule:
-    """By the number of active blocks: keeps the split as it is."""
+    """By the number of active elements: keeps the split as it is."""
     return Rule(name="nonzero", score=_count)
 
 
@@ -34,7 +34,9 @@ def _momentum(slots: Slots) -> float:
 
 
 def _count(slots: Slots) -> float:
-    return float(slots.active.sum())
+    scopes = slots.component.scope.scopes()  # of equal blocks, or of blocks that are chosen together
+    size = sum(scope.block.numel_per_block() for scope, _ in scopes) / len(scopes)
+    return float(slots.active.sum()) * size
 
 
 REDISTRIBUTE = {"gradient": gradient(), "momentum": momentum(), "nonzero": nonzero(), "none": None}

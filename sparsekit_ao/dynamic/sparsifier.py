@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 
 from ..config import Group
 from ..errors import SparsityError
-from ..plan import Component
-from ..select import select
 from ..sparsifier import ScopeSparsifier
-from .budgets import budget_rows, is_fixed, overall_level, refuse_two, set_budget, sizes
+from .budgets import overall_level, refuse_two, set_budget
 from .choice import choose
-from .gradients import GradientTap, check_optimizers, original
-from .masking import DynamicMask
-from .movement import Movement, move
-from .settings import NewValues, make_settings
-from .slots import Slots
+from .gradients import GradientTap
+from .masking import DynamicMask, starting_mask
+from .movement import Movement, forget_dropped, move, settle, zero_dropped
+from .optimizer_state import leaves_zeros
+from .parts import gather
+from .progress import checked_progress, progress_of
+from .settings import NewValues, make_settings, value_at
 from .start import refuse_parametrized, start_masks
-from .update import Part
+from .trained import check_optimizers, original, plain_optimizer
 
 __all__ = ["DynamicSparsifier"]
 
@@ -47,7 +47,8 @@ class DynamicSparsifier(ScopeSparsifier):
         nnz: instead, blocks kept in each scope of every tensor.
         init: "erk", "er", "uniform", "random" (as uniform), "resume", or from `inits`.
         update_every: iterations from one update to the next; None for masks that never change.
-        update_fraction: iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number.
+        update_fraction: iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
+            by default, and without meaning where a target says how many go and nothing grows.
         until: the last iteration that may update; None for no end.
         prune: "magnitude", "global", or from `prune`.
         grow: "gradient", "momentum", "random", None, or from `grow`.
@@ -85,7 +86,7 @@ class DynamicSparsifier(ScopeSparsifier):
         nnz: int | None = None,
         init: Any = "erk",
         update_every: int | None = 100,
-        update_fraction: Any = 0.3,
+        update_fraction: Any = None,
         until: int | None = None,
         prune: Any = "magnitude",
         grow: Any = "gradient",
@@ -96,8 +97,19 @@ class DynamicSparsifier(ScopeSparsifier):
         new_values: NewValues | None = None,
         **structure: Any,
     ) -> None:
-        when, rules = (update_every, update_fraction, until), (prune, grow, redistribute)
-        self.settings = make_settings(init, *when, *rules, target, seed, state_init, new_values)
+        self.settings = make_settings(
+            init=init,
+            update_every=update_every,
+            update_fraction=update_fraction,
+            until=until,
+            prune=prune,
+            grow=grow,
+            redistribute=redistribute,
+            target=target,
+            seed=seed,
+            state_init=state_init,
+            new_values=new_values,
+        )
         refuse_two(self.settings, sparsity_level, nnz)
         if sparsity_level is None and nnz is None:
             sparsity_level = overall_level(self.settings, 0.9, 0)
@@ -106,31 +118,35 @@ class DynamicSparsifier(ScopeSparsifier):
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: Movement | None = None
-        self._pending = False
-        self._resumes = False
+        self._pending = self._resumes = False
         self._starts: dict[str, Tensor] = {}
         self._tap = GradientTap()
         if optimizer is not None:
             self.attach(optimizer)
 
-    # -- what users call --------------------------------------------------------------------------------------------
-
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Watch the steps of the optimizer, or of several, that train the sparsified parameters."""
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        if not optimizers:
+        given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        if not given:
             raise SparsityError("attach: no optimizer given")
-        check_optimizers(optimizers, self.groups, self.settings.needs_momentum)
+        optimizers = [plain_optimizer(o) for o in given]
+        is_prepared = self._phase == "prepared"
+        check_optimizers(optimizers, self.groups if is_prepared else (), self.settings)
         self._tap.attach(optimizers)
+        if is_prepared and self._tap.masked:
+            forget_dropped(self.groups, optimizers)
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Copy dense gradients aside and mask `.grad`: call it before clipping gradients by their norm.
 
         After the last backward of an iteration and after unscaling (`scaler.unscale_`). In iterations that feed no
         update it does nothing. Without it the optimizer's step does the same by itself.
+
+        Args:
+            optimizer: take those of its parameters alone, where several have a backward each; by default all.
         """
         self._need_prepared("take_gradients")
-        self._tap.take()
+        self._tap.take(None if optimizer is None else plain_optimizer(optimizer))
 
     def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Put the initial masks on, in place, and zero the weights that they drop; see `ScopeSparsifier.prepare`.
@@ -144,36 +160,51 @@ class DynamicSparsifier(ScopeSparsifier):
         self._starts = {}
         if not self._resumes:
             self.iteration, self._pending, self.last_update = 0, False, None
-            with torch.no_grad():
-                self._zero_dropped()
+            zero_dropped(self.groups)
+            forget_dropped(self.groups, self._tap.optimizers)
         self._set_gates()
 
     def step(self, use_path: bool = True) -> None:
         """Count one training iteration, after the optimizer's step; update the masks if an update is due.
 
         An update waits for the next iteration while an optimizer skipped its step (gradient scaling) or a gradient
-        that it needs is missing or not finite. While `enable_mask_update` is False there is none.
+        that it needs is missing or not finite. While `enable_mask_update` is False there is none. If a rule raises,
+        nothing has happened, the iteration is not counted, and `step` may be called again.
         """
         self._need_prepared("step")
         if self.settings.updates and not self._tap.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
+        before = self.iteration, self._pending
         self.iteration += 1
-        with torch.no_grad():
-            if self.enable_mask_update:
-                self._update_if_due()
-            if not self._tap.masked:  # momentum moved weights that the mask hides
-                self._zero_dropped()
+        was_masked = self._tap.masked
+        try:
+            with torch.no_grad():
+                if self.enable_mask_update:
+                    self._update_if_due()
+                if not was_masked or not all(map(leaves_zeros, self._tap.optimizers)):
+                    zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, moved what masks hide
+        except Exception:
+            self.iteration, self._pending = before
+            raise
         self._tap.clear()
         self._set_gates()
+        if self._tap.masked and not was_masked:
+            forget_dropped(self.groups, self._tap.optimizers)
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         """Refused: weights, optimizer state and the masks of all tensors move together, in `step`."""
         raise SparsityError("update_mask: a dynamic sparsifier moves all its masks together; call step()")
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`."""
+        """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`.
+
+        The next step of an optimizer leaves the zeros too. `attach` it again before another `prepare`.
+        """
+        self._need_prepared("squash_mask")
+        held = [(original(g), self._live_mask(g)) for g in self.groups]
         super().squash_mask(*args, model=model, **kwargs)
         if self._phase == "squashed":
+            settle(held, self._tap.optimizers)
             self._tap.detach()
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,18 +213,13 @@ class DynamicSparsifier(ScopeSparsifier):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Go on exactly where `state_dict` was taken, in the middle of an update too."""
-        if not isinstance(state_dict, Mapping) or "dynamic" not in state_dict:
-            raise SparsityError("load_state_dict: this state is not a dynamic sparsifier's; it has no 'dynamic' entry")
+        self._need_prepared("load_state_dict")
+        saved = checked_progress(state_dict, self.groups, self._tap)
         super().load_state_dict(state_dict, strict)
-        saved = state_dict["dynamic"]
         self.iteration, self._pending = saved["iteration"], saved["pending"]
         self._level_given = {**self._level_given, **saved["level_given"]}
-        self._tap.gradients = {fqn: g.clone() for fqn, g in saved["gradients"].items()}
-        if len(saved["stepped"]) == len(self._tap.stepped):
-            self._tap.stepped = list(saved["stepped"])
+        self._tap.restore(saved["gradients"], saved["stepped"])
         self._set_gates()
-
-    # -- prepare, filled in -----------------------------------------------------------------------------------------
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
         budgeted = [k for k in ("sparsity_level", "nnz") if own.get(k) is not None]
@@ -203,7 +229,7 @@ class DynamicSparsifier(ScopeSparsifier):
         if self._phase != "prepared":
             refuse_parametrized(groups)
             if self._tap.optimizers:
-                check_optimizers(self._tap.optimizers, groups, self.settings.needs_momentum)
+                check_optimizers(self._tap.optimizers, groups, self.settings)
             if not self._resumes:
                 weights = [self._dense(g) for g in groups]
                 components = self._planned(groups).components
@@ -212,17 +238,11 @@ class DynamicSparsifier(ScopeSparsifier):
 
     def _new_mask(self, group: Group) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
-        # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
-        dtype = weight.dtype if weight.device.type == "cpu" else torch.bool
-        start = self._starts.get(group["tensor_fqn"])
-        mask = torch.ones_like(weight, dtype=dtype)
-        return mask if start is None else mask.copy_(start)
+        return starting_mask(weight, self._starts.get(group["tensor_fqn"]))
 
     def _install(self, group: Group) -> None:
         mask = DynamicMask(self._new_mask(group))
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
-
-    # -- one iteration ----------------------------------------------------------------------------------------------
 
     def _set_gates(self) -> None:
         """Open masks if the coming iteration feeds an update, or always where rules look at momentum."""
@@ -231,23 +251,16 @@ class DynamicSparsifier(ScopeSparsifier):
         always = s.needs_momentum and s.may_update(coming)
         self._tap.set_gates(always or (feeds and s.needs_gradient), keep=feeds, masked=not always)
 
-    def _zero_dropped(self) -> None:
-        for group in self.groups:
-            weight = original(group).detach()
-            weight.copy_(select(weight, self._live_mask(group)))
-
     def _update_if_due(self) -> None:
         s = self.settings
-        if s.is_due(self.iteration):
-            if self._pending:
-                warnings.warn(
-                    f"the mask update due in iteration {self.iteration - (s.update_every or 0)} never happened: an "
-                    "optimizer took no step, or a gradient was missing or not finite, in every iteration since",
-                    stacklevel=3,
-                )
-            self._pending = True
-        if self._pending and not s.may_update(self.iteration):
-            self._pending = False
+        is_due, is_late = s.is_due(self.iteration), not s.may_update(self.iteration)
+        if self._pending and (is_due or is_late):
+            warnings.warn(
+                f"the mask update due in iteration {s.due_before(self.iteration)} never happened: an "
+                "optimizer took no step, or a gradient was missing or not finite, in every iteration since",
+                stacklevel=3,
+            )
+        self._pending = (self._pending or is_due) and not is_late
         if self._pending:
             momenta = self._tap.momenta() if s.needs_momentum else {}
             if self._tap.is_ready(s.needs_gradient, momenta):
@@ -256,44 +269,31 @@ class DynamicSparsifier(ScopeSparsifier):
 
     def _update(self, momenta: Mapping[str, Tensor | None]) -> None:
         s, components = self.settings, self._planned(self.groups).components
-        fraction = 0.0 if s.grow is None and s.target is not None else float(s.update_fraction(self.iteration))
-        parts = [self._part(c, n, momenta) for c, n in zip(components, sizes(components), strict=True)]
+        fraction = (
+            0.0
+            if s.grow is None and s.target is not None
+            else value_at(s.update_fraction, self.iteration, "update_fraction")
+        )
+        taken = self._tap.gradients
+        values = {"gradients": taken, "momenta": momenta}
+        parts = gather(components, self.groups, values, self._level_given, self.iteration, s.seed)
         rows, held = choose(parts, s, self.groups, self.iteration, fraction)
         new = [self._live_mask(g) != 0 for g in self.groups]
         for part, kept in zip(parts, rows, strict=True):
             part.slots.write(kept, {spec: new[at] for spec, at in part.slots.component.leaves})
-        self.last_update = move(
-            self.groups, new, s, self._tap.optimizers, self._tap.gradients, self.iteration, fraction
-        )
+        self.last_update = move(self.groups, new, s, self._tap.optimizers, taken, self.iteration, fraction)
         for part, count in zip(parts, held, strict=True):
             if part.is_open:
                 self._level_given.update(set_budget(part.slots.component, self.groups, int(count[0])))
 
-    def _part(self, component: Component, size: int, momenta: Mapping[str, Tensor | None]) -> Part:
-        names = {spec: self.groups[at]["tensor_fqn"] for spec, at in component.leaves}
-        slots = Slots(
-            component=component,
-            weights={spec: self._dense(self.groups[at]) for spec, at in component.leaves},
-            masks={spec: self._live_mask(self.groups[at]) for spec, at in component.leaves},
-            gradients={spec: self._tap.gradients[n] for spec, n in names.items() if n in self._tap.gradients},
-            momenta={spec: m for spec, n in names.items() if (m := momenta.get(n)) is not None},
-            step=self.iteration,
-            seed=self.settings.seed,
-        )
-        budget = budget_rows(component, self.groups, self._level_given).to(slots.active.device)
-        return Part(slots=slots, budget=budget, is_open=not is_fixed(component, self.groups), size=size)
-
     def _progress(self) -> dict[str, Any]:
-        return {
-            "iteration": self.iteration,
-            "pending": self._pending,
-            "level_given": dict(self._level_given),
-            "stepped": list(self._tap.stepped),
-            "gradients": {fqn: g.detach().clone() for fqn, g in self._tap.gradients.items()},
-        }
+        return progress_of(self.iteration, self._pending, self._level_given, self._tap)
 
     def _pickled(self) -> dict[str, Any]:
         return {**super()._pickled(), "dynamic": self._progress()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tap": GradientTap(), "_starts": {}}
+        """Without optimizers, which are the user's, but with what was taken from them."""
+        tap, saved = GradientTap(), self._progress()
+        tap.restore(saved["gradients"], saved["stepped"])
+        return {**super().__getstate__(), "_tap": tap, "_starts": {}}

@@ -3,6 +3,7 @@
 Knows a plan, groups and the init; writes budgets into the groups, and changes no model.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.utils import parametrize
 from ..config import Group
 from ..errors import SparsityError
 from ..plan import Component
-from .budgets import budget_rows, distribute, is_fixed, overall_level, set_budget, sizes, spread
+from .budgets import budget_rows, distribute, is_fixed, overall_level, refuse_uneven, set_budget, sizes, spread
 from .inits import given_mask, start_rows
 from .settings import Settings
 from .slots import Slots
@@ -41,8 +42,8 @@ def start_masks(
     if settings.init.masks is None and open_:
         if settings.init.first_dense:
             _fix_dense(components[open_[0]], groups)
-        if settings.target is not None and settings.until is not None:  # better now than in the middle of a run
-            spread(components, distribute(components, groups, settings, overall_level(settings, 0.0, settings.until)))
+        for level in _extremes(settings):  # better now than in the middle of a run
+            spread(components, distribute(components, groups, settings, level))
         level = overall_level(settings, sparsity_level, 0)
         for k, nnz in spread(components, distribute(components, groups, settings, level)).items():
             set_budget(components[k], groups, nnz)
@@ -114,12 +115,38 @@ def _check_open(components: Sequence[Component], open_: Sequence[int], settings:
                 f"{what} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
                 "sparsity_level out of the entries that should share"
             )
-    if (
-        settings.prune.is_global
-        and settings.target
-        and len({n for k, n in enumerate(sizes(components)) if k in open_}) > 1
-    ):
+    if settings.prune.is_global and settings.target and len({sizes(components)[k] for k in open_}) > 1:
         raise SparsityError(
             "prune='global' with a target counts blocks of all tensors together, so they need one size; use "
             "prune='magnitude'"
         )
+    if settings.redistribute is not None:
+        refuse_uneven([components[k] for k in open_])
+        _refuse_without_exchange(components, open_)
+
+
+def _refuse_without_exchange(components: Sequence[Component], open_: Sequence[int]) -> None:
+    """Raise where no two tensors could ever pass blocks to each other, since every scope gets the same number."""
+    units = [sizes(components)[k] * components[k].scope.numscp() for k in open_]
+    rooms = [u * components[k].scope.numblk_per_scope() for k, u in zip(open_, units, strict=True)]
+    pairs = [(a, b) for a in range(len(units)) for b in range(a)]
+    if pairs and all(math.lcm(units[a], units[b]) > min(rooms[a], rooms[b]) for a, b in pairs):
+        raise SparsityError(
+            f"redistribute: {components[open_[0]].label} and the others have numbers of scopes and block sizes with no "
+            f"common multiple that fits ({units} elements for one more block in every scope), so nothing could ever "
+            "move; use redistribute=None, or other scopes"
+        )
+
+
+def _extremes(settings: Settings) -> tuple[float, ...]:
+    """The lowest and highest overall sparsity that a target asks for, where the end is known."""
+    if settings.target is None:
+        return ()
+    levels = [overall_level(settings, 0.0, t) for t in (0, *settings.due())]
+    falls = [k for k in range(1, len(levels)) if levels[k] < levels[k - 1] - 1e-9]
+    if settings.grow is None and falls:
+        raise SparsityError(
+            f"target: falls from {levels[falls[0] - 1]:g} to {levels[falls[0]]:g} at iteration "
+            f"{settings.due()[falls[0] - 1]}, and grow=None never adds a block; give a growth rule or another target"
+        )
+    return () if settings.until is None else (min(levels), max(levels))

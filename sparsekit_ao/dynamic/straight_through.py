@@ -1,20 +1,24 @@
 """Masks chosen anew at every step from dense weights that train on under them: straight-through, SR-STE, Top-KAST.
 
 The same parametrization as dynamic sparse training, with gradients that always reach further than the forward mask.
-No hooks: the loop is `loss.backward(); optimizer.step(); sparsifier.step()`, and masks follow the weights.
+The loop is `loss.backward(); optimizer.step(); sparsifier.step()`, and masks follow the weights; only decay needs to be
+told of the optimizer.
 """
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from ..config import Group
 from ..errors import SparsityError
 from ..plan import Plan
 from ..sparsifier import ScopeSparsifier
+from .decay import DecayTap
 from .masking import DynamicMask, find_dynamic
 
 __all__ = ["StraightThrough"]
@@ -29,7 +33,7 @@ class StraightThrough(ScopeSparsifier):
             learn (STE, arXiv 1308.3432). In between it is Top-KAST (arXiv 2106.03517): the forward mask is the top,
             the backward mask a larger top by the same scores.
         decay: weights outside the forward mask get `decay * weight` added to their gradient, so that masks settle
-            (SR-STE, arXiv 2102.04010).
+            (SR-STE, arXiv 2102.04010); once a step of the optimizer, which `attach` is told, after any clipping.
 
     Raises:
         SparsityError: a backward mask smaller than the forward one, a negative decay; see `ScopeSparsifier`.
@@ -52,6 +56,39 @@ class StraightThrough(ScopeSparsifier):
             raise SparsityError("backward_level needs scopes of one stage; leave stages out, or let it be 0")
         super().__init__(sparsity_level, **structure)
         self.backward_level, self.decay = backward_level, decay
+        self._tap = DecayTap(decay)
+
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Add the decay in the steps of the optimizer, or of several, that train the sparsified parameters."""
+        given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        if not given:
+            raise SparsityError("attach: no optimizer given")
+        self._tap.attach(given if self.decay else [])
+
+    def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Put masks on that keep everything until the first `step`; see `ScopeSparsifier.prepare`."""
+        super().prepare(model, config)
+        self._tap.groups = self.groups
+
+    def step(self, use_path: bool = True) -> None:
+        """Choose the masks anew from the weights.
+
+        Raises:
+            SparsityError: decay is asked for, and no optimizer is there to add it for.
+        """
+        self._need_prepared("step")
+        if self.decay and not self._tap.optimizers:
+            raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
+        super().step(use_path)
+
+    def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`."""
+        super().squash_mask(*args, model=model, **kwargs)
+        if self._phase == "squashed":
+            self._tap.detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_tap": DecayTap(self.decay)}
 
     def _check_groups(self, groups: Sequence[Group]) -> None:
         super()._check_groups(groups)
@@ -69,7 +106,7 @@ class StraightThrough(ScopeSparsifier):
                 )
 
     def _install(self, group: Group) -> None:
-        mask = DynamicMask(self._new_mask(group), reach=True, decay=self.decay)
+        mask = DynamicMask(self._new_mask(group), reach=True)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 
     def _update_family(self, plan: Plan, at: int, groups: Sequence[Group]) -> None:

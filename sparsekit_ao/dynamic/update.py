@@ -5,6 +5,7 @@ are exact in every scope.
 """
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def drop(
     """
     if not 0 <= fraction < 1:
         raise SparsityError(f"the update fraction must lie in [0, 1), so that no layer is emptied; got {fraction!r}")
-    scored = [rule.score(p.slots) for p in parts]
+    scored = [_scores(rule, p.slots) for p in parts]
     keep = [torch.minimum(_after(p.slots.active.sum(1), fraction), p.budget) for p in parts]
     out = [keep_mask(s, n, candidates=p.slots.active) for s, n, p in zip(scored, keep, parts, strict=True)]
     if regrows:
@@ -143,7 +144,7 @@ def redistribute(parts: Sequence[Part], kept: Sequence[Tensor], rule: Rule) -> l
     left = [int(kept[k].sum()) * parts[k].size for k in at]
     now = [int(p.budget.sum()) * p.size for p in open_]
     room = [p.slots.active.numel() * p.size - n for p, n in zip(open_, left, strict=True)]
-    weights = [float(rule.score(p.slots)) for p in open_]
+    weights = [_statistic(rule, p.slots) for p in open_]
     if not any(math.isfinite(w) and w > 0 for w in weights):
         weights = [float(b - n) for b, n in zip(now, left, strict=True)]
     given = shares(weights, sum(now) - sum(left), room)
@@ -183,6 +184,26 @@ def grow(parts: Sequence[Part], kept: Sequence[Tensor], budgets: Sequence[Tensor
     out = []
     for part, stay, budget in zip(parts, kept, budgets, strict=True):
         missing = budget.to(stay.device) - stay.sum(1)
-        born = keep_mask(rule.score(part.slots), missing, candidates=part.slots.real & ~stay)
+        born = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
         out.append(stay | born)
     return out
+
+
+def _scores(rule: Rule, slots: Slots) -> Tensor:
+    """What a rule says of every slot; the rule may be a user's."""
+    found, shape = rule.score(slots), tuple(slots.active.shape)
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
+        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise SparsityError(f"{slots.name}: rule {rule.name!r} must return float scores of shape {shape}, got {what}")
+    return found
+
+
+def _statistic(rule: Rule, slots: Slots) -> float:
+    found = rule.score(slots)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        found = found.item()
+    if isinstance(found, bool) or not isinstance(found, numbers.Real):
+        raise SparsityError(
+            f"{slots.name}: rule {rule.name!r} must return one number for redistribution, got {found!r}"
+        )
+    return float(found)

@@ -7,8 +7,8 @@ from lightning.pytorch import Callback
 from torch.ao.pruning import BaseScheduler
 
 from ..base import MaskSparsifier
-from ..dynamic import DynamicSparsifier
-from ..dynamic.gradients import training
+from ..dynamic import DynamicSparsifier, StraightThrough
+from ..dynamic.trained import training
 
 __all__ = ["SparsifierCallback"]
 
@@ -31,13 +31,13 @@ class SparsifierCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizers that train sparsified parameters; Lightning has made and restored them by now."""
         self._steps = trainer.global_step
-        if isinstance(self.sparsifier, DynamicSparsifier):
+        if isinstance(self.sparsifier, DynamicSparsifier | StraightThrough):
             self.sparsifier.attach(training(trainer.optimizers, self.sparsifier.groups))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """After the last backward of a batch, before clipping."""
         if isinstance(self.sparsifier, DynamicSparsifier):
-            self.sparsifier.take_gradients()
+            self.sparsifier.take_gradients(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """One step of the sparsifier and of its schedulers, unless the batch only accumulated gradients."""

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..base import MaskSparsifier
-from ..dynamic import DynamicSparsifier
+from ..dynamic import DynamicSparsifier, StraightThrough
 from ..errors import SparsityError
 
 __all__ = ["SparsifierCallback"]
@@ -35,13 +35,15 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
     def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
         self.sparsifier, self.schedulers = sparsifier, list(schedulers)
-        self._watches = False
+        self._watched: Any = None
 
     def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
         """Mask dense gradients before the trainer clips them, which it does before it calls any callback.
 
-        Needed once, after the trainer is made, with `max_grad_norm > 0` and a sparsifier that looks at gradients.
+        Needed once for each trainer with `max_grad_norm > 0`, after it is made, if the sparsifier looks at gradients.
         """
+        if trainer is self._watched or not isinstance(self.sparsifier, DynamicSparsifier):
+            return self
         clip = trainer.accelerator.clip_grad_norm_
 
         def clip_masked(*args: Any, **kwargs: Any) -> Any:
@@ -49,9 +51,8 @@ class SparsifierCallback(TrainerCallback, ExportableState):
             self.sparsifier.take_gradients()  # type: ignore[attr-defined]
             return clip(*args, **kwargs)
 
-        if not self._watches and isinstance(self.sparsifier, DynamicSparsifier):
-            trainer.accelerator.clip_grad_norm_ = clip_masked
-        self._watches = True
+        trainer.accelerator.clip_grad_norm_ = clip_masked
+        self._watched = trainer
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -59,17 +60,15 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         found = self.sparsifier
         if isinstance(found, DynamicSparsifier):
             looks = found.settings.updates and (found.settings.needs_gradient or found.settings.needs_momentum)
-            if looks and args.max_grad_norm and not self._watches:
+            if looks and args.max_grad_norm and getattr(self._watched, "args", None) is not args:
                 raise SparsityError(
                     "SparsifierCallback: the trainer clips gradients before it calls back, so it would clip by the "
                     "norm of dense ones. Call callback.watch_clipping(trainer), or set max_grad_norm=0."
                 )
+        if isinstance(found, DynamicSparsifier | StraightThrough):
             found.attach(kwargs["optimizer"])
         if state.global_step:
-            saved = state.stateful_callbacks.get(type(self).__name__)
-            if not saved or not saved["attributes"]:
-                raise SparsityError("SparsifierCallback: the checkpoint that training resumes from holds no sparsifier")
-            self._load(saved["attributes"])
+            self._load(self._saved(state.stateful_callbacks.get(type(self).__name__)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One step of the sparsifier and of its schedulers for each of the optimizer."""
@@ -86,6 +85,21 @@ class SparsifierCallback(TrainerCallback, ExportableState):
             "args": {},
             "attributes": {"sparsifier": saved, "schedulers": [s.state_dict() for s in self.schedulers]},
         }
+
+    def _saved(self, found: Any) -> dict[str, Any]:
+        """This callback's part of a checkpoint, which lists several where the trainer has several of this class."""
+        if isinstance(found, list):
+            names = {g["tensor_fqn"] for g in self.sparsifier.groups}
+            own = [s for s in found if {g["tensor_fqn"] for g in s["attributes"]["sparsifier"]["groups"]} == names]
+            if len(own) != 1:
+                raise SparsityError(
+                    f"SparsifierCallback: of {len(found)} sparsifiers in the checkpoint {len(own)} have the tensors of "
+                    "this one, so which is meant is not clear; prepare one model with names that differ"
+                )
+            found = own[0]
+        if not found or not found["attributes"]:
+            raise SparsityError("SparsifierCallback: the checkpoint that training resumes from holds no sparsifier")
+        return found["attributes"]
 
     def _load(self, saved: dict[str, Any]) -> None:
         """The trainer has loaded the model by now, masks included."""

@@ -1,0 +1,97 @@
+"""Which optimizer trains which sparsified parameter, and whether it keeps what an update looks at.
+
+Knows groups and optimizers; no gradients and no masks' meaning.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..config import Group
+from ..errors import SparsityError
+from ..masking import find_mask
+from .optimizer_state import holds, momentum_of, refuse_without_second_moments
+from .settings import Settings
+
+__all__ = ["check_optimizers", "original", "plain_optimizer", "trained_by", "training"]
+
+
+def original(group: Group) -> Tensor:
+    """The parameter under a group's mask."""
+    module, name = group["module"], group["tensor_name"]
+    if find_mask(module, name) is None:
+        return module._parameters[name]
+    return module.parametrizations[name].original
+
+
+def plain_optimizer(optimizer: object) -> Optimizer:
+    """The optimizer itself, out of the wrappers that trainers put around it."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if not isinstance(optimizer, Optimizer):
+        raise SparsityError(f"optimizer must be a torch optimizer or several, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def trained_by(optimizer: Optimizer, groups: Sequence[Group]) -> list[Group]:
+    """Those of the groups whose parameters an optimizer holds."""
+    held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    return [g for g in groups if id(original(g)) in held]
+
+
+def training(optimizers: Sequence[Optimizer], groups: Sequence[Group]) -> list[Optimizer]:
+    """Those of the optimizers that train some of the groups' parameters."""
+    return [o for o in optimizers if trained_by(plain_optimizer(o), groups)]
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[Group], settings: Settings) -> None:
+    """Raise unless every sparsified parameter is trained by one of these, and every one of these trains some.
+
+    Args:
+        optimizers: out of their wrappers.
+        groups: of a prepared model; before that nothing can be said.
+        settings: what updates look at, which each optimizer must then keep.
+    """
+    held: set[int] = set()
+    for group in groups:
+        parameter, name = original(group), group["tensor_fqn"]
+        _refuse_distributed(parameter, name)
+        found = [(k, holds(o, parameter)) for k, o in enumerate(optimizers)]
+        found = [(k, g) for k, g in found if g is not None]
+        if len(found) != 1:
+            raise SparsityError(
+                f"{name}: one optimizer must train it, but {len(found)} of the {len(optimizers)} given do. "
+                "Give its optimizer, or leave the tensor out of the config."
+            )
+        at, options = found[0]
+        held.add(at)
+        _check_memory(optimizers[at], parameter, options or {}, name, settings)
+    if groups and len(held) < len(optimizers):
+        raise SparsityError(
+            "an optimizer was given that trains none of the sparsified parameters, so no update could wait for its "
+            "step; leave it out"
+        )
+
+
+def _check_memory(
+    optimizer: Optimizer, parameter: Tensor, options: Mapping[str, Any], name: str, settings: Settings
+) -> None:
+    if settings.needs_momentum and "betas" not in options and not options.get("momentum"):
+        if momentum_of([optimizer], parameter) is not None:
+            return
+        raise SparsityError(
+            f"{name}: its optimizer ({type(optimizer).__name__}) keeps no momentum. Use SGD with momentum > 0 or an "
+            "Adam, or rules that need none."
+        )
+    if settings.updates and settings.state_init == "grad":
+        refuse_without_second_moments(optimizer, parameter, options, name)
+
+
+def _refuse_distributed(parameter: Tensor, name: str) -> None:
+    if hasattr(parameter, "placements"):  # asked for by name, since importing DTensor takes long
+        raise SparsityError(
+            f"{name}: its parameter is sharded over ranks (a DTensor, as fully_shard makes), and updates choose among "
+            "whole tensors. Use DistributedDataParallel."
+        )

@@ -1,0 +1,270 @@
+"""What hooks around the optimizer's step take and leave: closures, several optimizers, any order of calls."""
+
+import copy
+import math
+
+import pytest
+import torch
+from growing import OPTIMIZERS, Listener, batch, dense_gradients, loss_of, mlp, prepared, train
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import SNFS, DynamicSparsifier, RigL, SparsityError, Static
+
+
+def two(listener, kinds=("momentum", "adamw")):
+    """A model whose layers are trained by two optimizers."""
+    model = mlp()
+    parts = zip(kinds, (model[0].parameters(), model[2:].parameters()), strict=True)
+    optimizers = [OPTIMIZERS[kind](part) for kind, part in parts]
+    sparsifier = DynamicSparsifier(optimizers, 0.75, update_every=2, update_fraction=0.3, grow=listener)
+    sparsifier.prepare(model, None)
+    return model, optimizers, sparsifier
+
+
+def compare(listener, step, want, sparsifier):
+    for name, gradient in listener.seen.get(step, {}).items():
+        torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
+    assert len(listener.seen.get(step, {})) == (3 if step % 2 == 0 else 0)
+
+
+@pytest.mark.parametrize("first", ["plain", "closure", "taken", "taken in closure"])
+@pytest.mark.parametrize("second", ["plain", "closure", "taken", "taken in closure"])
+def test_each_of_several_optimizers_brings_the_dense_gradient(first, second):
+    listener = Listener()
+    model, optimizers, sparsifier = two(listener)
+    for step in range(1, 7):
+        want = dense_gradients(model, step)
+        model.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        for way, optimizer in zip((first, second), optimizers, strict=True):
+
+            def closure(way=way, optimizer=optimizer, loss=loss):
+                if way == "taken in closure":
+                    sparsifier.take_gradients(optimizer)
+                return loss
+
+            if way == "taken":
+                sparsifier.take_gradients(optimizer)
+            optimizer.step() if way in ("plain", "taken") else optimizer.step(closure)
+        sparsifier.step()
+        compare(listener, step, want, sparsifier)
+
+
+def test_a_backward_for_each_optimizer_is_taken_by_itself():
+    listener = Listener()
+    model, optimizers, sparsifier = two(listener)
+    for step in range(1, 7):
+        want = dense_gradients(model, step)
+        inputs = [list(part.parameters()) for part in (model[0], model[2:])]
+        loss_of(model, step).backward(inputs=inputs[0], retain_graph=False)
+        sparsifier.take_gradients(optimizers[0])
+        loss_of(model, step).backward(inputs=inputs[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        sparsifier.step()
+        compare(listener, step, want, sparsifier)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_a_closure_that_makes_no_gradients_keeps_what_was_taken_for_clipping(kind):
+    listener = Listener()
+    model, optimizer, sparsifier = prepared(kind, grow=listener)
+    for step in range(1, 7):
+        want = dense_gradients(model, step)
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        sparsifier.take_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step(lambda loss=loss: loss)
+        sparsifier.step()
+        compare(listener, step, want, sparsifier)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_closure_that_is_called_several_times_leaves_the_last_gradient(to_none):
+    listener = Listener()
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0)
+    sparsifier = DynamicSparsifier(optimizer, 0.75, update_every=2, grow=listener)
+    sparsifier.prepare(model, None)
+    calls = 0
+    for step in range(1, 5):
+        want = dense_gradients(model, step)
+
+        def closure(step=step):
+            nonlocal calls
+            calls += 1
+            optimizer.zero_grad(set_to_none=to_none)
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        sparsifier.step()
+        compare(listener, step, want, sparsifier)
+    assert calls > 4
+
+
+def test_of_several_steps_in_one_iteration_the_last_gradient_counts():
+    listener = Listener()
+    model, optimizer, sparsifier = prepared(grow=listener)
+    for step in range(1, 5):
+        for half in range(2):
+            want = dense_gradients(model, 10 * step + half)
+            optimizer.zero_grad()
+            loss_of(model, 10 * step + half).backward()
+            optimizer.step()
+        sparsifier.step()
+        compare(listener, step, want, sparsifier)
+
+
+def test_taking_again_after_more_micro_batches_is_dense_everywhere():
+    listener = Listener()
+    model, optimizer, sparsifier = prepared(grow=listener, update_every=1)
+    want = dense_gradients(model, 1)
+    x, y = batch(1)
+    for rows in (slice(0, 4), slice(4, 8)):
+        (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
+        sparsifier.take_gradients()
+    optimizer.step()
+    sparsifier.step()
+    for name, gradient in listener.seen[1].items():
+        torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
+
+
+def test_the_sparsifiers_step_before_the_optimizers_is_refused_before_the_weights_move():
+    model, optimizer, sparsifier = prepared()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    sparsifier.step()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        SparsityError, match="0.weight: its gradient was made before the masks were opened.*after optim"
+    ):
+        optimizer.step()
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    sparsifier.step()
+    assert sparsifier.last_update.iteration == 2
+
+
+# dropped weights stay zero
+
+
+def hidden(model, sparsifier):
+    """How many weights that masks hide are not zero."""
+    found = 0
+    for group in sparsifier.groups:
+        weight = group["module"].parametrizations.weight.original
+        found += int((weight[sparsifier.mask(group["tensor_fqn"]) == 0] != 0).sum())
+    return found
+
+
+@pytest.mark.parametrize("kind", [k for k in OPTIMIZERS if k != "sgd"])
+@pytest.mark.parametrize("late", ["given", "attached"])
+def test_memory_of_dense_training_does_not_move_dropped_weights(kind, late):
+    model = mlp()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    sparsifier = RigL(optimizer if late == "given" else None, 0.75, until=100, update_every=50)
+    sparsifier.prepare(model, None)
+    sparsifier.attach(optimizer)
+    train(model, optimizer, sparsifier, range(4))
+    assert hidden(model, sparsifier) == 0
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_momentum_of_hidden_weights_is_forgotten_when_masks_close_for_good(kind):
+    model, optimizer, sparsifier = prepared(kind, kind=SNFS, until=4, update_every=2)
+    for step in range(1, 9):
+        train(model, optimizer, sparsifier, [step])
+        assert hidden(model, sparsifier) == 0
+    assert sparsifier.last_update.iteration == 4
+
+
+OTHERS = {
+    "muon": lambda m: torch.optim.Muon([x.weight for x in m if isinstance(x, nn.Linear)], lr=0.01),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("make", [RigL, Static])
+def test_optimizers_that_mix_elements_leave_dropped_weights_zero(kind, make):
+    model = mlp()
+    optimizer = OTHERS[kind](model)
+    sparsifier = make(optimizer, 0.75, **({"until": 100, "update_every": 2} if make is RigL else {}))
+    sparsifier.prepare(model, None)
+    for step in range(1, 6):
+
+        def closure(step=step):
+            model.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        sparsifier.step()
+        assert hidden(model, sparsifier) == 0
+
+
+@pytest.mark.parametrize("make", [RigL, SNFS])
+def test_zeros_stay_when_squashed_between_backward_and_step(make):
+    model, optimizer, sparsifier = prepared("adam", kind=make, until=10, update_every=2)
+    train(model, optimizer, sparsifier, [1])
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    kept = {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) != 0 for g in sparsifier.groups}
+    sparsifier.squash_mask()
+    optimizer.step()
+    for name, mask in kept.items():
+        assert torch.equal(model.get_parameter(name) != 0, mask)
+
+
+def test_a_copy_of_the_model_made_in_a_window_computes_the_same_with_dense_gradients():
+    model, optimizer, sparsifier = prepared()
+    train(model, optimizer, sparsifier, [1])
+    other, (x, _) = copy.deepcopy(model), batch(2)
+    want = dense_gradients(model, 2)
+    assert torch.equal(other(x), model(x))
+    loss_of(other, 2).backward()
+    torch.testing.assert_close(other[0].parametrizations.weight.original.grad, want["0.weight"], rtol=0, atol=1e-6)
+
+
+def test_after_squash_and_another_prepare_the_optimizer_is_attached_again():
+    model, optimizer, sparsifier = prepared()
+    sparsifier.squash_mask()
+    sparsifier.prepare(model, None)
+    with pytest.raises(SparsityError, match="no optimizer to take gradients from; call sparsifier.attach"):
+        sparsifier.step()
+    sparsifier.attach(optimizer)
+    train(model, optimizer, sparsifier, [1, 2])
+    assert sparsifier.last_update.iteration == 2
+
+
+def test_an_overflow_of_a_hidden_gradient_alone_makes_the_scaler_skip_the_step():
+    model, optimizer, sparsifier = prepared(update_every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scales = []
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 2:
+            weight = model[0].parametrizations.weight.original
+            weight.grad[tuple((sparsifier.mask("0.weight") == 0).nonzero()[0])] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        sparsifier.step()
+        scales.append(scaler.get_scale())
+    assert scales == [64.0, 32.0, 32.0]
+    assert sparsifier.last_update.iteration == 3

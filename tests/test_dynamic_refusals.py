@@ -1,0 +1,188 @@
+"""What is refused: targets out of reach, arguments without effect, answers of rules that are no answers."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from growing import OPTIMIZERS, loss_of, mlp, prepared, train
+from torch import nn
+
+from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, Static, densities, schedules
+from sparsekit_ao.dynamic import inits
+
+
+def refused_in_prepare(model, says, config=None, **arguments):
+    """`prepare` raises this text and leaves the model as it was."""
+    before = set(model.state_dict())
+    sparsifier = DynamicSparsifier(torch.optim.SGD(model.parameters(), 0.1), **arguments)
+    with pytest.raises(SparsityError) as found:
+        sparsifier.prepare(model, config)
+    assert says in str(found.value)
+    assert set(model.state_dict()) == before and not sparsifier.groups
+
+
+def two(a, b):
+    return nn.ModuleDict({"a": nn.Linear(*a, bias=False), "b": nn.Linear(*b, bias=False)})
+
+
+def test_redistribution_over_scopes_of_several_sizes_is_refused():
+    mask = torch.zeros(7, 8)
+    mask[:5].view(-1)[:10] = 1
+    mask[5:].view(-1)[:10] = 1
+    refused_in_prepare(
+        two((8, 7), (8, 7)),
+        "a.weight: its scopes differ in size, so they cannot share one distributed budget",
+        config=[{"tensor_fqn": "*.weight", "scope_shape": (5,), "edge": "partial"}],
+        init=inits.lottery_ticket({"a.weight": mask, "b.weight": mask}),
+        redistribute="gradient",
+    )
+
+
+def test_redistribution_that_could_never_move_a_block_is_refused():
+    refused_in_prepare(
+        two((64, 300), (64, 7)),
+        "redistribute: a.weight and the others have numbers of scopes and block sizes with no common multiple that fits"
+        " ([300, 7] elements for one more block in every scope)",
+        sparsity_level=0.5,
+        redistribute="gradient",
+        scope_shape=(1, -1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "grow", "says"),
+    [
+        (lambda t: 0.5 if t != 4 else 0.9, "random", "the overall budget leaves 58 blocks for the tensors that share"),
+        (lambda t: 0.7 - t / 20, None, "target: falls from 0.7 to 0.6 at iteration 2, and grow=None never adds"),
+        (lambda t: "much" if t else 0.5, "random", "target: a schedule gives a number, got 'much' at iteration 2"),
+        (lambda t: 0.5 + t, "random", "target: an overall sparsity must lie in [0, 1], got 2.5 at iteration 2"),
+    ],
+)
+def test_a_target_is_looked_at_before_training(target, grow, says):
+    arguments = {"target": target, "grow": grow, "update_every": 2, "until": 8, "scope_shape": (1, 4)}
+    refused_in_prepare(mlp(), says, **arguments)
+
+
+def test_gradual_pruning_to_a_level_out_of_reach_is_refused_in_prepare():
+    model = mlp()
+    sparsifier = GMP(None, 0.9, until=20, update_every=2, scope_shape=(1, 4))
+    with pytest.raises(SparsityError, match="the overall budget leaves 58 blocks for the tensors that share it"):
+        sparsifier.prepare(model, None)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_target_that_falls_is_followed_where_something_grows():
+    target = schedules.linear(0.8, 10, end=0.2)
+    model, optimizer, sparsifier = prepared(sparsity_level=None, target=target, update_every=1, init="uniform")
+    train(model, optimizer, sparsifier, range(1, 12))
+    assert sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups) == round(0.8 * 576)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda: DynamicSparsifier(target=schedules.constant(0.5), update_every=None),
+            "target is followed by updates, and update_every=None makes none",
+        ),
+        (
+            lambda: GMP(until=200, update_fraction=0.5),
+            "update_fraction is what grows again, and with a target and grow",
+        ),
+        (lambda: GMP(until=200, target=schedules.constant(0.5)), "GMP: the target is made from sparsity_level, begin"),
+        (lambda: DynamicSparsifier(update_every=2.0), "update_every must be an int >= 1, got 2.0"),
+        (lambda: DynamicSparsifier(update_fraction=True), "update_fraction must be a schedule or a number in [0, 1)"),
+    ],
+)
+def test_arguments_without_effect_or_of_another_kind(call, says):
+    with pytest.raises(SparsityError) as found:
+        call()
+    assert says in str(found.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    settings = DynamicSparsifier(
+        update_fraction=np.float32(0.25), update_every=np.int64(10), until=np.int32(20)
+    ).settings
+    assert settings.update_fraction(3) == 0.25 and settings.due() == range(10, 21, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"grow": lambda s: torch.zeros(3)}, "must return float scores of shape (1, 192), got torch.float32 (3,)"),
+        ({"grow": lambda s: 1.0}, "must return float scores of shape (1, 192), got float"),
+        ({"prune": lambda s: None}, "must return float scores of shape (1, 192), got NoneType"),
+        ({"prune": lambda s: s.active}, "must return float scores of shape (1, 192), got torch.bool (1, 192)"),
+        ({"redistribute": lambda s: torch.ones(2)}, "must return one number for redistribution, got tensor([1., 1.])"),
+        ({"redistribute": lambda s: None}, "must return one number for redistribution, got None"),
+        ({"update_fraction": lambda t: "x"}, "update_fraction: a schedule gives a number, got 'x' at iteration 1"),
+    ],
+)
+def test_answers_of_rules_that_are_none_change_nothing(arguments, says):
+    model, optimizer, sparsifier = prepared(update_every=1, **arguments)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    before = {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups}
+    with pytest.raises(SparsityError) as found:
+        sparsifier.step()
+    assert says in str(found.value)
+    assert all(torch.equal(before[n], sparsifier.mask(n)) for n in before) and sparsifier.iteration == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda shapes, density, fixed: dict.fromkeys(shapes, 2.0), "0.weight: init must give it a density in [0, 1]"),
+        (lambda shapes, density, fixed: {"0.weight": 0.5}, "2.weight: init must give it a density in [0, 1], got None"),
+        (lambda shapes, density, fixed: 0.5, "0.weight: init must give it a density in [0, 1], got None"),
+        (lambda shapes, density, fixed: dict.fromkeys(shapes, "all"), "a density in [0, 1], got 'all'"),
+    ],
+)
+def test_densities_that_are_none_are_refused(answer, says):
+    refused_in_prepare(mlp(), says, init=answer, sparsity_level=0.5)
+
+
+def test_densities_are_those_of_whole_tensors_and_budgets_are_counted_in_blocks():
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+    sparsifier = Static(sparsity_level=0.7, block_shape=(1, 16))
+    sparsifier.prepare(model, None)
+    want = densities.erdos_renyi_kernel({"0.weight": (128, 64), "1.weight": (32, 128)}, 0.3)
+    for name, density in want.items():
+        mask = sparsifier.mask(name)
+        assert abs(float(mask.mean()) - density) * mask.numel() <= 16
+
+
+def test_the_last_update_that_is_lost_is_told():
+    model, optimizer, sparsifier = prepared(update_every=2, until=2)
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step != 2:
+            optimizer.step()
+        if step == 3:
+            with pytest.warns(UserWarning, match="the mask update due in iteration 2 never happened"):
+                sparsifier.step()
+        else:
+            sparsifier.step()
+    assert sparsifier.last_update is None
+
+
+def test_sharded_parameters_are_refused(tmp_path):
+    import torch.distributed as dist
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        model = mlp()
+        sparsifier = DynamicSparsifier(None, 0.75)
+        sparsifier.prepare(model, None)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(SparsityError, match="0.weight: its parameter is sharded over ranks .a DTensor"):
+            sparsifier.attach(OPTIMIZERS["adam"](model.parameters()))
+    finally:
+        dist.destroy_process_group()

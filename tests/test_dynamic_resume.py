@@ -1,0 +1,179 @@
+"""Going on in the middle of an update: every order of loading and attaching, and states that do not fit."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from growing import OPTIMIZERS, loss_of, mlp, prepared, train, weights
+
+from sparsekit_ao import DynamicSparsifier, SparsityError
+
+
+def masks(sparsifier):
+    return {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups}
+
+
+def in_the_middle(kind="momentum", **arguments):
+    """Between the optimizer's step and the sparsifier's, where an update is due."""
+    model, optimizer, sparsifier = prepared(kind, **arguments)
+    train(model, optimizer, sparsifier, [1])
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    return model, optimizer, sparsifier
+
+
+def same(first, second):
+    assert first[2].last_update == second[2].last_update and first[2].last_update is not None
+    assert all(torch.equal(first[2].mask(n), m) for n, m in masks(second[2]).items())
+    assert all(torch.equal(a, b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+@pytest.mark.parametrize(
+    "order", ["pickle, prepare, attach", "pickle, attach, prepare", "load, attach", "attach, load"]
+)
+def test_an_update_that_is_due_happens_after_resuming(kind, order):
+    first = in_the_middle(kind)
+    saved = copy.deepcopy([part.state_dict() for part in first])
+    model = mlp()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    if "pickle" in order:
+        sparsifier = pickle.loads(pickle.dumps(first[2]))
+    else:
+        sparsifier = DynamicSparsifier(None, 0.75, update_every=2, update_fraction=0.3)
+    calls = {
+        "prepare": lambda: sparsifier.prepare(model),
+        "attach": lambda: sparsifier.attach(optimizer),
+        "load": lambda: sparsifier.load_state_dict(saved[2]),
+    }
+    if "pickle" not in order:
+        sparsifier.prepare(model)
+    for name in order.removeprefix("pickle, ").split(", "):
+        calls[name]()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    second = (model, optimizer, sparsifier)
+    for part in (first, second):
+        part[2].step()
+    same(first, second)
+    train(*first, range(3, 7))
+    train(*second, range(3, 7))
+    same(first, second)
+
+
+def test_what_was_restored_counts_for_one_iteration():
+    saved = in_the_middle()[2].state_dict()
+    _, optimizer, sparsifier = prepared()
+    sparsifier.load_state_dict(saved)
+    sparsifier.step()
+    sparsifier.attach(optimizer)
+    assert not any(sparsifier.state_dict()["dynamic"]["stepped"])
+
+
+def halves(model):
+    return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (model[0], model[2:])]
+
+
+SAYS = "the loaded state lies between the steps of 1 optimizers and the sparsifier's, and 2 are attached"
+
+
+def test_a_state_between_the_steps_of_other_optimizers_is_refused():
+    saved = in_the_middle()[2].state_dict()
+    model = mlp()
+    sparsifier = DynamicSparsifier(halves(model), 0.75, seed=5)
+    sparsifier.prepare(model)
+    before = masks(sparsifier)
+    with pytest.raises(SparsityError, match=SAYS):
+        sparsifier.load_state_dict(saved)
+    assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items())
+    other = mlp()
+    later = DynamicSparsifier(None, 0.75)
+    later.prepare(other)
+    later.load_state_dict(saved)
+    with pytest.raises(SparsityError, match=SAYS):
+        later.attach(halves(other))
+
+
+def test_a_state_after_the_sparsifiers_step_goes_on_with_any_split_of_optimizers():
+    saved = prepared()[2].state_dict()
+    model = mlp()
+    sparsifier = DynamicSparsifier(halves(model), 0.75)
+    sparsifier.prepare(model)
+    sparsifier.load_state_dict(saved)
+    assert sparsifier.iteration == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"iteration": None}, "'dynamic' needs 'iteration', a int, as state_dict() gives, got None"),
+        ({"iteration": "x"}, "'dynamic' needs 'iteration', a int, as state_dict() gives, got 'x'"),
+        ({"pending": 1}, "'dynamic' needs 'pending', a bool, as state_dict() gives, got 1"),
+        ({"stepped": [2]}, "'stepped' needs a bool for each optimizer, got [2]"),
+        ({"level_given": {"0.weight": "much"}}, "0.weight: 'level_given' needs a number, got 'much'"),
+        ({"gradients": {"0.weight": torch.ones(3)}}, "0.weight: the saved gradient is (3,), the weight (16, 12)"),
+        ({"gradients": {"0.weight": 3}}, "0.weight: the saved gradient is int, the weight (16, 12)"),
+        (None, "'dynamic' needs 'iteration', a int, as state_dict() gives, got None"),
+    ],
+)
+def test_a_progress_that_does_not_fit_is_refused_before_anything_changes(change, says):
+    saved = in_the_middle()[2].state_dict()
+    saved["dynamic"] = {} if change is None else {**saved["dynamic"], **change}
+    _, _, sparsifier = prepared(seed=5)
+    before = masks(sparsifier)
+    with pytest.raises(SparsityError) as found:
+        sparsifier.load_state_dict(saved)
+    assert says in str(found.value)
+    assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items()) and sparsifier.iteration == 0
+
+
+# when something raises in the middle
+
+
+def later_call(answer):
+    """A function that answers the first call and raises at the second, of the second tensor, until it is mended."""
+    calls = []
+
+    def call(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("not yet")
+        return answer(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "name", ["prune", "grow", "redistribute", "new_values"], ids=lambda name: f"{name} raises in the second tensor"
+)
+def test_an_update_that_raises_has_changed_nothing_and_may_be_tried_again(name):
+    answers = {
+        "prune": lambda slots: slots.scores(slots.weights),
+        "grow": lambda slots: slots.random("grow"),
+        "redistribute": lambda slots: 1.0,
+        "new_values": lambda weight, generator: torch.zeros_like(weight),
+    }
+    rules = {"state_init": "grad", **answers, name: later_call(answers[name])}
+    runs = [in_the_middle("adam", **rules), in_the_middle("adam", **{**rules, **answers})]
+    model, _, sparsifier = runs[0]
+    before = weights(model), masks(sparsifier), sparsifier.state_dict()["dynamic"]
+    with pytest.raises(RuntimeError, match="not yet"):
+        sparsifier.step()
+    assert all(torch.equal(before[0][n], p) for n, p in model.named_parameters())
+    assert all(torch.equal(before[1][n], m) for n, m in masks(sparsifier).items())
+    after = sparsifier.state_dict()["dynamic"]
+    assert all(torch.equal(g, after["gradients"][n]) for n, g in before[2]["gradients"].items())
+    assert after["iteration"] == 1 and after["stepped"] == [True]
+    for run in runs:
+        run[2].step()
+    same(*runs)
+
+
+@pytest.mark.parametrize("values", [torch.ones(3), 0.5], ids=str)
+def test_new_values_of_another_shape_are_refused(values):
+    _, _, sparsifier = in_the_middle(new_values=lambda weight, generator: values)
+    with pytest.raises(SparsityError, match="0.weight: new_values must return a tensor of the weight's shape"):
+        sparsifier.step()
+    assert sparsifier.iteration == 1
