@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from test_kernels import INF, KINDS, NAN, budgets, generator, scores_like
+from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 
 from sparsekit_ao import BlockCoupling, BlockSpec, SparsityError
 from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, proximal, scope_mask, scope_masks
@@ -590,3 +590,40 @@ def test_what_the_conditioned_kernel_does_not_take():
     wide = Blocks(shape=(1, 2048), values=torch.zeros(2, 2048), mask=torch.ones(2, 2048))
     assert gpu.condition_reasons((wide,)) == ["conditioned thresholding holds blocks of 1024 elements at most"]
     assert "coupled blocks" in gpu.condition_reasons((wide, wide))[0]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_a_block_whose_norm_overflows_keeps_what_the_reference_keeps():
+    for t in (0.0, 1.0):
+        for single in (True, False):
+            values = torch.tensor([[1e20, 1.0, 3.0, 4.0]])
+            expected = BlockSpec(values.clone(), (1, 2))
+            expected.soft_threshold(t)
+            thresholds = torch.tensor(t) if single else torch.full((1, 2), t)
+            gpu.soft_threshold((Blocks(shape=(1, 2), values=values),), thresholds, 2)
+            assert torch.equal(values.nan_to_num(-7.0), expected.data.nan_to_num(-7.0)), (t, single)
+
+
+def test_autograd_notices_what_kernels_write():
+    values, mask = torch.randn(4, 8, requires_grad=True), torch.ones(4, 8, dtype=torch.bool)
+    out = torch.where(mask, values, 0)
+    group = Scopes(members=(Blocks(shape=(1, 1), values=values.detach(), mask=mask),), shape=(1, 4))
+    gpu.scope_masks([Update(groups=(group,), keep=2)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    weight = torch.randn(4, 8, requires_grad=True)
+    squares = weight * weight
+    gpu.soft_threshold((Blocks(shape=(1, 2), values=weight.detach()),), torch.tensor(0.1), 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+
+
+def test_a_default_device_is_not_where_tables_are_made():
+    values, mask = torch.randn(4, 12), torch.ones(4, 12, dtype=torch.bool)
+    with torch.device("meta"):
+        gpu.scope_masks([Update(groups=(scopes_of(values, mask),), keep=2)])
+    assert int(mask.sum()) == 24
+
+
+def scopes_of(values, mask):
+    return Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))

@@ -196,6 +196,13 @@ def test_every_benchmark_runs(script, says, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_gpu_benchmark_runs_in_the_interpreter_and_shows_no_figure(tmp_path):
+    done = run(EXAMPLES / "benchmarks/gpu_step.py", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2:4" in done.stdout and " ms" not in done.stdout and "GB/s" not in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_benchmark_is_run_here():
-    shared = {"machine.py", "contenders.py", "gpu_step.py"}  # the last has a test of its own
+    shared = {"machine.py", "contenders.py", "gpu_step.py"}
     assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from interpreted_kernels import agree, blocks_of, integers, scopes
-from test_kernels import KINDS, generator, scores_like
+from kernel_cases import KINDS, generator, scores_like
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, patterns
@@ -71,6 +71,9 @@ def test_patterns_at_real_sizes(block, scope, keep, dtype):
     member = blocks_of(values.to(dtype).cuda(), block)
     agree([Scopes(members=(member,), shape=scope)], keep)
     if keep < 10:
+        member.mask.fill_(True)  # the first stage's choice, so that a later one has something to choose among
+        scope_mask([Scopes(members=(member,), shape=scope)], keep, impl="reference")
+        assert bool(member.mask.any())
         agree([Scopes(members=(member,), shape=scope)], keep - 1, stage=True)
 
 

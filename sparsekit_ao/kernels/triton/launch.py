@@ -3,7 +3,7 @@
 Nothing here waits for the device: sizes come from shapes, budgets are read by the kernels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from .plan import Limits, make_plan, rows_plan, score_plan
 from .ready import Launch, budget_of, key_of, prepared
 from .select import select_wide
 
-__all__ = ["block_scores", "keep_mask", "scope_masks"]
+__all__ = ["block_scores", "changed", "keep_mask", "on", "scope_masks", "warps_of"]
 
 
 def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None:
@@ -47,6 +47,14 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
         for launch in ready.scored:
             traits = launch.traits_but("DTYPE", "NORM", "SINGLE")
             fill_kernel[(launch.programs,)](*launch.tables, kept, **traits, num_warps=warps_of(traits))
+    changed(m.mask for update in updates for group in update.groups for m in group.members)
+
+
+def changed(tensors: Iterable[Tensor | None]) -> None:
+    """Tell autograd, which cannot see kernels write: a backward pass that saved the old values must fail, not go on."""
+    for t in tensors:
+        if t is not None and not t.is_inference():
+            torch.autograd.graph.increment_version(t)
 
 
 def keep_mask(

@@ -137,7 +137,7 @@ def _made_ready(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> 
         begins = [len(content) + sum(map(len, lines[:k])) for k in range(4)]
         content += [n for line in lines for n in line]
         launches.append(_launch(batch, [memory[b : b + len(line)] for b, line in zip(begins, lines, strict=True)]))
-    host = torch.tensor(content, dtype=torch.int64)
+    host = torch.tensor(content, dtype=torch.int64, device="cpu")
     memory.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
     ready = iter(launches)
 

@@ -103,7 +103,9 @@ def _narrow(family: Sequence[Launch], work: _Work, limits: Limits, scores: Tenso
         )
     memory = (scores, kept, work.state, work.spans, work.inside)
     for launch in family:
-        narrow_kernel[(launch.programs,)](*launch.tables, *memory, TILE=limits.tile, ROOM=work.room, **launch.traits)
+        narrow_kernel[(launch.programs,)](
+            *launch.tables, *memory, TILE=limits.tile, ROOM=work.room, **launch.traits, num_warps=WARPS
+        )
 
 
 def _workspace(family: Sequence[Launch], limits: Limits, device: torch.device) -> _Work:

@@ -101,7 +101,11 @@ def threshold_kernel(
             x = tl.load(values + at, mask=seen, other=0.0).to(tl.float32)
             total += tl.abs(x) if SINGLE else x * x
     size = tl.sum(total, axis=1) if SINGLE else tl.sqrt_rn(tl.sum(total, axis=1))
-    t = tl.load(thresholds + block, mask=real, other=0.0) if EACH else tl.load(thresholds) + 0 * size
+    t = (
+        tl.load(thresholds + block, mask=real, other=0.0)
+        if EACH
+        else tl.full([TILE], 0.0, tl.float32) + tl.load(thresholds)
+    )
     t = t * factor
     if SOFT:
         # the norm itself where it is NaN, so that a diverged block stays visible
@@ -168,7 +172,11 @@ def condition_kernel(
     h = tl.load(others + h_at, mask=seen, other=1.0).to(tl.float32) + eps
     pull = h * v
     force = tl.sqrt_rn(tl.sum(pull * pull, axis=1))
-    t = tl.load(thresholds + block, mask=real, other=0.0) if EACH else tl.load(thresholds) + 0 * force
+    t = (
+        tl.load(thresholds + block, mask=real, other=0.0)
+        if EACH
+        else tl.full([TILE], 0.0, tl.float32) + tl.load(thresholds)
+    )
     t = t * factor
     alive = real & (force > t)
     largest = tl.max(tl.where(seen, h, 0.0), axis=1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..tiling import Blocks, Scopes
 from ..update import Update
-from .launch import on, warps_of
+from .launch import changed, on, warps_of
 from .plan import Limits, score_plan
 from .ready import Launch, budget_of, key_of, prepared
 from .reasons import score_reasons
@@ -88,6 +88,7 @@ def soft_threshold(
         condition_kernel[(launch.programs,)](
             *launch.tables, t, factor, misses, eps, atol, max_iter, EACH=each, **traits, num_warps=WARPS
         )
+    changed(m.values for m in members)
     return misses
 
 
@@ -103,6 +104,7 @@ def _threshold(
             threshold_kernel[(launch.programs,)](
                 *launch.tables, t, factor, SOFT=soft, EACH=each, **traits, num_warps=warps_of(traits)
             )
+    changed(m.values for m in members)
 
 
 def _launch_of(members: Sequence[Blocks], ndim: int, limits: Limits | None, held: int = 0) -> Launch | None:
