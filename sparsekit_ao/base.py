@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.ao.pruning import BaseSparsifier
 
 from . import masking, report
-from .config import Group, copied, make_config, resolve_groups
+from .config import TensorGroup, copied, make_config, resolve_groups
 from .errors import SparsityError
 from .garbage import collector_paused
 from .saved import check_saved, merged_group, plain
@@ -44,12 +44,12 @@ class MaskSparsifier(BaseSparsifier):
         self._phase = "new"
         super().__init__(defaults=defaults)
         self.model: nn.Module | None = None
-        self.config: list[Group] | None = None  # type: ignore[assignment]
+        self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
 
     # -- what subclasses fill in ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise unless all groups can be carried out; called before anything is changed."""
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class MaskSparsifier(BaseSparsifier):
         masks = [self._live_mask(g) for g in self.groups]
         return report.element_report(self.groups, masks, self._describe)
 
-    def _describe(self, group: Group) -> str:
+    def _describe(self, group: TensorGroup) -> str:
         return ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,20 +250,20 @@ class MaskSparsifier(BaseSparsifier):
             "enable_mask_update": self.enable_mask_update,
         }
 
-    def _new_mask(self, group: Group) -> Tensor:
+    def _new_mask(self, group: TensorGroup) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
 
-    def _install(self, group: Group) -> None:
+    def _install(self, group: TensorGroup) -> None:
         masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
 
-    def _live_mask(self, group: Group, model: nn.Module | None = None) -> Tensor:
+    def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         found = masking.find_mask(self._module_in(model, group), group["tensor_name"])
         if found is None:
             raise SparsityError(f"{group['tensor_fqn']}: its mask is gone; was the parametrization removed by hand?")
         return found.mask
 
-    def _module_in(self, model: nn.Module | None, group: Group) -> nn.Module:
+    def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
         """The group's module, or the one of that name in a copy of the model."""
         if model is None or model is self.model:
             module = group["module"]

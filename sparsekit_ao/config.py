@@ -16,14 +16,14 @@ from torch.nn.utils import parametrize
 from .errors import SparsityError
 from .masking import find_mask
 
-__all__ = ["Group", "copied", "make_config", "named_tensors", "resolve_groups"]
+__all__ = ["TensorGroup", "copied", "make_config", "named_tensors", "resolve_groups"]
 
-Group = dict[str, Any]
+TensorGroup = dict[str, Any]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def make_config(model: nn.Module, kinds: Iterable[type[nn.Module]] = ()) -> list[Group]:
+def make_config(model: nn.Module, kinds: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
     """One entry for the weight of every Linear (subclasses too) and convolution, in model order.
 
     Args:
@@ -42,7 +42,7 @@ def resolve_groups(
     config: Sequence[Mapping[str, Any]] | None,
     keys: Collection[str],
     complete: Callable[[dict[str, Any], str], dict[str, Any]],
-) -> list[Group]:
+) -> list[TensorGroup]:
     """One complete group for each tensor that the config names, in the config's order.
 
     Args:
@@ -64,7 +64,7 @@ def resolve_groups(
     if not config:
         raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
     names = dict(named_tensors(model))
-    groups: list[Group] = []
+    groups: list[TensorGroup] = []
     owner: dict[str, str] = {}
     for at, entry in enumerate(config):
         where = f"config[{at}]: "
@@ -166,7 +166,7 @@ def _group(
     entry: Mapping[str, Any],
     complete: Callable[[dict[str, Any], str], dict[str, Any]],
     where: str,
-) -> Group:
+) -> TensorGroup:
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
     found = {"module": module, "module_fqn": prefix, "tensor_name": name, "tensor_fqn": fqn}
@@ -186,7 +186,7 @@ def _group(
     return {**complete(own, where), **found}
 
 
-def _refuse_tied(groups: Sequence[Group], model: nn.Module) -> None:
+def _refuse_tied(groups: Sequence[TensorGroup], model: nn.Module) -> None:
     """A mask sits on one name; a parameter that has a second one would be dense there until squash changes both."""
     names: dict[int, list[str]] = {}
     for name, parameter in named_tensors(model):

@@ -8,7 +8,7 @@ from torch import nn
 
 from . import masking
 from .base import MaskSparsifier
-from .config import Group
+from .config import TensorGroup
 from .errors import SparsityError
 
 __all__ = ["NearlyDiagonalSparsifier"]
@@ -48,7 +48,7 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
         mask.copy_((rows[:, None] - columns).abs() * 2 < nearliness)
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:
             shape = getattr(group["module"], group["tensor_name"]).shape
             _check_nearliness(group["nearliness"], shape, f"{group['tensor_fqn']}: ")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import Group
+from .config import TensorGroup
 from .errors import CouplingError, SparsityError
 from .layout import row_major
 from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
@@ -39,7 +39,7 @@ class Component:
     norm: float | Callable[[Tensor], Tensor]
     label: str
 
-    def budget(self, groups: Sequence[Group], level_given: Mapping[str, float]) -> int | Tensor:
+    def budget(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> int | Tensor:
         """Blocks to keep in each scope now.
 
         Args:
@@ -60,11 +60,11 @@ class Component:
             return self.scope.sparsity_to_nnz(number)
         return self.scope.budget(number)
 
-    def level(self, groups: Sequence[Group], level_given: Mapping[str, float]) -> float:
+    def level(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> float:
         """The sparsity level that the budget amounts to, over all scopes."""
         return self.scope.level_of(self.budget(groups, level_given))
 
-    def _members(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
+    def _members(self, groups: Sequence[TensorGroup]) -> list[tuple[str, int]]:
         return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
 
 
@@ -76,7 +76,7 @@ class Plan:
     families: tuple[tuple[Component, ...], ...]
 
 
-def make_plan(groups: Sequence[Group], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]) -> Plan:
+def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]) -> Plan:
     """Lower every group: stage by stage, uncoupled tensors alone, coupled ones together.
 
     Args:
@@ -183,7 +183,7 @@ def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
     return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
 
 
-def _asked(group: Group, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
+def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
     """The budget that a group asks for in a stage, as ("nnz", n) or ("sparsity_level", s)."""
     fqn, budgets = group["tensor_fqn"], stage_budgets(group)
     scheduled = group["sparsity_level"] != level_given.get(fqn, group["sparsity_level"])

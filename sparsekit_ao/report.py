@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .config import Group
+from .config import TensorGroup
 from .errors import SparsityError
 from .kernels import fill_mask
 from .kernels.reference import candidates_of
@@ -84,7 +84,9 @@ def _cells(r: Row) -> tuple[str, ...]:
     return (r.tensor, "x".join(map(str, r.shape)), r.pattern, *numbers)
 
 
-def element_report(groups: Sequence[Group], masks: Sequence[Tensor], pattern: Callable[[Group], str]) -> Report:
+def element_report(
+    groups: Sequence[TensorGroup], masks: Sequence[Tensor], pattern: Callable[[TensorGroup], str]
+) -> Report:
     """One row a group that counts single elements: for masks that are not made of scopes."""
     rows = []
     for group, mask in zip(groups, masks, strict=True):
@@ -105,7 +107,7 @@ def element_report(groups: Sequence[Group], masks: Sequence[Tensor], pattern: Ca
 
 
 def make_report(
-    plan: Plan, groups: Sequence[Group], masks: Sequence[tuple[Tensor, bool]], level_given: Mapping[str, float]
+    plan: Plan, groups: Sequence[TensorGroup], masks: Sequence[tuple[Tensor, bool]], level_given: Mapping[str, float]
 ) -> Report:
     """One row a group, in order."""
     rows = []
@@ -131,7 +133,7 @@ def make_report(
 
 
 def check_masks(
-    plan: Plan, groups: Sequence[Group], masks: Sequence[tuple[Tensor, bool]], level_given: Mapping[str, float]
+    plan: Plan, groups: Sequence[TensorGroup], masks: Sequence[tuple[Tensor, bool]], level_given: Mapping[str, float]
 ) -> int:
     """Count every scope; see `ScopeSparsifier.check`."""
     wrong: list[str] = []
@@ -163,7 +165,7 @@ def _neighbours(plan: Plan, component: Component) -> tuple[list[Component], list
 
 
 def _certain(
-    earlier: Sequence[Component], last: Component, groups: Sequence[Group], level_given: Mapping[str, float]
+    earlier: Sequence[Component], last: Component, groups: Sequence[TensorGroup], level_given: Mapping[str, float]
 ) -> int:
     """Blocks that a last-stage scope keeps for certain, whatever the weights: its budget, if enough is left to it.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .config import Group, copied
+from .config import TensorGroup, copied
 from .errors import SparsityError
 
 __all__ = ["check_saved", "merged_group", "plain"]
@@ -29,8 +29,8 @@ def plain(value: Any) -> Any:
 
 
 def check_saved(
-    state_dict: Mapping[str, Any], groups: Sequence[Group], strict: bool
-) -> tuple[dict[str, Tensor], dict[str, Group]]:
+    state_dict: Mapping[str, Any], groups: Sequence[TensorGroup], strict: bool
+) -> tuple[dict[str, Tensor], dict[str, TensorGroup]]:
     """The saved masks and groups by name, once they are known to fit these groups.
 
     Raises:
@@ -53,8 +53,8 @@ def check_saved(
 
 
 def merged_group(
-    live: Group, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
-) -> Group:
+    live: TensorGroup, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
+) -> TensorGroup:
     """The live group with a saved one's values; callables, which are not saved, stay."""
     if saved is None:
         return dict(live)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import masking, report
 from .base import MaskSparsifier
-from .config import Group, copied
+from .config import TensorGroup, copied
 from .errors import SparsityError
 from .kernels import scope_masks
 from .plan import Plan, make_plan
@@ -167,7 +167,7 @@ class ScopeSparsifier(MaskSparsifier):
             )
         return group
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         plan = self._planned(groups)
         prepared = self._phase == "prepared"
         levels = {}
@@ -201,7 +201,7 @@ class ScopeSparsifier(MaskSparsifier):
                 self._update_family(plan, at, self.groups)
             done.update(i for component in plan.families[at] for _, i in component.leaves)
 
-    def _update_family(self, plan: Plan, at: int, groups: Sequence[Group]) -> None:
+    def _update_family(self, plan: Plan, at: int, groups: Sequence[TensorGroup]) -> None:
         """All stages of one group and of those that it is coupled to."""
         for component in plan.families[at]:
             values = {leaf.view.param: self._dense(groups[i]) for leaf, i in component.leaves}
@@ -226,7 +226,7 @@ class ScopeSparsifier(MaskSparsifier):
             for scope, update, masks in updates:
                 scope.write_back(update, masks)
 
-    def _planned(self, groups: Sequence[Group], model: nn.Module | None = None) -> Plan:
+    def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
         """The plan of these groups; kept while structure, shapes and strides stay the same."""
         tensors = [self._dense(g, model) for g in groups]
         key = [
@@ -237,7 +237,7 @@ class ScopeSparsifier(MaskSparsifier):
             self._plan = (copied(key), make_plan(groups, [stages_of(g) for g in groups], tensors))
         return self._plan[1]
 
-    def _dense(self, group: Group, model: nn.Module | None = None) -> Tensor:
+    def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         module, name = self._module_in(model, group), group["tensor_name"]
         if masking.find_mask(module, name) is None:
             return getattr(module, name).detach()

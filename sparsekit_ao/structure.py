@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .config import Group
+from .config import TensorGroup
 from .errors import SparsityError
 from .layout import Shape
 from .spec import AxisPattern
@@ -39,7 +39,7 @@ AXES = ("axes", "unit", "scope", "sizes")  # an axis pattern, which says ...
 TILES = ("view", "block_shape", "scope_shape")  # ... what these say otherwise
 
 
-def stages_of(group: Group) -> tuple[Stage, ...]:
+def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
     """The structure that a group asks for, one entry a stage."""
     where = f"{group['tensor_fqn']}: "
     stages = group.get("stages")
@@ -110,7 +110,7 @@ def _view_arg(view: object, where: str) -> ViewArg:
     raise SparsityError(f"{where}view must be (shape, stride), (shape, stride, offset) or a function, got {view!r}")
 
 
-def stage_budgets(group: Group) -> list[tuple[str, Any] | None]:
+def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
     """Each stage's own budget as (key, number); None where the stage follows its group."""
     stages = group.get("stages")
     if stages is None:

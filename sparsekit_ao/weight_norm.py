@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import masking
 from .base import MaskSparsifier
-from .config import Group
+from .config import TensorGroup
 from .errors import SparsityError
 from .kernels import CHUNK, Blocks, Scopes, fill_mask, from_scopes, keep_mask, to_scopes
 from .layout import grid_of
@@ -103,7 +103,7 @@ class WeightNormSparsifier(MaskSparsifier):
             group["zeros_per_block"] = math.prod(group["sparse_block_shape"])
         return group
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:
             _check_entry(group, f"{group['tensor_fqn']}: ")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..config import Group
+from ..config import TensorGroup
 from ..densities import allocate
 from ..errors import SparsityError
 from ..plan import Component
@@ -47,7 +47,7 @@ def overall_level(settings: Settings, sparsity_level: float, iteration: int) -> 
     return level
 
 
-def is_fixed(component: Component, groups: Sequence[Group]) -> bool:
+def is_fixed(component: Component, groups: Sequence[TensorGroup]) -> bool:
     """Whether an entry of the config says what this component holds."""
     return any(groups[at]["fixed"] for _, at in component.leaves)
 
@@ -59,14 +59,14 @@ def sizes(components: Sequence[Component]) -> list[int]:
     return [n // unit for n in found]
 
 
-def budget_rows(component: Component, groups: Sequence[Group], level_given: Mapping[str, float]) -> Tensor:
+def budget_rows(component: Component, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> Tensor:
     """Blocks that each scope is to hold; int64 [scopes]."""
     asked = torch.as_tensor(component.budget(groups, level_given)).expand(component.scope.grid_shape)
     return torch.minimum(asked, component.scope.members_per_scope()).reshape(-1)
 
 
 def distribute(
-    components: Sequence[Component], groups: Sequence[Group], settings: Settings, level: float
+    components: Sequence[Component], groups: Sequence[TensorGroup], settings: Settings, level: float
 ) -> dict[int, tuple[float, int]]:
     """What each open component would hold at an overall sparsity, by the init's distribution.
 
@@ -148,7 +148,7 @@ def refuse_uneven(components: Sequence[Component]) -> None:
             )
 
 
-def set_budget(component: Component, groups: Sequence[Group], nnz: int) -> dict[str, float]:
+def set_budget(component: Component, groups: Sequence[TensorGroup], nnz: int) -> dict[str, float]:
     """Write a budget into a component's groups, as a count and as the level that it amounts to.
 
     Returns:

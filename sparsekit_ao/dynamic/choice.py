@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config import Group
+from ..config import TensorGroup
 from .budgets import distribute, overall_level, spread
 from .settings import Settings
 from .update import Part, drop, grow, redistribute
@@ -18,7 +18,7 @@ __all__ = ["choose"]
 
 
 def choose(
-    parts: Sequence[Part], settings: Settings, groups: Sequence[Group], iteration: int, fraction: float
+    parts: Sequence[Part], settings: Settings, groups: Sequence[TensorGroup], iteration: int, fraction: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The new rows of every part, and how many blocks each of its scopes then holds.
 

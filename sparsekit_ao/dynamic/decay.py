@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import Group
+from ..config import TensorGroup
 from .hooks import after_closure
 from .masking import find_dynamic
 from .trained import original, plain_optimizer, trained_by
@@ -30,7 +30,7 @@ class DecayTap:
 
     def __init__(self, decay: float) -> None:
         self.optimizers: list[Optimizer] = []
-        self.groups: Sequence[Group] = ()
+        self.groups: Sequence[TensorGroup] = ()
         self.decay = decay
         self._handles: list[Any] = []
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import Group
+from ..config import TensorGroup
 from ..errors import SparsityError
 from ..select import select
 from .hooks import after_closure
@@ -40,7 +40,7 @@ class GradientTap:
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
-        self.groups: Sequence[Group] = ()
+        self.groups: Sequence[TensorGroup] = ()
         self.gradients: dict[str, Tensor] = {}
         self.stepped: list[bool] = []
         self.is_open = False
@@ -75,7 +75,7 @@ class GradientTap:
             handle.remove()
         self._handles, self.optimizers, self.stepped = [], [], []
 
-    def watch(self, groups: Sequence[Group]) -> None:
+    def watch(self, groups: Sequence[TensorGroup]) -> None:
         """Look after these groups, whose masks are new and closed."""
         self.groups, self.is_open = groups, False
 

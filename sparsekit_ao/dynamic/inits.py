@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import densities
-from ..config import Group
+from ..config import TensorGroup
 from ..densities import Densities
 from ..errors import SparsityError
 from ..kernels import keep_mask
@@ -101,7 +101,7 @@ def as_init(given: object) -> Init:
     )
 
 
-def given_mask(group: Group, weight: Tensor, masks: Mapping[str, Any]) -> Tensor:
+def given_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tensor:
     """The saved mask of one tensor, as bool of its shape; an empty mapping means where the weight is not zero."""
     fqn = group["tensor_fqn"]
     prefix = f"{group['module_fqn']}." if group["module_fqn"] else ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import Group
+from ..config import TensorGroup
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..select import select
@@ -41,7 +41,7 @@ class Movement:
 
 
 def move(
-    groups: Sequence[Group],
+    groups: Sequence[TensorGroup],
     masks: Sequence[Tensor],
     settings: Settings,
     optimizers: Sequence[Optimizer],
@@ -80,7 +80,7 @@ def move(
     )
 
 
-def _new_values(group: Group, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
+def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
     """What the user's function gives for one weight; asked before anything is changed, since it may raise."""
     if settings.new_values is None:
         return None
@@ -96,14 +96,14 @@ def _new_values(group: Group, new: Tensor, settings: Settings, iteration: int) -
 
 
 @torch.no_grad()
-def zero_dropped(groups: Sequence[Group]) -> None:
+def zero_dropped(groups: Sequence[TensorGroup]) -> None:
     """Make every weight zero that its mask hides, in place."""
     for group in groups:
         weight = original(group).detach()
         weight.copy_(select(weight, _mask(group)))
 
 
-def forget_dropped(groups: Sequence[Group], optimizers: Sequence[Optimizer]) -> None:
+def forget_dropped(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer]) -> None:
     """Zero what optimizers remember of hidden weights, which would move them for many steps yet."""
     for group in groups:
         reset_state(optimizers, original(group), _mask(group) == 0)
@@ -118,7 +118,7 @@ def settle(held: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer
         reset_state(optimizers, parameter, mask == 0)
 
 
-def _mask(group: Group) -> Tensor:
+def _mask(group: TensorGroup) -> Tensor:
     found = find_mask(group["module"], group["tensor_name"])
     assert found is not None
     return found.mask

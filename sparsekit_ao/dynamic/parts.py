@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..config import Group
+from ..config import TensorGroup
 from ..plan import Component
 from ..spec import BlockSpec
 from .budgets import budget_rows, is_fixed, sizes
@@ -21,7 +21,7 @@ __all__ = ["gather"]
 
 def gather(
     components: Sequence[Component],
-    groups: Sequence[Group],
+    groups: Sequence[TensorGroup],
     values: Mapping[str, Mapping[str, Tensor | None]],
     level_given: Mapping[str, float],
     step: int,
@@ -53,5 +53,5 @@ def gather(
     return parts
 
 
-def _found(values: Mapping[str, Tensor | None], own: Mapping[BlockSpec, Group]) -> dict[BlockSpec, Tensor]:
+def _found(values: Mapping[str, Tensor | None], own: Mapping[BlockSpec, TensorGroup]) -> dict[BlockSpec, Tensor]:
     return {spec: found for spec, g in own.items() if (found := values.get(g["tensor_fqn"])) is not None}

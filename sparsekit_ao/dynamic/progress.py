@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import Group
+from ..config import TensorGroup
 from ..errors import SparsityError
 from .gradients import GradientTap
 from .trained import original
@@ -30,7 +30,7 @@ def progress_of(iteration: int, pending: bool, level_given: Mapping[str, float],
     }
 
 
-def checked_progress(state_dict: object, groups: Sequence[Group], tap: GradientTap) -> dict[str, Any]:
+def checked_progress(state_dict: object, groups: Sequence[TensorGroup], tap: GradientTap) -> dict[str, Any]:
     """The saved progress with gradients copied to where their weights are, once it is known to fit.
 
     Raises:
@@ -60,7 +60,7 @@ def _check_levels(levels: Mapping[str, Any]) -> None:
             raise SparsityError(f"load_state_dict: {name}: 'level_given' needs a number, got {level!r}")
 
 
-def _gradients(saved: Mapping[str, Any], groups: Sequence[Group]) -> dict[str, Tensor]:
+def _gradients(saved: Mapping[str, Any], groups: Sequence[TensorGroup]) -> dict[str, Tensor]:
     out = {}
     for group in groups:
         name, weight = group["tensor_fqn"], original(group)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..config import Group
+from ..config import TensorGroup
 from ..errors import SparsityError
 from ..sparsifier import ScopeSparsifier
 from .budgets import overall_level, refuse_two, set_budget
@@ -225,7 +225,7 @@ class DynamicSparsifier(ScopeSparsifier):
         budgeted = [k for k in ("sparsity_level", "nnz") if own.get(k) is not None]
         return {**super()._complete(own, where), "fixed": bool(budgeted) or "nnz" in self.defaults}
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         if self._phase != "prepared":
             refuse_parametrized(groups)
             if self._tap.optimizers:
@@ -236,11 +236,11 @@ class DynamicSparsifier(ScopeSparsifier):
                 self._starts = start_masks(components, groups, weights, self.settings, self.defaults["sparsity_level"])
         super()._check_groups(groups)
 
-    def _new_mask(self, group: Group) -> Tensor:
+    def _new_mask(self, group: TensorGroup) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return starting_mask(weight, self._starts.get(group["tensor_fqn"]))
 
-    def _install(self, group: Group) -> None:
+    def _install(self, group: TensorGroup) -> None:
         mask = DynamicMask(self._new_mask(group))
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 

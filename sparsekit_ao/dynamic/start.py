@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ..config import Group
+from ..config import TensorGroup
 from ..errors import SparsityError
 from ..plan import Component
 from .budgets import budget_rows, distribute, is_fixed, overall_level, refuse_uneven, set_budget, sizes, spread
@@ -23,7 +23,7 @@ __all__ = ["refuse_parametrized", "start_masks"]
 
 def start_masks(
     components: Sequence[Component],
-    groups: Sequence[Group],
+    groups: Sequence[TensorGroup],
     weights: Sequence[Tensor],
     settings: Settings,
     sparsity_level: float,
@@ -54,7 +54,7 @@ def start_masks(
 
 
 def _component_masks(
-    component: Component, groups: Sequence[Group], weights: Sequence[Tensor], settings: Settings
+    component: Component, groups: Sequence[TensorGroup], weights: Sequence[Tensor], settings: Settings
 ) -> Mapping[str, Tensor]:
     init, own = settings.init, {spec: weights[at] for spec, at in component.leaves}
     saved = {}
@@ -69,7 +69,7 @@ def _component_masks(
     return {groups[at]["tensor_fqn"]: fresh[spec] for spec, at in component.leaves}
 
 
-def _take_budget(component: Component, groups: Sequence[Group], rows: Tensor) -> None:
+def _take_budget(component: Component, groups: Sequence[TensorGroup], rows: Tensor) -> None:
     """Saved masks bring their counts: an open component takes them over, a fixed one must agree."""
     found = rows.sum(1).cpu()
     if is_fixed(component, groups):
@@ -87,13 +87,13 @@ def _take_budget(component: Component, groups: Sequence[Group], rows: Tensor) ->
         set_budget(component, groups, int(found[0]))
 
 
-def _fix_dense(component: Component, groups: Sequence[Group]) -> None:
+def _fix_dense(component: Component, groups: Sequence[TensorGroup]) -> None:
     set_budget(component, groups, component.scope.numblk_per_scope())
     for _, at in component.leaves:
         groups[at]["fixed"] = True
 
 
-def refuse_parametrized(groups: Sequence[Group]) -> None:
+def refuse_parametrized(groups: Sequence[TensorGroup]) -> None:
     """Raise where something else than a parameter lies under the mask to be: it has no `.grad` to take."""
     for group in groups:
         if parametrize.is_parametrized(group["module"], group["tensor_name"]):

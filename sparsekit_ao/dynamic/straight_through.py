@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..config import Group
+from ..config import TensorGroup
 from ..errors import SparsityError
 from ..plan import Plan
 from ..sparsifier import ScopeSparsifier
@@ -90,7 +90,7 @@ class StraightThrough(ScopeSparsifier):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_tap": DecayTap(self.decay)}
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         super()._check_groups(groups)
         if not self.backward_level:
             return
@@ -105,11 +105,11 @@ class StraightThrough(ScopeSparsifier):
                     f"forward mask {int(forward.max())}; lower backward_level"
                 )
 
-    def _install(self, group: Group) -> None:
+    def _install(self, group: TensorGroup) -> None:
         mask = DynamicMask(self._new_mask(group), reach=True)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 
-    def _update_family(self, plan: Plan, at: int, groups: Sequence[Group]) -> None:
+    def _update_family(self, plan: Plan, at: int, groups: Sequence[TensorGroup]) -> None:
         super()._update_family(plan, at, groups)
         for component in plan.families[at] if self.backward_level else ():
             values = {leaf.view.param: self._dense(groups[i]) for leaf, i in component.leaves}

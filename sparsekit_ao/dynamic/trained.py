@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import Group
+from ..config import TensorGroup
 from ..errors import SparsityError
 from ..masking import find_mask
 from .optimizer_state import holds, momentum_of, refuse_without_second_moments
@@ -18,7 +18,7 @@ from .settings import Settings
 __all__ = ["check_optimizers", "original", "plain_optimizer", "trained_by", "training"]
 
 
-def original(group: Group) -> Tensor:
+def original(group: TensorGroup) -> Tensor:
     """The parameter under a group's mask."""
     module, name = group["module"], group["tensor_name"]
     if find_mask(module, name) is None:
@@ -35,18 +35,18 @@ def plain_optimizer(optimizer: object) -> Optimizer:
     return optimizer
 
 
-def trained_by(optimizer: Optimizer, groups: Sequence[Group]) -> list[Group]:
+def trained_by(optimizer: Optimizer, groups: Sequence[TensorGroup]) -> list[TensorGroup]:
     """Those of the groups whose parameters an optimizer holds."""
     held = {id(p) for g in optimizer.param_groups for p in g["params"]}
     return [g for g in groups if id(original(g)) in held]
 
 
-def training(optimizers: Sequence[Optimizer], groups: Sequence[Group]) -> list[Optimizer]:
+def training(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> list[Optimizer]:
     """Those of the optimizers that train some of the groups' parameters."""
     return [o for o in optimizers if trained_by(plain_optimizer(o), groups)]
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[Group], settings: Settings) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup], settings: Settings) -> None:
     """Raise unless every sparsified parameter is trained by one of these, and every one of these trains some.
 
     Args:
