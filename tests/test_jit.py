@@ -29,9 +29,11 @@ from sparsekit_ao.kernels.jit import launch, threads, wide, window
 DTYPES = [d for d in FLOATS if d != torch.float64]
 WAYS = {  # limits under which small inputs take each way
     "pairs": {},
-    "lanes": {"PAIRS": 0, "SHORT": 1 << 20},
+    "network": {"PAIRS": 0, "NETWORK": 1 << 20, "SHORT": 1 << 20},
+    "lanes": {"PAIRS": 0, "NETWORK": 0, "SHORT": 1 << 20},
     "rows": {"PAIRS": 0, "SHORT": 0, "APART": 0, "ROW": 1 << 20},
     "wide": {"PAIRS": 0, "SHORT": 0, "APART": 0, "ROW": 0},
+    "digits": {"PAIRS": 0, "SHORT": 0, "APART": 0, "ROW": 0},
 }
 
 
@@ -40,6 +42,8 @@ def way(request, monkeypatch):
     for name, value in WAYS[request.param].items():
         monkeypatch.setattr(launch, name, value)
     monkeypatch.setattr(threads, "PIECE", 64)  # several pieces even of a small tensor
+    if request.param == "digits":
+        monkeypatch.setattr(wide, "_by_sample", lambda *_: False)
     return request.param
 
 
@@ -158,7 +162,7 @@ def test_a_window_leaves_the_rest_of_the_mask_alone(way):
 @pytest.mark.parametrize("stage", [False, True])
 @pytest.mark.parametrize("block", [(1, 1), (1, 4)])
 def test_scopes_over_several_tensors(block, stage, dtype, monkeypatch):
-    monkeypatch.setattr(launch, "PIECE", 1)
+    monkeypatch.setattr(launch, "SMALL", 1)
     monkeypatch.setattr(launch, "EACH", 1)
     monkeypatch.setattr(threads, "PIECE", 64)
     values = [scores_like("few values", 16, 12 * (i + 1), dtype, seed=i) for i in range(3)]
@@ -176,6 +180,7 @@ def test_scopes_over_several_tensors(block, stage, dtype, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_digits_of_any_width_and_undecided_keys_give_the_same_bits(bits, kind, monkeypatch):
     monkeypatch.setattr(wide, "BITS", bits)
+    monkeypatch.setattr(wide, "_by_sample", lambda *_: False)
     for name, value in WAYS["wide"].items():
         monkeypatch.setattr(launch, name, value)
     for width in (1, 999, 70_000):
@@ -183,6 +188,37 @@ def test_digits_of_any_width_and_undecided_keys_give_the_same_bits(bits, kind, m
         for keep in {0, 1, width // 3, width}:
             expected = keep_mask(scores, keep, impl="reference")
             assert torch.equal(keep_mask(scores, keep, impl="jit"), expected), (width, keep)
+
+
+@pytest.mark.parametrize("found", [(0, 1), (1 << 30, 1 << 30), (0, 0x7F800001), (0x3F800000, 0x3F800001), (5, 4)])
+@pytest.mark.parametrize("block", [(1, 1), (1, 4)])
+def test_a_sample_that_misleads_costs_time_only(found, block, monkeypatch):
+    monkeypatch.setattr(wide, "bracket", lambda *_: found)
+    values, masks = torch.randn(300, 512, generator=generator()), [torch.ones(300, 512, dtype=torch.bool) for _ in "ab"]
+    for keep in (1, 20_000, 300 * 512 // math.prod(block) - 1):
+        for mask, impl in zip(masks, ("jit", "reference"), strict=True):
+            scope_mask([as_scopes(values, mask, block, (-1, -1))], keep, impl=impl)
+        assert torch.equal(*masks), keep
+
+
+@pytest.mark.parametrize("order", ["random", "ascending", "few values", "one value", "periodic"])
+def test_a_good_sample_is_used_and_a_useless_one_is_not(order, monkeypatch):
+    values = {
+        "random": lambda: torch.randn(1 << 18, generator=generator()),
+        "ascending": lambda: torch.arange(1.0, (1 << 18) + 1),
+        "few values": lambda: torch.randint(1, 3, (1 << 18,), generator=generator()).float(),
+        "one value": lambda: torch.ones(1 << 18),
+        "periodic": lambda: torch.arange(256.0).repeat(1 << 10),
+    }[order]()
+    for name, value in WAYS["wide"].items():
+        monkeypatch.setattr(launch, name, value)
+    monkeypatch.setattr(threads, "PIECE", 4096)
+    used, original = [], wide._by_sample
+    monkeypatch.setattr(wide, "_by_sample", lambda *rest: used.append(original(*rest)) or used[-1])
+    mask = torch.ones(512, 512, dtype=torch.bool)
+    scope_mask([as_scopes(values.view(512, 512), mask, (1, 1), (-1, -1))], 100_000, impl="jit")
+    assert torch.equal(mask.view(1, -1), keep_mask(values.view(1, -1), 100_000, magnitude=True, impl="reference"))
+    assert used == [order in ("random", "periodic")]
 
 
 def test_the_number_of_threads_does_not_show():
@@ -397,7 +433,7 @@ def test_windows_that_do_not_fit_each_other_are_refused(impl):
 def test_a_weight_that_changes_while_it_is_read_does_no_harm(monkeypatch):
     """The undecided keys of a piece never outgrow the room that was counted for them."""
     real, values = wide.emit_mask, torch.randn(1, 1 << 19, generator=generator())
-    monkeypatch.setattr(wide, "emit_mask", lambda *args: (values.fill_(float(values.abs().median())), real(*args)))
+    monkeypatch.setattr(wide, "emit_mask", lambda *args: (values.fill_(float(values.abs().median())), real(*args))[1])
     mask = torch.ones(values.shape, dtype=torch.bool)
     scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], 1 << 18, impl="jit")
     assert int(mask.sum()) <= 1 << 19

@@ -1,7 +1,8 @@
 """The JIT tier: the reference's masks near memory speed, with numba (an optional extra).
 
-Three ways to select: comparing every pair (few blocks in a scope), bisection on the keys of a scope held in a buffer,
-and a radix select by histograms over threads. A weight is read through its strides and its mask written in place.
+Four ways to select: comparing or sorting scopes side by side (few blocks in each), bisection on the keys of a scope
+held in a buffer, and over threads, after a sample, one pass that decides nearly all. A weight is read through its
+strides and its mask written in place.
 """
 
 import importlib.util
@@ -18,18 +19,20 @@ from ...layout import addresses, cosize, is_dense
 from ..nests import lower
 from ..reference import Norm
 from ..tiling import Blocks, Scopes
-from .threads import PIECE, pieces, run_all
+from .threads import pieces, run_all
 
 if TYPE_CHECKING:
     from .window import Window
 
 __all__ = ["can_select", "keep_mask", "problem", "refusal", "scope_mask", "scores_refusal", "select"]
 
-PAIRS = 32  # blocks of a scope up to which every pair is compared
+PAIRS = 8  # blocks of a scope up to which every pair is compared
+NETWORK = 64  # ... up to which they are sorted side by side
 SHORT = 256  # ... up to which scopes are read side by side
 APART = 1 << 16  # ... and where the next scope is nearer than the next block
 ROW = 1 << 18  # ... and up to which the keys of a scope are held in a buffer
-EACH = 1 << 12  # blocks of a scope in each of several tensors, below which a histogram for each is too much
+SMALL = 1 << 16  # blocks below which a scope is not worth cutting over threads
+EACH = 1 << 12  # blocks of a scope in each of several tensors, below which room of its own for each is too much
 ELEMENTS = 32  # largest block; larger ones are read in whole vectors by torch itself
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MISSING = "numba is not installed (pip install 'sparsekit_ao[jit]')"
@@ -74,8 +77,8 @@ def refusal(groups: Sequence[Scopes], norm: Norm) -> str | None:
     if any((m.window.dtype, m.shape) != (first.window.dtype, first.shape) for g in groups for m in g.members):
         return "tensors of one scope differ in dtype or block shape"
     blocks = sum(math.prod(g.shape) for g in groups)
-    if len(groups) > 1 and blocks < max(PIECE, EACH * len(groups)):
-        return f"scopes of {len(groups)} tensors hold {blocks} blocks together, fewer than {PIECE} or {EACH} each"
+    if len(groups) > 1 and blocks < max(SMALL, EACH * len(groups)):
+        return f"scopes of {len(groups)} tensors hold {blocks} blocks together, fewer than {SMALL} or {EACH} each"
     return None
 
 
@@ -155,9 +158,9 @@ def _fill(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, keep:
     alone = len(windows) == 1
     work = list(pieces(scopes, total * window.elements.shape[1]))
     if alone and (total <= SHORT or (total <= APART and _lie_apart(window))):
-        lanes = max(64, min(1024, (1 << 13) // total)) if total <= SHORT else max(16, min(64, (1 << 20) // total))
-        run_all([partial(loops.select_side_by_side, window, budget, lanes, PAIRS, *part) for part in work])
-    elif alone and total <= ROW and (total <= PIECE or scopes >= torch.get_num_threads()):
+        lanes = max(32, min(1024, 8192 // total)) if total <= SHORT else max(16, min(64, (1 << 20) // total))
+        run_all([partial(loops.select_side_by_side, window, budget, lanes, PAIRS, NETWORK, *part) for part in work])
+    elif alone and total <= ROW and (total <= SMALL or scopes >= torch.get_num_threads()):
         run_all([partial(loops.select_by_one, window, budget, *part) for part in work])
     else:
         for scope in range(scopes):

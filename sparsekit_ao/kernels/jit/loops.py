@@ -9,9 +9,21 @@ import numpy as np
 
 from .window import compiled
 
-__all__ = ["choose", "count_digits", "emit_mask", "place", "select_by_one", "select_elements", "select_side_by_side"]
+__all__ = [
+    "bracket",
+    "choose",
+    "count_digits",
+    "emit_mask",
+    "place",
+    "sample",
+    "select_by_one",
+    "select_elements",
+    "select_side_by_side",
+]
 
 HIGHEST = 0x7FFFFFFF  # above every key
+NO_STEP = np.int64(0)  # addresses stand in a table (typed, since numba compiles anew for a literal number)
+ONE = np.int64(1)
 
 
 @compiled
@@ -55,6 +67,10 @@ def address_of(nest, tensor, trip, offset):
 @compiled
 def gather(source, table, step, shifts, count, out):
     """out[s, i] = source at address i, shifted by shifts[s]."""
+    if are_packed(step, shifts):
+        first = np.int64(table[0]) + shifts[0]
+        deinterleave(source[first : first + count * step], out)
+        return
     for s in range(shifts.size):
         first, row = np.int64(table[0]) + shifts[s], out[s]
         if step == 1:  # a loop of its own, which becomes whole vectors
@@ -73,10 +89,16 @@ def gather(source, table, step, shifts, count, out):
 @compiled
 def scatter(target, table, step, shifts, count, flags):
     """The target at address i, shifted by shifts[s], = flags[s, i]; one row of flags serves all shifts."""
+    if flags.shape[0] > 1 and are_packed(step, shifts):
+        first = np.int64(table[0]) + shifts[0]
+        interleave(flags, target[first : first + count * step])
+        return
     for s in range(shifts.size):
         first, row = np.int64(table[0]) + shifts[s], flags[s if flags.shape[0] > 1 else 0]
         if step == 1:
-            target[first : first + count] = row[:count]
+            part = target[first : first + count]
+            for i in range(count):
+                part[i] = row[i]
         elif step > 1:
             spread = target[first : first + (count - 1) * step + 1 : step]
             for i in range(count):
@@ -84,6 +106,92 @@ def scatter(target, table, step, shifts, count, flags):
         else:
             for i in range(count):
                 target[table[i] + np.uint64(shifts[s])] = row[i]
+
+
+@compiled
+def are_packed(step, shifts):
+    """Whether addresses and shifts together are consecutive numbers, in a power of two of shifts."""
+    ways = shifts.size
+    if ways < 2 or ways & (ways - 1) or step != ways:
+        return False
+    together = True
+    for s in range(1, ways):
+        together &= shifts[s] == shifts[0] + s
+    return together
+
+
+@compiled
+def deinterleave(source, out):
+    """out[s, i] = source[i * ways + s] for a power of two of ways, by strides that the compiler knows."""
+    ways, flat = out.shape[0], out.reshape(-1)
+    spare = np.empty(out.size if ways > 4 else 0, np.int32)
+    streams, passes = deal_step(ways), 1
+    while streams < ways:
+        streams *= deal_step(ways // streams)
+        passes += 1
+    into, free = (flat, spare) if passes % 2 else (spare, flat)  # so that the last pass fills `out`
+    deal(source, ONE, deal_step(ways), into)
+    streams = deal_step(ways)
+    while streams < ways:
+        step = deal_step(ways // streams)
+        deal(into, streams, step, free)
+        into, free = free, into
+        streams *= step
+
+
+@compiled
+def deal_step(ways):
+    return 4 if ways % 4 == 0 else 2
+
+
+@compiled
+def deal(source, streams, step, out):
+    """Every `step`-th of each stream to a stream of its own; streams lie one after the other."""
+    size = source.size // streams
+    part, apart = size // step, size // step * streams
+    for s in range(streams):
+        whole, first, second = source[s * size : (s + 1) * size], out[s * part :], out[s * part + apart :]
+        if step == 2:
+            for i in range(part):
+                first[i], second[i] = whole[2 * i], whole[2 * i + 1]
+        else:
+            third, fourth = out[s * part + 2 * apart :], out[s * part + 3 * apart :]
+            for i in range(part):
+                at = 4 * i
+                first[i], second[i], third[i], fourth[i] = whole[at], whole[at + 1], whole[at + 2], whole[at + 3]
+
+
+@compiled
+def interleave(rows, target):
+    """target[i * ways + s] = rows[s, i], the inverse of `deinterleave`."""
+    ways = rows.shape[0]
+    taken, free = rows.reshape(-1), np.empty(rows.size, np.uint8)
+    streams = ways
+    while True:
+        step = 4 if streams & 0x55555555 else 2  # a power of four is left by fours
+        streams //= step
+        if streams == 1:
+            collect(taken, streams, step, target)
+            return
+        collect(taken, streams, step, free)
+        taken, free = free, taken
+
+
+@compiled
+def collect(source, streams, step, out):
+    """The inverse of `deal`."""
+    size = source.size // streams
+    part, apart = size // step, size // step * streams
+    for s in range(streams):
+        whole, first, second = out[s * size : (s + 1) * size], source[s * part :], source[s * part + apart :]
+        if step == 2:
+            for i in range(part):
+                whole[2 * i], whole[2 * i + 1] = first[i], second[i]
+        else:
+            third, fourth = source[s * part + 2 * apart :], source[s * part + 3 * apart :]
+            for i in range(part):
+                at = 4 * i
+                whole[at], whole[at + 1], whole[at + 2], whole[at + 3] = first[i], second[i], third[i], fourth[i]
 
 
 @compiled
@@ -222,28 +330,46 @@ def store(window, table, step, shifts, count, kept):
 
 
 @compiled
-def select_side_by_side(window, keep, lanes, pairs, start, stop):
-    """Scopes start .. stop, `lanes` at a time, a vector lane each; few blocks are ranked by comparing every pair."""
+def select_side_by_side(window, keep, lanes, pairs, network, start, stop):
+    """Scopes start .. stop, `lanes` at a time, a vector lane each.
+
+    Up to `pairs` blocks of a scope are compared with one another, up to `network` sorted, more of them bisected.
+    """
     scope_x, scope_m = np.empty(lanes, np.uint64), np.empty(lanes, np.uint64)
     members = np.prod(window.block[0])
     block_x, block_m = np.empty(members, np.int64), np.empty(members, np.int64)
     for m in range(members):
         block_x[m] = address_of(window.block, 0, m, 0)
         block_m[m] = address_of(window.block, 1, m, 0)
-    keys, kept = np.empty((members, lanes), np.int32), np.empty((members, lanes), np.uint8)
-    budgets = np.full(lanes, keep[0], np.int32)
+    room, spare = np.empty(members * lanes, np.int32), np.empty(members * lanes, np.int32)
+    flags = np.empty(members * lanes, np.uint8)
+    budgets, cut = np.full(lanes, keep[0], np.int32), np.empty(lanes, np.int32)
     absent = absent_key(window)
     for first in range(start, stop, lanes):
         count = min(lanes, stop - first)
+        keys, other = (
+            room[: members * count].reshape((members, count)),
+            spare[: members * count].reshape((members, count)),
+        )
+        kept = flags[: members * count].reshape((members, count))
         step_x = fill_addresses(window.scope, 0, first, count, 0, scope_x)
         step_m = fill_addresses(window.scope, 1, first, count, 0, scope_m)
         fill_keys(window, scope_x, step_x, block_x, scope_m, step_m, block_m, count, keys)
         if keep.size > 1:
-            budgets[:count] = keep[first : first + count]
+            for i in range(count):  # a loop, because an assignment of arrays brings seconds of compiling with it
+                budgets[i] = keep[first + i]
         if members <= pairs:
-            rank_pairs(keys, count, budgets, kept)
+            rank_pairs(keys, budgets, other, kept)
         else:
-            bisect_lanes(keys, count, budgets, kept)
+            if members <= network:
+                for i in range(members * count):
+                    spare[i] = room[i]
+                sort_lanes(other)
+                for i in range(count):
+                    cut[i] = other[budgets[i] - 1, i] if budgets[i] else np.int32(HIGHEST)
+            else:
+                bisect_lanes(keys, count, budgets, cut)
+            mark_lanes(keys, count, budgets, cut, kept)
         if window.stage:
             for m in range(members):
                 for i in range(count):
@@ -252,10 +378,10 @@ def select_side_by_side(window, keep, lanes, pairs, start, stop):
 
 
 @compiled
-def rank_pairs(keys, count, budgets, kept):
+def rank_pairs(keys, budgets, beaten, kept):
     """Keep a slot if fewer than the budget beat it: an earlier slot with an equal key, or any with a higher one."""
-    members = keys.shape[0]
-    beaten = np.zeros((members, count), np.int32)
+    members, count = keys.shape
+    beaten[:] = 0
     for a in range(members):
         for b in range(a + 1, members):
             first, second, beaten_first, beaten_second = keys[a], keys[b], beaten[a], beaten[b]
@@ -270,11 +396,37 @@ def rank_pairs(keys, count, budgets, kept):
 
 
 @compiled
-def bisect_lanes(keys, count, budgets, kept):
+def sort_lanes(keys):
+    """Sort each lane, highest first, by merge exchange (Batcher 1968; Knuth, TAOCP 3, algorithm 5.2.2M)."""
+    (members, count), top = keys.shape, 1
+    while 2 * top < members:
+        top *= 2
+    span = top
+    while span > 0:
+        reach, offset, far = top, 0, span
+        while True:
+            for m in range(members - far):
+                if m & span == offset:
+                    exchange(keys[m], keys[m + far], count)
+            if reach == span:
+                break
+            far, reach, offset = reach - span, reach // 2, span
+        span //= 2
+
+
+@compiled
+def exchange(upper, lower, count):
+    for i in range(count):
+        one, other = upper[i], lower[i]
+        upper[i], lower[i] = max(one, other), min(one, other)
+
+
+@compiled
+def bisect_lanes(keys, count, budgets, cut):
     """Bisect each lane's key range until exactly its budget lies at or above the cut, or only ties are left."""
     members = keys.shape[0]
     low, high = keys[0, :count].astype(np.int64), keys[0, :count].astype(np.int64)
-    cut, reached = np.empty(count, np.int32), np.empty(count, np.int32)
+    reached = np.empty(count, np.int32)
     for m in range(members):
         row = keys[m]
         for i in range(count):
@@ -300,16 +452,21 @@ def bisect_lanes(keys, count, budgets, kept):
                 busy |= low[i] < high[i]
     for i in range(count):
         cut[i] = np.int32(low[i])
-        reached[i] = budgets[i]
-    for m in range(members):
+
+
+@compiled
+def mark_lanes(keys, count, budgets, cut, kept):
+    """Flags of the keys above the cut; what is left of the budget goes to the first that equal it."""
+    left = budgets[:count].copy()
+    for m in range(keys.shape[0]):
         row = keys[m]
         for i in range(count):
-            reached[i] -= row[i] > cut[i]
-    for m in range(members):  # what is left of the budget goes to the first ties
+            left[i] -= row[i] > cut[i]
+    for m in range(keys.shape[0]):
         row, out = keys[m], kept[m]
         for i in range(count):
-            tie = np.int32(row[i] == cut[i]) & np.int32(reached[i] > 0)
-            reached[i] -= tie
+            tie = np.int32(row[i] == cut[i]) & np.int32(left[i] > 0)
+            left[i] -= tie
             out[i] = np.int32(row[i] > cut[i]) | tie
 
 
@@ -430,51 +587,79 @@ def count_digits(window, scope, start, stop, base, shift, low, prefix, again, st
 
 
 @compiled
-def emit_mask(window, scope, start, stop, base, low, prefix, quota, again, stored, slots, waiting):
-    """Write the mask of blocks start .. stop of one scope, as far as the bits above `low` decide it.
+def sample(window, scope, start, stop, keys):
+    """Keys of blocks start .. stop of one scope, spread evenly, each drawn at random from a stretch of its own."""
+    table_x, table_m, here = np.empty(keys.size, np.uint64), np.empty(keys.size, np.uint64), np.zeros(1, np.int64)
+    at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
+    stretch, state = (stop - start) // keys.size, np.uint32(start + 1)
+    for i in range(keys.size):
+        state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))  # Numerical Recipes' generator
+        block = start + i * stretch + np.int64(state >> np.uint32(8)) % stretch
+        table_x[i] = address_of(window.block, 0, block, at_x)
+        table_m[i] = address_of(window.block, 1, block, at_m)
+    fill_keys(window, table_x, NO_STEP, here, table_m, NO_STEP, here, keys.size, keys.reshape((1, keys.size)))
 
-    Blocks whose bits above it are `prefix` are undecided: with low = 0 they tie and the first `quota` of them are
-    kept, else they are dropped for now and their slots and keys are recorded.
+
+@compiled
+def bracket(keys, upper, lower):
+    """The upper-th and the lower-th largest key."""
+    return kth_key(keys, upper), kth_key(keys, lower)
+
+
+@compiled
+def emit_mask(window, scope, start, stop, least, most, tied, quota, again, stored, slots, waiting):
+    """Write the mask of blocks start .. stop of one scope, as far as two keys decide it: (kept, undecided).
+
+    Keys above `most` are kept, those below `least` dropped. Those between are undecided: if `tied` they are all equal
+    and the first `quota` of them are kept, else they are dropped for now and their slots, counted from `start`, and
+    keys are recorded as far as there is room; all are counted.
     """
     chunk = blocks_at_once(window)
     table_x, table_m, here = np.empty(chunk, np.uint64), np.empty(chunk, np.uint64), np.zeros(1, np.int64)
-    buffer, kept, undecided = np.empty(chunk, np.int32), np.empty((1, chunk), np.uint8), np.empty(chunk, np.uint8)
+    buffer, kept = np.empty(chunk, np.int32), np.empty((1, chunk), np.uint8)
+    scratch = np.empty(chunk + 8, np.uint8), np.empty(chunk // 8 + 2, np.int32), np.empty(chunk + 8, np.int32)
     at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
     absent = absent_key(window)
-    least, most = np.int32(base + (prefix << low)), np.int32(base + ((prefix + 1) << low) - 1)
-    found = 0
+    found, above = 0, 0
     for first in range(start, stop, chunk):
         count = min(chunk, stop - first)
         keys = stored[first : first + count] if stored.size else buffer[:count]
         if not (again and stored.size):
             read(window, first, count, at_x, at_m, table_x, table_m, here, keys)
-        if low == 0:
+        if tied:
             quota -= mark(keys, least, quota, absent, kept[0])
         else:
             mark(keys, most, 0, absent, kept[0])
-            found = record(keys, first, least, most, undecided, slots, waiting, found)
+            above += count_from(keys, np.int32(most + 1))
+            found = record(keys, first - start, least, most, scratch, slots, waiting, found)
         step = fill_addresses(window.block, 1, first, count, at_m, table_m)
         store(window, table_m, step, here, count, kept)
+    return above, found
 
 
 @compiled
-def record(keys, first, least, most, undecided, slots, waiting, found):
-    """Append slot and key of every key in least .. most; few are, so eight flags are looked at together.
+def record(keys, first, least, most, scratch, slots, waiting, found):
+    """Append slot and key of every key in least .. most, as far as there is room, and count them all.
 
-    Never more than there is room for, should somebody change the weight since it was counted.
+    Few are, so eight flags are looked at together; nothing branches on a key.
     """
-    eights, whole = undecided.view(np.uint64), keys.size // 8
+    flags, some, near = scratch
+    eights, count, seen = flags.view(np.uint64), 0, 0
+    whole = -(-keys.size // 8)
     for i in range(keys.size):
-        undecided[i] = np.uint8(keys[i] >= least) & np.uint8(keys[i] <= most)
-    for eight in range(whole + 1):
-        if eight < whole and not eights[eight]:
-            continue
-        for i in range(eight * 8, min(eight * 8 + 8, keys.size)):
-            if undecided[i] and found < slots.size:
-                slots[found] = first + i
-                waiting[found] = keys[i]
-                found += 1
-    return found
+        flags[i] = np.uint8(keys[i] >= least) & np.uint8(keys[i] <= most)
+    flags[keys.size : 8 * whole] = 0
+    for eight in range(whole):
+        some[count] = eight
+        count += eights[eight] != 0
+    for at in range(count):
+        for i in range(8 * some[at], 8 * some[at] + 8):
+            near[seen] = i
+            seen += flags[i]
+    for i in range(min(seen, slots.size - found)):
+        slots[found + i] = first + near[i]
+        waiting[found + i] = keys[near[i]]
+    return found + seen
 
 
 @compiled
@@ -485,21 +670,16 @@ def choose(keys, need, absent, kept):
 
 
 @compiled
-def place(window, scope, slots, kept):
-    """Set the mask of the blocks of one scope whose flag is set."""
-    table, ones, here, count = (
-        np.empty(slots.size, np.uint64),
-        np.ones((1, slots.size), np.uint8),
-        np.zeros(1, np.int64),
-        0,
-    )
-    at_m = address_of(window.scope, 1, scope, 0)
+def place(window, scope, start, slots, kept):
+    """Set the mask of the blocks of one scope, slots counted from `start`, whose flag is set."""
+    table, ones, here = np.empty(slots.size, np.uint64), np.ones((1, slots.size), np.uint8), np.zeros(1, np.int64)
+    at_m, count = address_of(window.scope, 1, scope, 0), 0
     for i in range(slots.size):
         if kept[i]:
-            table[count] = address_of(window.block, 1, slots[i], at_m)
+            table[count] = address_of(window.block, 1, start + slots[i], at_m)
             count += 1
     if count:
-        store(window, table, 0, here, count, ones)
+        store(window, table, NO_STEP, here, count, ones)
 
 
 @compiled

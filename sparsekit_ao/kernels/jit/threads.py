@@ -5,15 +5,18 @@ that another program holds slows one piece, not all of them.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 __all__ = ["PIECE", "pieces", "run_all"]
 
-PIECE = 1 << 16  # elements of the smallest piece of work
+PIECE = 1 << 17  # elements of the smallest piece of work
+T = TypeVar("T")
 
 
 def pieces(count: int, weight: int) -> Iterator[tuple[int, int]]:
@@ -23,23 +26,40 @@ def pieces(count: int, weight: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, count)
 
 
-def run_all(work: Sequence[Callable[[], None]]) -> None:
-    """Call every piece of work, on as many threads as torch uses; the first error is raised when all are done."""
-    threads = torch.get_num_threads()
-    if threads <= 1 or len(work) <= 1:
-        for piece in work:
-            piece()
-        return
-    running = [_pool(os.getpid(), threads).submit(piece) for piece in work]
+def run_all(work: Sequence[Callable[[], T]]) -> list[T]:
+    """Call every piece of work, on as many threads as torch uses, this one among them; their results in order.
+
+    The first error is raised once nothing runs any more: nothing may write into masks after the caller has it.
+    """
+    todo, found = deque(enumerate(work)), {}
+
+    def take() -> None:
+        try:
+            for at, piece in _taken(todo):
+                found[at] = piece()
+        except BaseException:
+            todo.clear()
+            raise
+
+    others = min(torch.get_num_threads(), len(work)) - 1
+    helpers = [_pool(os.getpid(), others).submit(take) for _ in range(others)]
     try:
-        wait(running)
-    except BaseException:  # an interrupt: nothing may write into masks after the caller has it
-        for future in running:
-            future.cancel()
-        wait(running)
-        raise
-    for future in running:
-        future.result()
+        take()
+    finally:
+        wait([helper for helper in helpers if not helper.cancel()])  # one that has not begun has nothing left to do
+    for helper in helpers:
+        if not helper.cancelled():
+            helper.result()
+    return [found[at] for at in range(len(work))]
+
+
+def _taken(todo: deque[T]) -> Iterator[T]:
+    """What is left, one at a time; other threads take from the same."""
+    while True:
+        try:
+            yield todo.popleft()
+        except IndexError:
+            return
 
 
 @lru_cache(maxsize=2)

@@ -1,30 +1,37 @@
-"""One scope of many blocks, over one or more tensors: a radix select whose passes are cut over threads.
+"""One scope of many blocks, over one or more tensors: selection in passes that are cut over threads.
 
-Count the leading digit of every key, take the digit in which the last kept one lies, and go on inside it until the
-undecided keys are few. Then one pass writes the mask and records the undecided, and among those the choice is made.
+A sample says between which two keys the last kept one lies. One pass then writes the mask of all others and records
+those between, among which the choice is made. Where the sample was wrong, or many keys are equal, a radix select
+follows: count the leading digit of every key, take the digit in which the last kept one lies, and go on inside it.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .loops import choose, count_digits, emit_mask, place
+from .loops import bracket, choose, count_digits, emit_mask, place, sample
 from .threads import pieces, run_all
 from .window import Window
 
 __all__ = ["select_wide"]
 
 BITS = 13  # of a digit: exponent and five bits of mantissa (four under a sign), in a histogram that fits into L1
+STRETCH = 64  # blocks for which one is drawn ...
+DRAWN = 1 << 16  # ... but no more than this
+DEVIATIONS = 4  # of the sampled rank, to either side: one step in some ten thousand needs the radix select
+ROOM = 8  # one block in so many may be recorded as undecided
+TOP = 0x7FFFFFFE  # no key reaches it
 NOTHING: NDArray[Any] = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """Blocks start .. stop of one scope in one window, and room for their keys (or none)."""
+    """Blocks start .. stop of one scope in one window, and room for the keys of them all (or none)."""
 
     window: Window
     scope: int
@@ -33,36 +40,83 @@ class Piece:
     stored: NDArray[np.int32]
 
 
-@dataclass(kw_only=True, eq=False)
-class Undecided:
-    """What is known of the keys: those whose bits above `shift` are `prefix` wait, `need` of them are kept."""
-
-    shift: int
-    need: int
-    prefix: int = 0
-    waiting: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-
-
 def select_wide(windows: Sequence[Window], blocks: Sequence[int], scope: int, budget: int) -> None:
     """Keep `budget` blocks of one scope; its blocks are those of all windows, in their order."""
-    first = windows[0]
-    elements, itemsize = first.elements.shape[1], first.bits.itemsize
-    base, width = _key_range(first)
-    stored = elements > 1 and elements * itemsize >= 8  # keys at half the weight's bytes at most; else read again
+    # a stage cannot take back what it removed, should the sample have been wrong
+    if windows[0].stage or not 0 < budget < sum(blocks) or not _by_sample(_cut(windows, blocks, scope), budget):
+        _by_digits(windows, blocks, scope, budget)
+
+
+def _cut(windows: Sequence[Window], blocks: Sequence[int], scope: int, *, stored: bool = False) -> list[Piece]:
     work = []
     for window, count in zip(windows, blocks, strict=True):
         keys = np.empty(count, np.int32) if stored else NOTHING
-        work += [Piece(window=window, scope=scope, start=a, stop=b, stored=keys) for a, b in pieces(count, elements)]
+        parts = pieces(count, window.elements.shape[1])
+        work += [Piece(window=window, scope=scope, start=a, stop=b, stored=keys) for a, b in parts]
+    return work
+
+
+def _by_sample(work: Sequence[Piece], budget: int) -> bool:
+    """Whether the sample was right, and so the mask is written."""
+    sizes = [p.stop - p.start for p in work]
+    least, most = _bracket(work, sizes, budget)
+    if least >= most:
+        return False
+    slots = [np.empty(size // ROOM + 1, np.int32) for size in sizes]
+    waiting = [np.empty(size // ROOM + 1, np.int32) for size in sizes]
+    counts = _emit(work, least, most, [0] * len(work), slots, waiting, tied=False, again=False)
+    above, found = counts.sum(0)
+    if not above <= budget <= above + found or any(n > s.size for n, s in zip(counts[:, 1], slots, strict=True)):
+        return False
+    slots = [s[:n] for s, n in zip(slots, counts[:, 1], strict=True)]
+    waiting = [w[:n] for w, n in zip(waiting, counts[:, 1], strict=True)]
+    _finish(work, slots, np.concatenate(waiting), int(budget - above), _key_range(work[0].window)[0])
+    return True
+
+
+def _bracket(work: Sequence[Piece], sizes: Sequence[int], budget: int) -> tuple[int, int]:
+    """Two keys between which the budget-th largest one probably lies."""
+    stretch = max(STRETCH, sum(sizes) // DRAWN)
+    keys = [np.empty(max(1, size // stretch), np.int32) for size in sizes]
+    run_all([partial(sample, p.window, p.scope, p.start, p.stop, own) for p, own in zip(work, keys, strict=True)])
+    drawn, share = sum(k.size for k in keys), budget / sum(sizes)
+    spread = DEVIATIONS * math.sqrt(drawn * share * (1 - share)) + 1
+    upper, lower = math.floor(drawn * share - spread), math.ceil(drawn * share + spread)
+    most, least = bracket(np.concatenate(keys), max(upper, 1), min(lower, drawn))
+    base, _ = _key_range(work[0].window)
+    return (least if lower <= drawn else base), (most if upper >= 1 else TOP)
+
+
+def _by_digits(windows: Sequence[Window], blocks: Sequence[int], scope: int, budget: int) -> None:
+    first = windows[0]
+    elements, itemsize = first.elements.shape[1], first.bits.itemsize
+    # keys at half the weight's bytes at most; else read again
+    work = _cut(windows, blocks, scope, stored=elements > 1 and elements * itemsize >= 8)
     # what waits is recorded in a quarter of the weight's bytes; a stage cannot take back what it removed from a block
-    room = 0 if first.stage and elements > 1 else sum(blocks) * elements * itemsize // 48
-    state = Undecided(shift=width, need=budget)
-    passes = 0
-    while state.need and state.shift and (not passes or state.waiting.sum() > room):
-        _narrow(state, work, base, again=passes > 0)
-        passes += 1
-    if not state.need:
-        state = Undecided(shift=0, need=0, prefix=(1 << width) - 1, waiting=np.zeros(len(work), np.int64))
-    _emit(state, work, base, again=passes > 0)
+    room = 0 if first.stage and elements > 1 else sum(blocks) * elements * itemsize // 32
+    base, shift = _key_range(first)
+    need, prefix, passes = budget, 0, 0
+    waits = np.full(len(work), sum(blocks))
+    while need and shift and (not passes or waits.sum() > room):
+        low = max(shift - BITS, 0)
+        counts = _count(work, base, shift, low, prefix, again=passes > 0)
+        from_top = counts.sum(0, dtype=np.int64)[::-1].cumsum()
+        nth = int(np.searchsorted(from_top, need))
+        digit = counts.shape[1] - 1 - nth
+        need -= int(from_top[nth - 1]) if nth else 0
+        prefix = (prefix << (shift - low)) + digit
+        waits = counts[:, digit].astype(np.int64)
+        shift, passes = low, passes + 1
+    if not need:
+        shift, prefix, waits = 0, TOP - base, np.zeros_like(waits)
+    least, most = base + (prefix << shift), base + ((prefix + 1) << shift) - 1
+    tied = shift == 0
+    slots = [np.zeros(0 if tied else n, np.int32) for n in waits]
+    waiting = [np.full(len(s), base, np.int32) for s in slots]  # a slot never filled, should a weight change, is absent
+    quotas = np.clip(need - (waits.cumsum() - waits), 0, waits)
+    _emit(work, least, most, quotas.tolist(), slots, waiting, tied=tied, again=passes > 0)
+    if not tied:
+        _finish(work, slots, np.concatenate(waiting), need, base)
 
 
 def _key_range(window: Window) -> tuple[int, int]:
@@ -73,48 +127,45 @@ def _key_range(window: Window) -> tuple[int, int]:
     return (-1, 15) if half else (-1, 31)
 
 
-def _narrow(state: Undecided, work: Sequence[Piece], base: int, *, again: bool) -> None:
-    """Count one more digit of the waiting keys, and keep waiting only those of the digit that decides."""
-    low = max(state.shift - BITS, 0)
-    counts = np.zeros((len(work), 1 << (state.shift - low)), np.int32)
+def _count(work: Sequence[Piece], base: int, shift: int, low: int, prefix: int, *, again: bool) -> NDArray[np.int32]:
+    """How many keys that begin with `prefix` have each digit (bits low .. shift - 1), one row a piece."""
+    counts = np.zeros((len(work), 1 << (shift - low)), np.int32)
     run_all(
         [
-            partial(
-                count_digits,
-                p.window, p.scope, p.start, p.stop, base, state.shift, low, state.prefix, again, p.stored, own,
-            )
+            partial(count_digits, p.window, p.scope, p.start, p.stop, base, shift, low, prefix, again, p.stored, own)
             for p, own in zip(work, counts, strict=True)
         ]
-    )  # fmt: skip
-    from_top = counts.sum(0, dtype=np.int64)[::-1].cumsum()
-    nth = int(np.searchsorted(from_top, state.need))
-    digit = counts.shape[1] - 1 - nth
-    state.need -= int(from_top[nth - 1]) if nth else 0
-    state.prefix = (state.prefix << (state.shift - low)) + digit
-    state.waiting = counts[:, digit].astype(np.int64)
-    state.shift = low
+    )
+    return counts
 
 
-def _emit(state: Undecided, work: Sequence[Piece], base: int, *, again: bool) -> None:
-    """Write the mask; then choose among the keys that still wait."""
-    before = state.waiting.cumsum() - state.waiting
-    tied = state.shift == 0
-    parts = [slice(0) if tied else slice(at, at + n) for at, n in zip(before, state.waiting, strict=True)]
-    quotas = np.clip(state.need - before, 0, state.waiting) if tied else state.waiting
-    total = 0 if tied else int(state.waiting.sum())
-    slots, survivors = np.zeros(total, np.int64), np.full(total, base, np.int32)  # a slot never filled is absent
-    run_all(
+def _emit(
+    work: Sequence[Piece],
+    least: int,
+    most: int,
+    quotas: Sequence[int],
+    slots: Sequence[NDArray[np.int32]],
+    waiting: Sequence[NDArray[np.int32]],
+    *,
+    tied: bool,
+    again: bool,
+) -> NDArray[np.int64]:
+    """`emit_mask` of every piece: kept and undecided blocks, one row a piece."""
+    rows = zip(work, quotas, slots, waiting, strict=True)
+    found = run_all(
         [
-            partial(
-                emit_mask,
-                p.window, p.scope, p.start, p.stop, base, state.shift, state.prefix, int(quota),
-                again, p.stored, slots[part], survivors[part],
-            )
-            for p, quota, part in zip(work, quotas, parts, strict=True)
+            partial(emit_mask, p.window, p.scope, p.start, p.stop, least, most, tied, quota, again, p.stored, s, w)
+            for p, quota, s, w in rows
         ]
-    )  # fmt: skip
-    if tied:
-        return
-    kept = np.empty(total, np.uint8)
-    choose(survivors, state.need, base, kept)
-    run_all([partial(place, p.window, p.scope, slots[s], kept[s]) for p, s in zip(work, parts, strict=True)])
+    )
+    return np.array(found, np.int64)
+
+
+def _finish(
+    work: Sequence[Piece], slots: Sequence[NDArray[np.int32]], keys: NDArray[np.int32], need: int, absent: int
+) -> None:
+    """Choose among the undecided of all pieces together, and keep those."""
+    kept = np.empty(keys.size, np.uint8)
+    choose(keys, need, absent, kept)
+    parts = np.split(kept, np.cumsum([s.size for s in slots])[:-1])
+    run_all([partial(place, p.window, p.scope, p.start, s, k) for p, s, k in zip(work, slots, parts, strict=True)])
