@@ -47,6 +47,8 @@ INSIDE = {
         "nests",
         "keys",
         "radix",
+        "sample",
+        "threads",
         "reference",
         "cpu",
         "jit",
@@ -74,7 +76,7 @@ INSIDE = {
         "launch",
         "threshold",
     ],
-    "kernels/jit": ["window", "loops", "threads", "wide", "launch"],
+    "kernels/jit": ["window", "loops", "wide", "launch"],
     "spec": ["axes", "view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
     "dynamic": [
         "draws",

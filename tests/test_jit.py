@@ -23,8 +23,8 @@ from kernel_cases import (
 )
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, View
-from sparsekit_ao.kernels import Blocks, Scopes, block_scores, keep_mask, scope_mask
-from sparsekit_ao.kernels.jit import launch, threads, wide, window
+from sparsekit_ao.kernels import Blocks, Scopes, block_scores, keep_mask, scope_mask, threads
+from sparsekit_ao.kernels.jit import launch, wide, window
 
 DTYPES = [d for d in FLOATS if d != torch.float64]
 WAYS = {  # limits under which small inputs take each way

@@ -24,6 +24,7 @@ from sparsekit_ao import BlockSpec, ScopeSpec, SparsityError, View
 from sparsekit_ao.kernels import (
     Blocks,
     block_scores,
+    cpu,
     fill_mask,
     from_scopes,
     keep_mask,
@@ -31,7 +32,7 @@ from sparsekit_ao.kernels import (
     scope_scores,
     to_scopes,
 )
-from sparsekit_ao.kernels.cpu import PAIRS, WIDE
+from sparsekit_ao.kernels.cpu import PAIRS, SORTED, WIDE
 from sparsekit_ao.kernels.keys import absent, key_bits, order_keys
 from sparsekit_ao.kernels.radix import CHUNK
 
@@ -79,7 +80,7 @@ def test_a_subnormal_outranks_zero():
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 2, 4, PAIRS - 1, PAIRS, PAIRS + 1, 100])
+@pytest.mark.parametrize("width", [1, 2, 4, PAIRS - 1, PAIRS, PAIRS + 1, 100, SORTED, SORTED + 1])
 def test_narrow_rows_equal_numpys_sort(width, kind, dtype, impl):
     scores, keep = scores_like(kind, 60, width, dtype), budgets(60, width)
     assert torch.equal(keep_mask(scores, keep, impl=impl), sorted_selection(scores, keep))
@@ -106,6 +107,20 @@ def test_rows_larger_than_a_chunk_equal_the_reference(width, dtype, kind):
         found = keep_mask(scores, keep, impl="cpu")
         assert found.sum(1).tolist() == keep.tolist()
         assert torch.equal(found, keep_mask(scores, keep, impl="reference"))
+
+
+@pytest.mark.parametrize("found", [(0, 1), (1 << 30, 1 << 30), (0, 0x7F800001), (5, 4), (1 << 30, 1 << 31 - 1)])
+def test_a_sample_that_misleads_costs_time_only(found, monkeypatch):
+    monkeypatch.setattr(cpu, "_bracket", lambda *_: found)
+    scores = scores_like("random", 1, CHUNK + 99, torch.float32)
+    for keep in (1, CHUNK // 3, CHUNK + 98):
+        assert torch.equal(keep_mask(scores, keep, impl="cpu"), keep_mask(scores, keep, impl="reference"))
+
+
+def test_a_good_sample_is_used(monkeypatch):
+    monkeypatch.setattr(cpu, "_keep_by_digits", None)
+    scores = torch.randn(2, CHUNK + 99, generator=torch.Generator().manual_seed(0))
+    assert keep_mask(scores, 100_000, impl="cpu").sum(1).tolist() == [100_000] * 2
 
 
 @pytest.mark.parametrize("keep", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4, 2 * CHUNK + 5])

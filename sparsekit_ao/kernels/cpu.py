@@ -1,25 +1,28 @@
 """The CPU path: the reference's masks in a few passes over memory, a cache-sized chunk at a time.
 
-Three ways to select, by the width of a row: comparing every pair (N:M), a k-th value a row, a radix select. Scores of
-single elements are never stored: their keys are made from the weight itself, chunk by chunk.
+Three ways to select, by the width of a row: comparing every pair (N:M), sorting, a sample with a radix select behind
+it. Scores of single elements are never stored: their keys are made from the weight itself, chunk by chunk.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from . import radix, reference
+from . import radix, reference, sample
 from .keys import KEY_DTYPES, absent, key_bits, order_keys
 from .radix import CHUNK, Reduce
+from .threads import pieces, run_all
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
 
 __all__ = ["block_scores", "keep_mask", "scope_mask"]
 
-PAIRS = 16  # widest row that is ranked by comparing every pair
-WIDE = 1 << 15  # from here on a row is radix-selected
+PAIRS = 8  # widest row that is ranked by comparing every pair
+SORTED = 256  # widest row that is sorted
+WIDE = 1 << 15  # from here on a row is read in chunks
 
 
 class _Rows:
@@ -32,6 +35,16 @@ class _Rows:
 
     def keys(self, row: int, start: int, stop: int) -> Tensor:
         return self.block(slice(row, row + 1), slice(start, stop))[0]
+
+    def at(self, row: int, slots: Tensor) -> Tensor:
+        """Keys of single slots of one row."""
+        candidates = None if self._candidates is None else self._candidates[row, slots][None]
+        return _Rows(self._scores[row, slots][None], candidates, self._magnitude).block(slice(None))[0]
+
+    def row(self, row: int) -> "_Rows":
+        """A single row."""
+        candidates = None if self._candidates is None else self._candidates[row, None]
+        return _Rows(self._scores[row, None], candidates, self._magnitude)
 
     def block(self, rows: slice, slots: slice = slice(None)) -> Tensor:
         keys = order_keys(self._scores[rows, slots], magnitude=self._magnitude)
@@ -81,26 +94,78 @@ def _keep_pairs(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
 
 def _keep_kth(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
     """Threshold each row at its k-th largest key, then cut the ties that exceed it."""
-    budgets = keep.unique().tolist() if isinstance(keep, Tensor) else [keep]
-    if len(budgets) > 1:
-        for k in budgets:
-            rows = keep == k
-            part = torch.empty_like(keys[rows], dtype=torch.bool)
-            _keep_kth(part, keys[rows], k)
-            out[rows] = part
-        return
-    k = budgets[0]
-    threshold = keys.kthvalue(keys.shape[1] + 1 - max(k, 1), dim=1, keepdim=True).values
+    k = torch.as_tensor(keep, dtype=torch.int64).reshape(-1, 1)
+    threshold = _kth_largest(keys, k.clamp(min=1))
     torch.ge(keys, threshold, out=out)
-    excess = (torch.count_nonzero(out, dim=1) != k).nonzero()[:, 0]
+    excess = (out.count_nonzero(1)[:, None] != k)[:, 0].nonzero()[:, 0]
     if excess.numel():
         some, limit = keys[excess], threshold[excess]
         above, ties = some > limit, some == limit
-        out[excess] = above | (ties & (ties.cumsum(1) <= k - above.sum(1, keepdim=True)))
+        left = (k if k.numel() == 1 else k[excess]) - above.sum(1, keepdim=True)
+        out[excess] = above | (ties & (ties.cumsum(1) <= left))
+
+
+def _kth_largest(keys: Tensor, k: Tensor) -> Tensor:
+    """The k-th largest key of each row [rows, 1]; k is [rows, 1], or [1, 1] for all."""
+    rows, width = keys.shape
+    if k.numel() == 1 and width > SORTED:
+        return keys.kthvalue(width + 1 - int(k), dim=1, keepdim=True).values
+    ordered = keys.clone(memory_format=torch.contiguous_format)
+    array = ordered.numpy()  # which sorts short rows with whole vectors
+    run_all([partial(array[start:stop].sort, axis=1) for start, stop in pieces(rows, width)])
+    return ordered[:, width - int(k), None] if k.numel() == 1 else ordered.gather(1, width - k)
 
 
 def _keep_wide(out: Tensor, source: _Rows, keep: int | Tensor, index: Tensor | None, reduce: Reduce | None) -> None:
     budget = torch.as_tensor(keep, dtype=torch.int64).expand(source.rows)
+    if reduce is None:
+        for row in range(source.rows):
+            own = source.row(row)
+            if not _keep_by_sample(out[row], own, int(budget[row])):
+                _keep_by_digits(out[row : row + 1], own, budget[row : row + 1], None, None)
+    else:
+        _keep_by_digits(out, source, budget, index, reduce)
+
+
+def _keep_by_sample(out: Tensor, source: _Rows, keep: int) -> bool:
+    """Keep slots of a single row, if a sample tells where the last kept key lies; whether it did."""
+    if not 0 < keep < source.width:
+        return False
+    least, most = _bracket(source, keep)
+    above, slots, waiting = 0, [], []
+    room = source.width // sample.ROOM if least < most else 0
+    for start in range(0, source.width, CHUNK):
+        stop = min(start + CHUNK, source.width)
+        keys = source.keys(0, start, stop)
+        torch.gt(keys, most, out=out[start:stop])
+        above += int(out[start:stop].count_nonzero())
+        between = (keys >= least).bitwise_xor_(out[start:stop]).nonzero()[:, 0]
+        room -= between.numel()
+        if room < 0:
+            return False
+        slots.append(between + start)
+        waiting.append(keys[between])
+    undecided = torch.cat(waiting)
+    if not above <= keep <= above + undecided.numel():
+        return False
+    chosen = torch.empty(1, undecided.numel(), dtype=torch.bool)
+    if undecided.numel():
+        _keep_kth(chosen, undecided[None], keep - above)
+    out[torch.cat(slots)] = chosen[0]
+    return True
+
+
+def _bracket(source: _Rows, keep: int) -> tuple[int, int]:
+    """Two keys between which the keep-th largest of a single row probably lies."""
+    keys = source.at(0, sample.slots(source.width))
+    upper, lower = sample.ranks(keys.numel(), keep, source.width)
+    ordered = keys.sort(descending=True).values
+    limits = torch.iinfo(keys.dtype)
+    most, least = int(ordered[max(upper, 1) - 1]), int(ordered[min(lower, keys.numel()) - 1])
+    return (least if lower <= keys.numel() else limits.min), (most if upper >= 1 else limits.max)
+
+
+def _keep_by_digits(out: Tensor, source: _Rows, budget: Tensor, index: Tensor | None, reduce: Reduce | None) -> None:
     threshold, need, ties = radix.select_threshold(source, budget, reduce)
     last = None if reduce is None else _last_index(source, threshold, need, index, reduce)
     for row in range(source.rows):

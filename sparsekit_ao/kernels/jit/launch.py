@@ -18,8 +18,8 @@ from torch import Tensor
 from ...layout import addresses, cosize, is_dense
 from ..nests import lower
 from ..reference import Norm
+from ..threads import pieces, run_all
 from ..tiling import Blocks, Scopes
-from .threads import pieces, run_all
 
 if TYPE_CHECKING:
     from .window import Window

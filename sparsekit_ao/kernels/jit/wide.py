@@ -5,7 +5,6 @@ those between, among which the choice is made. Where the sample was wrong, or ma
 follows: count the leading digit of every key, take the digit in which the last kept one lies, and go on inside it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..sample import DRAWN, ROOM, STRETCH, ranks
+from ..threads import pieces, run_all
 from .loops import bracket, choose, count_digits, emit_mask, place, sample
-from .threads import pieces, run_all
 from .window import Window
 
 __all__ = ["select_wide"]
 
 BITS = 13  # of a digit: exponent and five bits of mantissa (four under a sign), in a histogram that fits into L1
-STRETCH = 64  # blocks for which one is drawn ...
-DRAWN = 1 << 16  # ... but no more than this
-DEVIATIONS = 4  # of the sampled rank, to either side: one step in some ten thousand needs the radix select
-ROOM = 8  # one block in so many may be recorded as undecided
 TOP = 0x7FFFFFFE  # no key reaches it
 NOTHING: NDArray[Any] = np.empty(0, np.int32)
 
@@ -79,9 +75,8 @@ def _bracket(work: Sequence[Piece], sizes: Sequence[int], budget: int) -> tuple[
     stretch = max(STRETCH, sum(sizes) // DRAWN)
     keys = [np.empty(max(1, size // stretch), np.int32) for size in sizes]
     run_all([partial(sample, p.window, p.scope, p.start, p.stop, own) for p, own in zip(work, keys, strict=True)])
-    drawn, share = sum(k.size for k in keys), budget / sum(sizes)
-    spread = DEVIATIONS * math.sqrt(drawn * share * (1 - share)) + 1
-    upper, lower = math.floor(drawn * share - spread), math.ceil(drawn * share + spread)
+    drawn = sum(k.size for k in keys)
+    upper, lower = ranks(drawn, budget, sum(sizes))
     most, least = bracket(np.concatenate(keys), max(upper, 1), min(lower, drawn))
     base, _ = _key_range(work[0].window)
     return (least if lower <= drawn else base), (most if upper >= 1 else TOP)

@@ -1,0 +1,36 @@
+"""Where the last kept key of a long row probably lies, told from a sample: two ranks, two keys, or none.
+
+A bracket is a guess. Whoever uses one counts the keys above it and in it, and so finds out whether it was right.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["DRAWN", "ROOM", "STRETCH", "ranks", "slots"]
+
+STRETCH = 64  # keys for which one is drawn ...
+DRAWN = 1 << 16  # ... but no more than this
+DEVIATIONS = 4  # of the sampled rank, to either side: one guess in some ten thousand is wrong
+ROOM = 8  # one key in so many may lie in a bracket that is of use
+
+
+def ranks(drawn: int, keep: int, members: int) -> tuple[int, int]:
+    """Ranks (1 is the highest) in a sample of `drawn`, between which the keep-th of all `members` probably lies.
+
+    The first may be below 1 and the second above `drawn`: the sample sets no limit there.
+
+    >>> ranks(10_000, keep=500_000, members=1_000_000)
+    (4799, 5201)
+    """
+    share = keep / members
+    spread = DEVIATIONS * math.sqrt(drawn * share * (1 - share)) + 1
+    return math.floor(drawn * share - spread), math.ceil(drawn * share + spread)
+
+
+def slots(members: int) -> Tensor:
+    """The slots of a sample, int64, ascending: one from each stretch of the row, drawn at random but ever the same."""
+    stretch = max(STRETCH, members // DRAWN)
+    starts = torch.arange(0, members - stretch + 1, stretch, device="cpu")
+    return starts + torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(0), device="cpu")
