@@ -2,7 +2,7 @@
 
 Knows two tensors and nothing else. Elements are selected, not multiplied, in forward and backward. Compiled, and on
 other devices, that is one `where`, which fuses. In eager mode on CPU `where` on a bool mask is some three times slower
-than a product; there the JIT tier selects in one pass where it is installed, and `threshold_backward` does elsewhere.
+than a product; there the mask is widened and `threshold_backward` selects, into memory in large pages.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import jit
+from . import pages
 
 __all__ = ["select"]
 
@@ -24,12 +24,11 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
     >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
     tensor([1., 0.])
     """
-    if mask.dtype != torch.bool:
-        mask = mask if mask.dtype == weight.dtype else mask.to(weight.dtype)
-        return torch.ops.aten.threshold_backward(weight, mask, 0)
-    if torch.compiler.is_compiling() or not _is_plain(weight, mask):
-        return torch.where(mask, weight, 0)
-    return _Select.apply(weight, mask)
+    floats = mask.dtype != torch.bool
+    mask = mask.to(weight.dtype) if floats else mask
+    if not torch.compiler.is_compiling() and _is_plain(weight, mask):
+        return _Select.apply(weight, mask)
+    return torch.ops.aten.threshold_backward(weight, mask, 0) if floats else torch.where(mask, weight, 0)
 
 
 def _is_plain(weight: Tensor, mask: Tensor) -> bool:
@@ -64,11 +63,12 @@ class _Select(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor, mask: Tensor) -> Tensor:
-        """One pass, or two where the JIT tier is not at hand."""
-        if jit.can_select(weight, mask):
-            return jit.select(weight, mask)
-        out = mask.view(torch.uint8).to(weight.dtype)
-        torch.ops.aten.threshold_backward.grad_input(weight, out, 0, grad_input=out)
+        """The mask widened, unless it is a float, and one pass."""
+        if mask.dtype == torch.bool:
+            held = out = pages.empty_like(mask, weight.dtype).copy_(mask.view(torch.uint8))
+        else:
+            held, out = mask, pages.empty_like(weight)
+        torch.ops.aten.threshold_backward.grad_input(weight, held, 0, grad_input=out)
         return out
 
     @staticmethod

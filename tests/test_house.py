@@ -23,6 +23,7 @@ LADDER = [
     "spec",
     "schedules",
     "densities",
+    "pages",
     "select",
     "masking",
     "config",

@@ -6,19 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparsekit_ao import pages
 from sparsekit_ao import select as module
-from sparsekit_ao.kernels import jit
 from sparsekit_ao.select import FROM, select
 
 SHAPE = (96, 512)
 assert SHAPE[0] * SHAPE[1] > FROM
-
-
-@pytest.fixture(params=["jit", "torch"])
-def tier(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(jit, "can_select", lambda *_: False)
-    return request.param
 
 
 def weight_and_mask(dtype=torch.float32, layout="rows", seed=0):
@@ -41,7 +34,7 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "mixed", "window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_it_is_where_forward_and_backward(dtype, layout, tier):
+def test_it_is_where_forward_and_backward(dtype, layout):
     weight, mask = weight_and_mask(dtype, layout)
     weight.requires_grad_()
     out = select(weight, mask)
@@ -54,13 +47,21 @@ def test_it_is_where_forward_and_backward(dtype, layout, tier):
     assert same_bits(found, torch.where(mask, grad, 0))
 
 
-def test_a_float_mask_selects_too():
-    weight, mask = weight_and_mask()
-    assert same_bits(select(weight, mask.float()), torch.where(mask, weight, 0))
+@pytest.mark.parametrize("layout", ["rows", "columns", "mixed", "window"])
+def test_a_float_mask_selects_too(layout):
+    weight, mask = weight_and_mask(layout=layout)
+    weight.requires_grad_()
+    out = select(weight, mask.float())
+    assert same_bits(out.detach(), torch.where(mask, weight.detach(), 0))
+    grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    grad[0, :4] = torch.nan
+    assert same_bits(torch.autograd.grad(out, weight, grad)[0], torch.where(mask, grad, 0))
+    small = slice(0, 4)
+    assert same_bits(select(weight[small], mask[small].double()), torch.where(mask[small], weight[small], 0))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
-def test_second_derivatives_and_forward_mode(tier):
+def test_second_derivatives_and_forward_mode():
     weight, mask = weight_and_mask()
     weight = weight.nan_to_num(0.0, 1.0, -1.0).requires_grad_()
     (first,) = torch.autograd.grad((select(weight, mask) ** 3).sum(), weight, create_graph=True)
@@ -71,7 +72,7 @@ def test_second_derivatives_and_forward_mode(tier):
     assert torch.equal(found, mask.float())
 
 
-def test_functional_gradients_and_batches(tier):
+def test_functional_gradients_and_batches():
     weight, mask = weight_and_mask()
     weight = weight.nan_to_num(0.0, 1.0, -1.0)
     grad = torch.func.grad(lambda w: (select(w, mask) * 2).sum())(weight)
@@ -89,7 +90,7 @@ def test_functional_gradients_and_batches(tier):
     assert torch.equal(each, masks.float())
 
 
-def test_a_mask_that_changes_before_backward_is_an_error(tier):
+def test_a_mask_that_changes_before_backward_is_an_error():
     weight, mask = weight_and_mask()
     out = select(weight.requires_grad_(), mask)
     mask.fill_(True)
@@ -117,15 +118,30 @@ def test_where_is_what_compilers_and_recorders_see(monkeypatch):
     assert select(weight.to("meta"), mask.to("meta")).device.type == "meta"
 
 
-def test_the_jit_tier_takes_what_lies_alike_in_one_piece():
-    weight, mask = weight_and_mask()
-    assert jit.can_select(weight, mask) and jit.can_select(weight.t(), mask.t())
-    assert not jit.can_select(weight, mask.t().contiguous().t())
-    assert not jit.can_select(weight.double(), mask)
-    assert not jit.can_select(weight[:, :5], mask[:, :5])
+@pytest.mark.parametrize(("shape", "dtype"), [((1024, 1024), torch.float32), ((3, 700_001), torch.float16)])
+def test_large_results_are_asked_for_in_large_pages_and_nothing_beyond_them(shape, dtype, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pages, "_madvise", lambda: lambda *args: asked.append(args))
+    like = torch.empty(shape, dtype=dtype).t()
+    out = pages.empty_like(like)
+    assert (out.shape, out.stride(), out.dtype) == (like.shape, like.stride(), dtype)
+    ((start, size, advice),) = asked
+    end = out.data_ptr() + out.numel() * out.element_size()
+    assert out.data_ptr() <= start < out.data_ptr() + 4096 and end - 4096 < start + size <= end
+    assert start % 4096 == size % 4096 == 0 and advice == 14
+    pages.empty_like(like[:5, :2])
+    assert len(asked) == 1
 
 
-def test_batched_gradients_and_functionalization_see_where(tier):
+def test_where_large_pages_are_unknown_memory_is_as_ever(monkeypatch):
+    pages._madvise.cache_clear()
+    monkeypatch.setattr(pages.sys, "platform", "darwin")
+    assert pages._madvise() is None
+    assert pages.empty_like(torch.empty(2048, 1024)).shape == (2048, 1024)
+    pages._madvise.cache_clear()
+
+
+def test_batched_gradients_and_functionalization_see_where():
     weight, mask = weight_and_mask()
     weight = weight.nan_to_num(0.0, 1.0, -1.0).requires_grad_()
     grads = torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(2))

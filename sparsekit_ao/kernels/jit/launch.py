@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...layout import addresses, cosize, is_dense
+from ...layout import addresses, cosize
 from ..nests import lower
 from ..reference import Norm
 from ..threads import pieces, run_all
@@ -24,7 +24,7 @@ from ..tiling import Blocks, Scopes
 if TYPE_CHECKING:
     from .window import Window
 
-__all__ = ["can_select", "keep_mask", "problem", "refusal", "scope_mask", "scores_refusal", "select"]
+__all__ = ["keep_mask", "problem", "refusal", "scope_mask", "scores_refusal"]
 
 PAIRS = 8  # blocks of a scope up to which every pair is compared
 NETWORK = 64  # ... up to which they are sorted side by side
@@ -119,27 +119,6 @@ def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None, *, 
         row = Scopes(members=(Blocks(shape=(1, 1), values=scores, mask=out),), shape=(1, scores.shape[1]))
         window = _window(row, 1, signed=not magnitude, stage=candidates is not None)
         _fill([window], [scores.shape[1]], scores.shape[0], keep)
-    return out
-
-
-def can_select(weight: Tensor, mask: Tensor) -> bool:
-    """Whether `select` takes two CPU tensors: they lie alike and in one piece."""
-    return (
-        problem() is None
-        and weight.dtype in KINDS
-        and weight.stride() == mask.stride()
-        and is_dense(weight.shape, weight.stride())
-    )
-
-
-def select(weight: Tensor, mask: Tensor) -> Tensor:
-    """The weight where the bool mask is True, exactly 0 elsewhere, in one pass; no gradient."""
-    from . import loops
-
-    out = torch.empty_like(weight)
-    dtype = torch.int16 if KINDS[weight.dtype] else torch.int32
-    arrays = [_flat(t).view(kind).numpy() for t, kind in ((weight, dtype), (mask, torch.uint8), (out, dtype))]
-    run_all([partial(loops.select_elements, *arrays, *part) for part in pieces(weight.numel(), 1)])
     return out
 
 

@@ -17,7 +17,6 @@ __all__ = [
     "place",
     "sample",
     "select_by_one",
-    "select_elements",
     "select_side_by_side",
 ]
 
@@ -680,11 +679,3 @@ def place(window, scope, start, slots, kept):
             count += 1
     if count:
         store(window, table, NO_STEP, here, count, ones)
-
-
-@compiled
-def select_elements(bits, mask, out, start, stop):
-    """out = bits where the mask is set, 0 elsewhere; all flat and alike."""
-    source, kept, target = bits[start:stop], mask[start:stop], out[start:stop]
-    for i in range(target.size):
-        target[i] = source[i] if kept[i] else 0
