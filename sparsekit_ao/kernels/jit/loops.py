@@ -205,9 +205,14 @@ def absent_key(window):
 def fill_keys(window, table_x, step_x, shifts_x, table_m, step_m, shifts_m, count, keys):
     """keys[s, i]: the key of the block at address i, shifted by shifts[s]; an absent one's where a stage dropped it."""
     if window.elements.shape[1] == 1:
-        gather(window.bits, table_x, step_x, shifts_x, count, keys)
-        for s in range(shifts_x.size):
-            rank_bits(keys[s], window.kind, window.signed, count)
+        if step_x == 1 and not window.signed:
+            for s in range(shifts_x.size):
+                first = np.int64(table_x[0]) + shifts_x[s]
+                rank_run(window.bits[first : first + count], window.kind, keys[s])
+        else:
+            gather(window.bits, table_x, step_x, shifts_x, count, keys)
+            for s in range(shifts_x.size):
+                rank_bits(keys[s], window.kind, window.signed, count)
         if window.stage:
             held = np.empty((1, count), np.int32)
             absent = absent_key(window)
@@ -218,6 +223,15 @@ def fill_keys(window, table_x, step_x, shifts_x, table_m, step_m, shifts_m, coun
         return
     for s in range(shifts_x.size):
         fill_block_keys(window, table_x, step_x, shifts_x[s], table_m, step_m, shifts_m[s], count, keys[s])
+
+
+@compiled
+def rank_run(bits, kind, keys):
+    """As `gather` and `rank_bits` of magnitudes that follow one another, in one pass."""
+    top = np.int32(0x7FFFFFFF if kind == 0 else 0x7FFF)
+    nan = np.int32(0x7F800001 if kind == 0 else 0x7F81 if kind == 1 else 0x7C01)
+    for i in range(bits.size):
+        keys[i] = min(np.int32(bits[i]) & top, nan)
 
 
 @compiled
@@ -628,25 +642,33 @@ def emit_mask(window, scope, start, stop, least, most, tied, quota, again, store
         if tied:
             quota -= mark(keys, least, quota, absent, kept[0])
         else:
-            mark(keys, most, 0, absent, kept[0])
-            above += count_from(keys, np.int32(most + 1))
-            found = record(keys, first - start, least, most, scratch, slots, waiting, found)
+            above += part(keys, least, most, kept[0], scratch[0])
+            found = record(keys, first - start, scratch, slots, waiting, found)
         step = fill_addresses(window.block, 1, first, count, at_m, table_m)
         store(window, table_m, step, here, count, kept)
     return above, found
 
 
 @compiled
-def record(keys, first, least, most, scratch, slots, waiting, found):
-    """Append slot and key of every key in least .. most, as far as there is room, and count them all.
+def part(keys, least, most, kept, undecided):
+    """Flags of the keys above `most`, and of those from `least` to it; how many are above."""
+    above = np.int32(0)
+    for i in range(keys.size):
+        kept[i] = keys[i] > most
+        undecided[i] = np.uint8(keys[i] >= least) & np.uint8(keys[i] <= most)
+        above = np.int32(above + np.int32(keys[i] > most))
+    return above
+
+
+@compiled
+def record(keys, first, scratch, slots, waiting, found):
+    """Append slot and key of every flagged key, as far as there is room, and count them all.
 
     Few are, so eight flags are looked at together; nothing branches on a key.
     """
     flags, some, near = scratch
     eights, count, seen = flags.view(np.uint64), 0, 0
     whole = -(-keys.size // 8)
-    for i in range(keys.size):
-        flags[i] = np.uint8(keys[i] >= least) & np.uint8(keys[i] <= most)
     flags[keys.size : 8 * whole] = 0
     for eight in range(whole):
         some[count] = eight
