@@ -8,6 +8,7 @@ structures, `schedules` and `schedulers` move budgets over time.
 from . import densities, dynamic, patterns, schedulers, schedules
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
+from .groups import Group
 from .kernels import keep_mask
 from .masking import WeightMask
 from .nearly_diagonal import NearlyDiagonalSparsifier
@@ -28,6 +29,7 @@ __all__ = [
     "BlockSpec",
     "CouplingError",
     "DynamicSparsifier",
+    "Group",
     "NearlyDiagonalSparsifier",
     "Report",
     "RigL",

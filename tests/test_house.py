@@ -39,6 +39,7 @@ LADDER = [
     "dynamic",
     "schedulers",
     "patterns",
+    "groups",
     "plot",
     "integrations",
 ]
@@ -79,6 +80,7 @@ INSIDE = {
     ],
     "kernels/jit": ["window", "loops", "wide", "launch"],
     "spec": ["axes", "view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
+    "groups": ["names", "bound", "group"],
     "dynamic": [
         "draws",
         "masking",

@@ -75,7 +75,7 @@ class AxisPattern:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as a torch view: unit axes first, in their order, then the axes inside the block."""
-        self._check_shape(tuple(weight.shape))
+        self.check_shape(tuple(weight.shape))
         seen: Tensor = einops.rearrange(weight, f"{self.axes} -> {' '.join((*self.unit, *self._inner))}", **self.sizes)
         return seen
 
@@ -113,7 +113,8 @@ class AxisPattern:
         if axis not in names:
             raise SparsityError(f"{self._said}{key} speaks of {axis!r}, but the axes are {', '.join(names)}")
 
-    def _check_shape(self, shape: Shape) -> None:
+    def check_shape(self, shape: Shape) -> None:
+        """Raise unless the pattern fits a tensor of this shape."""
         if len(shape) != len(self._dimensions):
             raise SparsityError(
                 f"{self._said}there are {len(self._dimensions)} dimensions in it, but the tensor has {len(shape)}: "

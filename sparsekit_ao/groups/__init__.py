@@ -1,0 +1,6 @@
+"""Coupled groups: what of several tensors goes together, said in one line each, and found in a model."""
+
+from .bound import BoundGroup, Member
+from .group import Group
+
+__all__ = ["BoundGroup", "Group", "Member"]

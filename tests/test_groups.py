@@ -1,0 +1,227 @@
+"""Groups: names with stars, sizes worked out across members, entries that a sparsifier takes, errors that help."""
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit_ao import CouplingError, Group, ScopeSparsifier, SparsityError
+
+MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
+
+
+class Gated(nn.Module):
+    def __init__(self, width=4, hidden=6):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+
+
+class Stack(nn.Module):
+    def __init__(self, *hidden):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList([Gated(hidden=h) for h in hidden])
+
+
+class Attention(nn.Module):
+    def __init__(self, groups=2, queries=3, size=4, width=5):
+        super().__init__()
+        self.q, self.k = nn.Linear(width, groups * queries * size), nn.Linear(width, groups * size)
+        self.v, self.o = nn.Linear(width, groups * size), nn.Linear(groups * queries * size, width)
+
+
+KV = {"q.weight": "(u g d) i", "k.weight": "(u d) i", "v.weight": "(u d) i", "o.weight": "o (u g d)"}
+
+
+def masks(model, entries):
+    torch.manual_seed(0)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, entries)
+    sparsifier.step()
+    sparsifier.check()
+    return {group["tensor_fqn"]: sparsifier.mask(group["tensor_fqn"]) for group in sparsifier.groups}
+
+
+def test_a_star_makes_one_group_for_each_of_its_values():
+    bound = Group(MLP).bind(Stack(6, 10))
+    assert [(g.name, g.captured, g.grid) for g in bound] == [
+        ("layers.0.gate.weight", ("0",), (6,)),
+        ("layers.1.gate.weight", ("1",), (10,)),
+    ]
+    assert [m.fqn for m in bound[1].members] == ["layers.1.gate.weight", "layers.1.up.weight", "layers.1.down.weight"]
+    assert [g.name for g in Group(MLP, name="mlp").bind(Stack(6, 10))] == ["mlp 0", "mlp 1"]
+    assert [g.name for g in Group(MLP, name="mlp of layer *").bind(Stack(6))] == ["mlp of layer 0"]
+
+
+def test_two_stars_make_no_groups_and_put_all_layers_into_one():
+    stream = {"embed.weight": "v u", "layers.**.gate.weight": "o u", "layers.**.up.weight": "o u"}
+    stream |= {"layers.**.down.weight": "u i", "layers.**.down.bias": "u"}
+    (bound,) = Group(stream, name="stream").bind(Stack(6, 10))
+    assert bound.grid == (4,) and bound.captured == () and len(bound.members) == 9
+
+
+def test_two_captures_name_a_group_by_both():
+    model = nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)) for n in (1, 2)})
+    bound = Group({"layer*.*.weight": "u i"}).bind(model)
+    assert [g.captured for g in bound] == [("1", "0"), ("1", "1"), ("2", "0"), ("2", "1")]
+    assert bound[2].name == "layer2.0.weight"
+
+
+def test_entries_of_every_layer_drop_the_same_units_of_all_members():
+    model = Stack(6, 10)
+    entries = Group(MLP).entries(model, sparsity_level=0.5)
+    assert entries[1] == {
+        "tensor_fqn": "layers.0.up.weight",
+        "axes": "u i",
+        "unit": "u",
+        "block_coupling": "layers.0.gate.weight",
+        "sparsity_level": 0.5,
+    }
+    found = masks(model, [*entries, {"tensor_fqn": "embed.weight", "nnz": 7}])  # they mix with other entries
+    for layer, keep in ((0, 3), (1, 5)):
+        gate, up, down = (found[f"layers.{layer}.{n}.weight"] for n in ("gate", "up", "down"))
+        assert torch.equal(gate, up) and torch.equal(gate[:, 0], down[0]) and int(gate[:, 0].sum()) == keep
+    assert int(found["embed.weight"].sum()) == 7
+
+
+def test_a_kv_group_takes_its_query_heads_along():
+    found = masks(Attention(), Group(KV, sizes={"g": 3, "d": 4}).entries(Attention(), nnz=1))
+    kept = found["k.weight"].view(2, -1).all(1)
+    assert int(kept.sum()) == 1
+    assert torch.equal(found["q.weight"].view(2, -1).all(1), kept)
+    assert torch.equal(found["o.weight"].view(5, 2, -1).all(2)[0], kept)
+
+
+def test_query_heads_are_chosen_within_every_kv_group():
+    heads = Group({"q.weight": "(kv u d) i", "o.weight": "o (kv u d)"}, scope="kv", sizes={"kv": 2, "d": 4})
+    (bound,) = heads.bind(Attention())
+    assert bound.grid == (2, 3)
+    found = masks(Attention(), heads.entries(Attention(), nnz=2))
+    kept = found["q.weight"].view(2, 3, -1).all(2)
+    assert kept.sum(1).tolist() == [2, 2]
+    assert torch.equal(found["o.weight"].view(5, 2, 3, 4).all(3)[0], kept)
+
+
+def test_sizes_are_worked_out_across_members():
+    model = nn.ModuleDict({"conv": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "head": nn.Linear(8 * 4, 2)})
+    chain = {"conv.weight": "u i h w", "norm.weight": "u", "norm.running_mean": "u", "head.weight": "o (u hw)"}
+    (bound,) = Group(chain).bind(model)
+    assert bound.grid == (8,)
+    assert [m.is_parameter for m in bound.members] == [True, True, False, True]
+    entries = Group(chain).entries(model, nnz=4)
+    assert [e["tensor_fqn"] for e in entries] == ["conv.weight", "norm.weight", "head.weight"]  # no mask on a buffer
+    assert entries[2]["sizes"] == {"u": 8} and "sizes" not in entries[0]
+    assert masks(model, entries)["head.weight"].view(2, 8, 4).all(2).sum(1).tolist() == [4, 4]
+
+
+def test_inner_axes_of_one_name_may_differ_between_members():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1))
+    assert Group({"0.weight": "u i h w", "1.weight": "o u h w"}).bind(model)[0].grid == (8,)
+
+
+def test_one_parameter_alone_needs_no_coupling():
+    (entry,) = Group({"weight": "u i"}).entries(nn.Linear(2, 3), nnz=1)
+    assert "block_coupling" not in entry
+
+
+def test_a_prepared_model_is_found_by_the_same_names():
+    model = Stack(6)
+    group = Group(MLP)
+    before = group.bind(model)
+    ScopeSparsifier().prepare(model, group.entries(model))
+    assert group.bind(model) == before
+
+
+def test_a_group_is_a_value():
+    assert Group(MLP) == Group(dict(MLP)) and hash(Group(MLP)) == hash(Group(MLP)) and Group(MLP) != Group(KV)
+    given = dict(MLP)
+    group = Group(given)
+    given.clear()
+    assert group == Group(MLP)
+
+
+BAD = [
+    (lambda: Group({}), "a group's members must be a dict {name: axes}, got {}"),
+    (lambda: Group({"q": 3}), "group 'q': a member is a name and its axes, two strs, got 'q': 3"),
+    (lambda: Group({"q": "(u d"}), "q: axes '(u d': "),
+    (
+        lambda: Group({"q": "h d"}),
+        "group 'q': q 'h d' lacks the axis 'u'; every member has the unit axis and the scope",
+    ),
+    (lambda: Group({"q": "u d"}, scope="kv"), "group 'q': q 'u d' lacks the axis 'kv'"),
+    (lambda: Group({"q": "u d"}, unit="u d"), "group 'q': unit must be one axis that scope has not, got 'u d'"),
+    (lambda: Group({"q": "u d"}, sizes={"d": 0}), "group 'q': sizes['d'] must be a positive int, got 0"),
+    (
+        lambda: Group({"layers.*.q": "u d", "embed": "v u"}),
+        "group 'layers.*.q': 'embed' has 0 '*', but 'layers.*.q' has 1. There is one group for each value of '*', so "
+        "all members need the same; write '**' where all that matches belongs to one group.",
+    ),
+    (
+        lambda: Group({"layers.*.q": "u d"}, attrs={"a.*.*.n": "u"}),
+        "group 'layers.*.q': 'a.*.*.n' has 2 '*', but 'layers.*.q' has 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), BAD, ids=range(len(BAD)))
+def test_a_group_that_says_nonsense_is_refused(make, says):
+    with pytest.raises(SparsityError) as e:
+        make()
+    assert says in str(e.value)
+
+
+UNFIT = [
+    (
+        Group({"layers.*.gat.weight": "u i"}),
+        SparsityError,
+        "group 'layers.*.gat.weight': 'layers.*.gat.weight' matches no parameter or buffer of the model",
+    ),
+    (
+        Group({"layers.*.gate.weight": "u i", "layers.*.extra.weight": "u i"}),
+        SparsityError,
+        "group 'layers.*.gate.weight': 1 has no tensor 'layers.1.extra.weight'. Every member must be there for every "
+        "value of *; leave the member out, or make two groups.",
+    ),
+    (
+        Group({"layers.*.gate.weight": "u i", "layers.*.down.bias": "u"}),
+        CouplingError,
+        "group 'layers.0.gate.weight': layers.0.down.bias has u=4, but layers.0.gate.weight has u=6. Units must "
+        "correspond one to one; mend the axes, or give the sizes of the axes inside a unit.",
+    ),
+    (
+        Group({"layers.*.gate.weight": "(u d) i"}),
+        SparsityError,
+        "layers.0.gate.weight: axes '(u d) i': dimension 0 of size 6 is (u d); give the sizes of all but one of u, d",
+    ),
+    (
+        Group({"layers.*.gate.weight": "(u d) i"}, sizes={"d": 4}),
+        SparsityError,
+        "layers.0.gate.weight: axes '(u d) i': dimension 0 (u d) has size 6, which is not a multiple of d=4",
+    ),
+    (
+        Group({"embed.weight": "v u w"}),
+        SparsityError,
+        "embed.weight: axes 'v u w': there are 3 dimensions in it, but the tensor has 2: (9, 4)",
+    ),
+    (
+        Group({"layers.**.gate.weight": "u i", "layers.0.**": "u i"}),
+        SparsityError,
+        "layers.0.gate.weight is named by 'layers.**.gate.weight' and by 'layers.0.**'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("group", "kind", "says"), UNFIT, ids=range(len(UNFIT)))
+def test_a_group_that_does_not_fit_the_model_is_refused(group, kind, says):
+    model = Stack(6, 6)
+    model.layers[0].extra = nn.Linear(1, 6)
+    with pytest.raises(kind) as e:
+        group.bind(model)
+    assert says in str(e.value)
+
+
+def test_entries_refuse_what_the_group_says_itself_and_groups_of_buffers():
+    with pytest.raises(SparsityError, match="group 'weight': 'axes' is what the group says itself"):
+        Group({"weight": "u i"}).entries(nn.Linear(2, 3), axes="o u")
+    with pytest.raises(SparsityError, match="no member is a parameter, so there is nothing to put a mask on"):
+        Group({"running_mean": "u"}).entries(nn.BatchNorm1d(3))
