@@ -40,6 +40,7 @@ LADDER = [
     "schedulers",
     "patterns",
     "groups",
+    "export",
     "plot",
     "integrations",
 ]
@@ -81,6 +82,7 @@ INSIDE = {
     "kernels/jit": ["window", "loops", "wide", "launch"],
     "spec": ["axes", "view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
     "groups": ["names", "bound", "group"],
+    "export": ["layers", "kept", "cut", "attributes", "norms", "manifest", "report", "verify", "compact"],
     "dynamic": [
         "draws",
         "masking",

@@ -48,7 +48,7 @@ class AxisPattern:
     where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        names = [axis for dimension in self._dimensions for axis in dimension]
+        names = [axis for dimension in self.dimensions for axis in dimension]
         for key in ("unit", "scope"):
             found = getattr(self, key)
             if not isinstance(found, (str, Sequence)):
@@ -79,6 +79,36 @@ class AxisPattern:
         seen: Tensor = einops.rearrange(weight, f"{self.axes} -> {' '.join((*self.unit, *self._inner))}", **self.sizes)
         return seen
 
+    def lengths(self, shape: Shape) -> dict[str, int]:
+        """Every axis and its length in a tensor of this shape.
+
+        >>> AxisPattern(axes="(three u d) i", unit="u", sizes={"three": 3, "d": 4}).lengths((24, 5))
+        {'three': 3, 'u': 2, 'd': 4, 'i': 5}
+        """
+        self.check_shape(shape)
+        found: dict[str, int] = {}
+        for size, axes in zip(shape, self.dimensions, strict=True):
+            rest = size // math.prod(self.sizes.get(axis, 1) for axis in axes)
+            found |= {axis: self.sizes.get(axis, rest) for axis in axes}
+        return found
+
+    def dimension_of(self, axis: str) -> int:
+        """The dimension of the tensor in which an axis lies."""
+        return next(k for k, axes in enumerate(self.dimensions) if axis in axes)
+
+    def leading(self, product: int) -> list[str] | None:
+        """The first axes of the first dimension whose sizes make a product; None where none do (or one is open)."""
+        found: list[str] = []
+        for axis in self.dimensions[0]:
+            if product == 1:
+                break
+            size = self.sizes.get(axis, 0)
+            if not size or product % size:
+                return None
+            product //= size
+            found.append(axis)
+        return found if product == 1 else None
+
     @property
     def block_shape(self) -> Shape:
         """One unit, whole along every other axis."""
@@ -94,7 +124,8 @@ class AxisPattern:
         return f"{self.where}axes {self.axes!r}: "
 
     @cached_property
-    def _dimensions(self) -> list[list[str]]:
+    def dimensions(self) -> list[list[str]]:
+        """The axes of every dimension, outermost first."""
         if not isinstance(self.axes, str):
             raise SparsityError(f"{self.where}axes must be a str such as 'o (s m)', got {self.axes!r}")
         try:
@@ -107,7 +138,7 @@ class AxisPattern:
 
     @cached_property
     def _inner(self) -> list[str]:
-        return [axis for dimension in self._dimensions for axis in dimension if axis not in self.unit]
+        return [axis for dimension in self.dimensions for axis in dimension if axis not in self.unit]
 
     def _must_be_one_of(self, axis: object, names: Sequence[str], key: str) -> None:
         if axis not in names:
@@ -115,12 +146,12 @@ class AxisPattern:
 
     def check_shape(self, shape: Shape) -> None:
         """Raise unless the pattern fits a tensor of this shape."""
-        if len(shape) != len(self._dimensions):
+        if len(shape) != len(self.dimensions):
             raise SparsityError(
-                f"{self._said}there are {len(self._dimensions)} dimensions in it, but the tensor has {len(shape)}: "
+                f"{self._said}there are {len(self.dimensions)} dimensions in it, but the tensor has {len(shape)}: "
                 f"{shape}"
             )
-        for k, (size, axes) in enumerate(zip(shape, self._dimensions, strict=True)):
+        for k, (size, axes) in enumerate(zip(shape, self.dimensions, strict=True)):
             known = {axis: self.sizes[axis] for axis in axes if axis in self.sizes}
             product, unknown = math.prod(known.values()), [axis for axis in axes if axis not in known]
             asked = f"{' * '.join(f'{axis}={n}' for axis, n in known.items())}" or "1"

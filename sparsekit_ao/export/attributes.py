@@ -1,0 +1,153 @@
+"""Integers outside of torch.nn's layers that hold a removed size: `num_heads` of a module, fields of a config.
+
+Those that a group lists are changed; those that look like it are only told.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import SparsityError
+from ..groups import Group
+from ..groups.names import filled, matched, stars
+from .kept import Cut
+
+__all__ = ["Change", "apply_changes", "changes_of", "likely_sizes", "with_attrs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One attribute that gets another value.
+
+    Attributes:
+        path: from the model on, `layers.0.attention.num_heads` or `config.hidden_size`.
+        was, now: its values.
+    """
+
+    path: str
+    was: Any
+    now: Any
+
+
+def with_attrs(groups: Sequence[Group], attrs: Mapping[str, str]) -> list[Group]:
+    """Every attribute handed to the one group that has its axes.
+
+    Raises:
+        SparsityError: no group has them, or several.
+    """
+    out = list(groups)
+    for path, axes in attrs.items():
+        fits = [at for at, group in enumerate(out) if _speaks_of(group, path, axes)]
+        if len(fits) != 1:
+            names = ", ".join(repr(out[at].name) for at in fits) or "none"
+            raise SparsityError(
+                f"attrs[{path!r}] = {axes!r} must name the unit axis of one group, its scope axes and its sizes, but "
+                f"fits {names}. Give it to its group: Group(..., attrs={{...}}), or name units differently."
+            )
+        at = fits[0]
+        out[at] = replace(out[at], attrs={**out[at].attrs, path: axes})
+    return out
+
+
+def _speaks_of(group: Group, path: str, axes: str) -> bool:
+    known = {group.unit, *group.scope.split(), *group.sizes}
+    captures = stars(next(iter(group.members)))
+    return group.unit in axes.split() and set(axes.split()) <= known and stars(path) in (0, captures)
+
+
+def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
+    """New values of all attributes that the groups list.
+
+    Raises:
+        SparsityError: there is no such attribute, it holds another number, or two groups ask for different ones.
+    """
+    found: dict[tuple[int, str], tuple[Change, str]] = {}
+    for cut in cuts:
+        where = f"group {cut.group.name!r}: attrs "
+        for pattern, axes in cut.group.attrs.items():
+            product = _product(cut, axes, f"{where}[{pattern!r}]: ")
+            path = filled(pattern, cut.group.captured) if stars(pattern) else pattern
+            for full, holder, name in _holders(model, path, where):
+                change = Change(path=full, was=product, now=product // cut.of * cut.kept)
+                _check_value(change, getattr(holder, name), axes, cut, where)
+                first, by = found.setdefault((id(holder), name), (change, cut.group.name))
+                if first.now != change.now:
+                    raise SparsityError(
+                        f"{where}{full!r} is one number for several groups, but {by!r} makes it {first.now} and "
+                        f"{cut.group.name!r} {change.now}. Keep equal numbers, or do not list it."
+                    )
+    return [change for change, _ in found.values()]
+
+
+def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Set the attributes."""
+    for change in changes:
+        (_, holder, name), *_ = _holders(model, change.path, "")
+        setattr(holder, name, change.now)
+
+
+def likely_sizes(small: nn.Module, cuts: Sequence[Cut], done: Sequence[Change]) -> list[str]:
+    """Integers, near the tensors that were cut and in the model's config, that still hold a size that is gone."""
+    known = {change.path for change in done}
+    found: dict[str, str] = {}
+    for cut in cuts:
+        if cut.is_whole:
+            continue
+        gone = {cut.of, math.prod(cut.group.grid)}
+        for member in cut.group.members:
+            dimension = next(d for d in member.pattern.dimensions if cut.group.unit in d)
+            gone.add(math.prod(member.pattern.sizes.get(axis, 0) for axis in dimension))
+        for path, value in _integers_near(small, cut):
+            if value in gone and path not in known:
+                found.setdefault(path, f"{path} = {value}, as {cut.group.name!r} had")
+    return list(found.values())
+
+
+def _integers_near(model: nn.Module, cut: Cut) -> Iterator[tuple[str, int]]:
+    prefixes = {member.fqn.rpartition(".")[0] for member in cut.group.members}
+    prefixes |= {prefix.rpartition(".")[0] for prefix in prefixes}
+    holders: list[tuple[str, object]] = [(p, model.get_submodule(p)) for p in sorted(prefixes)]
+    config = getattr(model, "config", None)
+    holders += [("config", config)] if config is not None else []
+    for prefix, holder in holders:
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, int) and not isinstance(value, bool) and not name.startswith("_"):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _product(cut: Cut, axes: str, where: str) -> int:
+    for axis in axes.split():
+        if axis not in cut.group.sizes:
+            raise SparsityError(f"{where}{axis!r} is none of the axes {', '.join(cut.group.sizes)}; give its size")
+    if cut.group.unit not in axes.split():
+        raise SparsityError(f"{where}{axes!r} has no unit axis {cut.group.unit!r}, so it would not change")
+    return math.prod(cut.group.sizes[axis] for axis in axes.split())
+
+
+def _check_value(change: Change, value: object, axes: str, cut: Cut, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value != change.was:
+        sizes = " * ".join(f"{axis}={cut.group.sizes[axis]}" for axis in axes.split())
+        raise SparsityError(f"{where}{change.path!r} is {value!r}, but {sizes} = {change.was}; name other axes")
+
+
+def _holders(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, str]]:
+    """(full path, object, attribute) of all that a path means; its part before the last dot may hold `**`."""
+    prefix, _, name = path.rpartition(".")
+    if "*" in prefix:
+        names = [n for found in matched(prefix, dict(model.named_modules())).values() for n in found]
+    else:
+        names = [prefix]
+    out = []
+    for found in names:
+        holder: Any = model
+        for part in found.split(".") if found else ():
+            holder = getattr(holder, part, None)
+        if not hasattr(holder, name):
+            raise SparsityError(f"{where}the model has no attribute {f'{found}.{name}'.removeprefix('.')!r}")
+        out.append((f"{found}.{name}".removeprefix("."), holder, name))
+    if not out:
+        raise SparsityError(f"{where}{prefix!r} matches no module of the model")
+    return out

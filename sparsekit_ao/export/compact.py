@@ -1,0 +1,173 @@
+"""compact: a masked model becomes a smaller dense one that gives the same outputs.
+
+The way: groups -> cuts -> a copy of the model, cut -> norms folded, sizes told -> both models run and compared.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import SparsityError
+from ..groups import Group
+from .attributes import Change, apply_changes, changes_of, likely_sizes, with_attrs
+from .cut import cut_model, members_of
+from .kept import Cut, make_cut
+from .manifest import make_manifest
+from .norms import cut_norms, fold
+from .report import Compaction, KeptUnits, Size
+from .verify import Reference
+
+__all__ = ["compact"]
+
+
+def compact(
+    model: nn.Module,
+    groups: Group | Sequence[Group],
+    example_inputs: Any,
+    *,
+    multiple_of: int | Mapping[str, int] = 1,
+    attrs: Mapping[str, str] | None = None,
+    tolerance: float = 1e-5,
+) -> tuple[nn.Module, Compaction]:
+    """Remove the dropped units of groups from every member, and check that outputs stay.
+
+    A unit is dropped where all weights of the group hold zeros only, as they do after pruning by `Group.entries` and
+    `squash_mask`. Whatever the groups say, masked and compacted model are run on the example inputs and compared.
+
+    Args:
+        model: squashed; it is not changed.
+        groups: one or several; a tensor may be in several.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        multiple_of: units kept of a scope are rounded up to a multiple (or to all) by keeping some dropped ones; a
+            number, or {group name: number} for some. At least one unit is kept.
+        attrs: {integer attribute: the axes whose product it holds}, as `Group(attrs=)`; for the one group that has
+            these axes.
+        tolerance: largest difference of an output tensor, relative to its largest value. What is known not to be
+            exact (a LayerNorm over a pruned axis) needs a larger one; models of 16-bit floats are compared in float32.
+
+    Returns:
+        The smaller model, and a `Compaction`.
+
+    Raises:
+        SparsityError: outputs differ (the group that makes them is named); a tensor still has a mask; a name, axis
+            or attribute that does not fit.
+        CouplingError: scopes of a group, or groups that share a tensor, leave no rectangle.
+
+    >>> from sparsekit_ao import ScopeSparsifier
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    >>> hidden = Group({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
+    >>> sparsifier = ScopeSparsifier()
+    >>> sparsifier.prepare(model, hidden.entries(model, nnz=4))
+    >>> sparsifier.step()
+    >>> sparsifier.squash_mask()
+    >>> small, report = compact(model, hidden, torch.randn(3, 8))
+    >>> small[0], report.after.parameters
+    (Linear(in_features=8, out_features=4, bias=True), 46)
+    >>> print(report)  # doctest: +ELLIPSIS
+    hidden  4 of 16 units
+    parameters: 178 -> 46 (0.258)
+    bytes: 712 -> 184 (0.258)
+    flops: 960 -> 240 (0.250)
+    largest relative difference on the example inputs: ...
+    """
+    found = with_attrs([groups] if isinstance(groups, Group) else groups, attrs or {})
+    cuts = _cuts(model, found, multiple_of)
+    changes = changes_of(model, cuts)
+    reference = Reference.of(model, example_inputs)
+    made = _make(model, cuts, changes)
+    problem, apart, flops = _problem(reference, made, tolerance)
+    if problem:
+        raise _blamed(model, cuts, reference, tolerance, made, problem)
+    report = Compaction(
+        groups=tuple(KeptUnits(name=c.group.name, kept=c.kept, of=c.of, scopes=c.keep.numel() // c.of) for c in cuts),
+        before=_size(model, reference.flops),
+        after=_size(made.model, flops),
+        difference=apart,
+        notes=tuple(made.notes),
+        likely=tuple(likely_sizes(made.model, cuts, made.changes)),
+        manifest=make_manifest(cuts, made.changes, made.shapes),
+    )
+    return made.model, report
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Made:
+    """A compacted copy, and what was done to it."""
+
+    model: nn.Module
+    changes: list[Change]
+    notes: list[str]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def _cuts(model: nn.Module, groups: Sequence[Group], multiple_of: int | Mapping[str, int]) -> list[Cut]:
+    names = [group.name for group in groups]
+    for name in multiple_of if isinstance(multiple_of, Mapping) else ():
+        if name not in names:
+            raise SparsityError(f"multiple_of names {name!r}, but the groups are {', '.join(map(repr, names))}")
+    cuts = []
+    for group in groups:
+        multiple = multiple_of.get(group.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
+        for bound in group.bind(model):
+            cuts.append(make_cut(bound, members_of(model, [m.fqn for m in bound.members]), multiple))
+    return cuts
+
+
+def _make(model: nn.Module, cuts: Sequence[Cut], changes: Sequence[Change]) -> _Made:
+    small = copy.deepcopy(model)
+    cut_model(small, cuts)
+    apply_changes(small, changes)
+    all_changes, notes = list(changes), []
+    for norm in cut_norms(model, cuts):
+        folded = fold(model, small, norm)
+        all_changes += folded
+        if not folded:
+            kind = type(model.get_submodule(norm.fqn.rpartition(".")[0])).__name__
+            notes.append(f"{norm.fqn}: a {kind} over a pruned axis takes its statistics of fewer values")
+    fqns = [m.fqn for cut in cuts for m in cut.group.members]
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in members_of(model, fqns).items()}
+    return _Made(model=small, changes=all_changes, notes=notes, shapes=shapes)
+
+
+def _problem(reference: Reference, made: _Made, tolerance: float) -> tuple[str, float, int]:
+    """What is wrong with a compacted model ("" if nothing), its difference and its FLOPs."""
+    try:
+        apart, flops = reference.compare(made.model)
+    except Exception as e:
+        return f"does not run: {e}", float("inf"), 0
+    if apart <= tolerance:
+        return "", apart, flops
+    how = f"a relative difference of {apart:.1e}" if apart < float("inf") else "other shapes, or inf and nan"
+    return f"gives other outputs: {how}", apart, flops
+
+
+def _blamed(
+    model: nn.Module, cuts: Sequence[Cut], reference: Reference, tolerance: float, made: _Made, problem: str
+) -> SparsityError:
+    """The error of a compacted model that is not the masked one, with the groups that make it so by themselves."""
+    lines = []
+    for cut in cuts:
+        if not cut.is_whole:
+            alone, *_ = _problem(reference, _make(model, [cut], changes_of(model, [cut])), tolerance)
+            lines += [f"group {cut.group.name!r} by itself {alone}"] if alone else []
+    lines = lines or ["each group by itself is right, so some of them contradict each other"]
+    lines += [f"not exact: {note}" for note in made.notes]
+    lines += [
+        f"likely a size that is gone (list it in attrs): {s}" for s in likely_sizes(made.model, cuts, made.changes)
+    ]
+    return SparsityError(
+        f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a removed "
+        "size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
+    )
+
+
+def _size(model: nn.Module, flops: int) -> Size:
+    tensors = [*model.parameters(), *model.buffers()]
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()),
+        bytes=sum(t.numel() * t.element_size() for t in tensors),
+        flops=flops,
+    )

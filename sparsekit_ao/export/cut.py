@@ -1,0 +1,102 @@
+"""Cutting: every member of the groups without its dropped units, put into a model in place.
+
+What several groups take from one tensor is worked out together, in the tensor's own coordinates. Layers of torch.nn
+are told their new sizes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import einops
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..errors import CouplingError, SparsityError
+from ..groups import Member
+from ..layout import Shape
+from .kept import Cut
+from .layers import sizes_of
+
+__all__ = ["cut_model", "kept_elements", "members_of", "owner_of"]
+
+
+def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor, and the tensor's name in it."""
+    prefix, _, name = fqn.rpartition(".")
+    return model.get_submodule(prefix), name
+
+
+def members_of(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of these names.
+
+    Raises:
+        SparsityError: one is parametrized, so its zeros are not its own yet.
+    """
+    found = {}
+    for fqn in fqns:
+        module, name = owner_of(model, fqn)
+        if parametrize.is_parametrized(module, name):
+            raise SparsityError(
+                f"{fqn} is still parametrized (masked, perhaps), so nothing can be removed from it; call squash_mask "
+                "first"
+            )
+        found[fqn] = getattr(module, name)
+    return found
+
+
+def cut_model(model: nn.Module, cuts: Sequence[Cut]) -> None:
+    """Remove the dropped units from every member, in place; a tensor under several names is cut once.
+
+    Raises:
+        CouplingError: what groups take from one tensor does not leave a rectangle.
+        SparsityError: a grouped convolution that loses parts of its groups.
+    """
+    todo: dict[int, list[tuple[Member, Cut]]] = {}
+    tensors: dict[int, Tensor] = {}
+    for cut in cuts:
+        for member in cut.group.members:
+            tensor = members_of(model, [member.fqn])[member.fqn]
+            tensors[id(tensor)] = tensor
+            own = todo.setdefault(id(tensor), [])
+            if not any(c is cut and m.pattern == member.pattern for m, c in own):
+                own.append((member, cut))
+    smaller = {key: _smaller(tensors[key], own) for key, own in todo.items()}
+    places = list(_places(model, smaller))
+    sizes = [sizes_of(m, n, smaller[key], [(mb.pattern, c.kept) for mb, c in todo[key]]) for m, n, key in places]
+    for (module, name, key), own_sizes in zip(places, sizes, strict=True):
+        held = module._parameters if name in module._parameters else module._buffers
+        held[name] = smaller[key]  # type: ignore[assignment]
+        for attribute, size in own_sizes.items():
+            setattr(module, attribute, size)
+
+
+def kept_elements(member: Member, cut: Cut, shape: Shape) -> Tensor:
+    """Which elements of a member of this shape belong to units that stay; bool, of its shape."""
+    pattern = member.pattern
+    inner = {axis: size for axis, size in pattern.lengths(shape).items() if axis not in pattern.unit}
+    kept: Tensor = einops.repeat(cut.keep, f"{' '.join(pattern.unit)} -> {pattern.axes}", **inner)
+    return kept
+
+
+def _places(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if id(tensor) in tensors:
+                yield module, name, id(tensor)
+
+
+def _smaller(tensor: Tensor, own: Sequence[tuple[Member, Cut]]) -> Tensor:
+    """A copy without what the cuts take; of the same kind (parameter or not)."""
+    keep, shape = torch.ones(tensor.shape, dtype=torch.bool), list(tensor.shape)
+    for member, cut in own:
+        keep &= kept_elements(member, cut, tuple(tensor.shape))
+        dimension = member.pattern.dimension_of(cut.group.unit)
+        shape[dimension] = shape[dimension] // cut.of * cut.kept
+    if int(keep.sum()) != math.prod(shape):
+        raise CouplingError(
+            f"{own[0][0].fqn}: the groups {', '.join(repr(c.group.name) for _, c in own)} leave no rectangle of its "
+            f"{tuple(tensor.shape)}; write their axes as factors of one pattern"
+        )
+    data = tensor.new_empty(shape) if tensor.is_meta else tensor.detach()[keep.to(tensor.device)].reshape(shape)
+    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data

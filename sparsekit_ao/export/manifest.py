@@ -1,0 +1,117 @@
+"""The manifest: which units of which tensors stayed, as plain data; a fresh model is cut to it in another process.
+
+Numbers and names only, no weights: those travel in a state dict.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SparsityError
+from ..groups import BoundGroup, Member
+from ..spec import AxisPattern
+from .attributes import Change, apply_changes
+from .cut import cut_model, members_of
+from .kept import Cut
+
+__all__ = ["cut_to", "make_manifest", "save"]
+
+VERSION = 1
+
+
+def make_manifest(
+    cuts: Sequence[Cut], changes: Sequence[Change], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Plain data of a compaction: groups with the units that stay, tensors as they were, attributes."""
+    return {
+        "version": VERSION,
+        "groups": [
+            {
+                "name": cut.group.name,
+                "unit": cut.group.unit,
+                "scope": list(cut.group.scope),
+                "sizes": dict(cut.group.sizes),
+                "members": [
+                    {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)} for m in cut.group.members
+                ],
+                "kept": cut.keep.reshape(-1, cut.of).nonzero()[:, 1].reshape(-1, cut.kept).tolist(),
+            }
+            for cut in cuts
+        ],
+        "tensors": {name: list(shape) for name, shape in shapes.items()},
+        "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
+    }
+
+
+def save(manifest: Mapping[str, Any], path: str | Path) -> None:
+    """Write a manifest as JSON."""
+    Path(path).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> nn.Module:
+    """Give a fresh dense model the shapes of a compacted one, in place, for `load_state_dict`.
+
+    Args:
+        fresh_model: made as the dense model was, with any weights, on any device (meta included).
+        manifest: a report's `manifest`, or the path of the file that `report.save` wrote.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        SparsityError: a manifest of another version, or a model of other shapes; nothing is then changed.
+
+    >>> from sparsekit_ao import Group
+    >>> from sparsekit_ao.export import compact
+    >>> def make():
+    ...     return torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
+    >>> model = make()
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[1:].zero_(), model[1].weight[:, 1:].zero_()
+    >>> small, report = compact(model, Group({"0.weight": "u i", "1.weight": "o u"}), torch.ones(1, 2))
+    >>> cut_to(make(), report.manifest).load_state_dict(small.state_dict())
+    <All keys matched successfully>
+    """
+    data = manifest if isinstance(manifest, Mapping) else json.loads(Path(manifest).read_text())
+    if data.get("version") != VERSION:
+        raise SparsityError(f"cut_to: the manifest has version {data.get('version')!r}, this library reads {VERSION}")
+    _check_shapes(fresh_model, data["tensors"])
+    changes = [Change(**change) for change in data["attributes"]]
+    cut_model(fresh_model, [_cut(group, data["tensors"]) for group in data["groups"]])
+    apply_changes(fresh_model, changes)
+    return fresh_model
+
+
+def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    try:
+        found = members_of(model, list(shapes))
+    except AttributeError as e:
+        raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
+    for name, shape in shapes.items():
+        if list(found[name].shape) != list(shape):
+            raise SparsityError(
+                f"cut_to: {name} is {tuple(found[name].shape)}, but the dense model's was {tuple(shape)}; give a "
+                "model that was never cut"
+            )
+
+
+def _cut(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Cut:
+    unit, scope = data["unit"], tuple(data["scope"])
+    members = tuple(
+        Member(
+            fqn=m["name"],
+            pattern=AxisPattern(axes=m["axes"], unit=(*scope, unit), scope=scope, sizes=m["sizes"]),
+            is_parameter=False,
+        )
+        for m in data["members"]
+    )
+    group = BoundGroup(
+        name=data["name"], captured=(), members=members, unit=unit, scope=scope, sizes=data["sizes"], attrs={}
+    )
+    keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool)
+    keep.scatter_(1, torch.tensor(data["kept"]), True)
+    return Cut(group=group, keep=keep.reshape(group.grid))

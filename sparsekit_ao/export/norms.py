@@ -1,0 +1,97 @@
+"""Norms over a pruned axis: an RMSNorm is folded, a LayerNorm is said not to be exact.
+
+With n values of which m are left, the mean square over those is n / m of what it was: an eps of n / m of its own and a
+weight times sqrt(n / m) give the same output. A LayerNorm subtracts a mean and has no such way out.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .attributes import Change
+from .cut import kept_elements, owner_of
+from .kept import Cut
+
+__all__ = ["NormCut", "cut_norms", "fold"]
+
+_EPS = ("eps", "variance_epsilon", "epsilon")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NormCut:
+    """A norm that takes statistics over an axis that is cut.
+
+    Attributes:
+        fqn: of its weight.
+        keep: bool, which of its values stay.
+    """
+
+    fqn: str
+    keep: Tensor
+
+
+def cut_norms(model: nn.Module, cuts: Sequence[Cut]) -> list[NormCut]:
+    """LayerNorms and what looks like an RMSNorm (a vector `weight` and an eps, no running statistics), if cut."""
+    found: dict[str, Tensor] = {}
+    for cut in cuts:
+        for member in () if cut.is_whole else cut.group.members:
+            module, name = owner_of(model, member.fqn)
+            if name != "weight" or getattr(module, name).ndim != 1 or not _takes_statistics(module):
+                continue
+            seen = kept_elements(member, cut, tuple(getattr(module, name).shape))
+            found[member.fqn] = found[member.fqn] & seen if member.fqn in found else seen
+    return [NormCut(fqn=fqn, keep=keep) for fqn, keep in found.items()]
+
+
+def fold(model: nn.Module, small: nn.Module, norm: NormCut) -> list[Change]:
+    """Make a cut RMSNorm give what it gave before; the change of its eps, or nothing where it is no RMSNorm.
+
+    Whether it is one is tried out on random values, since classes of many names are RMSNorms. A weight may also be
+    kept as its difference from one.
+
+    Args:
+        model: with the dense norm.
+        small: with the cut one, which is changed in place.
+        norm: from `cut_norms`.
+    """
+    (dense, _), (cut, _) = owner_of(model, norm.fqn), owner_of(small, norm.fqn)
+    if isinstance(dense, nn.LayerNorm):
+        return []
+    weight = cut.weight
+    assert isinstance(weight, nn.Parameter)
+    eps_name = next(name for name in _EPS if name in vars(dense))
+    was = getattr(dense, eps_name)
+    ratio = norm.keep.numel() / int(norm.keep.sum())
+    eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
+    for shift in (0.0, 1.0):
+        scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
+        trial = copy.deepcopy(cut)
+        trial.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
+        setattr(trial, eps_name, eps)
+        if _same(dense, trial, norm.keep, weight):
+            weight.data.copy_(scaled)
+            setattr(cut, eps_name, eps)
+            return [Change(path=f"{norm.fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)]
+    return []
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    if hasattr(module, "running_mean") or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+        return False  # those are taken channel by channel, or of groups that are cut as a whole
+    return any(isinstance(vars(module).get(name), float) for name in _EPS) or isinstance(module, nn.RMSNorm)
+
+
+@torch.no_grad()
+def _same(dense: nn.Module, cut: nn.Module, keep: Tensor, like: Tensor) -> bool:
+    """Whether both give the same on random values, zeros where the dense one has more."""
+    x = torch.randn(4, keep.numel(), generator=torch.Generator().manual_seed(0)) * keep
+    x, keep = x.to(like), keep.to(like.device)
+    try:
+        want, found = dense(x)[..., keep], cut(x[..., keep])
+    except Exception:  # it takes other arguments than one tensor
+        return False
+    return torch.allclose(want.double(), found.double(), rtol=8 * torch.finfo(like.dtype).eps, atol=1e-6)

@@ -1,0 +1,388 @@
+"""Small models of every structure that compaction must handle exactly, each with its groups."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import Group
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width=6, hidden=12):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, hidden), nn.Linear(width, hidden)
+        self.down_proj = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Residual(nn.Module):
+    """`x + layer(norm(x))`, layer after layer."""
+
+    def __init__(self, *layers, norm=nn.Identity):
+        super().__init__()
+        self.layers, self.norms = nn.ModuleList(layers), nn.ModuleList(norm() for _ in layers)
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x))
+        return x
+
+
+class Attention(nn.Module):
+    """Grouped queries: `queries` heads for each of `groups` key and value heads."""
+
+    def __init__(self, width=10, groups=4, queries=3, size=4):
+        super().__init__()
+        self.num_groups, self.num_queries, self.size, self.value_size = groups, queries, size, size
+        self.q, self.k = nn.Linear(width, groups * queries * size), nn.Linear(width, groups * size)
+        self.v, self.o = nn.Linear(width, groups * size), nn.Linear(groups * queries * size, width)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q = self.q(x).view(batch, tokens, self.num_groups * self.num_queries, self.size).transpose(1, 2)
+        k = self.k(x).view(batch, tokens, self.num_groups, self.size).transpose(1, 2)
+        v = self.v(x).view(batch, tokens, self.num_groups, self.value_size).transpose(1, 2)
+        k, v = (t.repeat_interleave(self.num_queries, dim=1) for t in (k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class PackedAttention(nn.Module):
+    def __init__(self, width=8, heads=4, size=3):
+        super().__init__()
+        self.num_heads, self.size = heads, size
+        self.qkv, self.proj = nn.Linear(width, 3 * heads * size), nn.Linear(heads * size, width)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.size).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class FusedMLP(nn.Module):
+    def __init__(self, width=6, hidden=10):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.gelu(gate) * up)
+
+
+class SkipNet(nn.Module):
+    """A stem, two residual blocks, and a head on the flattened image."""
+
+    def __init__(self, width=8, inner=6):
+        super().__init__()
+        self.stem, self.stem_norm = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, inner, 3, padding=1),
+                nn.BatchNorm2d(inner),
+                nn.ReLU(),
+                nn.Conv2d(inner, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(width * 16, 5)
+
+    def forward(self, x):
+        x = self.stem_norm(self.stem(x))
+        for block in self.blocks:
+            x = F.relu(x + block(x))
+        return self.head(x.flatten(1))
+
+
+class Inverted(nn.Module):
+    """Expand, depthwise, squeeze and excite, project: a MobileNet block."""
+
+    def __init__(self, width=4, hidden=12, squeeze=3):
+        super().__init__()
+        self.expand, self.norm1 = nn.Conv2d(width, hidden, 1, bias=False), nn.BatchNorm2d(hidden)
+        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=False)
+        self.norm2 = nn.BatchNorm2d(hidden)
+        self.squeeze, self.excite = nn.Conv2d(hidden, squeeze, 1), nn.Conv2d(squeeze, hidden, 1)
+        self.project = nn.Conv2d(hidden, width, 1)
+
+    def forward(self, x):
+        x = F.relu6(self.norm2(self.depthwise(F.relu6(self.norm1(self.expand(x))))))
+        gate = self.excite(F.relu(self.squeeze(x.mean((2, 3), keepdim=True)))).sigmoid()
+        return self.project(x * gate)
+
+
+class PackedExperts(nn.Module):
+    """Experts in tensors of three dimensions; `sigmoid` gates add up, `softmax` gates go to the best two."""
+
+    def __init__(self, experts=6, width=5, hidden=8, gate="sigmoid"):
+        super().__init__()
+        self.gate, self.router = gate, nn.Linear(width, experts, bias=False)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(experts, hidden, width)),
+            nn.Parameter(torch.randn(experts, width, hidden)),
+        )
+
+    def forward(self, x):
+        logits = self.router(x)
+        if self.gate == "sigmoid":
+            weight = logits.sigmoid()
+        else:
+            best = logits.topk(2, dim=-1)
+            weight = torch.zeros_like(logits).scatter(-1, best.indices, best.values.softmax(-1))
+        hidden = F.relu(torch.einsum("bi,ehi->beh", x, self.up))
+        return torch.einsum("be,beh,eoh->bo", weight, hidden, self.down)
+
+
+class ListedExperts(nn.Module):
+    def __init__(self, experts=3, width=6):
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(GatedMLP(width) for _ in range(experts))
+
+    def forward(self, x):
+        weight = self.router(x).softmax(-1)
+        return sum(weight[..., e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
+
+
+class LoRA(nn.Module):
+    def __init__(self, rank=6):
+        super().__init__()
+        self.base = nn.Linear(5, 4)
+        self.lora_A, self.lora_B = nn.Linear(5, rank, bias=False), nn.Linear(rank, 4, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+class RootMeanSquare(nn.Module):
+    """As decoders write it; `shift` 1 keeps the weight as its difference from one."""
+
+    def __init__(self, width, eps=1e-3, shift=0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width) / 4 + 1 - shift)
+        self.variance_epsilon, self.shift = eps, shift
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight + self.shift) * (x * scale)
+
+
+class Decoder(nn.Module):
+    """An embedding, gated layers on a residual stream, a norm, and a head."""
+
+    def __init__(self, norm, width=8, layers=2, tied=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, width), nn.Linear(width, 11, bias=False)
+        self.layers, self.norms = nn.ModuleList(GatedMLP(width) for _ in range(layers)), nn.ModuleList()
+        self.norms.extend(norm(width) for _ in range(layers))
+        self.norm = norm(width)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x))
+        return self.head(self.norm(x))
+
+
+STREAM = {
+    "embed.weight": "v u",
+    "norm.weight": "u",
+    "norms.**.weight": "u",
+    "layers.**.gate_proj.weight": "o u",
+    "layers.**.up_proj.weight": "o u",
+    "layers.**.down_proj.weight": "u i",
+    "layers.**.down_proj.bias": "u",
+    "head.weight": "o u",
+}
+MLP = {
+    "layers.*.gate_proj.weight": "u i",
+    "layers.*.gate_proj.bias": "u",
+    "layers.*.up_proj.weight": "u i",
+    "layers.*.up_proj.bias": "u",
+    "layers.*.down_proj.weight": "o u",
+}
+
+
+def bn(name, axes="u"):
+    return {f"{name}.{t}": axes for t in ("weight", "bias", "running_mean", "running_var")}
+
+
+def weights_and_biases(axes):
+    """{"q": "(u d) i"} as members "q.weight" and "q.bias": the bias has what the first dimension has."""
+    out = {}
+    for name, text in axes.items():
+        first = text.split(")")[0] + ")" if text.startswith("(") else text.split()[0]
+        out |= {f"{name}.weight": text, f"{name}.bias": first}
+    return out
+
+
+def images():
+    return torch.randn(2, 3, 4, 4)
+
+
+def vectors(width):
+    return lambda: torch.randn(2, 5, width)
+
+
+def tokens():
+    return torch.randint(11, (2, 5))
+
+
+def decoder(norm):
+    return lambda: Decoder(norm)
+
+
+SKIP = {
+    **{"stem.weight": "u i h w", "stem.bias": "u"},
+    **bn("stem_norm"),
+    **{"blocks.**.0.weight": "o u h w", "blocks.**.3.weight": "u i h w"},
+    **bn("blocks.**.4"),
+    "head.weight": "o (u hw)",
+}
+BLOCK = {"blocks.*.0.weight": "u i h w", "blocks.*.0.bias": "u", **bn("blocks.*.1"), "blocks.*.3.weight": "o u h w"}
+INVERTED = {
+    **{"expand.weight": "u i h w", "depthwise.weight": "u 1 h w", "squeeze.weight": "o u h w"},
+    **{"excite.weight": "u i h w", "excite.bias": "u", "project.weight": "o u h w"},
+    **bn("norm1"),
+    **bn("norm2"),
+}
+
+# name: (make the model, its groups, make its inputs)
+CASES = {
+    "gated MLP of every layer": (lambda: Residual(GatedMLP(), GatedMLP()), Group(MLP), vectors(6)),
+    "kv groups with their query heads": (
+        Attention,
+        Group(
+            {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
+            sizes={"g": 3, "d": 4},
+            attrs={"num_groups": "u"},
+        ),
+        vectors(10),
+    ),
+    "query heads inside every kv group": (
+        Attention,
+        Group(
+            {**weights_and_biases({"q": "(kv u d) i"}), "o.weight": "o (kv u d)"},
+            scope="kv",
+            sizes={"kv": 4, "d": 4},
+            attrs={"num_queries": "u"},
+        ),
+        vectors(10),
+    ),
+    "kv groups, and query heads inside": (
+        Attention,
+        [
+            Group(
+                {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
+                sizes={"g": 3, "d": 4},
+                attrs={"num_groups": "u"},
+            ),
+            Group(
+                {**weights_and_biases({"q": "(kv u d) i"}), "o.weight": "o (kv u d)"},
+                scope="kv",
+                sizes={"kv": 4, "d": 4},
+                attrs={"num_queries": "u"},
+            ),
+        ],
+        vectors(10),
+    ),
+    "value channels of every head": (
+        Attention,
+        Group(
+            {**weights_and_biases({"v": "(kv u) i"}), "o.weight": "o (kv g u)"},
+            sizes={"kv": 4, "g": 3},
+            attrs={"value_size": "u"},
+        ),
+        vectors(10),
+    ),
+    "packed qkv": (
+        PackedAttention,
+        Group(
+            {**weights_and_biases({"qkv": "(three u d) i"}), "proj.weight": "o (u d)"},
+            sizes={"three": 3, "d": 3},
+            attrs={"num_heads": "u"},
+        ),
+        vectors(8),
+    ),
+    "fused gate and up": (
+        FusedMLP,
+        Group({**weights_and_biases({"gate_up": "(two u) i"}), "down.weight": "o u"}, sizes={"two": 2}),
+        vectors(6),
+    ),
+    "conv, BatchNorm, conv": (SkipNet, Group(BLOCK), images),
+    "residual stream through skips, and flatten": (SkipNet, Group(SKIP, name="stream"), images),
+    "both": (SkipNet, [Group(SKIP, name="stream"), Group(BLOCK)], images),
+    "depthwise with squeeze and excite": (
+        Inverted,
+        [Group(INVERTED), Group({**weights_and_biases({"squeeze": "u i h w"}), "excite.weight": "o u h w"})],
+        lambda: torch.randn(2, 4, 6, 6),
+    ),
+    "experts with their router row": (
+        PackedExperts,
+        Group({"router.weight": "u i", "up": "u h i", "down": "u o h"}),
+        lambda: torch.randn(7, 5),
+    ),
+    "units inside every packed expert": (
+        PackedExperts,
+        Group({"up": "e u i", "down": "e o u"}, scope="e"),
+        lambda: torch.randn(7, 5),
+    ),
+    "units inside every listed expert": (
+        ListedExperts,
+        Group({name.replace("layers", "experts"): axes for name, axes in MLP.items()}),
+        vectors(6),
+    ),
+    "LoRA rank": (LoRA, Group({"lora_A.weight": "u i", "lora_B.weight": "o u"}), vectors(5)),
+    "residual stream under torch.nn.RMSNorm": (decoder(nn.RMSNorm), Group(STREAM), tokens),
+    "residual stream under a decoder's RMSNorm": (decoder(RootMeanSquare), Group(STREAM), tokens),
+    "residual stream under an RMSNorm of 1 + weight": (
+        decoder(lambda width: RootMeanSquare(width, shift=1.0)),
+        Group(STREAM),
+        tokens,
+    ),
+    "residual stream and every MLP": (decoder(RootMeanSquare), [Group(STREAM), Group(MLP)], tokens),
+    "GroupNorm by whole groups": (
+        lambda: nn.Sequential(nn.Conv2d(3, 12, 3), nn.GroupNorm(4, 12), nn.ReLU(), nn.Conv2d(12, 2, 1)),
+        Group(
+            {"0.weight": "(u c) i h w", "0.bias": "(u c)", "1.weight": "(u c)", "1.bias": "(u c)"}
+            | {"3.weight": "o (u c) h w"},
+            sizes={"c": 3},
+        ),
+        images,
+    ),
+    "grouped conv by whole groups": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 12, 3, groups=4), nn.Conv2d(12, 2, 1)),
+        Group(
+            {**weights_and_biases({"0": "(u c) i h w", "1": "(u m) c h w"}), "2.weight": "o (u m) h w"},
+            sizes={"c": 2, "m": 3},
+        ),
+        images,
+    ),
+    "grouped conv, equally in each group": (
+        lambda: nn.Sequential(nn.Conv2d(4, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 2, 1)),
+        Group(
+            {**weights_and_biases({"0": "(g u) i h w"}), "2.weight": "o (g u) h w"},
+            scope="g",
+            sizes={"g": 2},
+        ),
+        lambda: torch.randn(2, 4, 5, 5),
+    ),
+    "depthwise with a multiplier": (
+        lambda: nn.Sequential(nn.Conv1d(2, 6, 1), nn.Conv1d(6, 12, 3, groups=6), nn.Conv1d(12, 2, 1)),
+        Group({**weights_and_biases({"0": "u i w", "1": "(u m) 1 w"}), "2.weight": "o (u m) w"}, sizes={"m": 2}),
+        lambda: torch.randn(2, 2, 8),
+    ),
+    "transposed conv, InstanceNorm and PReLU": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.PReLU(8), nn.ConvTranspose2d(8, 2, 3)
+        ),
+        Group(
+            {"0.weight": "u i h w", "0.bias": "u", "1.weight": "u", "1.bias": "u", "2.weight": "u"}
+            | {"3.weight": "u o h w"}
+        ),
+        images,
+    ),
+}
