@@ -5,6 +5,7 @@ up at every update, because `.to()` and sharding replace them. Budgets are read 
 because schedulers write there.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class Component:
         leaves: for each block spec of `scope`, the index of its group.
         stage: 0 for the first; a later one chooses among what the earlier left.
         norm: how blocks are scored.
+        member_scores: "sum", or "mean" where every member counts the same however many elements it has.
         label: how errors and reports name it.
     """
 
@@ -37,7 +39,22 @@ class Component:
     leaves: tuple[tuple[BlockSpec, int], ...]
     stage: int
     norm: float | Callable[[Tensor], Tensor]
+    member_scores: str
     label: str
+
+    def values(self, dense: Callable[[int], Tensor]) -> dict[Tensor, Tensor]:
+        """What the scope scores: {stand-in: weight}, `dense` giving the weight of a group by its index.
+
+        For "mean", weights times n^(-1/p), n being their elements in one block: p-powers of members then add as means.
+        """
+        return {leaf.view.param: self._weighed(leaf, dense(at)) for leaf, at in self.leaves}
+
+    def _weighed(self, leaf: BlockSpec, weight: Tensor) -> Tensor:
+        if self.member_scores == "sum":
+            return weight
+        assert not callable(self.norm)
+        wide = weight if weight.dtype == torch.float64 else weight.float()
+        return wide * math.prod(leaf.shape) ** (-1 / self.norm)
 
     def budget(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> int | Tensor:
         """Blocks to keep in each scope now.
@@ -120,14 +137,19 @@ def _fate_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> l
     units: list[Unit] = []
     for name, members in named.items():
         if not isinstance(name, str):
-            if rules[members[0]].coupling_order is not None:
-                raise SparsityError(f"{specs[members[0]].name}: coupling_order needs a block_coupling")
+            rule, name = rules[members[0]], specs[members[0]].name
+            for key, is_said in (
+                ("coupling_order", rule.coupling_order is not None),
+                ("member_scores", rule.member_scores != "sum"),
+            ):
+                if is_said:
+                    raise SparsityError(f"{name}: {key} needs a block_coupling")
             units.append((members, specs[members[0]]))
             continue
         label = f"block coupling {name!r}"
         if len(members) == 1:
             raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
-        _must_agree(label, ("scope_shape", "scope_coupling", "norm"), members, rules, specs)
+        _must_agree(label, ("scope_shape", "scope_coupling", "norm", "member_scores"), members, rules, specs)
         orders = [rules[at].coupling_order for at in members]
         units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
     return units
@@ -149,11 +171,14 @@ def _component(
     label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
 ) -> Component:
     members = [at for found, _ in units for at in found]
-    _must_agree(label, ("norm",), members, rules, specs)
+    _must_agree(label, ("norm", "member_scores"), members, rules, specs)
     scopes = [ScopeSpec(block, rules[found[0]].scope_shape) for found, block in units]
     scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label)
     leaves = tuple((specs[at], at) for at in members)
-    return Component(scope=scope, leaves=leaves, stage=stage, norm=rules[members[0]].norm, label=label)
+    rule = rules[members[0]]
+    return Component(
+        scope=scope, leaves=leaves, stage=stage, norm=rule.norm, member_scores=rule.member_scores, label=label
+    )
 
 
 def _must_agree(

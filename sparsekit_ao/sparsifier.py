@@ -43,6 +43,8 @@ class ScopeSparsifier(MaskSparsifier):
         block_coupling: a name; tensors that give the same one share one fate, block by block.
         coupling_order: permutes this tensor's block grid onto the first member's.
         scope_coupling: a name; tensors that give the same one share one budget.
+        member_scores: how a block's score is made of those of coupled tensors, to the norm's power: `"sum"`, so that a
+            tensor counts by its elements, or `"mean"`, so that each tensor counts the same.
         stages: a list of dicts of these keys, each choosing among what the earlier left; budgets count all blocks of
             a scope.
 
@@ -81,6 +83,7 @@ class ScopeSparsifier(MaskSparsifier):
         block_coupling: str | None = None,
         coupling_order: Sequence[int] | None = None,
         scope_coupling: str | None = None,
+        member_scores: str = "sum",
         stages: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         if sparsity_level is not None and nnz is not None:
@@ -96,6 +99,7 @@ class ScopeSparsifier(MaskSparsifier):
             "block_coupling": block_coupling,
             "coupling_order": coupling_order,
             "scope_coupling": scope_coupling,
+            "member_scores": member_scores,
         }
         if nnz is not None:
             defaults["nnz"] = nnz
@@ -204,7 +208,7 @@ class ScopeSparsifier(MaskSparsifier):
     def _update_family(self, plan: Plan, at: int, groups: Sequence[TensorGroup]) -> None:
         """All stages of one group and of those that it is coupled to."""
         for component in plan.families[at]:
-            values = {leaf.view.param: self._dense(groups[i]) for leaf, i in component.leaves}
+            values = component.values(lambda i: self._dense(groups[i]))
             masks = {leaf: self._live_mask(groups[i]) for leaf, i in component.leaves}
             keep = component.budget(groups, self._level_given)
             component.scope.update_masks(masks, keep, values, norm=component.norm, stage=component.stage > 0)
@@ -215,7 +219,7 @@ class ScopeSparsifier(MaskSparsifier):
             updates = []
             for component in plan.components:
                 if component.stage == stage:
-                    values = {leaf.view.param: self._dense(self.groups[i]) for leaf, i in component.leaves}
+                    values = component.values(lambda i: self._dense(self.groups[i]))
                     masks = {leaf: self._live_mask(self.groups[i]) for leaf, i in component.leaves}
                     keep = component.budget(self.groups, self._level_given)
                     update = component.scope.update_of(

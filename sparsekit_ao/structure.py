@@ -32,6 +32,7 @@ class Stage:
     block_coupling: str | None = None
     coupling_order: Shape | None = None
     scope_coupling: str | None = None
+    member_scores: str = "sum"
 
 
 STRUCTURE = tuple(f.name for f in fields(Stage))
@@ -98,8 +99,18 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
     norm = found.get("norm", 2)
     if not callable(norm) and (isinstance(norm, bool) or norm not in (1, 2, math.inf)):
         raise SparsityError(f"{where}norm must be 1, 2, inf or a callable (weight -> saliency), got {norm!r}")
+    _check_member_scores(found.get("member_scores", "sum"), norm, where)
     found["view"] = _view_arg(found.get("view"), where)
     return Stage(**found)
+
+
+def _check_member_scores(how: object, norm: object, where: str) -> None:
+    if how not in ("sum", "mean"):
+        raise SparsityError(f"{where}member_scores must be 'sum' or 'mean', got {how!r}")
+    if how == "mean" and norm not in (1, 2):
+        raise SparsityError(
+            f"{where}member_scores='mean' needs norm 1 or 2, whose powers add over members, got {norm!r}"
+        )
 
 
 def _view_arg(view: object, where: str) -> ViewArg:

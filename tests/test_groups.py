@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsekit_ao import CouplingError, Group, ScopeSparsifier, SparsityError
+from sparsekit_ao import CouplingError, DynamicSparsifier, Group, ScopeSparsifier, SparsityError
 
 MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
 
@@ -132,6 +132,33 @@ def test_a_prepared_model_is_found_by_the_same_names():
     assert group.bind(model) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("scores", ["sum", "mean"])
+def test_scores_of_a_unit_add_over_members_as_sums_or_as_means(scores, p, dtype):
+    torch.manual_seed(3)
+    model = Stack(40).to(dtype)
+    layer = model.layers[0]
+    rows = [layer.gate.weight, layer.gate.bias[:, None], layer.up.weight, layer.down.weight.T]  # one a unit
+    powers = [t.detach().double().abs().pow(p) for t in rows]
+    score = sum(t.sum(1) if scores == "sum" else t.mean(1) for t in powers)
+    group = Group({"layers.*.gate.weight": "u i", "layers.*.gate.bias": "u"} | MLP, scores=scores)
+    kept = masks(model, group.entries(model, nnz=11, norm=p))["layers.0.gate.bias"]
+    assert kept.nonzero()[:, 0].tolist() == sorted(score.topk(11).indices.tolist())
+
+
+@pytest.mark.parametrize(("scores", "kept"), [("sum", [True, False]), ("mean", [False, True])])
+def test_a_mean_lets_a_bias_count_as_much_as_a_long_row(scores, kept):
+    model = nn.Linear(50, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0], [0.9]]).expand(2, 50))
+        model.bias.copy_(torch.tensor([0.0, 2.0]))
+    assert (
+        masks(model, Group({"weight": "u i", "bias": "u"}, scores=scores).entries(model, nnz=1))["bias"].tolist()
+        == kept
+    )
+
+
 def test_a_group_is_a_value():
     assert Group(MLP) == Group(dict(MLP)) and hash(Group(MLP)) == hash(Group(MLP)) and Group(MLP) != Group(KV)
     given = dict(MLP)
@@ -151,6 +178,7 @@ BAD = [
     (lambda: Group({"q": "u d"}, scope="kv"), "group 'q': q 'u d' lacks the axis 'kv'"),
     (lambda: Group({"q": "u d"}, unit="u d"), "group 'q': unit must be one axis that scope has not, got 'u d'"),
     (lambda: Group({"q": "u d"}, sizes={"d": 0}), "group 'q': sizes['d'] must be a positive int, got 0"),
+    (lambda: Group({"q": "u d"}, scores="max"), "group 'q': scores must be 'sum' or 'mean', got 'max'"),
     (
         lambda: Group({"layers.*.q": "u d", "embed": "v u"}),
         "group 'layers.*.q': 'embed' has 0 '*', but 'layers.*.q' has 1. There is one group for each value of '*', so "
@@ -225,3 +253,30 @@ def test_entries_refuse_what_the_group_says_itself_and_groups_of_buffers():
         Group({"weight": "u i"}).entries(nn.Linear(2, 3), axes="o u")
     with pytest.raises(SparsityError, match="no member is a parameter, so there is nothing to put a mask on"):
         Group({"running_mean": "u"}).entries(nn.BatchNorm1d(3))
+
+
+MEANS = [
+    ({"member_scores": "max"}, "weight: member_scores must be 'sum' or 'mean', got 'max'"),
+    ({"member_scores": "mean"}, "weight: member_scores needs a block_coupling"),
+    (
+        {"member_scores": "mean", "norm": float("inf")},
+        "weight: member_scores='mean' needs norm 1 or 2, whose powers add over members, got inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "says"), MEANS, ids=range(len(MEANS)))
+def test_member_scores_that_mean_nothing_are_refused(keys, says):
+    with pytest.raises(SparsityError) as e:
+        ScopeSparsifier().prepare(nn.Linear(2, 3), [{"tensor_fqn": "weight", **keys}])
+    assert str(e.value) == says
+
+
+def test_coupled_members_must_agree_on_their_scores_and_masks_that_move_have_none():
+    entries = Group({"weight": "u i", "bias": "u"}, scores="mean").entries(nn.Linear(2, 3), nnz=1)
+    with pytest.raises(CouplingError, match="members need the same member_scores, but weight gives 'mean' and bias"):
+        ScopeSparsifier().prepare(nn.Linear(2, 3), [entries[0], {**entries[1], "member_scores": "sum"}])
+    model = nn.Linear(2, 3)
+    moving = DynamicSparsifier(torch.optim.SGD(model.parameters()), 0.5, init="uniform")
+    with pytest.raises(SparsityError, match="weight: member_scores='mean' is not for masks that move"):
+        moving.prepare(model, entries)

@@ -226,6 +226,12 @@ class DynamicSparsifier(ScopeSparsifier):
         return {**super()._complete(own, where), "fixed": bool(budgeted) or "nnz" in self.defaults}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        for g in groups:
+            if g["member_scores"] != "sum":
+                raise SparsityError(
+                    f"{g['tensor_fqn']}: member_scores={g['member_scores']!r} is not for masks that move, whose rules "
+                    "score weights, gradients and momenta by norms of their own; leave it out"
+                )
         if self._phase != "prepared":
             refuse_parametrized(groups)
             if self._tap.optimizers:

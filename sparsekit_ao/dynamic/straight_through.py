@@ -112,7 +112,7 @@ class StraightThrough(ScopeSparsifier):
     def _update_family(self, plan: Plan, at: int, groups: Sequence[TensorGroup]) -> None:
         super()._update_family(plan, at, groups)
         for component in plan.families[at] if self.backward_level else ():
-            values = {leaf.view.param: self._dense(groups[i]) for leaf, i in component.leaves}
+            values = component.values(lambda i: self._dense(groups[i]))
             found = {leaf: find_dynamic(groups[i]["module"], groups[i]["tensor_name"]) for leaf, i in component.leaves}
             masks = {leaf: mask.backward_mask for leaf, mask in found.items() if mask.backward_mask is not None}
             keep = component.scope.sparsity_to_nnz(self.backward_level)

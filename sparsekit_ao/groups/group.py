@@ -17,7 +17,7 @@ from .names import filled, matched, stars
 
 __all__ = ["Group"]
 
-_OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling")
+_OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Group:
         unit: the one axis that is kept or dropped.
         scope: axes within which the unit is chosen, an equal number in each: the query heads of every key head.
         sizes: {axis: length} as far as shapes leave it open.
+        scores: how a unit's score is made of its members': `"sum"`, or `"mean"` (see `ScopeSparsifier.member_scores`).
         name: for errors and reports, with as many `*`s as the members or none; by default the first member.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`, for
             `compact` to update; those of torch.nn's own layers need not be listed.
@@ -54,6 +55,7 @@ class Group:
     unit: str = field(default="u", kw_only=True)
     scope: str = field(default="", kw_only=True)
     sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True, hash=False)
+    scores: str = field(default="sum", kw_only=True)
     name: str = field(default="", kw_only=True)
     attrs: Mapping[str, str] = field(default_factory=dict, kw_only=True, hash=False)
 
@@ -63,6 +65,8 @@ class Group:
         object.__setattr__(self, "name", self.name or next(iter(self.members)))
         for key in ("members", "sizes", "attrs"):
             object.__setattr__(self, key, dict(getattr(self, key)))
+        if self.scores not in ("sum", "mean"):
+            raise SparsityError(f"{self._where}scores must be 'sum' or 'mean', got {self.scores!r}")
         for axis, size in self.sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise SparsityError(f"{self._where}sizes[{axis!r}] must be a positive int, got {size!r}")
@@ -80,7 +84,7 @@ class Group:
                 )
 
     def __hash__(self) -> int:
-        return hash((tuple(self.members.items()), self.unit, self.scope, self.name))
+        return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name))
 
     def bind(self, model: nn.Module) -> list[BoundGroup]:
         """The group in a model: one for each value of the `*`s, in the model's order.
@@ -164,6 +168,7 @@ class Group:
             entry |= {"scope": " ".join(pattern.scope)} if pattern.scope else {}
             entry |= {"sizes": sizes} if sizes else {}
             entry |= {"block_coupling": bound.name} if len(masked) > 1 else {}
+            entry |= {"member_scores": self.scores} if self.scores != "sum" and len(masked) > 1 else {}
             yield entry | dict(keys)
 
 
