@@ -5,7 +5,7 @@ says; `WeightNormSparsifier` and `NearlyDiagonalSparsifier` replace torch.ao's b
 structures, `schedules` and `schedulers` move budgets over time.
 """
 
-from . import densities, dynamic, patterns, schedulers, schedules
+from . import densities, dynamic, export, groups, patterns, schedulers, schedules
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .groups import Group
@@ -48,6 +48,8 @@ __all__ = [
     "WeightNormSparsifier",
     "densities",
     "dynamic",
+    "export",
+    "groups",
     "keep_mask",
     "patterns",
     "schedulers",

@@ -14,7 +14,7 @@ from sparsekit_ao.export import compact, cut_to
 def shaken(model):
     """Norms' weights, biases and statistics that are not the ones and zeros that would hide a mistake."""
     with torch.no_grad():
-        for name, t in (*model.named_parameters(), *model.named_buffers()):
+        for name, t in model.state_dict().items():
             if t.is_floating_point() and t.ndim == 1:
                 t.add_(torch.rand(t.shape) if "var" in name else torch.randn(t.shape) / 3)
     return model

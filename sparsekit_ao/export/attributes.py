@@ -59,27 +59,32 @@ def _speaks_of(group: Group, path: str, axes: str) -> bool:
 
 
 def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
-    """New values of all attributes that the groups list.
+    """New values of all attributes that the groups list; what several groups shrink is shrunk by each.
 
     Raises:
-        SparsityError: there is no such attribute, it holds another number, or two groups ask for different ones.
+        SparsityError: there is no such attribute, it holds another number, or the layers of one group ask for
+            different ones.
     """
-    found: dict[tuple[int, str], tuple[Change, str]] = {}
+    found: dict[tuple[int, str], Change] = {}
+    shrunk: dict[tuple[int, str, int], Cut] = {}
     for cut in cuts:
         where = f"group {cut.group.name!r}: attrs "
         for pattern, axes in cut.group.attrs.items():
-            product = _product(cut, axes, f"{where}[{pattern!r}]: ")
             path = filled(pattern, cut.group.captured) if stars(pattern) else pattern
             for full, holder, name in _holders(model, path, where):
-                change = Change(path=full, was=product, now=product // cut.of * cut.kept)
-                _check_value(change, getattr(holder, name), axes, cut, where)
-                first, by = found.setdefault((id(holder), name), (change, cut.group.name))
-                if first.now != change.now:
+                _check_value(full, getattr(holder, name), axes, cut, where)
+                key = (id(holder), name)
+                first = shrunk.setdefault((*key, cut.source), cut)
+                if first.kept * cut.of != cut.kept * first.of:
                     raise SparsityError(
-                        f"{where}{full!r} is one number for several groups, but {by!r} makes it {first.now} and "
-                        f"{cut.group.name!r} {change.now}. Keep equal numbers, or do not list it."
+                        f"{where}{full!r} is one number for several layers, but {first.group.name!r} keeps "
+                        f"{first.kept} of {first.of} and {cut.group.name!r} {cut.kept} of {cut.of}. Keep equal "
+                        "numbers, or do not list it."
                     )
-    return [change for change, _ in found.values()]
+                if first is cut:
+                    was = found.setdefault(key, Change(path=full, was=getattr(holder, name), now=getattr(holder, name)))
+                    found[key] = replace(was, now=was.now // cut.of * cut.kept)
+    return list(found.values())
 
 
 def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
@@ -118,36 +123,35 @@ def _integers_near(model: nn.Module, cut: Cut) -> Iterator[tuple[str, int]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-def _product(cut: Cut, axes: str, where: str) -> int:
-    for axis in axes.split():
-        if axis not in cut.group.sizes:
-            raise SparsityError(f"{where}{axis!r} is none of the axes {', '.join(cut.group.sizes)}; give its size")
-    if cut.group.unit not in axes.split():
-        raise SparsityError(f"{where}{axes!r} has no unit axis {cut.group.unit!r}, so it would not change")
-    return math.prod(cut.group.sizes[axis] for axis in axes.split())
-
-
-def _check_value(change: Change, value: object, axes: str, cut: Cut, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value != change.was:
-        sizes = " * ".join(f"{axis}={cut.group.sizes[axis]}" for axis in axes.split())
-        raise SparsityError(f"{where}{change.path!r} is {value!r}, but {sizes} = {change.was}; name other axes")
+def _check_value(path: str, value: object, axes: str, cut: Cut, where: str) -> None:
+    sizes, names = cut.group.sizes, axes.split()
+    for axis in names:
+        if axis not in sizes:
+            raise SparsityError(f"{where}{path!r} = {axes!r}: the group knows the sizes of {', '.join(sizes)} only")
+    if cut.group.unit not in names:
+        raise SparsityError(f"{where}{path!r} = {axes!r} has no unit axis {cut.group.unit!r}, so it would not change")
+    product = math.prod(sizes[axis] for axis in names)
+    if isinstance(value, bool) or not isinstance(value, int) or value != product:
+        asked = " * ".join(f"{axis}={sizes[axis]}" for axis in names)
+        raise SparsityError(f"{where}{path!r} is {value!r}, but {asked} is {product}; name other axes")
 
 
 def _holders(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, str]]:
-    """(full path, object, attribute) of all that a path means; its part before the last dot may hold `**`."""
+    """(full path, object, attribute) of all that a path means: where it has `**`, of all modules with the attribute."""
     prefix, _, name = path.rpartition(".")
     if "*" in prefix:
         names = [n for found in matched(prefix, dict(model.named_modules())).values() for n in found]
     else:
         names = [prefix]
-    out = []
-    for found in names:
-        holder: Any = model
-        for part in found.split(".") if found else ():
-            holder = getattr(holder, part, None)
-        if not hasattr(holder, name):
-            raise SparsityError(f"{where}the model has no attribute {f'{found}.{name}'.removeprefix('.')!r}")
-        out.append((f"{found}.{name}".removeprefix("."), holder, name))
-    if not out:
-        raise SparsityError(f"{where}{prefix!r} matches no module of the model")
-    return out
+    reached = [(f"{found}.{name}".removeprefix("."), _reached(model, found), name) for found in names]
+    found = [(full, holder, name) for full, holder, name in reached if hasattr(holder, name)]
+    if not found:
+        raise SparsityError(f"{where}the model has no attribute {path!r}")
+    return found
+
+
+def _reached(model: nn.Module, path: str) -> Any:
+    holder: Any = model
+    for part in path.split(".") if path else ():
+        holder = getattr(holder, part, None)
+    return holder

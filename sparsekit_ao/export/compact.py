@@ -109,10 +109,10 @@ def _cuts(model: nn.Module, groups: Sequence[Group], multiple_of: int | Mapping[
         if name not in names:
             raise SparsityError(f"multiple_of names {name!r}, but the groups are {', '.join(map(repr, names))}")
     cuts = []
-    for group in groups:
+    for at, group in enumerate(groups):
         multiple = multiple_of.get(group.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
         for bound in group.bind(model):
-            cuts.append(make_cut(bound, members_of(model, [m.fqn for m in bound.members]), multiple))
+            cuts.append(make_cut(bound, members_of(model, [m.fqn for m in bound.members]), multiple, at))
     return cuts
 
 

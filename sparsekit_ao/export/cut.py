@@ -59,7 +59,8 @@ def cut_model(model: nn.Module, cuts: Sequence[Cut]) -> None:
             tensor = members_of(model, [member.fqn])[member.fqn]
             tensors[id(tensor)] = tensor
             own = todo.setdefault(id(tensor), [])
-            if not any(c is cut and m.pattern == member.pattern for m, c in own):
+            shape = tuple(tensor.shape)
+            if not any(c is cut and _alike(m, member, cut, shape) for m, c in own):
                 own.append((member, cut))
     smaller = {key: _smaller(tensors[key], own) for key, own in todo.items()}
     places = list(_places(model, smaller))
@@ -77,6 +78,11 @@ def kept_elements(member: Member, cut: Cut, shape: Shape) -> Tensor:
     inner = {axis: size for axis, size in pattern.lengths(shape).items() if axis not in pattern.unit}
     kept: Tensor = einops.repeat(cut.keep, f"{' '.join(pattern.unit)} -> {pattern.axes}", **inner)
     return kept
+
+
+def _alike(one: Member, other: Member, cut: Cut, shape: Shape) -> bool:
+    """Whether two names of one tensor take the same from it."""
+    return torch.equal(kept_elements(one, cut, shape), kept_elements(other, cut, shape))
 
 
 def _places(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[tuple[nn.Module, str, int]]:

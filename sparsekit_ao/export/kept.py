@@ -24,10 +24,12 @@ class Cut:
     Attributes:
         group: the group.
         keep: bool, of the group's grid; the same number in each scope.
+        source: which of the groups that the caller gave it is one of.
     """
 
     group: BoundGroup
     keep: Tensor
+    source: int = 0
 
     @property
     def of(self) -> int:
@@ -45,13 +47,14 @@ class Cut:
         return self.kept == self.of
 
 
-def make_cut(group: BoundGroup, tensors: Mapping[str, Tensor], multiple_of: int) -> Cut:
+def make_cut(group: BoundGroup, tensors: Mapping[str, Tensor], multiple_of: int, source: int = 0) -> Cut:
     """Find the dropped units, and keep as many of them as make a multiple (at least one unit is left).
 
     Args:
         group: bound to the model.
         tensors: its members by name.
         multiple_of: units kept in a scope are rounded up to a multiple, or to all there are.
+        source: see `Cut`.
 
     Raises:
         CouplingError: scopes keep different numbers.
@@ -73,7 +76,7 @@ def make_cut(group: BoundGroup, tensors: Mapping[str, Tensor], multiple_of: int)
     wanted = min(-(-max(most, 1) // multiple_of) * multiple_of, group.grid[-1])
     spare = ~keep
     keep = keep | (spare & (spare.cumsum(1) <= (wanted - counts)[:, None]))
-    return Cut(group=group, keep=keep.reshape(group.grid))
+    return Cut(group=group, keep=keep.reshape(group.grid), source=source)
 
 
 def _dropped(group: BoundGroup, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import SparsityError
 
@@ -68,6 +67,8 @@ class Reference:
 @torch.no_grad()
 def _run(model: nn.Module, inputs: Any, half: bool) -> tuple[Outputs, int]:
     """The output tensors of one forward in eval mode, and its FLOPs; the model is left as it is."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
+
     model = copy.deepcopy(model).float() if half else model
     with _eval(model), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
         torch.manual_seed(0)

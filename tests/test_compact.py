@@ -1,0 +1,393 @@
+"""compact and cut_to beyond the exact cases: what is kept, what is told, what is refused and in which words."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from compact_models import CASES, MLP, STREAM, Attention, Decoder, GatedMLP, PackedExperts, Residual, RootMeanSquare
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_compact_exact import close, pruned, shaken
+from torch import nn
+
+from sparsekit_ao import CouplingError, Group, ScopeSparsifier, SparsityError
+from sparsekit_ao.export import compact, cut_to
+
+PAIR = Group({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
+STREAM_GROUP = Group(STREAM, name="stream")
+
+
+def pair(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def dropping(model, *units):
+    """The pair with some hidden units zeroed by hand."""
+    with torch.no_grad():
+        model[0].weight[list(units)] = 0
+        model[2].weight[:, list(units)] = 0
+    return model
+
+
+def x(width=4):
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+
+
+def refusal(kind, *args, **kwargs):
+    with pytest.raises(kind) as e:
+        compact(*args, **kwargs)
+    return str(e.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.data())
+def test_what_is_left_is_the_dense_models_slice(width, data):
+    drop = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=width - 1))
+    multiple = data.draw(st.integers(1, 4))
+    model = dropping(pair(width), *drop)
+    small, report = compact(model, PAIR, x(), multiple_of=multiple)
+    keep = sorted(set(range(width)) - set(drop))
+    wanted = min(-(-len(keep) // multiple) * multiple, width)
+    keep = sorted(keep + sorted(drop)[: wanted - len(keep)])
+    assert report.groups[0].kept == wanted == small[0].out_features == small[2].in_features
+    assert torch.equal(small[0].weight, model[0].weight[keep]) and torch.equal(small[0].bias, model[0].bias[keep])
+    assert torch.equal(small[2].weight, model[2].weight[:, keep]) and torch.equal(small[2].bias, model[2].bias)
+
+
+def test_a_bias_that_was_not_masked_does_not_keep_its_unit():
+    model = dropping(pair(), 1, 4)
+    assert bool((model[0].bias != 0).all())
+    assert compact(model, PAIR, x())[1].groups[0].kept == 6
+
+
+def test_a_weight_that_is_not_zero_keeps_its_unit():
+    model = dropping(pair(), 1, 4)
+    with torch.no_grad():
+        model[2].weight[0, 4] = 1e-30
+        model[0].weight[1, 0] = float("nan")
+    assert compact(dropping(model, 2), PAIR, torch.zeros(0, 4))[1].groups[0].kept == 7
+
+
+def test_a_group_without_a_unit_left_keeps_one():
+    small, report = compact(dropping(pair(), *range(8)), PAIR, x())
+    assert report.groups[0].kept == 1 and small[0].out_features == 1
+
+
+def test_multiples_may_be_given_by_group():
+    groups = [Group(MLP, name="mlp of *"), STREAM_GROUP]
+    model = pruned(Decoder(RootMeanSquare), groups, level=0.4)
+    rows = {r.name: r.kept for r in compact(model, groups, torch.arange(6)[None], multiple_of={"stream": 4})[1].groups}
+    assert rows == {"mlp of 0": 8, "mlp of 1": 8, "stream": 8}
+    rows = {r.name: r.kept for r in compact(model, groups, torch.arange(6)[None], multiple_of=5)[1].groups}
+    assert rows == {"mlp of 0": 10, "mlp of 1": 10, "stream": 5}
+    says = refusal(SparsityError, model, groups, x(), multiple_of={"streams": 4})
+    assert says == "multiple_of names 'streams', but the groups are 'mlp of *', 'stream'"
+    assert "multiple_of must be a positive int, got 0" in refusal(SparsityError, model, groups, x(), multiple_of=0)
+
+
+def test_the_report_reads_well():
+    _, report = compact(dropping(pair(), 0, 1, 2, 3, 4, 5), PAIR, x())
+    assert str(report).splitlines()[:4] == [
+        "hidden  2 of 8 units",
+        "parameters: 58 -> 16 (0.276)",
+        "bytes: 232 -> 64 (0.276)",
+        "flops: 288 -> 72 (0.250)",
+    ]
+
+
+def test_the_model_is_left_as_it_is_even_while_it_trains():
+    torch.manual_seed(0)
+    model = nn.Sequential(*pair()[:2], nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).train()
+    model[0].weight.requires_grad_(False)
+    names = {"0.weight": "u i", "0.bias": "u", "4.weight": "o u"}
+    group = Group({**names, **{f"2.{t}": "u" for t in ("weight", "bias", "running_mean", "running_var")}})
+    pruned(model, [group])
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    small, _ = compact(model, group, x())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(module.training for module in (*model.modules(), *small.modules()))
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert not small[0].weight.requires_grad and small[4].weight.requires_grad
+    assert {p.data_ptr() for p in small.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
+
+
+def test_a_tensor_of_two_names_is_cut_once_and_stays_one():
+    torch.manual_seed(0)
+    model = Decoder(nn.RMSNorm, tied=True)
+    with torch.no_grad():
+        for name in STREAM:
+            for fqn, p in model.named_parameters():
+                if fqn == name or (name.split("**.")[-1] in fqn and "**" in name):
+                    view = p if p.ndim == 1 else p.T if STREAM[name].endswith(" u") else p
+                    view[::2] = 0
+    for names in (STREAM, {k: v for k, v in STREAM.items() if k != "head.weight"}):
+        small, report = compact(model, Group(names), torch.arange(6)[None])
+        assert small.embed.weight is small.head.weight and small.head.in_features == 4 == small.embed.embedding_dim
+        assert report.after.parameters == sum(p.numel() for p in small.parameters())
+        fresh = cut_to(Decoder(nn.RMSNorm, tied=True), report.manifest)
+        assert fresh.embed.weight is fresh.head.weight and fresh.head.weight.shape == (11, 4)
+
+
+def test_a_16_bit_model_is_compared_in_float32():
+    model = dropping(pair(64).bfloat16(), *range(16, 64))
+    small, report = compact(model, PAIR, x().bfloat16())
+    assert report.difference <= 1e-6 and small[0].weight.dtype == torch.bfloat16
+    assert report.after.bytes == 2 * report.after.parameters
+
+
+def test_positional_and_named_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = pair()
+
+        def forward(self, a, b):
+            return {"sum": [self.net(a + b)], "flag": True}
+
+    model = Two()
+    dropping(model.net, 3)
+    group = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
+    for inputs in ((x(), x()), [x(), x()], {"a": x(), "b": x()}):
+        assert compact(model, group, inputs)[1].groups[0].kept == 7
+
+
+def test_another_process_rebuilds_it_bit_for_bit(tmp_path):
+    small, report = compact(dropping(pair(), 1, 5), PAIR, x())
+    report.save(tmp_path / "manifest.json")
+    torch.save(small.state_dict(), tmp_path / "small.pt")
+    torch.save({"x": x(), "y": small(x()).detach()}, tmp_path / "io.pt")
+    code = """
+        import torch
+        from torch import nn
+        from sparsekit_ao.export import cut_to
+        model = cut_to(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "manifest.json")
+        model.load_state_dict(torch.load("small.pt"))
+        io = torch.load("io.pt")
+        assert torch.equal(model(io["x"]), io["y"])
+        print(model)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == repr(small)
+
+
+def test_a_fresh_model_may_be_on_the_meta_device():
+    small, report = compact(dropping(pair(), 1, 5), PAIR, x())
+    with torch.device("meta"):
+        fresh = pair()
+    cut_to(fresh, report.manifest).load_state_dict(small.state_dict(), assign=True)
+    assert torch.equal(fresh(x()), small(x()))
+
+
+def test_cut_to_refuses_other_models_and_changes_nothing():
+    small, report = compact(dropping(pair(), 1, 5), PAIR, x())
+    with pytest.raises(SparsityError, match=r"cut_to: 0.weight is \(6, 4\), but the dense model's was \(8, 4\)"):
+        cut_to(small, report.manifest)
+    assert small[0].weight.shape == (6, 4)
+    with pytest.raises(SparsityError, match="cut_to: the manifest is of another model"):
+        cut_to(nn.Linear(2, 2), report.manifest)
+    with pytest.raises(SparsityError, match="cut_to: the manifest has version 7, this library reads 1"):
+        cut_to(pair(), {**report.manifest, "version": 7})
+
+
+def test_masks_must_be_squashed_first():
+    model, sparsifier = pair(), ScopeSparsifier()
+    sparsifier.prepare(model, PAIR.entries(model))
+    sparsifier.step()
+    assert refusal(SparsityError, model, PAIR, x()) == (
+        "0.weight is still parametrized (masked, perhaps), so nothing can be removed from it; call squash_mask first"
+    )
+
+
+def test_a_layer_norm_over_a_pruned_axis_is_said_not_to_be_exact():
+    torch.manual_seed(0)
+    model = pruned(Decoder(nn.LayerNorm), [Group({**STREAM, "norm.bias": "u", "norms.**.bias": "u"}, name="stream")])
+    group = Group({**STREAM, "norm.bias": "u", "norms.**.bias": "u"}, name="stream")
+    says = refusal(SparsityError, model, group, torch.arange(6)[None])
+    assert says.startswith("the compacted model gives other outputs: a relative difference of ")
+    assert "\n  group 'stream' by itself gives other outputs" in says
+    assert "not exact: norm.weight: a LayerNorm over a pruned axis takes its statistics of fewer values" in says
+    small, report = compact(model, group, torch.arange(6)[None], tolerance=10)
+    assert len(report.notes) == 3 and report.difference > 1e-2 and "not exact: norm.weight" in str(report)
+    assert small.norm.normalized_shape == (4,)
+
+
+def test_a_norm_that_cannot_be_folded_is_said_not_to_be_exact():
+    class Cubed(RootMeanSquare):
+        def forward(self, x):
+            return super().forward(x) * x.shape[-1]
+
+    model = pruned(Decoder(Cubed), [STREAM_GROUP])
+    assert "not exact: norm.weight: a Cubed over a pruned axis" in refusal(
+        SparsityError, model, STREAM_GROUP, torch.arange(6)[None]
+    )
+
+
+def test_experts_that_the_router_would_still_choose_are_not_removed_silently():
+    group = Group({"router.weight": "u i", "up": "u h i", "down": "u o h"}, name="experts")
+    torch.manual_seed(0)
+    model = pruned(PackedExperts(gate="softmax"), [group])
+    inputs = torch.randn(50, 5)  # for some, every kept expert's logit is below a dropped one's, which is zero
+    says = refusal(SparsityError, model, group, inputs)
+    assert "group 'experts' by itself gives other outputs" in says and "through a softmax or a norm" in says
+    with torch.no_grad():
+        model.router.weight.abs_()
+    small, report = compact(model, group, inputs.abs())  # here the best two are always kept ones
+    assert report.difference <= 1e-5 and small.router.out_features == 3
+
+
+def test_a_scale_that_depends_on_a_size_is_noticed():
+    members = {f"{n}.{t}": "(kv g u)" + " i" * (t == "weight") for n in "q" for t in ("weight", "bias")}
+    members |= {f"{n}.{t}": "(kv u)" + " i" * (t == "weight") for n in "k" for t in ("weight", "bias")}
+    group = Group(members, sizes={"kv": 4, "g": 3}, attrs={"size": "u"}, name="key channels")
+    torch.manual_seed(0)
+    model = pruned(Attention(), [group])
+    assert "group 'key channels' by itself gives other outputs" in refusal(
+        SparsityError, model, group, torch.randn(2, 5, 10)
+    )
+
+
+def test_the_group_that_is_wrong_is_named_and_no_other():
+    wrong = {name: axes for name, axes in MLP.items() if "up_proj.bias" not in name}
+    model = Residual(GatedMLP(), GatedMLP(), GatedMLP())
+    layer = {0: MLP, 1: wrong, 2: MLP}
+    groups = [
+        Group({n.replace("*", str(k)): a for n, a in names.items()}, name=f"mlp {k}") for k, names in layer.items()
+    ]
+    says = refusal(SparsityError, pruned(model, groups), groups, torch.randn(2, 5, 6))
+    assert says.startswith("the compacted model does not run: ")
+    assert "\n  group 'mlp 1' by itself does not run: " in says
+    assert "'mlp 0'" not in says and "'mlp 2'" not in says
+
+
+def test_a_size_that_is_not_listed_is_named_as_likely():
+    _, groups, inputs = CASES["packed qkv"]
+    unlisted = Group(groups.members, sizes=groups.sizes, name="heads")
+    torch.manual_seed(0)
+    model = pruned(CASES["packed qkv"][0](), [groups])
+    says = refusal(SparsityError, model, unlisted, inputs())
+    assert "likely a size that is gone (list it in attrs): num_heads = 4, as 'heads' had" in says
+    small, report = compact(model, unlisted, inputs(), attrs={"num_heads": "u"})
+    assert small.num_heads == 2 and not report.likely
+    told = Residual(GatedMLP())
+    told.hidden = 12
+    report = compact(pruned(told, [Group(MLP)]), Group(MLP, name="mlp"), torch.randn(2, 6))[1]
+    assert report.likely == () and told.hidden == 12  # not near the members
+
+
+ATTRS = [
+    ({"heads": "u"}, "group 'heads': attrs the model has no attribute 'heads'"),
+    (
+        {"num_heads": "u d"},
+        "group 'heads': attrs 'num_heads' is 4, but u=4 * d=3 is 12; name other axes",
+    ),
+    ({"size": "d"}, "group 'heads': attrs 'size' = 'd' has no unit axis 'u', so it would not change"),
+    ({"num_heads": "u x"}, "group 'heads': attrs 'num_heads' = 'u x': the group knows the sizes of "),
+    ({"layers.**.num_heads": "u"}, "group 'heads': attrs the model has no attribute 'layers.**.num_heads'"),
+]
+
+
+@pytest.mark.parametrize(("attrs", "says"), ATTRS, ids=range(len(ATTRS)))
+def test_attributes_that_do_not_fit_are_refused(attrs, says):
+    make, group, inputs = CASES["packed qkv"]
+    group = Group(group.members, sizes=group.sizes, attrs=attrs, name="heads")
+    assert refusal(SparsityError, pruned(make(), [group]), group, inputs()).startswith(says)
+
+
+def test_attributes_given_to_compact_go_to_the_one_group_that_has_their_axes():
+    make, group, inputs = CASES["packed qkv"]
+    model = pruned(make(), [group])
+    says = refusal(SparsityError, model, [group, group], inputs(), attrs={"num_heads": "u"})
+    assert says == (
+        "attrs['num_heads'] = 'u' must name the unit axis of one group, its scope axes and its sizes, but fits "
+        "'qkv.weight', 'qkv.weight'. Give it to its group: Group(..., attrs={...}), or name units differently."
+    )
+    assert "but fits none" in refusal(SparsityError, model, group, inputs(), attrs={"num_heads": "v"})
+
+
+def test_different_numbers_of_query_heads_are_refused():
+    _, group, inputs = CASES["query heads inside every kv group"]
+    torch.manual_seed(0)
+    model = pruned(Attention(), [group])
+    with torch.no_grad():
+        kept = model.q.weight.view(4, 3, -1).ne(0).any(2)
+        model.q.weight.view(4, 3, -1)[2, kept[2].nonzero()[0]] = 0
+        model.o.weight.view(10, 4, 3, 4)[:, 2, kept[2].nonzero()[0]] = 0
+    assert refusal(CouplingError, model, group, inputs()) == (
+        "group 'q.weight': scope 0 of kv keeps 2 of 3 units, but scope 2 keeps 1; a dense layer needs the same number "
+        "in each. Prune by the group's own entries, which share one budget."
+    )
+
+
+def test_groups_that_leave_no_rectangle_are_refused():
+    model = nn.Sequential(nn.Linear(2, 12))
+    with torch.no_grad():
+        model[0].weight[:6] = 0
+        model[0].weight[::3] = 0
+    groups = [
+        Group({"0.weight": "(u b) i", "0.bias": "(u b)"}, sizes={"b": 6}, name="halves"),
+        Group({"0.weight": "(b u) i", "0.bias": "(b u)"}, sizes={"b": 4}, name="thirds"),
+        Group({"0.weight": "(u b) i", "0.bias": "(u b)"}, sizes={"b": 1}, name="rows"),
+    ]
+    assert "0.weight: the groups 'halves', 'rows' leave no rectangle of its (12, 2)" in refusal(
+        CouplingError, model, [groups[0], groups[2]], x(2)
+    )
+
+
+PARTS = [
+    (nn.Conv2d(8, 8, 1, groups=2), "a Conv2d of 2 groups is cut by whole groups or equally within each"),
+    (nn.GroupNorm(2, 8), "a GroupNorm of 2 groups is cut by whole groups or equally within each"),
+]
+
+
+@pytest.mark.parametrize(("layer", "says"), PARTS, ids=["conv", "norm"])
+def test_parts_of_groups_cannot_be_removed(layer, says):
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), layer)
+    second = "u i h w" if isinstance(layer, nn.Conv2d) else "u"
+    group = Group({"0.weight": "u i h w", "0.bias": "u", "1.weight": second, "1.bias": "u"})
+    with torch.no_grad():
+        model[0].weight[1:4] = 0
+        model[1].weight[1:4] = 0
+    text = refusal(SparsityError, model, group, torch.randn(1, 3, 2, 2))
+    assert text.startswith(f"1.weight: axes {second!r}: ") and says in text
+    assert text.endswith("write its first dimension as factors of which the first make 2")
+
+
+def test_a_model_that_does_not_run_or_returns_nothing_is_refused():
+    assert refusal(SparsityError, pair(), PAIR, x(5)).startswith(
+        "the masked model does not run on example_inputs: mat1"
+    )
+
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = pair()
+
+        def forward(self, x):
+            self.net(x)
+
+    group = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
+    assert (
+        refusal(SparsityError, Silent(), group, x()) == "the model returned no tensor, so there is nothing to compare"
+    )
+    assert "no member is a parameter" in refusal(SparsityError, nn.BatchNorm1d(3), Group({"running_mean": "u"}), x(3))
+
+
+def test_outputs_that_are_not_finite_are_never_called_equal():
+    model = dropping(pair(), 1)
+    with torch.no_grad():
+        model[2].bias[0] = float("nan")
+    assert "gives other outputs: other shapes, or inf and nan" in refusal(SparsityError, model, PAIR, x())
+
+
+def test_scores_by_mean_prune_and_compact_too():
+    torch.manual_seed(0)
+    group = Group(MLP, scores="mean")
+    model = pruned(shaken(Residual(GatedMLP(), GatedMLP())), [group])
+    inputs = torch.randn(2, 5, 6)
+    with torch.no_grad():
+        assert close(model(inputs), compact(model, group, inputs)[0](inputs))
