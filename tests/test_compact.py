@@ -139,6 +139,27 @@ def test_a_16_bit_model_is_compared_in_float32():
     assert report.after.bytes == 2 * report.after.parameters
 
 
+class Amplified(nn.Module):
+    """Makes the last bits of float32 visible."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = pair(64)
+
+    def forward(self, x):
+        return torch.sin(1e4 * self.net(x))
+
+
+def test_where_rounding_alone_is_too_much_float64_decides():
+    model = Amplified()
+    dropping(model.net, *range(0, 64, 3))
+    inputs = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
+    group = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
+    report = compact(model, group, inputs)[1]
+    assert report.difference > 1e-5 and report.in_float64 < 1e-9
+    assert "rounding: in float64 it is" in str(report)
+
+
 def test_positional_and_named_inputs():
     class Two(nn.Module):
         def __init__(self):
@@ -375,6 +396,28 @@ def test_a_model_that_does_not_run_or_returns_nothing_is_refused():
         refusal(SparsityError, Silent(), group, x()) == "the model returned no tensor, so there is nothing to compare"
     )
     assert "no member is a parameter" in refusal(SparsityError, nn.BatchNorm1d(3), Group({"running_mean": "u"}), x(3))
+
+
+@pytest.mark.parametrize("groups", [[], {"0.weight": "u i"}, [{"0.weight": "u i"}], None])
+def test_groups_must_be_groups(groups):
+    assert refusal(SparsityError, pair(), groups, x()) == f"groups must be a Group or a list of them, got {groups!r}"
+
+
+def test_packed_heads_of_torch_that_fix_their_size_are_refused():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.attn(x, x, x, need_weights=False)[0]
+
+    members = {"attn.in_proj_weight": "(three u d) i", "attn.in_proj_bias": "(three u d)"}
+    group = Group(
+        {**members, "attn.out_proj.weight": "o (u d)"}, sizes={"three": 3, "d": 4}, attrs={"attn.num_heads": "u"}
+    )
+    model = pruned(Heads(), [group])
+    assert "the compacted model does not run" in refusal(SparsityError, model, group, torch.randn(2, 3, 16))
 
 
 def test_outputs_that_are_not_finite_are_never_called_equal():

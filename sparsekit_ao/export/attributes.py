@@ -14,6 +14,7 @@ from ..errors import SparsityError
 from ..groups import Group
 from ..groups.names import filled, matched, stars
 from .kept import Cut
+from .layers import sizes_of
 
 __all__ = ["Change", "apply_changes", "changes_of", "likely_sizes", "with_attrs"]
 
@@ -112,15 +113,17 @@ def likely_sizes(small: nn.Module, cuts: Sequence[Cut], done: Sequence[Change]) 
 
 
 def _integers_near(model: nn.Module, cut: Cut) -> Iterator[tuple[str, int]]:
-    prefixes = {member.fqn.rpartition(".")[0] for member in cut.group.members}
-    prefixes |= {prefix.rpartition(".")[0] for prefix in prefixes}
-    holders: list[tuple[str, object]] = [(p, model.get_submodule(p)) for p in sorted(prefixes)]
-    config = getattr(model, "config", None)
-    holders += [("config", config)] if config is not None else []
-    for prefix, holder in holders:
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if isinstance(value, int) and not isinstance(value, bool) and not name.startswith("_"):
-                yield f"{prefix}.{name}" if prefix else name, value
+    """Integers of the modules that hold members, of the modules around those, and of the config; no layer's own."""
+    holders: dict[str, set[str]] = {"config": set()} if hasattr(model, "config") else {}
+    for member in cut.group.members:
+        prefix, _, name = member.fqn.rpartition(".")
+        module = model.get_submodule(prefix)
+        holders.setdefault(prefix, set()).update(sizes_of(module, name, getattr(module, name), ()))
+        holders.setdefault(prefix.rpartition(".")[0], set())
+    for prefix, own in holders.items():
+        for name, value in getattr(_reached(model, prefix), "__dict__", {}).items():
+            if isinstance(value, int) and not isinstance(value, bool) and name not in own and not name.startswith("_"):
+                yield f"{prefix}.{name}".removeprefix("."), value
 
 
 def _check_value(path: str, value: object, axes: str, cut: Cut, where: str) -> None:

@@ -18,7 +18,7 @@ from .kept import Cut, make_cut
 from .manifest import make_manifest
 from .norms import cut_norms, fold
 from .report import Compaction, KeptUnits, Size
-from .verify import Reference
+from .verify import Comparison, Reference
 
 __all__ = ["compact"]
 
@@ -46,7 +46,8 @@ def compact(
         attrs: {integer attribute: the axes whose product it holds}, as `Group(attrs=)`; for the one group that has
             these axes.
         tolerance: largest difference of an output tensor, relative to its largest value. What is known not to be
-            exact (a LayerNorm over a pruned axis) needs a larger one; models of 16-bit floats are compared in float32.
+            exact (a LayerNorm over a pruned axis) needs a larger one. Models of 16-bit floats are compared as float32
+            copies; where rounding alone makes more than the tolerance, float64 copies decide.
 
     Returns:
         The smaller model, and a `Compaction`.
@@ -73,19 +74,19 @@ def compact(
     flops: 960 -> 240 (0.250)
     largest relative difference on the example inputs: ...
     """
-    found = with_attrs([groups] if isinstance(groups, Group) else groups, attrs or {})
-    cuts = _cuts(model, found, multiple_of)
+    cuts = _cuts(model, with_attrs(_checked(groups), attrs or {}), multiple_of)
     changes = changes_of(model, cuts)
-    reference = Reference.of(model, example_inputs)
+    reference = Reference(model, example_inputs)
     made = _make(model, cuts, changes)
-    problem, apart, flops = _problem(reference, made, tolerance)
-    if problem:
-        raise _blamed(model, cuts, reference, tolerance, made, problem)
+    found = _compared(reference, made, tolerance)
+    if isinstance(found, str):
+        raise _blamed(model, cuts, reference, tolerance, made, found)
     report = Compaction(
         groups=tuple(KeptUnits(name=c.group.name, kept=c.kept, of=c.of, scopes=c.keep.numel() // c.of) for c in cuts),
         before=_size(model, reference.flops),
-        after=_size(made.model, flops),
-        difference=apart,
+        after=_size(made.model, found.flops),
+        difference=found.difference,
+        in_float64=found.in_float64,
         notes=tuple(made.notes),
         likely=tuple(likely_sizes(made.model, cuts, made.changes)),
         manifest=make_manifest(cuts, made.changes, made.shapes),
@@ -101,6 +102,13 @@ class _Made:
     changes: list[Change]
     notes: list[str]
     shapes: dict[str, tuple[int, ...]]
+
+
+def _checked(groups: Group | Sequence[Group]) -> list[Group]:
+    found = [groups] if isinstance(groups, Group) else groups
+    if not isinstance(found, Sequence) or not found or not all(isinstance(group, Group) for group in found):
+        raise SparsityError(f"groups must be a Group or a list of them, got {groups!r}")
+    return list(found)
 
 
 def _cuts(model: nn.Module, groups: Sequence[Group], multiple_of: int | Mapping[str, int]) -> list[Cut]:
@@ -132,16 +140,17 @@ def _make(model: nn.Module, cuts: Sequence[Cut], changes: Sequence[Change]) -> _
     return _Made(model=small, changes=all_changes, notes=notes, shapes=shapes)
 
 
-def _problem(reference: Reference, made: _Made, tolerance: float) -> tuple[str, float, int]:
-    """What is wrong with a compacted model ("" if nothing), its difference and its FLOPs."""
+def _compared(reference: Reference, made: _Made, tolerance: float) -> Comparison | str:
+    """How a compacted model compares, or in words what is wrong with it."""
     try:
-        apart, flops = reference.compare(made.model)
+        found = reference.compare(made.model, tolerance)
     except Exception as e:
-        return f"does not run: {e}", float("inf"), 0
-    if apart <= tolerance:
-        return "", apart, flops
-    how = f"a relative difference of {apart:.1e}" if apart < float("inf") else "other shapes, or inf and nan"
-    return f"gives other outputs: {how}", apart, flops
+        return f"does not run: {e}"
+    if found.decided <= tolerance:
+        return found
+    finite = found.decided < float("inf")
+    how = f"a relative difference of {found.difference:.1e}" if finite else "other shapes, or inf and nan"
+    return f"gives other outputs: {how}"
 
 
 def _blamed(
@@ -151,8 +160,8 @@ def _blamed(
     lines = []
     for cut in cuts:
         if not cut.is_whole:
-            alone, *_ = _problem(reference, _make(model, [cut], changes_of(model, [cut])), tolerance)
-            lines += [f"group {cut.group.name!r} by itself {alone}"] if alone else []
+            alone = _compared(reference, _make(model, [cut], changes_of(model, [cut])), tolerance)
+            lines += [f"group {cut.group.name!r} by itself {alone}"] if isinstance(alone, str) else []
     lines = lines or ["each group by itself is right, so some of them contradict each other"]
     lines += [f"not exact: {note}" for note in made.notes]
     lines += [

@@ -49,6 +49,7 @@ class Compaction:
         groups: one row a coupled group.
         before, after: sizes of the model.
         difference: largest difference of an output on the example inputs, relative to the output's largest value.
+        in_float64: the same of float64 copies, where rounding made more of it than the tolerance.
         notes: what is not exact, in words.
         likely: integers that seem to hold a removed size and are in no group's `attrs`.
         manifest: what `cut_to` needs, plain data.
@@ -58,6 +59,7 @@ class Compaction:
     before: Size
     after: Size
     difference: float
+    in_float64: float | None = None
     notes: tuple[str, ...] = ()
     likely: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
@@ -77,6 +79,7 @@ class Compaction:
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
         lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
+        lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"likely a size that is gone (list it in attrs): {text}" for text in self.likely]
         return "\n".join(lines)

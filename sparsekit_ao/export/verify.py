@@ -8,69 +8,87 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
 
-__all__ = ["Reference"]
+__all__ = ["Comparison", "Reference"]
 
 Outputs = list[tuple[str, Tensor]]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Reference:
-    """What the masked model gives on the example inputs.
-
-    A model of 16-bit floats is run as a float32 copy, here and in `compare`: rounding would hide what is to be seen.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A compacted model against the masked one.
 
     Attributes:
-        inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
-        half: whether models are run as float32 copies.
-        outputs: every output tensor, with its place.
+        difference: the largest of an output tensor, relative to its largest value; inf where shapes differ or a
+            number is not one.
+        in_float64: the same of float64 copies, where `difference` is more than rounding should make.
         flops: of one forward.
     """
 
-    inputs: Any
-    half: bool
-    outputs: Outputs
+    difference: float
+    in_float64: float | None
     flops: int
 
-    @classmethod
-    def of(cls, model: nn.Module, inputs: Any) -> Self:
-        """Run the masked model.
+    @property
+    def decided(self) -> float:
+        """The difference that counts."""
+        return self.difference if self.in_float64 is None else self.in_float64
 
-        Raises:
-            SparsityError: it does not run, or returns no tensor.
-        """
+
+class Reference:
+    """The masked model and what it gives on the example inputs.
+
+    Models of 16-bit floats are run as float32 copies: their rounding would hide what is to be seen. Even that of
+    float32 may grow through many layers, so a difference that is too large is looked at again in float64.
+
+    Args:
+        model: the masked model.
+        inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
+
+    Raises:
+        SparsityError: it does not run, or returns no tensor.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        inputs = _widened(inputs) if half else inputs
+        self._model, self._inputs, self._dtype = model, inputs, torch.float32 if half else None
         try:
-            outputs, flops = _run(model, inputs, half)
+            self._outputs, self.flops = _run(model, inputs, self._dtype)
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
-        if not outputs:
+        if not self._outputs:
             raise SparsityError("the model returned no tensor, so there is nothing to compare")
-        return cls(inputs=inputs, half=half, outputs=outputs, flops=flops)
 
-    def compare(self, model: nn.Module) -> tuple[float, int]:
-        """The largest relative difference of an output (inf: other shapes, or not a number), and the FLOPs."""
-        outputs, flops = _run(model, self.inputs, self.half)
-        if [(place, t.shape) for place, t in self.outputs] != [(place, t.shape) for place, t in outputs]:
-            return float("inf"), flops
-        pairs = zip(self.outputs, outputs, strict=True)
-        return max(_relative(want, found) for (_, want), (_, found) in pairs), flops
+    def compare(self, small: nn.Module, tolerance: float) -> Comparison:
+        """Run the compacted model; in float64 too, where it differs by more than the tolerance."""
+        outputs, flops = _run(small, self._inputs, self._dtype)
+        apart = _difference(self._outputs, outputs)
+        again = self._in_float64(small) if tolerance < apart < float("inf") else None
+        return Comparison(difference=apart, in_float64=again, flops=flops)
+
+    def _in_float64(self, small: nn.Module) -> float | None:
+        try:
+            want, found = (_run(model, self._inputs, torch.float64)[0] for model in (self._model, small))
+        except Exception:  # a device or a model that has no float64: then float32 decides
+            return None
+        return _difference(want, found)
 
 
 @torch.no_grad()
-def _run(model: nn.Module, inputs: Any, half: bool) -> tuple[Outputs, int]:
-    """The output tensors of one forward in eval mode, and its FLOPs; the model is left as it is."""
+def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None) -> tuple[Outputs, int]:
+    """The output tensors of one forward in eval mode, and its FLOPs; a copy is run if a dtype is given."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
-    model = copy.deepcopy(model).float() if half else model
-    with _eval(model), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+    if dtype is not None:
+        model, inputs = copy.deepcopy(model).to(dtype), _as_dtype(inputs, dtype)
+    cards = {p.device.index for p in model.parameters() if p.is_cuda}
+    with _eval(model), torch.random.fork_rng(devices=cards), FlopCounterMode(display=False) as counter:
         torch.manual_seed(0)
         if isinstance(inputs, Mapping):
             output = model(**inputs)
@@ -79,12 +97,18 @@ def _run(model: nn.Module, inputs: Any, half: bool) -> tuple[Outputs, int]:
     return list(_tensors("output", output)), counter.get_total_flops()
 
 
-def _widened(inputs: Any) -> Any:
+def _as_dtype(inputs: Any, dtype: torch.dtype) -> Any:
     if isinstance(inputs, Tensor):
-        return inputs.float() if inputs.is_floating_point() else inputs
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
-        return {key: _widened(value) for key, value in inputs.items()}
-    return tuple(_widened(v) for v in inputs) if isinstance(inputs, (tuple, list)) else inputs
+        return {key: _as_dtype(value, dtype) for key, value in inputs.items()}
+    return tuple(_as_dtype(v, dtype) for v in inputs) if isinstance(inputs, (tuple, list)) else inputs
+
+
+def _difference(want: Outputs, found: Outputs) -> float:
+    if [(place, t.shape) for place, t in want] != [(place, t.shape) for place, t in found]:
+        return float("inf")
+    return max(_relative(a, b) for (_, a), (_, b) in zip(want, found, strict=True))
 
 
 def _relative(want: Tensor, found: Tensor) -> float:
