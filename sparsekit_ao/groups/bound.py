@@ -8,13 +8,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from einops.parsing import ParsedExpression
-
 from ..errors import CouplingError, SparsityError
 from ..layout import Shape
-from ..spec import AxisPattern
+from ..spec import AxisPattern, dimensions_of
 
-__all__ = ["BoundGroup", "Member", "bind", "dimensions_of"]
+__all__ = ["BoundGroup", "Member", "bind", "lacking"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +56,6 @@ class BoundGroup:
     def grid(self) -> Shape:
         """(*scope sizes, units of a scope): the shape in which units are counted."""
         return tuple(self.sizes[axis] for axis in (*self.scope, self.unit))
-
-
-def dimensions_of(axes: str, where: str) -> list[list[str]]:
-    """The axes of every dimension of a pattern; errors as `AxisPattern` words them."""
-    AxisPattern(axes=axes, unit=_first_axis(axes), where=where)
-    return [list(dimension) for dimension in ParsedExpression(axes).composition]
-
-
-def _first_axis(axes: object) -> str:
-    words = str(axes).replace("(", " ").replace(")", " ").split()
-    return next((word for word in words if not word.isdigit()), "u")
 
 
 def bind(

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrize
 
 from ..config import named_tensors
 from ..errors import SparsityError
-from .bound import BoundGroup, bind, dimensions_of, lacking
+from ..spec import dimensions_of
+from .bound import BoundGroup, bind, lacking
 from .names import filled, matched, stars
 
 __all__ = ["Group"]
@@ -163,7 +164,7 @@ class Group:
         for member in masked:
             pattern = member.pattern
             entry: dict[str, Any] = {"tensor_fqn": member.fqn, "axes": pattern.axes, "unit": " ".join(pattern.unit)}
-            packed = {a for d in dimensions_of(pattern.axes, "") if len(d) > 1 for a in d}
+            packed = {a for d in pattern.dimensions if len(d) > 1 for a in d}
             sizes = {axis: size for axis, size in pattern.sizes.items() if axis in packed}
             entry |= {"scope": " ".join(pattern.scope)} if pattern.scope else {}
             entry |= {"sizes": sizes} if sizes else {}

@@ -1,6 +1,6 @@
 """The algebra: views, blocks, scopes and their couplings. Lower to strided windows, act through the kernels."""
 
-from .axes import AxisPattern
+from .axes import AxisPattern, dimensions_of
 from .block import BlockSpec, SparseBlock
 from .budget import sparsity_to_nnz
 from .coupling import BlockCoupling, ScopeCoupling
@@ -17,5 +17,6 @@ __all__ = [
     "SparseBlock",
     "SparseScope",
     "View",
+    "dimensions_of",
     "sparsity_to_nnz",
 ]

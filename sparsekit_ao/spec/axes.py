@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..layout import Shape
 
-__all__ = ["AxisPattern"]
+__all__ = ["AxisPattern", "dimensions_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +126,7 @@ class AxisPattern:
     @cached_property
     def dimensions(self) -> list[list[str]]:
         """The axes of every dimension, outermost first."""
-        if not isinstance(self.axes, str):
-            raise SparsityError(f"{self.where}axes must be a str such as 'o (s m)', got {self.axes!r}")
-        try:
-            parsed = ParsedExpression(self.axes)
-        except einops.EinopsError as e:
-            raise SparsityError(f"{self._said}{e}") from None
-        if parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
-            raise SparsityError(f"{self._said}give every axis a name (its length goes into sizes)")
-        return [list(dimension) for dimension in parsed.composition]
+        return dimensions_of(self.axes, self.where)
 
     @cached_property
     def _inner(self) -> list[str]:
@@ -167,3 +159,23 @@ class AxisPattern:
                 raise SparsityError(
                     f"{self._said}dimension {k} ({' '.join(axes)}) has size {size}, which is not a multiple of {asked}"
                 )
+
+
+def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
+    """The axes of every dimension of a pattern, outermost first.
+
+    Raises:
+        SparsityError: it is no pattern.
+
+    >>> dimensions_of("(three u d) i")
+    [['three', 'u', 'd'], ['i']]
+    """
+    if not isinstance(axes, str):
+        raise SparsityError(f"{where}axes must be a str such as 'o (s m)', got {axes!r}")
+    try:
+        parsed = ParsedExpression(axes)
+    except einops.EinopsError as e:
+        raise SparsityError(f"{where}axes {axes!r}: {e}") from None
+    if parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
+        raise SparsityError(f"{where}axes {axes!r}: give every axis a name (its length goes into sizes)")
+    return [list(dimension) for dimension in parsed.composition]
