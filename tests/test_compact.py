@@ -1,9 +1,11 @@
 """compact and cut_to beyond the exact cases: what is kept, what is told, what is refused and in which words."""
 
+import math
 import subprocess
 import sys
 import textwrap
 
+import einops
 import pytest
 import torch
 from compact_models import CASES, MLP, STREAM, Attention, Decoder, GatedMLP, PackedExperts, Residual, RootMeanSquare
@@ -359,6 +361,25 @@ def test_groups_that_leave_no_rectangle_are_refused():
     )
 
 
+def test_scopes_inside_the_unit_of_a_tensor_that_two_groups_cut_are_refused():
+    model = nn.Linear(2, 4, bias=False)
+    with torch.no_grad():
+        model.weight.view(2, 2, 2)[0, 0] = 0
+        model.weight.view(2, 2, 2)[1, 1] = 0
+        model.weight[:, 0] = 0
+    model.forward = lambda: model.weight[model.weight != 0].sum()
+    groups = [
+        Group({"weight": "(u s) i"}, scope="s", sizes={"s": 2}, name="pairs"),
+        Group({"weight": "o u"}, name="in"),
+    ]
+    assert refusal(CouplingError, model, groups, ()) == (
+        "weight: the groups 'pairs', 'in' cut one tensor, and one of them chooses units differently in scopes that lie "
+        "inside the unit; compact by one group after the other"
+    )
+    small, _ = compact(compact(model, groups[0], ())[0], groups[1], ())
+    assert torch.equal(small.weight, model.weight[[2, 1], 1:])
+
+
 PARTS = [
     (nn.Conv2d(8, 8, 1, groups=2), "a Conv2d of 2 groups is cut by whole groups or equally within each"),
     (nn.GroupNorm(2, 8), "a GroupNorm of 2 groups is cut by whole groups or equally within each"),
@@ -434,3 +455,37 @@ def test_scores_by_mean_prune_and_compact_too():
     inputs = torch.randn(2, 5, 6)
     with torch.no_grad():
         assert close(model(inputs), compact(model, group, inputs)[0](inputs))
+
+
+@st.composite
+def packed(draw):
+    """Axes s, u, a, b packed into dimensions in some order, with their sizes and the units that each scope keeps."""
+    sizes = {axis: draw(st.integers(1, 4)) for axis in "suab"}
+    order = draw(st.permutations("suab"))
+    cuts = sorted(draw(st.sets(st.integers(1, 3))))
+    dimensions = [order[i:j] for i, j in zip([0, *cuts], [*cuts, 4], strict=True)]
+    kept = draw(st.integers(1, sizes["u"]))
+    keep = [sorted(draw(st.permutations(range(sizes["u"])))[:kept]) for _ in range(sizes["s"])]
+    return " ".join(f"({' '.join(d)})" for d in dimensions), sizes, keep
+
+
+@settings(max_examples=150, deadline=None)
+@given(packed())
+def test_a_tensor_packed_in_any_order_loses_what_its_scopes_drop(case):
+    axes, sizes, keep = case
+    model = nn.Module()
+    shape = [math.prod(sizes[a] for a in d.split()) for d in axes.strip("()").split(") (")]
+    dense = torch.arange(1.0, math.prod(shape) + 1).reshape(shape)
+    model.w = nn.Parameter(dense.clone())
+    by_axis = einops.rearrange(model.w.data, f"{axes} -> s u a b", **sizes)  # a view: zeros go to the parameter
+    for scope, units in enumerate(keep):
+        by_axis[scope, [u for u in range(sizes["u"]) if u not in units]] = 0
+    model.w.data = einops.rearrange(by_axis, f"s u a b -> {axes}")
+    model.forward = lambda: model.w[model.w != 0].sum()
+    group = Group({"w": axes}, scope="s", sizes={axis: sizes[axis] for axis in "sab"})
+    small, report = compact(model, group, ())
+    rows = torch.stack(
+        [einops.rearrange(dense, f"{axes} -> s u a b", **sizes)[s, units] for s, units in enumerate(keep)]
+    )
+    assert torch.equal(small.w, einops.rearrange(rows, f"s u a b -> {axes}"))
+    assert (report.groups[0].kept, report.groups[0].scopes) == (len(keep[0]), sizes["s"])

@@ -94,15 +94,44 @@ def _places(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[tuple[nn.M
 
 def _smaller(tensor: Tensor, own: Sequence[tuple[Member, Cut]]) -> Tensor:
     """A copy without what the cuts take; of the same kind (parameter or not)."""
-    keep, shape = torch.ones(tensor.shape, dtype=torch.bool), list(tensor.shape)
+    shape = list(tensor.shape)
     for member, cut in own:
-        keep &= kept_elements(member, cut, tuple(tensor.shape))
         dimension = member.pattern.dimension_of(cut.group.unit)
         shape[dimension] = shape[dimension] // cut.of * cut.kept
+    if tensor.is_meta:
+        data = tensor.new_empty(shape)
+    else:
+        data = _taken(tensor.detach(), *own[0]) if len(own) == 1 else _taken_by_all(tensor.detach(), own, shape)
+    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def _taken(tensor: Tensor, member: Member, cut: Cut) -> Tensor:
+    view = member.pattern(tensor)
+    units = view[cut.keep.to(tensor.device)]
+    return member.pattern.undo(units.reshape(*cut.keep.shape[:-1], cut.kept, *units.shape[1:])).contiguous()
+
+
+def _taken_by_all(tensor: Tensor, own: Sequence[tuple[Member, Cut]], shape: Sequence[int]) -> Tensor:
+    """What all cuts leave, in the tensor's own order: right where no unit varies more slowly than its scopes."""
+    keep = torch.ones(tensor.shape, dtype=torch.bool)
+    for member, cut in own:
+        keep &= kept_elements(member, cut, tuple(tensor.shape))
+    names = ", ".join(repr(cut.group.name) for _, cut in own)
     if int(keep.sum()) != math.prod(shape):
         raise CouplingError(
-            f"{own[0][0].fqn}: the groups {', '.join(repr(c.group.name) for _, c in own)} leave no rectangle of its "
-            f"{tuple(tensor.shape)}; write their axes as factors of one pattern"
+            f"{own[0][0].fqn}: the groups {names} leave no rectangle of its {tuple(tensor.shape)}; write their axes as "
+            "factors of one pattern"
         )
-    data = tensor.new_empty(shape) if tensor.is_meta else tensor.detach()[keep.to(tensor.device)].reshape(shape)
-    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    if not all(_scopes_first(member, cut) for member, cut in own):
+        raise CouplingError(
+            f"{own[0][0].fqn}: the groups {names} cut one tensor, and one of them chooses units differently in scopes "
+            "that lie inside the unit; compact by one group after the other"
+        )
+    return tensor[keep.to(tensor.device)].reshape(*shape)
+
+
+def _scopes_first(member: Member, cut: Cut) -> bool:
+    rows = cut.keep.reshape(-1, cut.of)
+    order = [axis for dimension in member.pattern.dimensions for axis in dimension]
+    before = order[: order.index(cut.group.unit)]
+    return set(cut.group.scope) <= set(before) or bool((rows == rows[0]).all())

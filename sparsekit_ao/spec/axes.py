@@ -79,6 +79,11 @@ class AxisPattern:
         seen: Tensor = einops.rearrange(weight, f"{self.axes} -> {' '.join((*self.unit, *self._inner))}", **self.sizes)
         return seen
 
+    def undo(self, view: Tensor) -> Tensor:
+        """The tensor that a view is of; its axes may have other lengths by now."""
+        back: Tensor = einops.rearrange(view, f"{' '.join((*self.unit, *self._inner))} -> {self.axes}")
+        return back
+
     def lengths(self, shape: Shape) -> dict[str, int]:
         """Every axis and its length in a tensor of this shape.
 
