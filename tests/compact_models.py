@@ -249,43 +249,28 @@ INVERTED = {
     **bn("norm1"),
     **bn("norm2"),
 }
+KV_GROUPS = Group(
+    {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
+    sizes={"g": 3, "d": 4},
+    attrs={"num_groups": "u"},
+)
+QUERIES = Group(
+    {**weights_and_biases({"q": "(kv u d) i"}), "o.weight": "o (kv u d)"},
+    scope="kv",
+    sizes={"kv": 4, "d": 4},
+    attrs={"num_queries": "u"},
+)
 
 # name: (make the model, its groups, make its inputs)
 CASES = {
     "gated MLP of every layer": (lambda: Residual(GatedMLP(), GatedMLP()), Group(MLP), vectors(6)),
-    "kv groups with their query heads": (
-        Attention,
-        Group(
-            {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
-            sizes={"g": 3, "d": 4},
-            attrs={"num_groups": "u"},
-        ),
-        vectors(10),
-    ),
-    "query heads inside every kv group": (
-        Attention,
-        Group(
-            {**weights_and_biases({"q": "(kv u d) i"}), "o.weight": "o (kv u d)"},
-            scope="kv",
-            sizes={"kv": 4, "d": 4},
-            attrs={"num_queries": "u"},
-        ),
-        vectors(10),
-    ),
+    "kv groups with their query heads": (Attention, KV_GROUPS, vectors(10)),
+    "query heads inside every kv group": (Attention, QUERIES, vectors(10)),
     "kv groups, and query heads inside": (
         Attention,
         [
-            Group(
-                {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
-                sizes={"g": 3, "d": 4},
-                attrs={"num_groups": "u"},
-            ),
-            Group(
-                {**weights_and_biases({"q": "(kv u d) i"}), "o.weight": "o (kv u d)"},
-                scope="kv",
-                sizes={"kv": 4, "d": 4},
-                attrs={"num_queries": "u"},
-            ),
+            KV_GROUPS,
+            QUERIES,
         ],
         vectors(10),
     ),

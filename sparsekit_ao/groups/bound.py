@@ -83,24 +83,12 @@ def bind(
     known = _solved(name, found, {*scope, unit}, dict(sizes))
     members = []
     for fqn, axes, shape, is_parameter in found:
-        own = [axis for dimension in dimensions_of(axes, f"{fqn}: ") for axis in dimension]
-        pattern = AxisPattern(
-            axes=axes,
-            unit=(*scope, unit),
-            scope=tuple(scope),
-            sizes={axis: known[axis] for axis in own if axis in known},
-            where=f"{fqn}: ",
-        )
+        own = {axis: known[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in known}
+        pattern = AxisPattern(axes=axes, unit=(*scope, unit), scope=tuple(scope), sizes=own, where=f"{fqn}: ")
         pattern.check_shape(shape)
         members.append(Member(fqn=fqn, pattern=pattern, is_parameter=is_parameter))
     return BoundGroup(
-        name=name,
-        captured=captured,
-        members=tuple(members),
-        unit=unit,
-        scope=tuple(scope),
-        sizes=known,
-        attrs=attrs,
+        name=name, captured=captured, members=tuple(members), unit=unit, scope=tuple(scope), sizes=known, attrs=attrs
     )
 
 
