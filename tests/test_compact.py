@@ -100,6 +100,18 @@ def test_the_report_reads_well():
     ]
 
 
+def test_units_that_are_zero_in_some_members_only_stay_and_are_told():
+    model = dropping(pair(), 0, 1)
+    with torch.no_grad():
+        model[0].weight[5] = 0
+    _, report = compact(model, PAIR, x())
+    assert str(report).startswith("hidden  6 of 8 units (1 of them zero in some members only)\n")
+    name = "units inside every packed expert"
+    torch.manual_seed(0)
+    _, report = compact(pruned(CASES[name][0](), [CASES[name][1]]), CASES[name][1], CASES[name][2]())
+    assert str(report).startswith("up  4 of 8 units in each of 6 scopes\n")
+
+
 def test_the_model_is_left_as_it_is_even_while_it_trains():
     torch.manual_seed(0)
     model = nn.Sequential(*pair()[:2], nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).train()

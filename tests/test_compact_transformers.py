@@ -194,6 +194,7 @@ def test_bert_and_its_state_dict_in_a_fresh_model(tmp_path):
     small, report = compact(model, BERT, x)
     assert report.difference <= 1e-5
     assert small.encoder.layer[0].attention.self.all_head_size == 8
+    assert "config.num_attention_heads = 4, as 'heads 0' had" in report.likely
     assert small.config.intermediate_size == 12 and model.config.intermediate_size == 24
     fresh = cut_to(bert(), report.manifest)
     fresh.load_state_dict(small.state_dict())

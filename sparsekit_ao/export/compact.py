@@ -82,7 +82,7 @@ def compact(
     if isinstance(found, str):
         raise _blamed(model, cuts, reference, tolerance, made, found)
     report = Compaction(
-        groups=tuple(KeptUnits(name=c.group.name, kept=c.kept, of=c.of, scopes=c.keep.numel() // c.of) for c in cuts),
+        groups=tuple(_row(cut) for cut in cuts),
         before=_size(model, reference.flops),
         after=_size(made.model, found.flops),
         difference=found.difference,
@@ -171,6 +171,11 @@ def _blamed(
         f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a removed "
         "size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
     )
+
+
+def _row(cut: Cut) -> KeptUnits:
+    scopes = cut.keep.numel() // cut.of
+    return KeptUnits(name=cut.group.name, kept=cut.kept, of=cut.of, scopes=scopes, partly=cut.partly)
 
 
 def _size(model: nn.Module, flops: int) -> Size:

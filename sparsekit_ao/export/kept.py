@@ -25,11 +25,13 @@ class Cut:
         group: the group.
         keep: bool, of the group's grid; the same number in each scope.
         source: which of the groups that the caller gave it is one of.
+        partly: units that stay although some of their weights hold zeros only, over all scopes.
     """
 
     group: BoundGroup
     keep: Tensor
     source: int = 0
+    partly: int = 0
 
     @property
     def of(self) -> int:
@@ -62,7 +64,9 @@ def make_cut(group: BoundGroup, tensors: Mapping[str, Tensor], multiple_of: int,
     """
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
         raise SparsityError(f"group {group.name!r}: multiple_of must be a positive int, got {multiple_of!r}")
-    keep = ~_dropped(group, tensors).reshape(-1, group.grid[-1])
+    zero = _zeros(group, tensors)
+    dropped = zero.all(0)
+    keep = ~dropped.reshape(-1, group.grid[-1])
     counts = keep.sum(1)
     most = int(counts.max())
     odd = ((counts != most) & (counts != 0)).nonzero()
@@ -76,16 +80,17 @@ def make_cut(group: BoundGroup, tensors: Mapping[str, Tensor], multiple_of: int,
     wanted = min(-(-max(most, 1) // multiple_of) * multiple_of, group.grid[-1])
     spare = ~keep
     keep = keep | (spare & (spare.cumsum(1) <= (wanted - counts)[:, None]))
-    return Cut(group=group, keep=keep.reshape(group.grid), source=source)
+    partly = int((zero.any(0) & ~dropped).sum())
+    return Cut(group=group, keep=keep.reshape(group.grid), source=source, partly=partly)
 
 
-def _dropped(group: BoundGroup, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Units of which every weight is zero; bool, of the group's grid."""
+def _zeros(group: BoundGroup, tensors: Mapping[str, Tensor]) -> Tensor:
+    """For each weight, which units it holds zeros of; bool, (weights, *grid)."""
     parameters = [m for m in group.members if m.is_parameter]
     weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
     if not weights:
         raise SparsityError(f"group {group.name!r}: no member is a parameter, so nothing says which units are dropped")
-    return torch.stack([_zero(m, tensors[m.fqn], len(group.grid)) for m in weights]).all(0)
+    return torch.stack([_zero(m, tensors[m.fqn], len(group.grid)) for m in weights])
 
 
 def _zero(member: Member, tensor: Tensor, ndim: int) -> Tensor:

@@ -33,12 +33,19 @@ class KeptUnits:
         name: of the group.
         kept, of: units of a scope after and before.
         scopes: independent sets of units.
+        partly: units, over all scopes, that stay although some member holds zeros only: another one does not.
     """
 
     name: str
     kept: int
     of: int
     scopes: int = 1
+    partly: int = 0
+
+    def __str__(self) -> str:
+        scopes = f" in each of {self.scopes} scopes" if self.scopes > 1 else ""
+        partly = f" ({self.partly} of them zero in some members only)" if self.partly else ""
+        return f"{self.kept} of {self.of} units{scopes}{partly}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +77,7 @@ class Compaction:
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.groups), default=0)
-        lines = [
-            f"{row.name:<{width}}  {row.kept} of {row.of} units"
-            + (f" in each of {row.scopes} scopes" if row.scopes > 1 else "")
-            for row in self.groups
-        ]
+        lines = [f"{row.name:<{width}}  {row}" for row in self.groups]
         for what in ("parameters", "bytes", "flops"):
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
