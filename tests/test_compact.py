@@ -174,6 +174,15 @@ def test_where_rounding_alone_is_too_much_float64_decides():
     assert "rounding: in float64 it is" in str(report)
 
 
+def test_a_folded_weight_of_16_bits_is_said_to_be_rounded():
+    torch.manual_seed(0)
+    model = pruned(shaken(Decoder(nn.RMSNorm)).bfloat16(), [STREAM_GROUP])
+    says = refusal(SparsityError, model, STREAM_GROUP, torch.arange(6)[None])
+    assert "not exact: norm.weight: its folded weight is rounded to torch.bfloat16" in says
+    report = compact(model, STREAM_GROUP, torch.arange(6)[None], tolerance=0.05)[1]
+    assert len(report.notes) == 3 and 1e-5 < report.difference < 0.05
+
+
 def test_positional_and_named_inputs():
     class Two(nn.Module):
         def __init__(self):

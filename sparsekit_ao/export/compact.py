@@ -128,13 +128,11 @@ def _make(model: nn.Module, cuts: Sequence[Cut], changes: Sequence[Change]) -> _
     small = copy.deepcopy(model)
     cut_model(small, cuts)
     apply_changes(small, changes)
-    all_changes, notes = list(changes), []
+    all_changes, notes = list(changes), list[str]()
     for norm in cut_norms(model, cuts):
-        folded = fold(model, small, norm)
+        folded, note = fold(model, small, norm)
         all_changes += folded
-        if not folded:
-            kind = type(model.get_submodule(norm.fqn.rpartition(".")[0])).__name__
-            notes.append(f"{norm.fqn}: a {kind} over a pruned axis takes its statistics of fewer values")
+        notes += [note] if note else []
     fqns = [m.fqn for cut in cuts for m in cut.group.members]
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in members_of(model, fqns).items()}
     return _Made(model=small, changes=all_changes, notes=notes, shapes=shapes)

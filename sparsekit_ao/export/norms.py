@@ -47,8 +47,8 @@ def cut_norms(model: nn.Module, cuts: Sequence[Cut]) -> list[NormCut]:
     return [NormCut(fqn=fqn, keep=keep) for fqn, keep in found.items()]
 
 
-def fold(model: nn.Module, small: nn.Module, norm: NormCut) -> list[Change]:
-    """Make a cut RMSNorm give what it gave before; the change of its eps, or nothing where it is no RMSNorm.
+def fold(model: nn.Module, small: nn.Module, norm: NormCut) -> tuple[list[Change], str]:
+    """Make a cut RMSNorm give what it gave before.
 
     Whether it is one is tried out on random values, since classes of many names are RMSNorms. A weight may also be
     kept as its difference from one.
@@ -57,17 +57,18 @@ def fold(model: nn.Module, small: nn.Module, norm: NormCut) -> list[Change]:
         model: with the dense norm.
         small: with the cut one, which is changed in place.
         norm: from `cut_norms`.
+
+    Returns:
+        The change of its eps (nothing where it is no RMSNorm), and what is not exact, in words ("" if all is).
     """
     (dense, _), (cut, _) = owner_of(model, norm.fqn), owner_of(small, norm.fqn)
-    if isinstance(dense, nn.LayerNorm):
-        return []
     weight = cut.weight
     assert isinstance(weight, nn.Parameter)
     eps_name = next(name for name in _EPS if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = norm.keep.numel() / int(norm.keep.sum())
     eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
-    for shift in (0.0, 1.0):
+    for shift in () if isinstance(dense, nn.LayerNorm) else (0.0, 1.0):
         scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
         trial = copy.deepcopy(cut)
         trial.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
@@ -75,8 +76,10 @@ def fold(model: nn.Module, small: nn.Module, norm: NormCut) -> list[Change]:
         if _same(dense, trial, norm.keep, weight):
             weight.data.copy_(scaled)
             setattr(cut, eps_name, eps)
-            return [Change(path=f"{norm.fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)]
-    return []
+            change = Change(path=f"{norm.fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)
+            half = weight.dtype in (torch.float16, torch.bfloat16)
+            return [change], f"{norm.fqn}: its folded weight is rounded to {weight.dtype}" if half else ""
+    return [], f"{norm.fqn}: a {type(dense).__name__} over a pruned axis takes its statistics of fewer values"
 
 
 def _takes_statistics(module: nn.Module) -> bool:
