@@ -1,0 +1,104 @@
+"""One operation of the forward as a rule sees it: arguments by name, the axes of its tensors, the result.
+
+Knows how torch names arguments, not what operations mean.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree
+
+from .factors import Axis, Part, fixed, freeze
+
+__all__ = ["Call", "Label", "Rule"]
+
+Label = tuple[Axis, ...]  # one axis a dimension
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation that has run.
+
+    Args:
+        func: the operator.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        out: what it returned: a tensor, or a tuple or list of them.
+        module: name of the module that ran it.
+        label_of: the axes of a tensor.
+        is_norm: whether the module that ran it is a root-mean-square norm over exactly these axes.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    module: str
+    label_of: Callable[[Tensor], Label]
+    is_norm: Callable[[Sequence[Part]], bool]
+
+    @property
+    def name(self) -> str:
+        """The operator's name, overload left out: `add_`, `mm`."""
+        return str(self.func.overloadpacket.__name__)
+
+    @property
+    def why(self) -> str:
+        """The reason given for what the operation freezes."""
+        return f"{self.name} in {self.module}"
+
+    @cached_property
+    def _bound(self) -> dict[str, Any]:
+        schema = self.func._schema.arguments
+        given = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
+        return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._bound[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument that not every overload has."""
+        return self._bound.get(name, default)
+
+    def label(self, name: str) -> Label:
+        """The axes of a tensor argument."""
+        return self.label_of(self[name])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensor arguments, in order."""
+        return [t for t in _pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+
+    @property
+    def outs(self) -> list[Tensor]:
+        """All tensors that it returned, in order."""
+        return [t for t in _pytree.tree_leaves(self.out) if isinstance(t, Tensor)]
+
+    def dims(self, name: str, ndim: int) -> list[int]:
+        """A dimension argument as non-negative ints; None or an empty list is every dimension."""
+        given = self.get(name)
+        if given is None or (isinstance(given, (list, tuple)) and not given):
+            return list(range(ndim))
+        return [d % ndim for d in ([given] if isinstance(given, int) else given)] if ndim else []
+
+    def dim(self, name: str, ndim: int) -> int:
+        """A single dimension argument as a non-negative int."""
+        return int(self[name]) % max(ndim, 1)
+
+    def fixed(self, size: int) -> Axis:
+        """A new axis from which nothing may be removed."""
+        return fixed(size, self.why)
+
+    def free(self, size: int) -> Axis:
+        """A new axis that is tied to nothing yet."""
+        return fixed(size, "")
+
+    def freeze(self, axis: Sequence[Part], what: str = "") -> None:
+        """Nothing may be removed from the axis, because of this operation."""
+        freeze(axis, f"{self.why}{what and ': '}{what}")
+
+
+Rule = Callable[[Call], Label | list[Label]]

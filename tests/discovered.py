@@ -1,0 +1,39 @@
+"""Pruning what was discovered: half of the units of a group, then the smaller model against the masked one."""
+
+import copy
+
+import torch
+
+from sparsekit_ao import ScopeSparsifier
+from sparsekit_ao.export import compact
+
+
+def fill(model):
+    """A copy with random weights and statistics, so that nothing is zero or one by chance."""
+    model = copy.deepcopy(model).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.5 if (tensor >= 0).all() else torch.randn_like(tensor) * 0.3)
+    return model
+
+
+def pruned(model, groups):
+    """A copy of which every second unit of the groups (which share no tensor) is zero."""
+    model = copy.deepcopy(model)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, [entry for group in groups for entry in group.entries(model, sparsity_level=0.5)])
+    sparsifier.step()
+    sparsifier.squash_mask()
+    return model
+
+
+def assert_exact(model, group, inputs, attrs=None):
+    """Half of the units are removed and no output changes."""
+    masked = pruned(model, [group])
+    small, report = compact(masked, group, inputs, attrs=attrs)
+    assert report.after.parameters < report.before.parameters
+    assert report.difference <= 1e-5
+    assert not report.notes
+    return small

@@ -1,0 +1,439 @@
+"""discover: what a forward says about axes, the lines it writes, what it freezes and why, and that it is right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from discovered import assert_exact, fill
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from sparsekit_ao import Group, ScopeSparsifier, SparsityError
+from sparsekit_ao.groups import discover
+from sparsekit_ao.groups.discovery.factors import Factor, Part, fixed, regroup, tie
+
+
+class Net(nn.Module):
+    """Modules and parameters by name, and a forward that is given."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.run = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs, **named):
+        return self.run(self, *inputs, **named)
+
+
+def rand(*shape):
+    return nn.Parameter(torch.zeros(shape))
+
+
+def squeeze_excite(m, x):
+    y = F.relu6(m.bn(m.a(x)))
+    return m.c(y * torch.sigmoid(m.up(F.relu(m.down(y.mean((2, 3), keepdim=True))))))
+
+
+class Attention(nn.Module):
+    """Four query heads on two key heads of size 3; keys and values come from one projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(6, 12, False), nn.Linear(6, 12, False), nn.Linear(12, 6)
+        self.heads, self.kv_heads, self.size = 4, 2, 3
+
+    def forward(self, x):
+        n, each = x.shape[:2], self.heads // self.kv_heads
+        q = self.q(x).view(*n, self.heads, self.size).transpose(1, 2)
+        k, v = (y.view(*n, self.kv_heads, self.size).transpose(1, 2) for y in self.kv(x).chunk(2, dim=-1))
+        k, v = (y[:, :, None].expand(-1, -1, each, -1, -1).reshape(q.shape) for y in (k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2).flatten(2))
+
+
+def skip(m, x):
+    x = m.stem(x)
+    for block in m.blocks:
+        x = x + block(x)
+    return m.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def block():
+    return nn.Sequential(nn.Conv2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1))
+
+
+IMAGE, ROWS = torch.zeros(2, 3, 4, 4), torch.zeros(2, 4)
+CASES = {  # (model, example inputs, the groups: members, scope)
+    "two layers": (
+        nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)),
+        ROWS,
+        [({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, "")],
+    ),
+    "conv, norm, depthwise, squeeze-excite": (
+        Net(
+            squeeze_excite,
+            a=nn.Conv2d(3, 8, 3, bias=False),
+            bn=nn.BatchNorm2d(8),
+            down=nn.Conv2d(8, 2, 1),
+            up=nn.Conv2d(2, 8, 1),
+            c=nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 5, 1)),
+        ),
+        IMAGE,
+        [
+            (
+                {
+                    "a.weight": "u i h w",
+                    "bn.weight": "u",
+                    "bn.bias": "u",
+                    "down.weight": "o u 1 1",
+                    "up.weight": "u i 1 1",
+                    "up.bias": "u",
+                    "c.0.weight": "u 1 h w",
+                    "c.0.bias": "u",
+                    "c.1.weight": "o u 1 1",
+                    "bn.running_mean": "u",
+                    "bn.running_var": "u",
+                },
+                "",
+            ),
+            ({"down.weight": "u i 1 1", "down.bias": "u", "up.weight": "o u 1 1"}, ""),
+        ],
+    ),
+    "flatten": (
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(), nn.Linear(8 * 16, 2)),
+        IMAGE,
+        [({"0.weight": "u i 1 1", "0.bias": "u", "2.weight": "o (u d)"}, "")],
+    ),
+    "packed halves": (
+        Net(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(4, 12), b=nn.Linear(6, 3)),
+        ROWS,
+        [({"a.weight": "(d u) i", "a.bias": "(d u)", "b.weight": "o u"}, "")],
+    ),
+    "low rank beside a frozen weight": (
+        Net(lambda m, x: m.w(x) + m.b(m.a(x)), w=nn.Linear(4, 6), a=nn.Linear(4, 3, False), b=nn.Linear(3, 6, False)),
+        ROWS,
+        [({"a.weight": "u i", "b.weight": "o u"}, "")],
+    ),
+    "concatenated": (
+        Net(
+            lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)),
+            a=nn.Conv2d(3, 8, 1),
+            b=nn.Conv2d(3, 8, 1),
+            c=nn.Conv2d(16, 2, 1),
+        ),
+        IMAGE,
+        [({"a.weight": "u i 1 1", "a.bias": "u", "b.weight": "u i 1 1", "b.bias": "u", "c.weight": "o (d u) 1 1"}, "")],
+    ),
+    "transposed and grouped convolutions": (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 1), nn.ReLU(), nn.ConvTranspose2d(8, 6, 2, 2), nn.ConvTranspose2d(6, 2, 2, groups=2)
+        ),
+        IMAGE,
+        [
+            ({"0.weight": "u i 1 1", "0.bias": "u", "2.weight": "u i h w"}, ""),
+            ({"2.weight": "o (d u) h w", "2.bias": "(d u)", "3.weight": "(d u) 1 h w"}, ""),
+        ],
+    ),
+    "GroupNorm": (
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 4, 1)),
+        IMAGE,
+        [
+            (
+                {
+                    "0.weight": "(u d) i 1 1",
+                    "0.bias": "(u d)",
+                    "1.weight": "(u d)",
+                    "1.bias": "(u d)",
+                    "3.weight": "o (u d) 1 1",
+                },
+                "",
+            )
+        ],
+    ),
+    "RMSNorm": (
+        nn.Sequential(nn.Linear(4, 8), nn.RMSNorm(8), nn.Linear(8, 2)),
+        ROWS,
+        [({"0.weight": "u i", "0.bias": "u", "1.weight": "u", "2.weight": "o u"}, "")],
+    ),
+    "einsum on a plain parameter": (
+        Net(lambda m, x: m.c(torch.einsum("bi,hid->bhd", x, m.w).flatten(1)), w=rand(2, 4, 3), c=nn.Linear(6, 2)),
+        ROWS,
+        [({"w": "u i h", "c.weight": "o (u d)"}, ""), ({"w": "s i u", "c.weight": "o (s u)"}, "s")],
+    ),
+    "pixel shuffle": (
+        nn.Sequential(nn.Conv2d(3, 16, 1), nn.PixelShuffle(2), nn.Conv2d(4, 2, 1)),
+        IMAGE,
+        [({"0.weight": "(u d) i 1 1", "0.bias": "(u d)", "2.weight": "o u 1 1"}, "")],
+    ),
+    "pooled and resized": (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 1),
+            nn.Upsample(scale_factor=2),
+            nn.MaxPool2d(2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 2),
+        ),
+        IMAGE,
+        [({"0.weight": "u i 1 1", "0.bias": "u", "5.weight": "o u"}, "")],
+    ),
+    "grouped queries": (
+        Attention(),
+        torch.zeros(2, 5, 6),
+        [
+            ({"q.weight": "(u g d) i", "kv.weight": "(g u d) i", "o.weight": "o (u g d)"}, ""),
+            ({"q.weight": "(s u d) i", "o.weight": "o (s u d)"}, "s"),
+            ({"q.weight": "(s d u) i", "kv.weight": "(d s u) i", "o.weight": "o (s d u)"}, "s"),
+        ],
+    ),
+    "residual stream": (
+        Net(skip, stem=nn.Conv2d(3, 8, 1), blocks=nn.ModuleList([block(), block()]), head=nn.Linear(8, 2)),
+        IMAGE,
+        [
+            (
+                {
+                    "stem.weight": "u i 1 1",
+                    "stem.bias": "u",
+                    "blocks.**.0.weight": "o u h w",
+                    "blocks.**.3.weight": "u i 1 1",
+                    "blocks.**.3.bias": "u",
+                    "head.weight": "o u",
+                },
+                "",
+            ),
+            (
+                {
+                    "blocks.*.0.weight": "u i h w",
+                    "blocks.*.1.weight": "u",
+                    "blocks.*.1.bias": "u",
+                    "blocks.*.3.weight": "o u 1 1",
+                    "blocks.*.1.running_mean": "u",
+                    "blocks.*.1.running_var": "u",
+                },
+                "",
+            ),
+        ],
+    ),
+}
+
+
+ATTRS = {  # integers of the forward that hold a size, as a person lists them; by case and place of the group
+    ("grouped queries", 0): {"heads": "u g", "kv_heads": "u"},
+    ("grouped queries", 1): {"heads": "s u"},
+    ("grouped queries", 2): {"size": "u"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_forward_ties_is_said_as_a_person_would(name):
+    model, inputs, groups = CASES[name]
+    found = discover(model, inputs).groups
+    print(found)
+    assert [(dict(g.members), g.scope) for g in found] == groups
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_of_every_axis_goes_and_outputs_stay(name):
+    model, inputs, _ = CASES[name]
+    model, inputs = fill(model), torch.randn_like(inputs)
+    for at, group in enumerate(discover(model, inputs).groups):
+        assert_exact(model, group, inputs, ATTRS.get((name, at)))
+
+
+FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
+    "input and output": (
+        nn.Linear(4, 3),
+        ROWS,
+        "#   3 in weight[0] and bias[0]: output\n#   4 in weight[1]: input[0]",
+    ),
+    "LayerNorm": (
+        nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
+        ROWS,
+        "#   8 in 0.weight[0] and 4 more: native_layer_norm in 1",
+    ),
+    "LayerNorm by hand": (
+        Net(lambda m, x: m.b((lambda y: y - y.mean(-1, keepdim=True))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
+        ROWS,
+        "#   8 in a.weight[0] and 2 more: mean in the model",
+    ),
+    "softmax": (
+        nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)),
+        ROWS,
+        "#   8 in 0.weight[0] and 2 more: _softmax in 1",
+    ),
+    "read by index": (
+        nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 2)),
+        torch.zeros(3, dtype=torch.long),
+        "#   9 in 0.weight[0]: embedding in 0: read by index",
+    ),
+    "a sum of what is not zero": (
+        Net(lambda m, x: torch.sigmoid(m.a(x)).sum(-1), a=nn.Linear(4, 8)),
+        ROWS,
+        "#   8 in a.weight[0] and a.bias[0]: sum in the model: what it sums over is not zero where a unit is",
+    ),
+    "not understood": (
+        Net(lambda m, x: m.b(torch.fft.rfft(m.a(x)).real), a=nn.Linear(4, 8), b=nn.Linear(5, 2)),
+        ROWS,
+        "removed there:\n#   8 in a.weight[0] and a.bias[0]: _fft_r2c in the model: not understood",
+    ),
+    "two axes of one tensor": (
+        Net(lambda m, x: m.c((lambda y: y + m.b(y))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
+        ROWS,
+        "#   8 in a.weight[0] and 5 more: b.weight has it on two axes, which a group cannot say",
+    ),
+    "a constant": (
+        Net(lambda m, x: m.b(m.a(x) * torch.arange(8)), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
+        ROWS,
+        "#   8 in a.weight[0] and 2 more: a constant made in the model",
+    ),
+    "unequal pieces": (
+        Net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=nn.Linear(4, 8), b=nn.Linear(4, 6), c=nn.Linear(14, 2)),
+        ROWS,
+        "#   8 in a.weight[0] and a.bias[0]: cat in the model",
+    ),
+    "a shape across factors": (
+        Net(
+            lambda m, x: m.b(m.a(x).view(2, 2, 3).transpose(0, 1).reshape(-1, 4)), a=nn.Linear(4, 6), b=nn.Linear(4, 2)
+        ),
+        ROWS,
+        "#   2 in a.weight[0] and a.bias[0]: _unsafe_view in the model: the new shape cuts across its factors",
+    ),
+    "written into a view": (
+        Net(lambda m, x: (lambda y: (y[:, :4].mul_(2), m.b(y))[1])(m.a(x)), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
+        ROWS,
+        "mul_ in the model: it writes into a view",
+    ),
+    "not used": (
+        Net(lambda m, x: m.a(x), a=nn.Linear(4, 3), b=nn.Linear(3, 5, bias=False)),
+        ROWS,
+        "#   5 in b.weight[0]: not used in this forward",
+    ),
+    "alike in every layer": (
+        nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)), nn.Linear(4, 4)),
+        ROWS,
+        "#   2 x 4 in *.0.weight[0] and 4 more: native_layer_norm in *.1\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_may_not_go_is_said_with_the_reason(name):
+    model, inputs, line = FROZEN[name]
+    assert line in str(discover(model, inputs))
+
+
+def test_what_is_printed_is_python_for_the_same_groups():
+    for model, inputs, _ in CASES.values():
+        found = discover(model, inputs)
+        said = {"Group": Group}
+        exec(str(found), said)
+        assert tuple(said["groups"]) == found.groups
+        for group, (count, units) in zip(found.groups, found.counts, strict=True):
+            bound = group.bind(model)
+            assert len(bound) == count and {b.grid[-1] for b in bound} == {units}
+
+
+def test_the_model_stays_as_it_is():
+    model = CASES["residual stream"][0].train()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    before = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    discover(model, IMAGE)
+    assert all(m.training for m in model.modules())
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert id(tensor) == before[name][0] and torch.equal(tensor, before[name][1]) and tensor.grad is None
+
+
+def test_only_shapes_matter_so_a_model_without_memory_will_do():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    assert dict(discover(model, ROWS).groups[0].members) == CASES["two layers"][2][0][0]
+    assert dict(discover(model, torch.zeros(0, 4)).groups[0].members) == CASES["two layers"][2][0][0]
+
+
+def test_inputs_are_a_tensor_a_tuple_or_a_dict():
+    model = Net(lambda m, x, y=0: m.b(m.a(x) + y), a=nn.Linear(4, 8), b=nn.Linear(8, 2))
+    assert len(discover(model, ROWS).groups) == len(discover(model, (ROWS,)).groups) == 1
+    assert not discover(model, {"x": ROWS, "y": torch.zeros(2, 8)}).groups  # y is an input, and added
+
+
+def test_a_shared_parameter_goes_by_its_first_name():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    found = discover(model, ROWS)
+    assert not found.groups  # its rows are the hidden axis and the output
+    assert "4 in 0.weight[0] and 0.weight[1]: input[0]" in str(found) and "2.weight" not in str(found)
+
+
+def test_attention_of_torch_nn_is_followed_through():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    heads, _, hidden = discover(layer, torch.zeros(2, 5, 16)).groups
+    assert heads.members == {
+        "self_attn.in_proj_weight": "(g u d) i",
+        "self_attn.in_proj_bias": "(g u d)",
+        "self_attn.out_proj.weight": "o (u d)",
+    }
+    assert torch.backends.mha.get_fastpath_enabled()
+    layer, inputs = fill(layer), torch.randn(2, 5, 16)
+    assert_exact(layer, hidden, inputs)
+
+
+def test_masks_of_an_earlier_forward_are_no_hindrance_but_parametrized_tensors_are_refused():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    sparsifier = ScopeSparsifier(sparsity_level=0.5)
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
+    with pytest.raises(
+        SparsityError, match="^discover: 0 is parametrized, so its axes .* before prepare, or after squ"
+    ):
+        discover(model, ROWS)
+    sparsifier.squash_mask()
+    assert discover(model, ROWS).groups
+
+
+def test_errors_say_where_and_what_to_do():
+    with pytest.raises(SparsityError, match=r"needs a model \(an nn.Module\), got str"):
+        discover("model", ROWS)
+    with pytest.raises(SparsityError, match="^discover: weight has no shape yet; run one forward of the lazy module"):
+        discover(nn.LazyLinear(3), ROWS)
+    looks = nn.Sequential(nn.Linear(4, 4), Net(lambda m, x: x if x.sum() > 0 else -x))
+    with pytest.raises(
+        SparsityError, match="^discover: 1 runs aten._local_scalar_dense.default, whose result depends on"
+    ):
+        discover(looks, ROWS)
+    many = nn.Sequential(nn.Linear(4, 4), Net(lambda m, x: x[x > 0]))
+    with pytest.raises(SparsityError, match="^discover: 1 runs aten.*Leave out of example_inputs what makes"):
+        discover(many, ROWS)
+    with pytest.raises(
+        SparsityError, match="^discover: the forward on the meta device failed in 0: RuntimeError: .*Check"
+    ):
+        discover(nn.Sequential(nn.Linear(3, 4)), ROWS)
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
+
+
+@given(st.lists(SIZES, min_size=1, max_size=4), st.data())
+def test_a_regrouped_axis_counts_as_torch_reshapes(shape, data):
+    """Every element keeps its digits: those of its factors, read in the old shape and in the new one."""
+    total = torch.Size(shape).numel()
+    target = []
+    for _ in range(3):
+        left = total // torch.Size(target).numel()
+        target.append(data.draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
+    target.append(total // torch.Size(target).numel())
+    old = tuple(fixed(n, "") for n in shape)
+    new = regroup(old, target)
+    if new is None:
+        return
+    sizes = [[f.size for axis in axes for part in axis for f in part.factor.leaves()] for axes in (old, new)]
+    assert sizes[0] == sizes[1]  # row-major order is kept, so equal digits are equal elements
+    for axis, n in zip(new, target, strict=True):
+        assert torch.Size(part.factor.size for part in axis).numel() == n
+
+
+@given(st.permutations([2, 3, 2]), st.permutations([2, 3, 2]))
+def test_tied_axes_have_the_same_factors_or_are_frozen(a, b):
+    left, right = (tuple(Part(Factor(n)) for n in sizes) for sizes in (a, b))
+    tie([left, right], "a reason")
+    roots = [[f for part in axis for f in part.factor.leaves()] for axis in (left, right)]
+    assert roots[0] == roots[1] or all(f.frozen == "a reason: its factors do not line up" for r in roots for f in r)
