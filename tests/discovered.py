@@ -9,13 +9,13 @@ from sparsekit_ao.export import compact
 
 
 def fill(model):
-    """A copy with random weights and statistics, so that nothing is zero or one by chance."""
+    """A copy with random weights and running statistics, so that nothing is zero or one by chance."""
     model = copy.deepcopy(model).eval()
     torch.manual_seed(0)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                tensor.copy_(torch.rand_like(tensor) + 0.5 if (tensor >= 0).all() else torch.randn_like(tensor) * 0.3)
+        running = [buffer for name, buffer in model.named_buffers() if "running" in name]
+        for tensor in (*model.parameters(), *running):
+            tensor.copy_(torch.rand_like(tensor) + 0.5 if (tensor >= 0).all() else torch.randn_like(tensor) * 0.3)
     return model
 
 

@@ -81,7 +81,8 @@ INSIDE = {
     ],
     "kernels/jit": ["window", "loops", "wide", "launch"],
     "spec": ["axes", "view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
-    "groups": ["names", "bound", "group", "discovery"],
+    "groups": ["names", "bound", "group", "discovery", "ready"],
+    "groups/ready": ["layouts", "transformer", "resnet", "for_model"],
     "groups/discovery": [
         "factors",
         "call",

@@ -3,5 +3,6 @@
 from .bound import BoundGroup, Member
 from .discovery import Discovery, discover
 from .group import Group
+from .ready import for_model
 
-__all__ = ["BoundGroup", "Discovery", "Group", "Member", "discover"]
+__all__ = ["BoundGroup", "Discovery", "Group", "Member", "discover", "for_model"]

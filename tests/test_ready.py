@@ -1,0 +1,214 @@
+"""for_model: it says what discover finds, its groups leave outputs as they are, and what it does not know it says."""
+
+import einops
+import hf_models
+import pytest
+import torch
+from discovered import assert_exact, fill
+from torch import nn
+
+from sparsekit_ao import SparsityError
+from sparsekit_ao.groups import discover, for_model
+
+
+class Block(nn.Module):
+    """torchvision's names, without its sizes."""
+
+    def __init__(self, inputs, width, out, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, out if out == width else width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.bottleneck = out != width
+        if self.bottleneck:
+            self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.downsample = None
+        if stride > 1 or inputs != out:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        y = self.bn3(self.conv3(torch.relu(y))) if self.bottleneck else y
+        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    def __init__(self, bottleneck, classes=3):
+        super().__init__()
+        wide = 2 if bottleneck else 1
+        self.conv1, self.bn1, self.maxpool = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+        self.layer1 = nn.Sequential(Block(8, 8, 8 * wide), Block(8 * wide, 8, 8 * wide))
+        self.layer2 = nn.Sequential(Block(8 * wide, 12, 12 * wide, 2), Block(12 * wide, 12, 12 * wide))
+        self.fc = nn.Linear(12 * wide, classes) if classes else nn.Identity()
+
+    def forward(self, x):
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
+
+
+KNOWN = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "BERT", "DistilBERT", "ViT", "BasicBlock", "Bottleneck")
+KINDS = {
+    "BERT": ["mlp", "heads"],
+    "DistilBERT": ["mlp", "heads"],
+    "ViT": ["mlp", "heads"],
+    "BasicBlock": ["conv1", "stem", "layer2"],
+    "Bottleneck": ["conv1", "conv2", "stem", "layer1", "layer2"],
+}
+
+
+def make(name):
+    if name in ("BasicBlock", "Bottleneck"):
+        torch.manual_seed(0)
+        return fill(ResNet(name == "Bottleneck")), {"x": torch.randn(2, 3, 12, 12)}
+    return hf_models.make(name)
+
+
+def units(model, groups):
+    """Every coupled group as {tensor: the number of the unit that each element belongs to}, comparable."""
+    found = []
+    for bound in (bound for group in groups for bound in group.bind(model)):
+        numbers = torch.arange(torch.Size(bound.grid).numel()).reshape(bound.grid)
+        rows = {}
+        for member in bound.members:
+            shape = model.get_submodule(member.fqn.rpartition(".")[0])
+            tensor = getattr(shape, member.fqn.rpartition(".")[2])
+            pattern = member.pattern
+            inner = {axis: n for axis, n in pattern.lengths(tuple(tensor.shape)).items() if axis not in pattern.unit}
+            label = einops.repeat(numbers, f"{' '.join(pattern.unit)} -> {pattern.axes}", **inner)
+            rows[member.fqn] = tuple(label.flatten().tolist())
+        found.append(frozenset(rows.items()))
+    return set(found)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_ready_groups_are_what_discover_finds(name):
+    model, inputs = make(name)
+    ready = for_model(model)
+    assert list(ready) == KINDS.get(name, ["mlp", "heads", "kv_heads", "residual"])
+    found = units(model, discover(model, inputs).groups)
+    for kind, group in ready.items():
+        assert units(model, [group]) <= found, kind
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_half_of_every_kind_goes_and_outputs_stay(name):
+    model, inputs = make(name)
+    for kind, group in for_model(model).items():
+        if kind == "residual" and name == "Gemma2":
+            continue  # its embedding is also its head, and a tied parameter takes no mask
+        assert_exact(model, group, inputs)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "heads", "kv_heads", "residual"])
+def test_the_config_is_told_so_a_compacted_model_is_saved_and_loaded(kind, tmp_path):
+    model, inputs = make("Llama")
+    small = assert_exact(model, for_model(model)[kind], inputs)
+    small.config.rms_norm_eps = small.model.norm.variance_epsilon  # another where a norm was folded
+    small.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        difference = (loaded(**inputs).logits - small(**inputs).logits).abs().max()
+    assert difference == 0
+    assert loaded.config.num_attention_heads == {"heads": 2, "kv_heads": 2}.get(kind, 4)
+    assert loaded.config.num_key_value_heads == {"kv_heads": 1}.get(kind, 2)
+
+
+def test_the_part_of_a_model_and_an_untied_one_work_as_well():
+    model, _ = make("Llama")
+    assert list(for_model(model.model)) == ["mlp", "heads", "kv_heads"]  # its hidden size is its output
+    assert for_model(model.model)["mlp"].members["layers.*.mlp.up_proj.bias"] == "u"
+    assert "lm_head.weight" in for_model(model)["residual"].members
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert "lm_head.weight" not in for_model(model)["residual"].members
+    body, _ = make("BasicBlock")
+    body.fc = nn.Identity()
+    holder = nn.ModuleDict({"body": body})
+    assert list(for_model(holder)) == ["conv1", "stem"]  # the last stream is the output
+    assert for_model(holder)["conv1"].members["body.layer*.*.conv2.weight"] == "o u h w"
+
+
+def test_transformers_4_named_its_vit_otherwise():
+    dense = {n: nn.Linear(8, 8) for n in ("query", "key", "value")}
+    attention = nn.ModuleDict({"attention": nn.ModuleDict(dense), "output": nn.ModuleDict({"dense": nn.Linear(8, 8)})})
+    attention["attention"].num_attention_heads, attention["attention"].attention_head_size = 2, 4
+    ends = {"intermediate": nn.Linear(8, 16), "output": nn.Linear(16, 8)}
+    layer = nn.ModuleDict({"attention": attention, **{k: nn.ModuleDict({"dense": m}) for k, m in ends.items()}})
+    heads = for_model(nn.ModuleDict({"layer": nn.ModuleList([layer])}))["heads"]
+    assert heads.members["layer.*.attention.output.dense.weight"] == "o (u d)"
+    assert heads.attrs == {"layer.*.attention.attention.num_attention_heads": "u"}
+
+
+def test_an_unknown_model_gets_the_names_that_were_looked_for_and_the_ways_on():
+    for name in ("GPT-2", "T5", "ConvNeXt", "ResNet", "MobileNetV2"):
+        with pytest.raises(SparsityError) as caught:
+            for_model(make(name)[0])
+        for text in ("'*.self_attn.q_proj.weight'", "'*.attention.self.query.weight'", "'layer1.0.conv1.weight'"):
+            assert text in str(caught.value)
+        assert str(caught.value).startswith(f"for_model does not know {type(make(name)[0]).__name__}. It looked for")
+        assert "discover(model, example_inputs) suggests groups for any model; Group says" in str(caught.value)
+
+
+def refused(model, match):
+    with pytest.raises(SparsityError, match=match):
+        for_model(model)
+
+
+def test_what_a_layer_has_besides_is_refused_not_overlooked():
+    refused(
+        make("Mixtral")[0], r"^for_model: model.layers.0 is named as in Llama-.* but has also mlp.experts.down_proj and"
+    )
+    model, _ = make("BERT")
+    model.encoder.layer[1].adapter = nn.Linear(2, 2)
+    refused(
+        model, r"encoder.layer.1 is named as in BERT-like encoders, but has also adapter.bias and 1 more. .*discover"
+    )
+    model, _ = make("BERT")
+    del model.encoder.layer[1].output.dense
+    refused(model, "encoder.layer.1 .* but lacks output.dense.weight")
+    model, _ = make("BasicBlock")
+    model.layer1[1].se = nn.Linear(2, 2)
+    refused(model, "^for_model: layer1.1 is named as in torchvision's ResNet, but has also se.weight")
+    model, _ = make("Bottleneck")
+    model.layer2[0].conv2 = nn.Conv2d(12, 12, 3, groups=3, bias=False)
+    refused(model, "^for_model: layer2.0.conv2 reads 4 of 12 channels at a time, so it is grouped")
+
+
+def test_layers_that_differ_and_sizes_that_nothing_tells_are_refused():
+    model, _ = make("Llama")
+    model.model.layers[1].self_attn.k_proj = nn.Linear(32, 32)
+    refused(
+        model,
+        r"^for_model: layers differ: model.layers.1.self_attn.k_proj.weight is \(32, 32\), in the first .*\(16, 32\)",
+    )
+    model, _ = make("Llama")
+    model.model.layers[1].mlp.up_proj.bias = None
+    refused(model, "^for_model: layers differ: model.layers.1.mlp.up_proj.bias is missing, in the first layer there")
+    model, _ = make("Qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight = nn.Parameter(torch.ones(32))
+    refused(model, r"^for_model: model.layers.\*.self_attn.q_norm norms 32 values, not one head of 8")
+    model, _ = make("Llama")
+    refused(
+        nn.ModuleDict({"a": model.model, "b": make("Llama")[0]}),
+        "^for_model: there are several stacks of Llama-.*: a.layers., b.",
+    )
+    headless = make("ViT")[0].vit
+    for layer in headless.layers:
+        del layer.attention.head_dim
+    del headless.config
+    refused(
+        headless, r"^for_model: nothing says how large a head is. .* of layers.0.attention, and for head_dim, or hidden"
+    )
+
+
+def test_head_sizes_come_from_the_module_else_from_the_config():
+    model, _ = make("ViT")
+    model.config.num_attention_heads = 8
+    assert for_model(model)["heads"].sizes == {"d": 8}  # the module's own
+    for layer in model.vit.layers:
+        del layer.attention.head_dim
+    assert for_model(model)["heads"].sizes == {"d": 4}
+    model.config.head_dim = 16
+    assert for_model(model)["heads"].sizes == {"d": 16}
