@@ -25,9 +25,11 @@ def fold(ties: Sequence[Tie], names: Collection[str]) -> list[tuple[Tie, int]]:
             starred = _starred(tie, which)
             alike.setdefault((tuple(starred.members.items()), tie.scope, tuple(tie.sizes.items())), []).append(k)
         for ks in alike.values():
-            starred = _starred(left[ks[0]], which)
-            if len(ks) > 1 and _exact(starred.members, [left[k].members for k in ks], names):
-                found.append((ks[0], starred, len(ks)))
+            columns = list(zip(*(left[k].members for k in ks), strict=True))
+            stars = [_common(column) for column in columns]
+            if len(ks) > 1 and all(_exact(star, column, names) for star, column in zip(stars, columns, strict=True)):
+                members = dict(zip(stars, left[ks[0]].members.values(), strict=True))
+                found.append((ks[0], replace(left[ks[0]], members=members), len(ks)))
                 left = {k: tie for k, tie in left.items() if k not in ks}
     found += [(k, _together(tie, names), 1) for k, tie in left.items()]
     return [(tie, count) for _, tie, count in sorted(found, key=lambda row: row[0])]
@@ -66,13 +68,9 @@ def _starred(tie: Tie, which: slice) -> Tie:
     return replace(tie, members=dict(zip(starred, tie.members.values(), strict=True)))
 
 
-def _exact(starred: Iterable[str], meant: Sequence[Iterable[str]], names: Collection[str]) -> bool:
-    """Whether starred names match the names that were meant and no others."""
-    columns = zip(*meant, strict=True)
-    return all(
-        {name for found in matched(star, names).values() for name in found} == set(column)
-        for star, column in zip(starred, columns, strict=True)
-    )
+def _exact(starred: str, meant: Collection[str], names: Collection[str]) -> bool:
+    """Whether a starred name matches the names that were meant and no others."""
+    return {name for found in matched(starred, names).values() for name in found} == set(meant)
 
 
 def _together(tie: Tie, names: Collection[str]) -> Tie:
@@ -84,7 +82,7 @@ def _together(tie: Tie, names: Collection[str]) -> Tie:
     for (_, axes), group in alike.items():
         columns = zip(*(name.split(".") for name in group), strict=True)
         star = ".".join(column[0] if len(set(column)) == 1 else "**" for column in columns)
-        whole = len(group) > 1 and _exact([star], [[name] for name in group], names)
+        whole = len(group) > 1 and _exact(star, group, names)
         members |= dict.fromkeys([star] if whole else group, axes)
     return replace(tie, members=members)
 

@@ -1,0 +1,98 @@
+"""discover on real architectures: half of every axis that it finds goes exactly, or an error says why not.
+
+Some axes need an integer of the forward changed too (a head size, say), which nobody can see from shapes: without it
+`compact` must refuse, never return a wrong model; with it, as a person would list it, the axis goes exactly.
+"""
+
+from dataclasses import replace
+
+import hf_models
+import pytest
+from discovered import pruned
+
+from sparsekit_ao import SparsityError
+from sparsekit_ao.export import compact
+from sparsekit_ao.groups import discover
+
+DECODER = "model.layers.*.self_attn."
+ROPE = {DECODER.replace("*", "**") + "head_dim": "d u"}  # a pair of rotated values is one unit
+# By architecture: axes that go together because the forward has one number for them, by their place in what discover
+# finds, with the integers that hold their size, listed once. Axes that are not here need none.
+HEAD = [{3: ROPE, 4: {}}]
+TOGETHER = {
+    "Llama": HEAD,
+    "Qwen2": HEAD,
+    "Qwen3": HEAD,
+    "Mistral": HEAD,
+    "Gemma2": [{2: {DECODER + "num_key_value_groups": "u"}}, *HEAD],
+    "Mixtral": [{0: {f"model.layers.**.mlp.{module}.hidden_dim": "u" for module in ("gate", "experts")}}, *HEAD],
+    "GPT-2": [
+        {0: {"transformer.h.*.attn.split_size": "u d"}},
+        {1: {"transformer.h.*.attn.split_size": "s u", "transformer.h.*.attn.head_dim": "u"}},
+    ],
+    "T5": [
+        {1: {"encoder.block.*.layer.0.SelfAttention.key_value_proj_dim": "u"}, 2: {}},
+        {5: {"decoder.block.*.layer.0.SelfAttention.key_value_proj_dim": "u"}, 6: {}},
+        {7: {"decoder.block.*.layer.1.EncDecAttention.key_value_proj_dim": "u"}, 8: {}},
+    ],
+    "BERT": [{1: {"encoder.layer.*.attention.self.attention_head_size": "u"}, 2: {}}],
+    "DistilBERT": [{1: {"transformer.layer.*.attention.attention_head_size": "u"}, 2: {}}],
+    "ViT": [{1: {"vit.layers.*.attention.head_dim": "u"}, 2: {}}],
+}
+TIED = {("Gemma2", 0)}  # its embedding is its head as well, and a tensor of two names takes no mask
+COUNTS = {  # kinds of axes that discover finds, so that one which it no longer finds is missed
+    **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Mixtral"), 6),
+    **dict.fromkeys(("BERT", "DistilBERT", "ViT"), 4),
+    **{"GPT-2": 3, "GPT-NeoX": 2, "T5": 10, "ConvNeXt": 1, "ResNet": 5, "MobileNetV2": 10},
+}
+
+
+def halved(model, groups, inputs):
+    """(fraction of parameters left, largest difference) of the model without half of the groups' units."""
+    _, report = compact(pruned(model, groups), groups, inputs)
+    assert not report.notes
+    return report.after.parameters / report.before.parameters, report.difference
+
+
+@pytest.mark.parametrize("name", hf_models.NAMES)
+def test_half_of_every_discovered_axis_goes_exactly(name):
+    model, inputs = hf_models.make(name)
+    groups = discover(model, inputs).groups
+    assert len(groups) == COUNTS[name]
+    steps = TOGETHER.get(name, [])
+    listed = {at for step in steps for at in step}
+    for step in [*steps, *({at: {}} for at in range(len(groups)) if at not in listed and (name, at) not in TIED)]:
+        left, difference = halved(model, [replace(groups[at], attrs=attrs) for at, attrs in step.items()], inputs)
+        assert left < 1 and difference <= 1e-5
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_without_the_integers_it_is_refused_and_never_wrong(name):
+    model, inputs = hf_models.make(name)
+    groups = discover(model, inputs).groups
+    for at in {at for step in TOGETHER[name] for at in step}:
+        with pytest.raises(SparsityError, match="^the compacted model (does not run|gives other outputs): ") as caught:
+            halved(model, [groups[at]], inputs)
+        assert groups[at].name.partition("*")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "at"), TIED)
+def test_an_axis_of_a_tied_tensor_takes_no_mask(name, at):
+    model, inputs = hf_models.make(name)
+    with pytest.raises(SparsityError, match="is one parameter under several names .* Untie it"):
+        pruned(model, [discover(model, inputs).groups[at]])
+
+
+def test_experts_that_look_at_values_need_another_implementation_or_hands():
+    model, inputs = hf_models.make("Mixtral")
+    model.set_experts_implementation("eager")
+    with pytest.raises(
+        SparsityError, match="^discover: model.layers.0.mlp.experts runs aten.nonzero.default, whose resu"
+    ):
+        discover(model, inputs)
+
+
+def test_an_attention_mask_is_no_hindrance():
+    model, inputs = hf_models.make("Llama")
+    inputs |= {"attention_mask": inputs["input_ids"].new_ones(2, 7)}
+    assert len(discover(model, inputs).groups) == 6
