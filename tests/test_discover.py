@@ -104,6 +104,11 @@ CASES = {  # (model, example inputs, the groups: members, scope)
         IMAGE,
         [({"0.weight": "u i 1 1", "0.bias": "u", "2.weight": "o (u d)"}, "")],
     ),
+    "written in place": (
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Dropout(inplace=True), nn.Linear(6, 2)),
+        torch.zeros(2, 3, 4),
+        [({"0.weight": "u i", "0.bias": "u", "3.weight": "o u"}, "")],
+    ),
     "packed halves": (
         Net(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(4, 12), b=nn.Linear(6, 3)),
         ROWS,
@@ -228,7 +233,6 @@ ATTRS = {  # integers of the forward that hold a size, as a person lists them; b
 def test_what_a_forward_ties_is_said_as_a_person_would(name):
     model, inputs, groups = CASES[name]
     found = discover(model, inputs).groups
-    print(found)
     assert [(dict(g.members), g.scope) for g in found] == groups
 
 
@@ -296,12 +300,12 @@ FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
             lambda m, x: m.b(m.a(x).view(2, 2, 3).transpose(0, 1).reshape(-1, 4)), a=nn.Linear(4, 6), b=nn.Linear(4, 2)
         ),
         ROWS,
-        "#   2 in a.weight[0] and a.bias[0]: _unsafe_view in the model: the new shape cuts across its factors",
+        "#   2 in a.weight[0] and a.bias[0]: reshape in the model: the new shape cuts across its factors",
     ),
     "written into a view": (
-        Net(lambda m, x: (lambda y: (y[:, :4].mul_(2), m.b(y))[1])(m.a(x)), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
+        Net(lambda m, x: (lambda y: (y[:, :4].add_(2), m.b(y))[1])(m.a(x)), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
         ROWS,
-        "mul_ in the model: it writes into a view",
+        "#   4 in a.weight[0] and 2 more: add_ in the model: it writes into memory that other tensors share",
     ),
     "not used": (
         Net(lambda m, x: m.a(x), a=nn.Linear(4, 3), b=nn.Linear(3, 5, bias=False)),
@@ -367,12 +371,16 @@ def test_a_shared_parameter_goes_by_its_first_name():
 
 def test_attention_of_torch_nn_is_followed_through():
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    heads, _, hidden = discover(layer, torch.zeros(2, 5, 16)).groups
+    found = discover(layer, torch.zeros(2, 5, 16))
+    heads, hidden = found.groups
     assert heads.members == {
         "self_attn.in_proj_weight": "(g u d) i",
         "self_attn.in_proj_bias": "(g u d)",
         "self_attn.out_proj.weight": "o (u d)",
     }
+    assert "4 in self_attn.in_proj_weight[0] and 2 more: attention in self_attn: its scale follows from the siz" in str(
+        found
+    )
     assert torch.backends.mha.get_fastpath_enabled()
     layer, inputs = fill(layer), torch.randn(2, 5, 16)
     assert_exact(layer, hidden, inputs)

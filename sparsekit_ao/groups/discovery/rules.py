@@ -32,7 +32,7 @@ from .shapes import (
 __all__ = ["rule_of"]
 
 _FAMILIES: dict[Rule, str] = {
-    same: "clone alias detach _to_copy lift_fresh contiguous dropout",
+    same: "clone alias detach _to_copy lift_fresh contiguous",
     like: "zeros_like ones_like full_like empty_like rand_like randn_like",
     reshape: "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten",
     permute: "permute",

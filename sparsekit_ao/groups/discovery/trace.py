@@ -50,6 +50,7 @@ class Trace(TorchDispatchMode):
         self.used: set[str] = set()
         self._labels = WeakIdKeyDictionary()
         self._names = WeakIdKeyDictionary()
+        self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._modules: list[tuple[str, nn.Module]] = []
 
     def name(self, name: str, tensor: Tensor, *, zero: bool) -> None:
@@ -111,19 +112,31 @@ class Trace(TorchDispatchMode):
 
     def _taken_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation by the smaller ones that torch says it is made of; NotImplemented if it says nothing."""
+        if func.overloadpacket is torch.ops.aten.scaled_dot_product_attention and kwargs.get("scale") is None:
+            why = f"attention in {self.where}: its scale follows from the size of a head"
+            freeze(self.label_of(args[0])[-1], why)
         with self:
             out = func.decompose(*args, **kwargs)
             parts = get_decompositions([func]).get(func)
             return parts(*args, **kwargs) if out is NotImplemented and parts else out
 
     def _apply(self, rule: Callable[[Call], Label | list[Label]] | None, call: Call) -> None:
-        mutated = call.func._schema.is_mutable
-        if mutated and call.tensors[0]._is_view():
-            self._freeze_all(call, "it writes into a view")
+        before = self.label_of(call.tensors[0]) if call.func._schema.is_mutable else None
         labels = rule(call) if rule else self._not_understood(call)
         for out, label in zip(call.outs, labels if isinstance(labels, list) else [labels], strict=False):
             self._labels[out] = label
             self.seen.append(label)
+        if before is not None and call.tensors[0] in self._shared:
+            self._overwritten(call, before)
+        if any(value.alias_info is not None and not value.alias_info.is_write for value in call.func._schema.returns):
+            self._shared.update(dict.fromkeys((call.tensors[0], *call.outs), True))
+
+    def _overwritten(self, call: Call, before: Label) -> None:
+        """Other views of the memory may still be held to be zero where this one no longer is."""
+        for old, new in zip(before, self.label_of(call.tensors[0]), strict=True):
+            zero = [part.factor for part in leaves(new) if part.zero]
+            lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
+            call.freeze(lost, "it writes into memory that other tensors share")
 
     def _not_understood(self, call: Call) -> list[Label]:
         if call.outs:  # others are assertions, say
@@ -157,7 +170,7 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     _check(model)
     found, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
     args, kwargs = arguments(example_inputs)
-    with torch.no_grad(), _plain_attention():
+    with torch.inference_mode(), _plain_attention():  # in which composite operations are seen
         for name, tensor, zero in _tensors(model):
             memo[id(tensor)] = fake = _fake(tensor, mode)
             found.name(name, fake, zero=zero)
