@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from discovered import assert_exact, fill
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 from torch import nn
 
 from sparsekit_ao import Group, ScopeSparsifier, SparsityError
@@ -420,6 +421,7 @@ def test_errors_say_where_and_what_to_do():
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
 
 
+@examples(100)
 @given(st.lists(SIZES, min_size=1, max_size=4), st.data())
 def test_a_regrouped_axis_counts_as_torch_reshapes(shape, data):
     """Every element keeps its digits: those of its factors, read in the old shape and in the new one."""
@@ -439,6 +441,7 @@ def test_a_regrouped_axis_counts_as_torch_reshapes(shape, data):
         assert torch.Size(part.factor.size for part in axis).numel() == n
 
 
+@examples(100)
 @given(st.permutations([2, 3, 2]), st.permutations([2, 3, 2]))
 def test_tied_axes_have_the_same_factors_or_are_frozen(a, b):
     left, right = (tuple(Part(Factor(n)) for n in sizes) for sizes in (a, b))

@@ -83,8 +83,8 @@ def _always_with(labels: Iterable[Label]) -> dict[Factor, set[Factor]]:
 
 def _tie(unit: Factor, labels: Mapping[str, Label], always: set[Factor]) -> Tie:
     order = [[part.factor for axis in label for part in axis] for label in labels.values()]
-    # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is no scope. A scope
-    # outside of its units, once in each tensor, leaves tensors whose units of one scope still lie together.
+    # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is no scope. Scopes are
+    # looked for outside of units only, as heads are outside of their dimensions: two axes are not each other's scope.
     together = [factor for factor in dict.fromkeys(order[0]) if factor in always - {unit} and not factor.frozen]
     scopes = [factor for factor in together if all(_before(row, factor, unit) for row in order)][: len(_SCOPES)]
     said = {unit: "u"} | dict(zip(scopes, _SCOPES, strict=False))
