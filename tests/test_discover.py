@@ -11,6 +11,7 @@ from torch import nn
 
 from sparsekit_ao import Group, ScopeSparsifier, SparsityError
 from sparsekit_ao.groups import discover
+from sparsekit_ao.groups.discovery import rules
 from sparsekit_ao.groups.discovery.factors import Factor, Part, fixed, regroup, tie
 
 
@@ -183,6 +184,11 @@ CASES = {  # (model, example inputs, the groups: members, scope)
         IMAGE,
         [({"0.weight": "u i 1 1", "0.bias": "u", "5.weight": "o u"}, "")],
     ),
+    "an image without a batch": (
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.AvgPool2d(2), nn.Conv2d(8, 2, 1)),
+        torch.zeros(3, 4, 4),
+        [({"0.weight": "u i 1 1", "0.bias": "u", "2.weight": "o u 1 1"}, "")],
+    ),
     "grouped queries": (
         Attention(),
         torch.zeros(2, 5, 6),
@@ -245,6 +251,7 @@ def test_half_of_every_axis_goes_and_outputs_stay(name):
         assert_exact(model, group, inputs, ATTRS.get((name, at)))
 
 
+PAIR = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 2)}
 FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
     "input and output": (
         nn.Linear(4, 3),
@@ -257,7 +264,7 @@ FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
         "#   8 in 0.weight[0] and 4 more: native_layer_norm in 1",
     ),
     "LayerNorm by hand": (
-        Net(lambda m, x: m.b((lambda y: y - y.mean(-1, keepdim=True))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
+        Net(lambda m, x: m.b((lambda y: y - y.mean(-1, keepdim=True))(m.a(x))), **PAIR),
         ROWS,
         "#   8 in a.weight[0] and 2 more: mean in the model",
     ),
@@ -281,13 +288,18 @@ FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
         ROWS,
         "removed there:\n#   8 in a.weight[0] and a.bias[0]: _fft_r2c in the model: not understood",
     ),
+    "complex numbers": (
+        Net(lambda m, x: m.b(torch.view_as_real(torch.view_as_complex(m.a(x).view(-1, 4, 2)) * 1j).flatten(1)), **PAIR),
+        ROWS,
+        "#   2 in a.weight[0] and a.bias[0]: view_as_complex in the model: not understood",
+    ),
     "two axes of one tensor": (
         Net(lambda m, x: m.c((lambda y: y + m.b(y))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
         ROWS,
         "#   8 in a.weight[0] and 5 more: b.weight has it on two axes, which a group cannot say",
     ),
     "a constant": (
-        Net(lambda m, x: m.b(m.a(x) * torch.arange(8)), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
+        Net(lambda m, x: m.b(m.a(x) * torch.arange(8)), **PAIR),
         ROWS,
         "#   8 in a.weight[0] and 2 more: a constant made in the model",
     ),
@@ -304,7 +316,7 @@ FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
         "#   2 in a.weight[0] and a.bias[0]: reshape in the model: the new shape cuts across its factors",
     ),
     "written into a view": (
-        Net(lambda m, x: (lambda y: (y[:, :4].add_(2), m.b(y))[1])(m.a(x)), a=nn.Linear(4, 8), b=nn.Linear(8, 2)),
+        Net(lambda m, x: (lambda y: (y[:, :4].add_(2), m.b(y))[1])(m.a(x)), **PAIR),
         ROWS,
         "#   4 in a.weight[0] and 2 more: add_ in the model: it writes into memory that other tensors share",
     ),
@@ -325,6 +337,12 @@ FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
 def test_what_may_not_go_is_said_with_the_reason(name):
     model, inputs, line = FROZEN[name]
     assert line in str(discover(model, inputs))
+
+
+def test_a_rule_that_does_not_fit_the_result_is_not_believed(monkeypatch):
+    monkeypatch.setitem(rules._RULES, "gelu", lambda call: call.label("self")[:1])
+    model, inputs, _ = CASES["two layers"]
+    assert "6 in 0.weight[0] and 0.bias[0]: gelu in 1: not understood" in str(discover(model, inputs))
 
 
 def test_what_is_printed_is_python_for_the_same_groups():
@@ -357,7 +375,7 @@ def test_only_shapes_matter_so_a_model_without_memory_will_do():
 
 
 def test_inputs_are_a_tensor_a_tuple_or_a_dict():
-    model = Net(lambda m, x, y=0: m.b(m.a(x) + y), a=nn.Linear(4, 8), b=nn.Linear(8, 2))
+    model = Net(lambda m, x, y=0: m.b(m.a(x) + y), **PAIR)
     assert len(discover(model, ROWS).groups) == len(discover(model, (ROWS,)).groups) == 1
     assert not discover(model, {"x": ROWS, "y": torch.zeros(2, 8)}).groups  # y is an input, and added
 

@@ -6,7 +6,7 @@ integers and reasons, neither tensors nor operations.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 __all__ = ["Axis", "Factor", "Part", "cut", "fixed", "freeze", "leaves", "regroup", "tie"]
@@ -161,10 +161,6 @@ class _Row:
 
     def __bool__(self) -> bool:
         return bool(self._rest)
-
-    def __iter__(self) -> Iterator[Part]:
-        while self:
-            yield self.pop()
 
     def pop(self) -> Part:
         part = self._rest.pop()

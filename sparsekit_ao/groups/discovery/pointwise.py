@@ -81,7 +81,6 @@ def _run(call: Call, zeros: tuple[bool, ...], value: float) -> float:
     with unset_fake_temporarily(), torch.no_grad():
         args, kwargs = _pytree.tree_map(number, (call.args, {k: v for k, v in call.kwargs.items() if k != "device"}))
         try:
-            found = call.func(*args, **kwargs)
+            return float(call.func(*args, **kwargs))
         except (RuntimeError, TypeError, ValueError):
-            return math.nan  # an operation that does not take single numbers; then zero is not known to stay
-        return float(found) if isinstance(found, Tensor) and found.numel() == 1 else math.nan
+            return math.nan  # it takes or gives no single real numbers, so zero is not known to stay

@@ -117,9 +117,9 @@ def along(call: Call) -> list[Label]:
 
 
 def pool(call: Call) -> list[Label]:
-    """Pooling and resampling of images: all but batch and channel are frozen."""
+    """Pooling and resampling of images: their last two (or three) dimensions are frozen."""
     label = call.label_of(call.tensors[0])
-    kept = 2 if len(label) > 2 else 1
+    kept = len(label) - (3 if "3d" in call.name else 2)
     for axis in label[kept:]:
         call.freeze(axis)
     return [(*label[:kept], *(call.fixed(n) for n in out.shape[kept:])) for out in call.outs]

@@ -123,7 +123,10 @@ class Trace(TorchDispatchMode):
     def _apply(self, rule: Callable[[Call], Label | list[Label]] | None, call: Call) -> None:
         before = self.label_of(call.tensors[0]) if call.func._schema.is_mutable else None
         labels = rule(call) if rule else self._not_understood(call)
-        for out, label in zip(call.outs, labels if isinstance(labels, list) else [labels], strict=False):
+        labels = labels if isinstance(labels, list) else [labels]
+        if any(_shape(label) != out.shape for out, label in zip(call.outs, labels, strict=False)):
+            labels = self._not_understood(call)  # an overload that the rule was not written for
+        for out, label in zip(call.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
         if before is not None and call.tensors[0] in self._shared:
@@ -194,6 +197,10 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+
+
+def _shape(label: Label) -> tuple[int, ...]:
+    return tuple(math.prod(part.factor.size for part in leaves(axis)) for axis in label)
 
 
 @contextlib.contextmanager
