@@ -64,6 +64,7 @@ def block():
     return nn.Sequential(nn.Conv2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1))
 
 
+PAIR = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 2)}
 IMAGE, ROWS = torch.zeros(2, 3, 4, 4), torch.zeros(2, 4)
 CASES = {  # (model, example inputs, the groups: members, scope)
     "two layers": (
@@ -184,6 +185,11 @@ CASES = {  # (model, example inputs, the groups: members, scope)
         IMAGE,
         [({"0.weight": "u i 1 1", "0.bias": "u", "5.weight": "o u"}, "")],
     ),
+    "an empty piece": (  # as in rotary embeddings of all of a head
+        Net(lambda m, x: m.b((lambda y: torch.cat([torch.tanh(y[:, :8]), y[:, 8:]], -1))(m.a(x))), **PAIR),
+        ROWS,
+        [({"a.weight": "u i", "a.bias": "u", "b.weight": "o u"}, "")],
+    ),
     "an image without a batch": (
         nn.Sequential(nn.Conv2d(3, 8, 1), nn.AvgPool2d(2), nn.Conv2d(8, 2, 1)),
         torch.zeros(3, 4, 4),
@@ -251,7 +257,6 @@ def test_half_of_every_axis_goes_and_outputs_stay(name):
         assert_exact(model, group, inputs, ATTRS.get((name, at)))
 
 
-PAIR = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 2)}
 FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
     "input and output": (
         nn.Linear(4, 3),

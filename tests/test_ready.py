@@ -7,7 +7,7 @@ import torch
 from discovered import assert_exact, fill
 from torch import nn
 
-from sparsekit_ao import SparsityError
+from sparsekit_ao import ScopeSparsifier, SparsityError
 from sparsekit_ao.groups import discover, for_model
 
 
@@ -212,3 +212,11 @@ def test_head_sizes_come_from_the_module_else_from_the_config():
     assert for_model(model)["heads"].sizes == {"d": 4}
     model.config.head_dim = 16
     assert for_model(model)["heads"].sizes == {"d": 16}
+
+
+def test_a_prepared_model_has_the_same_groups_as_a_plain_one():
+    model, _ = make("BERT")
+    plain = for_model(model)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, plain["heads"].entries(model, sparsity_level=0.5))
+    assert for_model(model) == plain

@@ -106,9 +106,9 @@ def tie(axes: Sequence[Axis], why: str) -> None:
         left, right = _Row(axes[0]), _Row(other)
         while left and right:
             a, b = left.pop().factor, right.pop().factor
-            if a.size > b.size and a.size % b.size == 0:
+            if 0 < b.size < a.size and a.size % b.size == 0:
                 a = left.take(a, b.size)
-            elif b.size > a.size and b.size % a.size == 0:
+            elif 0 < a.size < b.size and b.size % a.size == 0:
                 b = right.take(b, a.size)
             if a.size != b.size:
                 freeze((*axes[0], *other), f"{why}: its factors do not line up")
@@ -117,7 +117,7 @@ def tie(axes: Sequence[Axis], why: str) -> None:
 
 
 def regroup(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:
-    """The same elements in row-major order under another shape; None where a size would cut across factors.
+    """The same elements in row-major order under another shape; None where that cuts across factors, or is empty.
 
     >>> row = (Part(Factor(2)), Part(Factor(12)))
     >>> [[p.factor.size for p in axis] for axis in regroup([row], (8, 3))]
@@ -125,6 +125,8 @@ def regroup(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | No
     >>> regroup([row], (3, 8)) is None
     True
     """
+    if 0 in shape:  # no elements, no order
+        return None
     row, grouped = _Row([part for axis in axes for part in axis]), []
     for size in shape:
         axis: list[Part] = []

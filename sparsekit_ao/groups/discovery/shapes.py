@@ -100,16 +100,16 @@ def pieces(call: Call) -> list[Label]:
 def _piece(call: Call, axis: Axis, size: int, window: tuple[int, int, int]) -> Axis:
     """The axis of a window (start, length, step): its place is a frozen outer factor, what is inside stays."""
     start, length, step = window
-    if length == size:
-        return axis
+    if length in (0, size):
+        return axis if length else call.fixed(0)
     if step > 1 and size % step == 0 and length == size // step:
         outer, inner = cut(axis, length, call.why)
         call.freeze(inner)
         return outer
     inner_size = math.gcd(start, length, size) if step == 1 else 1
-    outer, inner = cut(axis, size // max(inner_size, 1), call.why)
+    outer, inner = cut(axis, size // inner_size, call.why)
     call.freeze(outer)
-    return call.fixed(length // max(inner_size, 1)) + inner
+    return call.fixed(length // inner_size) + inner
 
 
 def select(call: Call) -> Label:
@@ -127,13 +127,14 @@ def unbind(call: Call) -> list[Label]:
 
 def concatenate(call: Call) -> Label:
     """Tensors one after the other: equal pieces (or multiples of the smallest) are tied, others frozen."""
-    tensors = [t for t in call["tensors"] if t.numel() or t.dim() > 1]  # torch lets an empty vector pass
+    rank = call.outs[0].dim()
+    dim = call.dim("dim", rank)
+    tensors = [t for t in call["tensors"] if t.dim() == rank and t.shape[dim]]  # what is empty adds nothing
     labels = [call.label_of(t) for t in tensors]
-    dim = call.dim("dim", len(labels[0]))
-    if len(tensors) == 1:
-        return labels[0]
+    if len(tensors) < 2:
+        return labels[0] if labels else tuple(call.fixed(n) for n in call.outs[0].shape)
     sizes = [t.shape[dim] for t in tensors]
-    inner = min(sizes) if min(sizes) and all(n % min(sizes) == 0 for n in sizes) else 1
+    inner = min(sizes) if all(n % min(sizes) == 0 for n in sizes) else 1
     cuts = [cut(label[dim], n // inner, call.why) for label, n in zip(labels, sizes, strict=True)]
     for outer, _ in cuts:
         call.freeze(outer)
