@@ -129,6 +129,15 @@ def test_the_part_of_a_model_and_an_untied_one_work_as_well():
     assert for_model(holder)["conv1"].members["body.layer*.*.conv2.weight"] == "o u h w"
 
 
+def test_mlps_may_differ_in_width_which_one_number_of_the_config_cannot_hold():
+    model, inputs = make("BERT")
+    assert for_model(model)["mlp"].attrs == {"config.intermediate_size": "u"}
+    second = model.encoder.layer[1]
+    second.intermediate.dense, second.output.dense = nn.Linear(32, 20), nn.Linear(20, 32)
+    assert for_model(model)["mlp"].attrs == {}
+    assert_exact(fill(model), for_model(model)["mlp"], inputs)
+
+
 def test_transformers_4_named_its_vit_otherwise():
     dense = {n: nn.Linear(8, 8) for n in ("query", "key", "value")}
     attention = nn.ModuleDict({"attention": nn.ModuleDict(dense), "output": nn.ModuleDict({"dense": nn.Linear(8, 8)})})

@@ -109,11 +109,11 @@ def find_stack(layout: Layout, model: nn.Module, tensors: Mapping[str, Tensor]) 
 def transformer_groups(stack: Stack) -> dict[str, Group]:
     """All groups of a transformer."""
     layout = stack.layout
-    mlp = Group(
-        stack.members(dict.fromkeys(layout.up, "u"), {layout.down: "u"}),
-        attrs=stack.attrs({}, {"intermediate_size": "u"}),
-        name="mlp",
-    )
+    widths = {stack.tensors[f"{stack.prefix}{n}.{layout.up[0]}.weight"].shape[0] for n in stack.layers}
+    # The config has one width, so it can hold that of all layers or of none.
+    config = {"intermediate_size": "u"} if widths == {_config(stack).get("intermediate_size")} else {}
+    members = stack.members(dict.fromkeys(layout.up, "u"), {layout.down: "u"})
+    mlp = Group(members, attrs=stack.attrs({}, config), name="mlp")
     return {"mlp": mlp} | _heads(stack) | _residual(stack)
 
 
