@@ -342,6 +342,20 @@ def test_attributes_that_do_not_fit_are_refused(attrs, says):
     assert refusal(SparsityError, pruned(make(), [group]), group, inputs()).startswith(says)
 
 
+def test_two_groups_cannot_both_hold_the_whole_of_one_number():
+    groups = [
+        Group({n.replace("*", str(k)): a for n, a in MLP.items()}, name=f"mlp {k}", attrs={"hidden": "u"})
+        for k in (0, 1)
+    ]
+    model = Residual(GatedMLP(), GatedMLP())
+    model.hidden = 12
+    assert refusal(SparsityError, pruned(model, groups), groups, torch.randn(2, 5, 6)) == (
+        "group 'mlp 1': attrs 'hidden' is 12, and other groups that list it leave 6, no multiple of the 12 units here. "
+        "Each group must count a factor of its own; if all hold the same number, list it in one of them."
+    )
+    assert model.hidden == 12
+
+
 def test_attributes_given_to_compact_go_to_the_one_group_that_has_their_axes():
     make, group, inputs = CASES["packed qkv"]
     model = pruned(make(), [group])

@@ -63,8 +63,8 @@ def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
     """New values of all attributes that the groups list; what several groups shrink is shrunk by each.
 
     Raises:
-        SparsityError: there is no such attribute, it holds another number, or the layers of one group ask for
-            different ones.
+        SparsityError: there is no such attribute, it holds another number, the layers of one group ask for
+            different ones, or several groups count the same factor of it.
     """
     found: dict[tuple[int, str], Change] = {}
     shrunk: dict[tuple[int, str, int], Cut] = {}
@@ -84,6 +84,12 @@ def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
                     )
                 if first is cut:
                     was = found.setdefault(key, Change(path=full, was=getattr(holder, name), now=getattr(holder, name)))
+                    if was.now % cut.of:
+                        raise SparsityError(
+                            f"{where}{full!r} is {was.was}, and other groups that list it leave {was.now}, no multiple "
+                            f"of the {cut.of} units here. Each group must count a factor of its own; if all hold the "
+                            "same number, list it in one of them."
+                        )
                     found[key] = replace(was, now=was.now // cut.of * cut.kept)
     return list(found.values())
 
