@@ -3,8 +3,8 @@
     python tests/aot_child.py 80 90 100
     python tests/aot_child.py 90 --table
 
-Weights live on the meta device: only shapes, strides and dtypes matter. Registers and spills come from the tools in
-the triton wheel.
+The launchers themselves run, on weights of the meta device, and each launch is compiled instead of made: so forms,
+warps and registers are those of a real run. Registers and spills come from the tools in the triton wheel.
 """
 
 import argparse
@@ -12,176 +12,125 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import tempfile
-import time
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from sparsekit_ao.kernels import Blocks, Scopes
-from sparsekit_ao.kernels.triton import blocks, fused, narrow, passes, shrink
-from sparsekit_ao.kernels.triton.launch import warps_of
-from sparsekit_ao.kernels.triton.parts import strided_part
-from sparsekit_ao.kernels.triton.plan import Limits, key_bits, make_plan, rows_plan, score_plan
-from sparsekit_ao.kernels.triton.ready import TYPES
-from sparsekit_ao.kernels.triton.select import REGISTERS, WARPS, halved
-from sparsekit_ao.kernels.update import Update
+from sparsekit_ao.kernels import Blocks, Scopes, Update
+from sparsekit_ao.kernels import triton as gpu
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-POINTERS = {
-    "starts": "*i64",
-    "parts": "*i64",
-    "members": "*i64",
-    "scores": "*fp32",
-    "kept": "*u8",
-    "state": "*i64",
-    "spans": "*i32",
-    "inside": "*u32",
-    "samples": "*u32",
-    "counts": "*i32",
-    "thresholds": "*fp32",
-    "misses": "*fp32",
-    "factor": "fp32",
-    "eps": "fp32",
-    "atol": "fp32",
-    "steps": "i32",
-}
-BF16, F32 = torch.bfloat16, torch.float32
-
-# name: shape, dtype, block, scope, norm, stage
-CASES = {
-    "2:4": ((8192, 8192), BF16, (1, 1), (1, 4), 2, False),
-    "2:4 float32": ((8192, 8192), F32, (1, 1), (1, 4), 2, False),
-    "2:4 as a second stage": ((8192, 8192), BF16, (1, 1), (1, 4), 2, True),
-    "8:16": ((8192, 8192), BF16, (1, 1), (1, 16), 2, False),
-    "16:32": ((8192, 8192), BF16, (1, 1), (1, 32), 2, False),
-    "2:4 of 1x2": ((8192, 8192), BF16, (1, 2), (1, 4), 2, False),
-    "2:4 along the output": ((8192, 8192), BF16, (1, 1), (4, 1), 2, False),
-    "4:8 of 64x1": ((8192, 8192), BF16, (64, 1), (1, 8), 2, False),
-    "rows of 4096": ((4096, 4096), BF16, (1, 1), (1, 4096), 2, False),
-    "rows of 11008": ((4096, 11008), BF16, (1, 1), (1, 11008), 2, False),
-    "rows of 8192, float32": ((8192, 8192), F32, (1, 1), (1, 8192), 2, False),
-    "1x1 of a tensor": ((8192, 8192), BF16, (1, 1), (8192, 8192), 2, False),
-    "1x1 of a tensor, float32": ((8192, 8192), F32, (1, 1), (8192, 8192), 2, False),
-    "1x1 of a tensor beyond 2^31": ((65536, 65536), BF16, (1, 1), (65536, 65536), 2, False),
-    "1x4 of a tensor": ((8192, 8192), BF16, (1, 4), (8192, 2048), 2, False),
-    "32x32 of a tensor": ((8192, 8192), BF16, (32, 32), (256, 256), 2, False),
-    "32x32 of a tensor, inf": ((8192, 8192), BF16, (32, 32), (256, 256), math.inf, False),
-    "output neurons": ((8192, 8192), BF16, (1, 8192), (8192, 1), 2, False),
-    "inputs": ((8192, 8192), BF16, (8192, 1), (1, 8192), 2, False),
-    "1x1 of a tensor as a second stage, float16": ((8192, 8192), torch.float16, (1, 1), (8192, 8192), 2, True),
-    "1x4 of a tensor as a second stage": ((8192, 8192), BF16, (1, 4), (8192, 2048), 1, True),
-    "4:8 of 3 elements": ((8192, 768 * 8), BF16, (1, 3), (1, 8), math.inf, False),
-    "a slice that starts anywhere": ((8190, 8191), BF16, (1, 1), (8190, 8191), 2, False),
-    "a hidden unit of three tensors": None,
-    "rows of signed scores": None,
-    "thresholds of 1x16": None,
-}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def thresholds():
-    """(kernel, traits, warps) of soft, hard and conditioned thresholding of 1x16 blocks."""
-    values = torch.empty(4096, 4096, dtype=BF16, device="meta")
-    diagonal = torch.empty(4096, 4096, dtype=F32, device="meta")
-    for mask in (None, diagonal):
-        group = Scopes(members=(Blocks(shape=(1, 16), values=values, mask=mask),), shape=(4096, 256))
-        plan = score_plan(Update(groups=(group,), keep=0), Limits(), flat=False, held=0 if mask is None else 1024)
-        for soft in (True, False) if mask is None else (True,):
-            kernel = shrink.threshold_kernel if mask is None else shrink.condition_kernel
-            yield kernel, {**dict(plan.scored[0].traits), "SOFT": soft, "EACH": True}, 4 if mask is None else WARPS
+class Target:
+    """Stands for a GPU of one architecture that is only compiled for."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return self.arch  # what is compiled for one is not taken for another
+
+    def get_current_stream(self, device):
+        return 0
 
 
-def on_meta(shape, block, dtype, order=()):
-    values = torch.empty(shape, dtype=dtype, device="meta")
-    mask = torch.empty(shape, dtype=torch.bool, device="meta")
-    return Blocks(shape=block, values=values, mask=mask, order=order)
+def empty(shape, dtype, stride=None):
+    return torch.empty(shape, dtype=dtype, device="meta") if stride is None else strided(shape, dtype, stride)
 
 
-def one_tensor(shape, dtype, block, scope, norm, stage):
-    return Scopes(members=(on_meta(shape, block, dtype),), shape=scope), norm, stage
+def strided(shape, dtype, stride):
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
-def hidden_units():
+def blocks(shape, block, dtype, order=(), stride=None, mask=torch.bool):
+    return Blocks(shape=block, values=empty(shape, dtype, stride), mask=empty(shape, mask, stride), order=order)
+
+
+def update(shape, dtype, block, scope, norm=2, stage=False, stride=None, big=False, keep=1, mask=torch.bool):
+    """A launch of one tensor's scopes."""
+    group = Scopes(members=(blocks(shape, block, dtype, stride=stride, mask=mask),), shape=scope)
+    return lambda: gpu.scope_masks([Update(groups=(group,), keep=keep, norm=norm, stage=stage)], gpu.Limits(big=big))
+
+
+def hidden_units(dtype, big, stage=False):
     """Rows of gate and up, columns of down: one fate."""
-    gate, up = (on_meta((11008, 4096), (1, 4096), BF16) for _ in range(2))
-    return Scopes(members=(gate, up, on_meta((4096, 11008), (4096, 1), BF16, (1, 0))), shape=(11008, 1))
+    gate, up = (blocks((11008, 4096), (1, 4096), dtype) for _ in range(2))
+    group = Scopes(members=(gate, up, blocks((4096, 11008), (4096, 1), dtype, (1, 0))), shape=(11008, 1))
+    return lambda: gpu.scope_masks([Update(groups=(group,), keep=1, stage=stage)], gpu.Limits(big=big))
 
 
-def signed_rows():
-    """(kernel, traits, warps) of selections among scores of either sign, with a budget for each row."""
-    keep, limits = torch.empty(64, dtype=torch.int64, device="meta"), Limits()
-    for dtype, big, widths in ((F32, False, (1000, 1 << 19)), (BF16, True, (10, 1 << 19))):
-        for width, stage in ((width, width > 10) for width in widths):
-            part = strided_part(64, width, (width, 1), dtype=dtype, big=big)
-            plan = rows_plan(part, keep, stage, True, limits)
-            for batch in plan.rows:
-                yield fused.fused_kernel, dict(batch.traits), warps_of(dict(batch.traits))
-            for batch in (b for family in plan.wide for b in family):
-                yield from long_rows(dict(batch.traits), batch.places[0], limits)
+def rows(dtype, width, big, stage):
+    """Selection among scores of either sign, with a budget for each row."""
+    keep, allowed = empty((64,), torch.int64), empty((64, width), torch.bool) if stage else None
+    scores = empty((64, width), dtype)
+    return lambda: gpu.keep_mask(scores, keep, allowed, magnitude=False, limits=gpu.Limits(big=big))
 
 
-def batches(case):
-    """(kernel, traits, warps) of every launch of a case."""
-    if case == "thresholds of 1x16":
-        yield from thresholds()
-        return
-    if case == "rows of signed scores":
-        yield from signed_rows()
-        return
-    group, norm, stage = (hidden_units(), 2, False) if CASES[case] is None else one_tensor(*CASES[case])
-    limits = Limits()
-    plan = make_plan([Update(groups=(group,), keep=1, norm=norm, stage=stage)], limits)
-    for batch in (*plan.fused, *plan.rows):
-        traits = dict(batch.traits)
-        yield fused.fused_kernel, traits, warps_of(traits)
-    for batch in plan.scored:
-        traits = dict(batch.traits)
-        yield blocks.score_kernel, traits, warps_of(traits)
-        yield (
-            blocks.fill_kernel,
-            {k: v for k, v in traits.items() if k not in ("DTYPE", "NORM", "SINGLE")},
-            warps_of(traits),
-        )
-    for batch in (b for family in plan.wide for b in family):
-        yield from long_rows(dict(batch.traits), batch.places[0], limits)
+def threshold(block, dtype, soft, each=False, big=False, diagonal=None):
+    shape = (4096, 4096)
+    mask = None if diagonal is None else empty(shape, diagonal)
+    member = Blocks(shape=block, values=empty(shape, dtype), mask=mask)
+    scopes, limits = Scopes(members=(member,), shape=(1, 1)), gpu.Limits(big=big)
+    t = empty(scopes.scope_grid, F32) if each else 1.0
+    if diagonal is None:
+        return lambda: gpu.threshold(scopes, t, soft=soft, limits=limits)
+    return lambda: gpu.condition(scopes, t, factor=1.0, eps=0.0, atol=1e-6, max_iter=50, limits=limits)
 
 
-def long_rows(traits, place, limits):
-    bits, long = key_bits(traits["DTYPE"], traits["SIGNED"]), place.width >= limits.narrow
-    room, count = limits.tile * traits["SPAN_TILES"] // 8 if long else 1, -(-bits // 8)
-    if long:
-        sampled = {k: v for k, v in traits.items() if k not in ("EVEN", "SPAN_TILES")}
-        yield narrow.sample_kernel, {**sampled, "TILE": 1024, "CAPACITY": limits.samples}, 4
-        yield narrow.bracket_kernel, {"CAPACITY": limits.samples, "BITS": bits}, WARPS
-        yield narrow.narrow_kernel, {**traits, "TILE": limits.tile, "ROOM": room}, WARPS
-    shared = {**traits, "TILE": limits.tile, "ROOM": room, "COUNT": count, "NARROW": long}
-    yield passes.histogram_kernel, halved({**shared, "PASS": count - 1}), WARPS
-    yield passes.tie_kernel, shared, WARPS
-    yield passes.mark_kernel, {**traits, "TILE": limits.tile}, WARPS
-
-
-def compiled(kernel, traits, warps, arch, parts):
-    """What one compilation amounts to, and the compiled kernel."""
-    constants = {k: TYPES[v] if isinstance(v, torch.dtype) else v for k, v in traits.items()} | {"PARTS": parts}
-    names = kernel.arg_names
-    signature = {n: POINTERS.get(n, "constexpr") for n in names}
-    if traits.get("STORED"):
-        signature["scores"] = {F32: "*fp32", BF16: "*bf16", torch.float16: "*fp16"}[traits["DTYPE"]]
-    if traits.get("BIG") and "counts" in signature:
-        signature["counts"] = "*i64"
-    attrs = {(k,): [["tt.divisibility", 16]] for k, n in enumerate(names) if signature[n].startswith("*")}
-    constexprs = {n: constants[n] for n in names if signature[n] == "constexpr"}
-    options = {"num_warps": warps, "maxnreg": REGISTERS if kernel is passes.histogram_kernel else None}
-    begin = time.perf_counter()
-    source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    numbers = {**usage(found.asm["cubin"]), "shared": found.metadata.shared, "seconds": time.perf_counter() - begin}
-    numbers["wide loads"] = len(re.findall(r"ld\.global\.v4\.b32", found.asm["ptx"]))
-    numbers["wide stores"] = len(re.findall(r"st\.global\.v4\.b32", found.asm["ptx"]))
-    return numbers, found
+WHOLE = (8192, 8192)
+CASES = {
+    "2:4": update(WHOLE, BF16, (1, 1), (1, 4)),
+    "2:4, float32": update(WHOLE, F32, (1, 1), (1, 4)),
+    "2:4 as a second stage": update(WHOLE, BF16, (1, 1), (1, 4), stage=True),
+    "8:16": update(WHOLE, BF16, (1, 1), (1, 16)),
+    "16:32": update(WHOLE, BF16, (1, 1), (1, 32)),
+    "2:4 of 1x2": update(WHOLE, BF16, (1, 2), (1, 4)),
+    "2:4 along the output": update(WHOLE, BF16, (1, 1), (4, 1)),
+    "2:4 of a transposed weight": update(WHOLE, BF16, (1, 1), (1, 4), stride=(1, 8192)),
+    "4:8 of 64x1": update(WHOLE, BF16, (64, 1), (1, 8)),
+    "rows of 4,096": update((4096, 4096), BF16, (1, 1), (1, 4096)),
+    "rows of 11,008": update((4096, 11008), BF16, (1, 1), (1, 11008)),
+    "rows of 8,192, float32": update(WHOLE, F32, (1, 1), (1, 8192)),
+    "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),
+    "1x1 over a tensor": update(WHOLE, BF16, (1, 1), WHOLE),
+    "1x1 over a tensor, float32": update(WHOLE, F32, (1, 1), WHOLE),
+    "1x1 over a tensor beyond 2^31": update((65536, 65536), BF16, (1, 1), (65536, 65536)),
+    "1x1 over a tensor, strided float32 as a second stage": update(
+        WHOLE, F32, (1, 1), WHOLE, stage=True, stride=(8200, 1), mask=F32
+    ),
+    "1x1 over a transposed tensor": update(WHOLE, BF16, (1, 1), WHOLE, stride=(1, 8192)),
+    "1x1 over a slice that starts anywhere": update((8190, 8191), BF16, (1, 1), (8190, 8191), stride=(8193, 1)),
+    "1x1 over a tensor as a second stage, float16": update(WHOLE, F16, (1, 1), WHOLE, stage=True),
+    "1x4 over a tensor": update(WHOLE, BF16, (1, 4), (8192, 2048)),
+    "1x4 over a tensor as a second stage": update(WHOLE, BF16, (1, 4), (8192, 2048), norm=1, stage=True),
+    "32x32 over a tensor": update(WHOLE, BF16, (32, 32), (256, 256)),
+    "32x32 over a tensor, inf": update(WHOLE, BF16, (32, 32), (256, 256), norm=math.inf),
+    "output neurons": update(WHOLE, BF16, (1, 8192), (8192, 1)),
+    "inputs": update(WHOLE, BF16, (8192, 1), (1, 8192)),
+    "4:8 of 3 elements": update((8192, 768 * 8), BF16, (1, 3), (1, 8), norm=math.inf),
+    "a hidden unit of three tensors": hidden_units(BF16, False),
+    "a hidden unit of three tensors, 64-bit, float32": hidden_units(F32, True, stage=True),
+    "signed rows of 1,000": rows(F32, 1000, False, True),
+    "signed rows of 2^19": rows(F32, 1 << 19, False, True),
+    "signed rows of 10, 64-bit": rows(BF16, 10, True, False),
+    "signed rows of 2^19, 64-bit": rows(BF16, 1 << 19, True, True),
+    "soft threshold of 1x16": threshold((1, 16), BF16, True, each=True),
+    "hard threshold of 1x16": threshold((1, 16), BF16, False),
+    "soft threshold of 1x1, 64-bit": threshold((1, 1), F32, True, each=True, big=True),
+    "conditioned threshold of 1x16": threshold((1, 16), BF16, True, each=True, diagonal=F32),
+    "conditioned threshold of 32x32, 64-bit": threshold((32, 32), F32, True, big=True, diagonal=F32),
+}
 
 
 def usage(cubin):
@@ -200,25 +149,51 @@ def tool(name, *arguments):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def lines(arches):
+def processor_seconds():
+    """Spent by this process and the assemblers that it started: what else the machine does is not counted."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def lines(arches, cases):
     """One dict a kernel and architecture, each compiled once."""
-    done = set()
-    for case in CASES:
-        for kernel, traits, warps in batches(case):
-            for arch in arches:
-                key = (kernel.__name__, repr(sorted(traits.items(), key=str)), warps, arch)
-                if key not in done:
-                    done.add(key)
-                    numbers, _ = compiled(kernel, traits, warps, arch, 1 if arch < 100 else 256)
-                    yield {"case": case, "kernel": kernel.__name__, "arch": arch, "warps": warps, **numbers}
+    found, done, launch = [], set(), JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        begin = processor_seconds()
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        found.append((self.__name__, kernel, processor_seconds() - begin))
+
+    JITFunction.run = compile_only
+    for case in cases:
+        for arch in arches:
+            driver.set_active(Target(arch))
+            CASES[case]()
+            for name, kernel, seconds in found:
+                if kernel.hash not in done:
+                    done.add(kernel.hash)
+                    ptx = kernel.asm["ptx"]
+                    yield {
+                        "case": case,
+                        "kernel": name.removesuffix("_kernel"),
+                        "arch": arch,
+                        "warps": kernel.metadata.num_warps,
+                        **usage(kernel.asm["cubin"]),
+                        "shared": kernel.metadata.shared,
+                        "wide loads": len(re.findall(r"ld\.global\.v4\.b32", ptx)),
+                        "wide stores": len(re.findall(r"st\.global\.v4\.b32", ptx)),
+                        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+                        "seconds": round(seconds, 2),
+                    }
+            found.clear()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arches", type=int, nargs="+")
+    parser.add_argument("--case", default="", help="only cases whose name holds this")
     parser.add_argument("--table", action="store_true", help="rows for a README instead of JSON")
     args = parser.parse_args()
-    for line in lines(args.arches):
+    for line in lines(args.arches, [name for name in CASES if args.case in name]):
         if args.table:
             columns = ("case", "kernel", "warps", "registers", "spills", "shared", "wide loads", "wide stores")
             print("| " + " | ".join(str(line[k]) for k in columns) + " |")

@@ -10,18 +10,17 @@ import pytest
 import torch
 from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 
-from sparsekit_ao import BlockCoupling, BlockSpec, SparsityError
-from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, proximal, scope_mask, scope_masks
+from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError
+from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
 from sparsekit_ao.kernels import triton as gpu
-from sparsekit_ao.kernels.gpu import gpu_path
-from sparsekit_ao.kernels.triton import Limits, select
+from sparsekit_ao.kernels.triton import Limits, ready, select
 from sparsekit_ao.kernels.triton.plan import make_plan
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FUSED = Limits()
-ROWS = Limits(fused=48, tile=64)  # scopes beyond 48 elements: stored scores, rows still taken whole
-LONG = Limits(fused=6, tile=64, programs=3)
-NARROWED = Limits(fused=6, tile=64, programs=3, narrow=16, samples=64)
+ROWS = Limits(fused=64, tile=64)  # scopes beyond 48 elements: stored scores, rows still taken whole
+LONG = Limits(fused=6, tile=64, programs=3, block=16)
+NARROWED = Limits(fused=6, tile=64, programs=3, narrow=16, samples=64, block=16)
 WAYS = {"fused": FUSED, "rows": ROWS, "long": LONG, "narrowed": NARROWED}
 BIG = {f"{name}, 64-bit": Limits(**{**vars(WAYS[name]), "big": True}) for name in ("fused", "narrowed")}
 
@@ -118,8 +117,8 @@ def sampled(width, count):
 def test_the_sample_may_hit_miss_or_overflow(monkeypatch):
     """All modes of a narrowed select are taken by these rows, and each gives the reference's bits."""
     seen = []
-    real = select._workspace
-    monkeypatch.setattr(select, "_workspace", lambda *a: seen.append(real(*a)) or seen[-1])
+    real = select._bracket
+    monkeypatch.setattr(select, "_bracket", lambda *a: seen.append(a[-1]) or real(*a))
     width, samples = 4096, 1024
     limits = Limits(fused=6, tile=512, programs=4, narrow=16, samples=samples)
     random = torch.randn(width, generator=generator()).abs()
@@ -131,7 +130,7 @@ def test_the_sample_may_hit_miss_or_overflow(monkeypatch):
             scores = row.to(dtype)[None]
             found = gpu.keep_mask(scores, keep, None, magnitude=True, limits=limits)
             assert torch.equal(found, keep_mask(scores, keep, magnitude=True, impl="reference"))
-            _, _, above, at_high, between, at_low, overflow, *_ = seen[-1].state[0].tolist()
+            _, _, above, at_high, between, at_low, overflow, *_ = seen[-1][0].tolist()
             second, third = above + at_high, above + at_high + between
             if second < keep <= third:
                 modes.add("overflow" if overflow else "inside")
@@ -396,7 +395,7 @@ def many(layers):
 
 
 def launches(plan):
-    return [len(plan.fused), len(plan.scored), len(plan.rows), sum(map(len, plan.wide))]
+    return [len(plan.fused), len(plan.scored), len(plan.rows), sum(len(family.batches) for family in plan.wide)]
 
 
 @pytest.mark.parametrize("way", ["fused", "narrowed"])
@@ -487,13 +486,18 @@ def test_rows_of_float64_and_a_reduce_are_refused():
 # thresholding
 
 
+def each_alone(members):
+    """Scopes of one block each."""
+    return Scopes(members=tuple(members), shape=(1,) * max(m.window.ndim for m in members))
+
+
 def threefour(shape, dtype=torch.float32):
     """Pairs whose norms are whole numbers: 3, 4 times a small integer."""
     sizes = torch.randint(0, 5, (shape[0], shape[1] // 2, 1), generator=generator(7))
     return (sizes * torch.tensor([3, -4])).reshape(shape).to(dtype)
 
 
-@pytest.mark.parametrize("limits", [FUSED, Limits(tile=4)], ids=["large tiles", "small tiles"])
+@pytest.mark.parametrize("limits", [FUSED, Limits(tile=4, block=4)], ids=["large tiles", "small tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("soft", [True, False])
 def test_soft_and_hard_thresholds_equal_the_reference(soft, dtype, limits):
@@ -503,8 +507,8 @@ def test_soft_and_hard_thresholds_equal_the_reference(soft, dtype, limits):
         for t in (cycle.repeat(24)[: grid[0] * grid[1]].reshape(grid), torch.tensor(5.0)):
             ours, theirs = make((6, 16), dtype), BlockSpec(make((6, 16), dtype), block)
             members = (Blocks(shape=block, values=ours),)
-            assert not gpu.threshold_reasons(members)
-            (gpu.soft_threshold if soft else gpu.hard_threshold)(members, t, 2, limits=limits)
+            assert not gpu.threshold_reasons(each_alone(members))
+            gpu.threshold(each_alone(members), t, soft=soft, limits=limits)
             (theirs.soft_threshold if soft else theirs.hard_threshold)(t)
             assert torch.equal(ours == 0, theirs.data == 0)
             exact = not soft or block != (6, 1)  # norms of six integers are rounded, and then so is the scale
@@ -517,45 +521,125 @@ def test_thresholds_of_coupled_blocks():
     norms = union.norms()
     cut = torch.full_like(norms, float(norms.median()))
     members = (Blocks(shape=(1, 8), values=gate), Blocks(shape=(8, 1), values=down, order=(1, 0)))
-    gpu.hard_threshold(members, cut, 2, limits=Limits(tile=16))
+    gpu.threshold(each_alone(members), cut, soft=False, limits=Limits(tile=16, block=4))
     union.hard_threshold(cut)
     assert torch.equal(gate, union.parameters()[0]) and torch.equal(down, union.parameters()[1])
     assert 0 < int((gate == 0).all(1).sum()) < 6
-    gpu.soft_threshold(members, cut / 2, 2, factor=0.5)
+    gpu.threshold(each_alone(members), cut / 2, soft=True, factor=0.5)
     union.soft_threshold(cut / 4)
     assert torch.allclose(gate, union.parameters()[0], rtol=1e-6, atol=0)
 
 
-def test_blocks_are_thresholded_by_the_kernels_where_a_gpu_would_be(monkeypatch):
-    taken = []
+def both(make, act):
+    """What `act(tensor, impl)` makes of two equal tensors, by the kernels and by the reference."""
+    out = []
+    for impl in ("triton", "reference"):
+        out.append(make())
+        act(out[-1], impl)
+    return out
 
-    def as_on_a_gpu(impl, device, reasons_of):
-        taken.append(impl)
-        return gpu_path("triton" if not reasons_of(gpu) else "reference", device, reasons_of)
 
-    weights = {name: threefour((4, 8)) for name in ("ours", "theirs")}
+def test_blocks_are_thresholded_by_the_kernels_when_asked_for_by_name():
     for t, scale in ((5.0, False), (torch.tensor([[0.0], [5.0], [10.0], [2.5]]), False), (2.0, True)):
-        BlockSpec(weights["theirs"], (1, 2)).soft_threshold(t, scale=scale)
-        BlockSpec(weights["theirs"], (1, 2)).hard_threshold(2.0)
+
+        def act(w, impl, t=t, scale=scale):
+            BlockSpec(w, (1, 2)).soft_threshold(t, scale=scale, impl=impl)
+            BlockSpec(w, (1, 2)).hard_threshold(2.0, impl=impl)
+
+        ours, theirs = both(lambda: threefour((4, 8)), act)
+        assert torch.allclose(ours, theirs, rtol=1e-6) and bool((ours == 0).any()) and bool((ours != 0).any())
+
+
+def test_scopes_are_thresholded_by_the_kernels_each_by_its_own():
+    per_scope = torch.tensor([[0.0, 5.0], [10.0, 2.5], [5.0, 5.0], [20.0, 0.0]])
+    for block, scope, t in (((1, 2), (1, 2), per_scope), ((1, 1), (1, 4), per_scope), ((1, 2), (1, 4), 5.0)):
+
+        def act(w, impl, block=block, scope=scope, t=t):
+            ScopeSpec(BlockSpec(w, block), scope).soft_threshold(t, impl=impl)
+            ScopeSpec(BlockSpec(w, block), scope).hard_threshold(torch.tensor(4.0), impl=impl)
+
+        ours, theirs = both(lambda: threefour((4, 8)), act)
+        assert torch.allclose(ours, theirs, rtol=1e-6) and bool((ours == 0).any()) and bool((ours != 0).any())
+
+
+def test_coupled_scopes_are_thresholded_by_the_kernels_in_their_orders():
+    weights = {
+        impl: [integers((4, 6)), integers((6, 4), seed=1), integers((4,), seed=2)] for impl in ("triton", "auto")
+    }
+    for impl, (one, two, three) in weights.items():
+        first = ScopeSpec(BlockCoupling([BlockSpec(one, (1, 2)), BlockSpec(two, (2, 1))], [None, (1, 0)]), (1, -1))
+        pair = ScopeCoupling([first, ScopeSpec(BlockSpec(three), (1,))])
+        pair.hard_threshold(torch.tensor([[4.0], [0.0], [1.0], [9.0]]), impl=impl)
+        pair.soft_threshold(torch.tensor([[0.5], [1.0], [0.0], [2.0]]), scale=True, impl=impl)
+    for ours, theirs in zip(*weights.values(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-6) and torch.equal(ours == 0, theirs == 0)
+
+
+def test_conditioned_thresholds_are_the_kernels_too():
+    diagonal = torch.rand(4, 8, generator=generator(3)) * 5 + 0.01
+    for spec, t in (
+        (lambda w: BlockSpec(w, (1, 4)), torch.rand(4, 2, generator=generator(4)) * 4),
+        (lambda w: BlockSpec(w, (2, 2)), 1.0),
+        (lambda w: ScopeSpec(BlockSpec(w, (1, 2)), (1, 2)), torch.rand(4, 1, generator=generator(5)) * 9),
+    ):
+        ours, theirs = both(
+            lambda: torch.randn(4, 8, generator=generator(6)).bfloat16(),
+            lambda w, impl, spec=spec, t=t: spec(w).soft_threshold(t, diagonal, scale=True, eps=0.1, impl=impl),
+        )
+        assert torch.allclose(ours, theirs, rtol=1e-2) and torch.equal(ours == 0, theirs == 0)
+        assert bool((ours == 0).any()) and bool((ours != 0).any())
+
+
+def test_what_cannot_be_thresholded_is_refused_before_anything_changes():
+    w, ones = threefour((4, 8)), torch.ones(4, 8)
+    block, scope = BlockSpec(w, (1, 2), "w"), ScopeSpec(BlockSpec(w, (1, 2), "w"), (1, 2))
+    bad = ones.clone()
+    bad[3, 7] = 0
+    never = ones.clone()
+    never[0, 0] = NAN
+    for act, said in (
+        (lambda: block.soft_threshold(-1.0, impl="triton"), "w: soft_threshold needs thresholds >= 0, got -1.0"),
+        (lambda: scope.soft_threshold(torch.full((4, 2), NAN), impl="triton"), "needs thresholds >= 0, got nan"),
+        (lambda: block.soft_threshold(1.0, bad, impl="triton"), "w: soft_threshold needs conditioners > 0, got 0.0"),
+        (lambda: scope.soft_threshold(1.0, never, impl="triton"), "needs conditioners > 0, got nan"),
+        (
+            lambda: block.soft_threshold(torch.ones(3), impl="triton"),
+            "must broadcast to the grid .4, 4., got shape .3,",
+        ),
+        (lambda: scope.hard_threshold(torch.ones(3), impl="triton"), "must broadcast to the scope grid .4, 2."),
+        (lambda: block.hard_threshold(1.0, ones, impl="triton"), 'impl="triton" has no hard_threshold by other values'),
+        (lambda: scope.hard_threshold(nnz=1, impl="triton"), "has no hard_threshold by a count or by other values"),
+        (lambda: block.soft_threshold(1.0, ones, atol=1e-9, impl="triton"), "reaches atol=1e-06 in float32, not 1e-09"),
+        (
+            lambda: block.hard_threshold(1.0, impl="cpu"),
+            "impl must be one of .'auto', 'reference', 'triton'., got 'cpu'",
+        ),
+    ):
+        with pytest.raises(SparsityError, match=said):
+            act()
+    partial = BlockSpec(torch.ones(1, 5), (1, 2), edge="partial")
+    with pytest.raises(SparsityError, match="a block at an edge is smaller"):
+        partial.hard_threshold(2.0, impl="triton")
+    partial.hard_threshold(2.0)
+    assert not partial.view.param.any() and torch.equal(w, threefour((4, 8)))
+
+
+def test_no_number_is_spread_over_a_grid_or_looked_at_on_the_device(monkeypatch):
+    """Neither the check nor the launch of a threshold that is a number makes a tensor of it."""
+    seen = []
+    monkeypatch.setattr(ready.Launch, "run", lambda self, kernel, *a, **k: seen.append(a))
+    w = threefour((4, 8))
+    for act in (BlockSpec(w, (1, 2)), ScopeSpec(BlockSpec(w, (1, 2)), (1, 2))):
         with monkeypatch.context() as patch:
-            patch.setattr(proximal, "gpu_path", as_on_a_gpu)
-            BlockSpec(weights["ours"], (1, 2)).soft_threshold(t, scale=scale)
-            BlockSpec(weights["ours"], (1, 2)).hard_threshold(2.0)
-            with pytest.raises(SparsityError, match="needs thresholds >= 0"):
-                BlockSpec(weights["ours"], (1, 2)).soft_threshold(-1.0)
-            partial = BlockSpec(torch.ones(1, 5), (1, 2), edge="partial")
-            partial.hard_threshold(2.0)  # not for the kernels: the reference does it
-            assert not partial.view.param.any()
-    assert torch.allclose(weights["ours"], weights["theirs"], rtol=1e-6) and len(taken) == 9
-    assert (
-        proximal.threshold_blocks((Blocks(shape=(1,), values=torch.ones(4)),), torch.tensor(2.0), ndim=1, soft=False)
-        is False
-    )
+            patch.setattr(torch.Tensor, "__bool__", None)
+            act.soft_threshold(1.5, impl="triton")
+            act.hard_threshold(2.5, impl="triton")
+    assert seen == [(None, 1.5, 1.0), (None, 2.5, 1.0)] * 2
 
 
 def test_a_nan_block_stays_nan_and_zero_thresholds_change_nothing():
     values = torch.tensor([[NAN, 1.0, 0.5, 0.5, 1e-30, 0.0]])
-    gpu.soft_threshold((Blocks(shape=(1, 2), values=values),), torch.tensor([[1.0, 1.0, 0.0]]), 2)
+    gpu.threshold(each_alone((Blocks(shape=(1, 2), values=values),)), torch.tensor([[1.0, 1.0, 0.0]]), soft=True)
     assert values[0, :2].isnan().all() and values[0, 2:].tolist() == [0.0, 0.0, pytest.approx(1e-30), 0.0]
 
 
@@ -568,28 +652,51 @@ def test_conditioned_thresholds_solve_the_reference_equation():
         t[0, 0] = 0
         ours, theirs = values.clone(), BlockSpec(values.clone(), block)
         members = (Blocks(shape=block, values=ours, mask=diagonal),)
-        assert not gpu.condition_reasons(members)
-        misses = gpu.soft_threshold(members, t, 2, conditioned=True, eps=1e-3, factor=2.0, limits=Limits(tile=32))
+        assert not gpu.condition_reasons(each_alone(members), 1e-6)
+        settings = {"factor": 2.0, "eps": 1e-3, "atol": 1e-6, "max_iter": 50}
+        misses = gpu.condition(each_alone(members), t, **settings, limits=Limits(tile=32))
         theirs.soft_threshold(2 * t, diagonal, eps=1e-3)
         assert not misses.any()
         assert torch.equal(ours == 0, theirs.data == 0) and bool((ours == 0).any()) and bool((ours != 0).any())
         assert torch.allclose(ours, theirs.data, rtol=1e-4, atol=1e-6)
 
 
-def test_a_conditioned_block_that_does_not_converge_is_left_alone():
-    values = torch.tensor([[3.0, 4.0, 1.0, 2.0]])
-    diagonal = torch.tensor([[1.0, 1e4, 1.0, 1e4]])
-    before = values.clone()
-    misses = gpu.soft_threshold(
-        (Blocks(shape=(1, 2), values=values, mask=diagonal),), torch.tensor(1.0), 2, conditioned=True, max_iter=0
-    )
-    assert bool((misses > 0).all()) and torch.equal(values, before)
+def test_a_conditioned_block_that_does_not_converge_is_left_alone_and_said():
+    before, diagonal = torch.tensor([[3.0, 4.0, 1.0, 2.0]]), torch.tensor([[1.0, 1e4, 1.0, 1.0]])
+    values = before.clone()
+    with pytest.raises(SparsityError, match=r"no convergence to atol=1e-06 in 0 steps \(missed by .*as they were"):
+        BlockSpec(values, (1, 2)).soft_threshold(1.0, diagonal, max_iter=0, impl="triton")
+    assert torch.equal(values[0, :2], before[0, :2])
+
+
+def test_newton_converges_at_any_condition_that_float32_holds():
+    g = generator(9)
+    for spread in (1e6, 1e12, 1e24):
+        values = torch.randn(8, 16, generator=g)
+        diagonal = spread ** -torch.rand(8, 16, generator=g)
+        t = torch.rand(8, 4, generator=g) * (values * diagonal).view(8, 4, 4).norm(dim=2)
+        expected = values.clone()
+        BlockSpec(values, (1, 4)).soft_threshold(t, diagonal, impl="triton")
+        BlockSpec(expected, (1, 4)).soft_threshold(t, diagonal, impl="reference")
+        assert torch.allclose(values, expected, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_nan_stays_visible_under_a_condition_and_hides_no_neighbour():
+    for bad in (NAN, INF):
+        values = torch.tensor([[bad, 1.0, 3.0, 4.0]])
+        expected = values.clone()
+        BlockSpec(values, (1, 2)).soft_threshold(1.0, torch.ones(1, 4), impl="triton")
+        BlockSpec(expected, (1, 2)).soft_threshold(1.0, torch.ones(1, 4), impl="reference")
+        assert torch.allclose(values, expected, equal_nan=True) and bool(values[0, :2].isnan().any())
+        assert values[0, 2:].tolist() == pytest.approx([2.4, 3.2])
 
 
 def test_what_the_conditioned_kernel_does_not_take():
     wide = Blocks(shape=(1, 2048), values=torch.zeros(2, 2048), mask=torch.ones(2, 2048))
-    assert gpu.condition_reasons((wide,)) == ["conditioned thresholding holds blocks of 1024 elements at most"]
-    assert "coupled blocks" in gpu.condition_reasons((wide, wide))[0]
+    said = gpu.condition_reasons(each_alone((wide,)), 1e-6)
+    assert said == ["conditioned thresholding holds blocks of 1024 elements at most"]
+    assert "coupled blocks" in gpu.condition_reasons(each_alone((wide, wide)), 1e-6)[0]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
@@ -600,7 +707,7 @@ def test_a_block_whose_norm_overflows_keeps_what_the_reference_keeps():
             expected = BlockSpec(values.clone(), (1, 2))
             expected.soft_threshold(t)
             thresholds = torch.tensor(t) if single else torch.full((1, 2), t)
-            gpu.soft_threshold((Blocks(shape=(1, 2), values=values),), thresholds, 2)
+            gpu.threshold(each_alone((Blocks(shape=(1, 2), values=values),)), thresholds, soft=True)
             assert torch.equal(values.nan_to_num(-7.0), expected.data.nan_to_num(-7.0)), (t, single)
 
 
@@ -613,7 +720,7 @@ def test_autograd_notices_what_kernels_write():
         out.sum().backward()
     weight = torch.randn(4, 8, requires_grad=True)
     squares = weight * weight
-    gpu.soft_threshold((Blocks(shape=(1, 2), values=weight.detach()),), torch.tensor(0.1), 2)
+    gpu.threshold(each_alone((Blocks(shape=(1, 2), values=weight.detach()),)), 0.1, soft=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
 

@@ -64,6 +64,7 @@ INSIDE = {
     ],
     "kernels/triton": [
         "device",
+        "forms",
         "parts",
         "table",
         "reasons",
@@ -80,7 +81,7 @@ INSIDE = {
         "threshold",
     ],
     "kernels/jit": ["window", "loops", "wide", "launch"],
-    "spec": ["axes", "view", "threshold", "block", "budget", "sparse_scope", "scope", "coupling"],
+    "spec": ["axes", "view", "threshold", "in_place", "block", "budget", "sparse_scope", "scope", "coupling"],
     "groups": ["names", "bound", "group", "discovery", "ready"],
     "groups/ready": ["layouts", "transformer", "resnet", "for_model"],
     "groups/discovery": [

@@ -2,7 +2,7 @@
 
 from .api import IMPLS, block_scores, fill_mask, keep_mask, scope_mask, scope_scores
 from .batch import scope_masks
-from .proximal import threshold_blocks
+from .proximal import condition_path, threshold_path
 from .radix import CHUNK
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
@@ -16,12 +16,13 @@ __all__ = [
     "Scopes",
     "Update",
     "block_scores",
+    "condition_path",
     "fill_mask",
     "from_scopes",
     "keep_mask",
     "scope_mask",
     "scope_masks",
     "scope_scores",
-    "threshold_blocks",
+    "threshold_path",
     "to_scopes",
 ]

@@ -1,45 +1,36 @@
-"""Thresholding of blocks in place, where the GPU path takes it: one read and one write of the weight."""
+"""Which kernels threshold blocks in place: one read and one write of the weight."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
-from torch import Tensor
-
+from ..errors import SparsityError
 from .gpu import gpu_path
-from .tiling import Blocks
+from .tiling import Scopes
 
-__all__ = ["threshold_blocks"]
+__all__ = ["condition_path", "threshold_path"]
+
+IMPLS = ("auto", "reference", "triton")
 
 
-def threshold_blocks(
-    members: Sequence[Blocks],
-    thresholds: Tensor,
-    *,
-    ndim: int,
-    soft: bool,
-    factor: float = 1.0,
-    as_mean: bool | None = None,
-    impl: str = "auto",
-) -> bool:
-    """Shrink blocks, or zero those whose 2-norm is strictly below the threshold.
+def threshold_path(groups: Sequence[Scopes], impl: str = "auto") -> ModuleType | None:
+    """What shrinks the blocks of all groups, or zeroes them (`threshold(group, ...)`); None where no kernel does.
 
     Args:
-        members: windows on the values that are changed.
-        thresholds: of the aligned grid's shape, not negative.
-        ndim: dimensions of the aligned grid.
-        soft: shrink by the prox of `thresholds * factor` times the norm; else zero.
-        factor: see there.
-        as_mean: whether norms are power means, which kernels do not take.
-        impl: `"auto"`, or `"triton"` to have an error instead of False.
+        groups: windows on the values that are changed; the blocks of a scope share a threshold.
+        impl: `"auto"`, `"reference"` for None, `"triton"` for an error that says why instead of None.
 
-    Returns:
-        Whether it was done; if not, nothing has changed.
+    Raises:
+        SparsityError: another `impl`, or triton asked for by name and not for these blocks.
     """
-    device = members[0].window.device
-    path = gpu_path(impl, device, lambda gpu: gpu.threshold_reasons(members, as_mean))
-    if path is None:
-        return False
-    if soft:
-        path.soft_threshold(members, thresholds, ndim, factor=factor)
-    else:
-        path.hard_threshold(members, thresholds, ndim)
-    return True
+    return _path(groups, impl, lambda gpu: [r for g in groups for r in gpu.threshold_reasons(g)])
+
+
+def condition_path(groups: Sequence[Scopes], *, atol: float, impl: str = "auto") -> ModuleType | None:
+    """The same for thresholds under a positive diagonal (`condition(group, ...)`), which stands where masks do."""
+    return _path(groups, impl, lambda gpu: [r for g in groups for r in gpu.condition_reasons(g, atol)])
+
+
+def _path(groups: Sequence[Scopes], impl: str, reasons_of: Callable[[ModuleType], list[str]]) -> ModuleType | None:
+    if impl not in IMPLS:
+        raise SparsityError(f"thresholding: impl must be one of {IMPLS}, got {impl!r}")
+    return gpu_path(impl, groups[0].members[0].window.device, reasons_of)

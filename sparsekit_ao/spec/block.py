@@ -7,15 +7,17 @@ Knows no budgets: choosing is the scope's job.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..kernels import Blocks, Norm, block_scores, fill_mask, threshold_blocks
+from ..kernels import Blocks, Norm, Scopes, block_scores, fill_mask
 from ..kernels.reference import element_counts
 from ..kernels.tiling import from_aligned, to_aligned
 from ..layout import Shape, grid_of, resolve_tile
+from .in_place import Settings, negative_threshold, on_grid, refuse_triton, shrink_in_place, threshold_in_place
 from .threshold import shrink, shrink_conditioned
 from .view import View, padded_split, public_mask
 
@@ -114,15 +116,20 @@ class SparseBlock(ABC):
         return {spec: public_mask(spec.view, mask) for spec, mask in masks.items()}
 
     @torch.no_grad()
-    def hard_threshold(self, thresholds: Tensor | float, values: Values = None) -> None:
+    def hard_threshold(self, thresholds: Tensor | float, values: Values = None, *, impl: str = "auto") -> None:
         """Zero the blocks whose norm is strictly below the threshold (equal stays), in place.
 
         Args:
             thresholds: a number, or a tensor that broadcasts to the grid.
             values: what the norms are taken of; None means the parameters.
+            impl: `"auto"`, `"reference"` or `"triton"` (which takes no other values).
         """
-        if values is None and self._threshold_in_place(thresholds, soft=False):
-            return
+        if values is None:
+            t = on_grid(thresholds, self.grid_shape, self._where())
+            if threshold_in_place([self.alone()], t, soft=False, factors=[1.0], impl=impl):
+                return
+        else:
+            refuse_triton(impl, "hard_threshold by other values", self._where())
         self.zero_blocks(self.below(thresholds, values))
 
     @torch.no_grad()
@@ -134,6 +141,8 @@ class SparseBlock(ABC):
         max_iter: int = 50,
         atol: float | None = None,
         eps: float = 0.0,
+        *,
+        impl: str = "auto",
     ) -> None:
         """Shrink every block by the prox of `t ||.||_2`, in place.
 
@@ -144,24 +153,30 @@ class SparseBlock(ABC):
             max_iter: Newton steps of the conditioned variant.
             atol: its tolerance on |phi(s) - 1|; by default 1e-6, or 1e-12 for float64.
             eps: added to the conditioners (Adam's epsilon).
+            impl: `"auto"`, `"reference"` or `"triton"`.
 
         Raises:
             SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
         """
-        factor = math.sqrt(self.numel_per_block()) if scale else 1.0
-        if conditioners is None and self._threshold_in_place(thresholds, soft=True, factor=factor):
+        groups, t = [self.alone(conditioners)], on_grid(thresholds, self.grid_shape, self._where())
+        factors = [math.sqrt(self.numel_per_block()) if scale else 1.0]
+        settings = Settings(conditioned=conditioners is not None, max_iter=max_iter, atol=atol, eps=eps)
+        if shrink_in_place(groups, t, factors=factors, settings=settings, impl=impl, where=self._where()):
             return
         self.write_elements(self.shrunk(thresholds, conditioners, scale, max_iter, atol, eps))
 
-    def _threshold_in_place(self, thresholds: Tensor | float, *, soft: bool, factor: float = 1.0) -> bool:
-        """Threshold by a kernel that reads and writes once; False where there is none for these blocks."""
+    def alone(self, conditioners: Values = None) -> Scopes:
+        """Scopes of one block each, as kernels take them; conditioners stand where masks do."""
+        return Scopes(members=self.live(conditioners), shape=(1,) * self.grid_ndim)
+
+    def live(self, conditioners: Values = None) -> tuple[Blocks, ...]:
+        """Windows on the parameters themselves, to be changed; conditioners stand where masks do."""
         for spec in self.blocks():
             _ = spec.view.data  # raises if a parameter's strides have changed
-        members = self.operands()
-        t = self._per_block(thresholds, torch.float32, members[0].window.device)
-        if soft:
-            self._check_thresholds(t)
-        return threshold_blocks(members, t, ndim=self.grid_ndim, soft=soft, factor=factor)
+        if conditioners is None:
+            return self.operands()
+        windows = self.operands(conditioners)
+        return tuple(replace(m, mask=h.values) for m, h in zip(self.operands(), windows, strict=True))
 
     def below(self, thresholds: Tensor | float, values: Values = None, as_mean: bool | None = None) -> Tensor:
         """Which blocks have a norm strictly below the threshold; bool, of the grid's shape."""
@@ -251,17 +266,12 @@ class SparseBlock(ABC):
         return t
 
     def _per_block(self, thresholds: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        t = torch.as_tensor(thresholds, dtype=dtype, device=device)
-        try:
-            return t.expand(self.grid_shape)
-        except RuntimeError:
-            raise SparsityError(
-                f"{self._where()}thresholds must broadcast to the grid {self.grid_shape}, got shape {tuple(t.shape)}"
-            ) from None
+        t = torch.as_tensor(on_grid(thresholds, self.grid_shape, self._where()), dtype=dtype, device=device)
+        return t.expand(self.grid_shape)
 
     def _check_thresholds(self, t: Tensor) -> None:
         if not bool((t >= 0).all()):
-            raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {float(t.min())}")
+            raise negative_threshold(float(t.min()), self._where())
 
     def _refuse_partial(self, what: str) -> None:
         for b in self.blocks():

@@ -19,6 +19,7 @@ from ..kernels.tiling import real_slots, tile_volumes
 from ..layout import Shape
 from .block import BlockSpec, SparseBlock, Values
 from .budget import Budget, checked_budget, sparsity_to_nnz
+from .in_place import Settings, on_grid, refuse_triton, shrink_in_place, threshold_in_place
 
 __all__ = ["SparseScope"]
 
@@ -140,7 +141,12 @@ class SparseScope(ABC):
 
     @torch.no_grad()
     def hard_threshold(
-        self, thresholds: Tensor | float | None = None, nnz: Budget | None = None, values: Values = None
+        self,
+        thresholds: Tensor | float | None = None,
+        nnz: Budget | None = None,
+        values: Values = None,
+        *,
+        impl: str = "auto",
     ) -> None:
         """Zero blocks in place: those with a norm strictly below the scope's threshold, or all but nnz a scope.
 
@@ -148,15 +154,22 @@ class SparseScope(ABC):
             thresholds: a number, or a tensor that broadcasts to the scope grid.
             nnz: blocks kept in each scope; exactly one of the two is given.
             values: what the norms are taken of.
+            impl: `"auto"`, `"reference"` or `"triton"` (which takes thresholds, and no other values).
         """
         if (thresholds is None) == (nnz is None):
             raise SparsityError(f"{self._where()}hard_threshold takes exactly one of thresholds and nnz")
+        if nnz is not None or values is not None:
+            refuse_triton(impl, "hard_threshold by a count or by other values", self._where())
         if nnz is not None:
             for leaf, mask in self.get_masks(nnz, values).items():
                 leaf.view.param.detach().masked_fill_(~mask, 0)
             return
         assert thresholds is not None
         self._check_values(values)
+        t = on_grid(thresholds, self.grid_shape, self._where(), "scope grid")
+        groups = self._live(None)
+        if values is None and threshold_in_place(groups, t, soft=False, factors=[1.0] * len(groups), impl=impl):
+            return
         blocks = [spec.block for spec, _ in self.scopes()]
         drops = [b.below(t, values, self._as_mean()) for b, t in zip(blocks, self._spread(thresholds), strict=True)]
         for block, drop in zip(blocks, drops, strict=True):
@@ -171,15 +184,23 @@ class SparseScope(ABC):
         max_iter: int = 50,
         atol: float | None = None,
         eps: float = 0.0,
+        *,
+        impl: str = "auto",
     ) -> None:
         """Shrink every block by its scope's threshold, in place; see `SparseBlock.soft_threshold`.
 
         Args:
             thresholds: t >= 0, a number or a tensor that broadcasts to the scope grid.
-            conditioners, scale, max_iter, atol, eps: as there; `scale` multiplies by sqrt(elements per block).
+            conditioners, scale, max_iter, atol, eps, impl: as there; `scale` multiplies by sqrt(elements per block).
         """
         self._check_values(conditioners)
         blocks = [spec.block for spec, _ in self.scopes()]
+        t = on_grid(thresholds, self.grid_shape, self._where(), "scope grid")
+        factors = [math.sqrt(b.numel_per_block()) if scale else 1.0 for b in blocks]
+        settings = Settings(conditioned=conditioners is not None, max_iter=max_iter, atol=atol, eps=eps)
+        live = self._live(conditioners)
+        if shrink_in_place(live, t, factors=factors, settings=settings, impl=impl, where=self._where()):
+            return
         shrunk = [
             b.shrunk(t, conditioners, scale, max_iter, atol, eps)
             for b, t in zip(blocks, self._spread(thresholds), strict=True)
@@ -293,18 +314,18 @@ class SparseScope(ABC):
         """One value a scope as one value a block: of each member's block grid's shape."""
         device = self.scopes()[0][0].block.blocks()[0].view.param.device
         dtype = per_scope.dtype if isinstance(per_scope, Tensor) and per_scope.is_floating_point() else torch.float64
-        t = torch.as_tensor(per_scope, dtype=dtype, device=device)
-        try:
-            rows = t.expand(self.grid_shape).reshape(-1, 1)
-        except RuntimeError:
-            raise SparsityError(
-                f"{self._where()}thresholds must broadcast to the scope grid {self.grid_shape}, "
-                f"got shape {tuple(t.shape)}"
-            ) from None
+        t = torch.as_tensor(
+            on_grid(per_scope, self.grid_shape, self._where(), "scope grid"), dtype=dtype, device=device
+        )
+        rows = t.expand(self.grid_shape).reshape(-1, 1)
         return [
             from_scopes(rows.expand(-1, width), group)
             for group, width in zip(self.groups(None, None), self._widths(), strict=True)
         ]
+
+    def _live(self, conditioners: Values) -> list[Scopes]:
+        """Scopes over the parameters themselves, to be changed; conditioners stand where masks do."""
+        return [Scopes(members=s.block.live(conditioners), shape=s.shape, order=order) for s, order in self.scopes()]
 
     def _check_values(self, values: Values) -> None:
         if isinstance(values, Tensor) and len({id(p) for s, _ in self.scopes() for p in s.block.parameters()}) > 1:

@@ -6,20 +6,20 @@ from .fused import fused_kernel
 from .launch import block_scores, keep_mask, scope_masks
 from .plan import Limits
 from .reasons import reasons_of, rows_reasons, score_reasons
-from .threshold import condition_reasons, hard_threshold, soft_threshold, threshold_reasons
+from .threshold import condition, condition_reasons, threshold, threshold_reasons
 
 __all__ = [
     "INTERPRETED",
     "Limits",
     "block_scores",
+    "condition",
     "condition_reasons",
-    "hard_threshold",
     "keep_mask",
     "reasons_of",
     "rows_reasons",
     "scope_masks",
     "score_reasons",
-    "soft_threshold",
+    "threshold",
     "threshold_reasons",
 ]
 

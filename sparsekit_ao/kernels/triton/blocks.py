@@ -4,184 +4,77 @@ import triton
 import triton.language as tl
 
 from .device import (
-    BLOCK_MASK,
-    BLOCK_SIZES,
-    BLOCK_VALUES,
-    BLOCKS,
     COLUMN,
-    ELEMENT_MASK,
-    ELEMENT_SIZES,
-    ELEMENT_VALUES,
-    ELEMENTS,
-    MASK,
     MEMBER_FIELDS,
     OFFSET,
-    PART_FIELDS,
-    ROWS,
-    SCOPE_MASK,
-    SCOPE_SIZES,
-    SCOPE_VALUES,
-    VALUES,
     WIDTH,
-    as_mask,
-    field,
-    fold,
+    begins,
+    block_tile,
+    elements_of,
+    folded,
     join,
     magnitude_bits,
-    multiple,
-    part_of,
-    pointer,
+    marked,
+    mask_of,
+    opened,
     power,
     rooted,
-    walk,
+    slots_of,
+    values_of,
 )
 
 __all__ = ["fill_kernel", "score_kernel"]
 
 
 @triton.jit
-def score_kernel(
-    starts,
-    parts,
-    members,
-    scores,
-    kept,
-    PARTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NESTS: tl.constexpr,
-    INNER: tl.constexpr,
-    UNITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MASK_DTYPE: tl.constexpr,
-    NORM: tl.constexpr,
-    SINGLE: tl.constexpr,
-    STAGE: tl.constexpr,
-    FLAT: tl.constexpr,
-    LONG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
-):
-    """float32 scores of TILE slots, read CHUNK elements at a time; with STAGE also which blocks are left, in `kept`.
-
-    A slot is a block of one row, counted row by row. FLAT means that slots lie one after another in memory.
-    """
-    program = tl.program_id(0)
-    which = part_of(starts, program, PARTS)
-    part = parts + which * PART_FIELDS
-    first = program - tl.load(starts + which)
-    first = first if BIG else first.to(tl.int32)
-    slot = first * TILE + tl.arange(0, TILE)
-    width = multiple(field(part, BLOCKS, BIG), 16) if EVEN else field(part, BLOCKS, BIG)
-    count = field(part, ROWS, BIG) * width
-    real = slot < count
-    scope, block = slot // width, slot % width
-    total = tl.zeros([TILE, CHUNK], tl.int32 if NORM == "inf" else tl.float32)
-    alive = tl.zeros([TILE], tl.int32)
-
-    for m in range(MEMBERS):
-        member = members + (which * MEMBERS + m) * MEMBER_FIELDS
-        values = pointer(member, VALUES, DTYPE, ALIGNED)
-        elements = multiple(field(member, ELEMENTS, BIG), CHUNK) if WHOLE else field(member, ELEMENTS, BIG)
-        lies = walk(scope, part + SCOPE_SIZES, member + SCOPE_VALUES, NESTS[0], 0, UNITS[0], ALIGNED, BIG)
-        lies += walk(block, part + BLOCK_SIZES, member + BLOCK_VALUES, NESTS[1], 0, UNITS[2], ALIGNED, BIG)
-        for begin in range(0, elements if LONG else 1, CHUNK):
-            element = begin + tl.arange(0, CHUNK)
-            seen = real[:, None] & (element < elements)[None, :]
-            if FLAT:
-                at = first * (TILE * CHUNK) + tl.arange(0, TILE * CHUNK)
-                run = at < count * CHUNK
-                x = tl.reshape(tl.load(values + at, mask=run, other=0.0), [TILE, CHUNK])
-            else:
-                inside = walk(
-                    element, member + ELEMENT_SIZES, member + ELEMENT_VALUES, NESTS[2], INNER, UNITS[4], ALIGNED, BIG
-                )
-                x = tl.load(values + lies[:, None] + inside[None, :], mask=seen, other=0.0)
-            if STAGE:
-                mask = pointer(member, MASK, MASK_DTYPE, ALIGNED)
-                if FLAT:
-                    left = tl.reshape(tl.load(mask + at, mask=run, other=0), [TILE, CHUNK]) != 0
-                else:
-                    m_at = walk(scope, part + SCOPE_SIZES, member + SCOPE_MASK, NESTS[0], 0, UNITS[1], ALIGNED, BIG)
-                    m_at += walk(block, part + BLOCK_SIZES, member + BLOCK_MASK, NESTS[1], 0, UNITS[3], ALIGNED, BIG)
-                    within = walk(
-                        element, member + ELEMENT_SIZES, member + ELEMENT_MASK, NESTS[2], INNER, UNITS[5], ALIGNED, BIG
-                    )
-                    left = tl.load(mask + m_at[:, None] + within[None, :], mask=seen, other=0) != 0
-                x = tl.where(left, x, 0.0).to(DTYPE)
-                alive = tl.maximum(alive, tl.max(left.to(tl.int32), axis=1))
-            total = join(total, power(x, "1" if SINGLE else NORM), NORM)
-
-    if SINGLE:  # the bits of |x|, with one NaN for all
-        result = magnitude_bits(tl.sum(total, axis=1)).to(tl.float32, bitcast=True)
-    else:
-        result = rooted(fold(total, 1, NORM), NORM)
-    out = tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block
+def score_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS: tl.constexpr):
+    """float32 scores of TILE slots, read CHUNK elements at a time; a later stage also says which blocks are left."""
+    which, part, first = opened(starts, parts, PARTS, FORM.big)
+    scope, block, real = slots_of(part, first, FORM)
+    total = tl.full([FORM.tile], 0, tl.int32 if FORM.norm == "inf" else tl.float32)
+    alive = tl.full([FORM.tile], 0, tl.int32)
+    for m in range(FORM.members):
+        member = members + (which * FORM.members + m) * MEMBER_FIELDS
+        values, mask = values_of(member, FORM), mask_of(member, FORM)
+        lies, m_lies = begins(part, member, scope, block, False, FORM), begins(part, member, scope, block, True, FORM)
+        powers = tl.full([FORM.tile, FORM.chunk], 0, tl.int32 if FORM.norm == "inf" else tl.float32)
+        for begin in range(0, elements_of(member, FORM) if FORM.long else 1, FORM.chunk):
+            at, seen = block_tile(part, member, first, begin, lies, real, False, FORM)
+            x = tl.load(values + at, mask=seen, other=0.0)
+            if FORM.stage:
+                m_at, _ = block_tile(part, member, first, begin, m_lies, real, True, FORM)
+                left = tl.load(mask + m_at, mask=seen, other=0) != 0
+                x = tl.where(left, x, 0.0).to(FORM.dtype)
+                kinds = tl.reshape(left.to(tl.int32), [FORM.tile, FORM.chunk])
+                alive = tl.maximum(alive, tl.max(kinds, axis=1))
+            more = power(tl.reshape(x, [FORM.tile, FORM.chunk]), "1" if FORM.single else FORM.norm)
+            powers = join(powers, more, FORM.norm)
+        total = join(total, folded(powers, FORM.tile, FORM.chunk, FORM.norm), FORM.norm)
+    # of single elements the bits of |x|, with one NaN for all
+    result = magnitude_bits(total).to(tl.float32, bitcast=True) if FORM.single else rooted(total, FORM.norm)
+    out = row_slot(part, scope, block)
     tl.store(scores + out, result, mask=real)
-    if STAGE:
+    if FORM.stage:
         tl.store(kept + out, (alive > 0).to(tl.uint8), mask=real)
 
 
 @triton.jit
-def fill_kernel(
-    starts,
-    parts,
-    members,
-    kept,
-    PARTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NESTS: tl.constexpr,
-    INNER: tl.constexpr,
-    UNITS: tl.constexpr,
-    MASK_DTYPE: tl.constexpr,
-    STAGE: tl.constexpr,
-    FLAT: tl.constexpr,
-    LONG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
-):
+def fill_kernel(starts, parts, members, kept, FORM: tl.constexpr, PARTS: tl.constexpr):
     """Write the decisions of TILE slots to every element of their blocks, CHUNK elements at a time."""
-    program = tl.program_id(0)
-    which = part_of(starts, program, PARTS)
-    part = parts + which * PART_FIELDS
-    first = program - tl.load(starts + which)
-    first = first if BIG else first.to(tl.int32)
-    slot = first * TILE + tl.arange(0, TILE)
-    width = multiple(field(part, BLOCKS, BIG), 16) if EVEN else field(part, BLOCKS, BIG)
-    count = field(part, ROWS, BIG) * width
-    real = slot < count
-    scope, block = slot // width, slot % width
-    lies = tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block
-    chosen = tl.load(kept + lies, mask=real, other=0) != 0
+    which, part, first = opened(starts, parts, PARTS, FORM.big)
+    scope, block, real = slots_of(part, first, FORM)
+    chosen = tl.load(kept + row_slot(part, scope, block), mask=real, other=0) != 0
+    for m in range(FORM.members):
+        member = members + (which * FORM.members + m) * MEMBER_FIELDS
+        mask = mask_of(member, FORM)
+        lies = begins(part, member, scope, block, True, FORM)
+        for begin in range(0, elements_of(member, FORM) if FORM.long else 1, FORM.chunk):
+            at, seen = block_tile(part, member, first, begin, lies, real, True, FORM)
+            spread = tl.broadcast_to(chosen[:, None], [FORM.tile, FORM.chunk])
+            marked(mask + at, tl.reshape(spread, at.shape), seen, FORM)
 
-    for m in range(MEMBERS):
-        member = members + (which * MEMBERS + m) * MEMBER_FIELDS
-        mask = pointer(member, MASK, MASK_DTYPE, ALIGNED)
-        elements = multiple(field(member, ELEMENTS, BIG), CHUNK) if WHOLE else field(member, ELEMENTS, BIG)
-        begins = walk(scope, part + SCOPE_SIZES, member + SCOPE_MASK, NESTS[0], 0, UNITS[1], ALIGNED, BIG)
-        begins += walk(block, part + BLOCK_SIZES, member + BLOCK_MASK, NESTS[1], 0, UNITS[3], ALIGNED, BIG)
-        for begin in range(0, elements if LONG else 1, CHUNK):
-            element = begin + tl.arange(0, CHUNK)
-            spread = tl.broadcast_to(chosen[:, None], [TILE, CHUNK])
-            if FLAT:
-                at = first * (TILE * CHUNK) + tl.arange(0, TILE * CHUNK)
-                seen = at < count * CHUNK
-                spread = tl.reshape(spread, [TILE * CHUNK])
-            else:
-                inside = walk(
-                    element, member + ELEMENT_SIZES, member + ELEMENT_MASK, NESTS[2], INNER, UNITS[5], ALIGNED, BIG
-                )
-                at = begins[:, None] + inside[None, :]
-                seen = real[:, None] & (element < elements)[None, :]
-            if STAGE:
-                old = tl.load(mask + at, mask=seen, other=0)
-                tl.store(mask + at, tl.where(spread, old, 0), mask=seen)
-            else:
-                tl.store(mask + at, as_mask(spread, MASK_DTYPE), mask=seen)
+
+@triton.jit
+def row_slot(part, scope, block):
+    """Where slots stand among stored scores and decisions."""
+    return tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block

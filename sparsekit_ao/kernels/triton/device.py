@@ -23,63 +23,54 @@ SPAN_ORIGIN = tl.constexpr(11)  # first span of the problem
 SAMPLES = tl.constexpr(12)  # samples taken from a row of this part
 SAMPLE = tl.constexpr(13)  # first sample of this part in a row
 ROW_SAMPLES = tl.constexpr(14)  # samples of a row, over all parts
-SCOPE_SIZES = tl.constexpr(16)
-BLOCK_SIZES = tl.constexpr(22)
+SIZES = tl.constexpr(16)  # loops over scopes, then loops over the blocks of a scope
 PART_FIELDS = tl.constexpr(28)
 
-# A member is one tensor's share of a part: two addresses and three nests.
+# A member is one tensor's share of a part: two addresses, and its walks along scopes, blocks and elements.
 VALUES = tl.constexpr(0)
 MASK = tl.constexpr(1)
 ELEMENTS = tl.constexpr(2)
-SCOPE_VALUES = tl.constexpr(3)
-SCOPE_MASK = tl.constexpr(9)
-BLOCK_VALUES = tl.constexpr(15)
-BLOCK_MASK = tl.constexpr(21)
-ELEMENT_SIZES = tl.constexpr(27)
-ELEMENT_VALUES = tl.constexpr(33)
-ELEMENT_MASK = tl.constexpr(39)
+WALKS = tl.constexpr(3)  # strides of values and of the mask: of scopes, of blocks, of elements
+ELEMENT_SIZES = tl.constexpr(39)
 MEMBER_FIELDS = tl.constexpr(45)
 LOOPS = tl.constexpr(6)  # longest nest
 
+SCOPE = tl.constexpr(0)
+BLOCK = tl.constexpr(1)
+ELEMENT = tl.constexpr(2)
+
 
 @triton.jit
-def part_of(starts, program, PARTS: tl.constexpr):
-    """Which part a program works for: the last one that starts at it or before."""
+def opened(starts, parts, PARTS: tl.constexpr, BIG: tl.constexpr):
+    """What a program works on: the number of its part, the part's line, and the program's number within the part."""
+    program = tl.program_id(0)
     begins = tl.load(starts + tl.arange(0, PARTS))
-    return tl.sum((begins <= program).to(tl.int32)) - 1
+    which = tl.sum((begins <= program).to(tl.int32)) - 1  # the last part that starts at it or before
+    first = program - tl.load(starts + which)
+    return which, parts + which * PART_FIELDS, first if BIG else first.to(tl.int32)
 
 
 @triton.jit
-def field(row, at: tl.constexpr, BIG: tl.constexpr):
+def field(row, at: tl.constexpr, FORM: tl.constexpr):
     """One field of the table, in the width that addresses are counted in."""
     found = tl.load(row + at)
-    return found if BIG else found.to(tl.int32)
+    return found if FORM.big else found.to(tl.int32)
 
 
 @triton.jit
 def multiple(number, of: tl.constexpr):
     """A number that is a multiple of `of`, in a form that tells the compiler so (a hint on a scalar gets lost)."""
-    return number // of * of
+    return number // of * of if of > 1 else number
 
 
 @triton.jit
-def step(row, at: tl.constexpr, ALIGNED: tl.constexpr, BIG: tl.constexpr):
-    """A stride; the compiler learns that it is a multiple of ALIGNED, so that vectors stay whole."""
-    found = field(row, at, BIG)
-    return multiple(found, ALIGNED) if ALIGNED > 1 else found
+def evenly(row, at: tl.constexpr, FORM: tl.constexpr):
+    """A count of the table, known to be a multiple of 16 where FORM says so, so that vectors stay whole."""
+    return multiple(field(row, at, FORM), 16 if FORM.even else 1)
 
 
 @triton.jit
-def walk(
-    index,
-    sizes,
-    strides,
-    COUNT: tl.constexpr,
-    INNER: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
-):
+def walk(index, sizes, strides, COUNT: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr, FORM: tl.constexpr):
     """The address of `index` in a nest of COUNT loops.
 
     INNER is the innermost size where it is known at compile time (else 0), UNIT says that the innermost stride is 1.
@@ -93,32 +84,106 @@ def walk(
                 at = rest % INNER
                 rest = rest // INNER
             else:
-                size = field(sizes, COUNT - 1 - k, BIG)
-                if k == 0 and UNIT and ALIGNED > 1:
-                    size = multiple(size, ALIGNED)
+                size = field(sizes, COUNT - 1 - k, FORM)
+                if k == 0 and UNIT:
+                    size = multiple(size, FORM.aligned)
                 at = rest % size
                 rest = rest // size
         if k == 0 and UNIT:
             found += at
         else:
-            found += at * step(strides, COUNT - 1 - k, ALIGNED, BIG)
+            found += at * multiple(field(strides, COUNT - 1 - k, FORM), FORM.aligned)
     return found
 
 
 @triton.jit
-def pointer(row, at: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address of the table as a pointer."""
-    address = tl.load(row + at).to(tl.pointer_type(DTYPE))
-    return tl.multiple_of(address, 16) if ALIGNED else address
+def reach(part, member, index, LEVEL: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Where scopes, blocks or elements (LEVEL) begin in a member's values, or with MASKED in its mask."""
+    sizes = member + ELEMENT_SIZES if LEVEL == ELEMENT else part + SIZES + LEVEL * LOOPS
+    strides = member + WALKS + (2 * LEVEL + MASKED) * LOOPS
+    inner: tl.constexpr = FORM.inner if LEVEL == ELEMENT else 0
+    return walk(index, sizes, strides, FORM.nests[LEVEL], inner, FORM.units[2 * LEVEL + MASKED], FORM)
 
 
 @triton.jit
-def stored(part, scores, kept, ALIGNED: tl.constexpr):
+def values_of(member, FORM: tl.constexpr):
+    """A member's first value."""
+    return pointer(member, VALUES, FORM.dtype, FORM)
+
+
+@triton.jit
+def mask_of(member, FORM: tl.constexpr):
+    """A member's first mask element."""
+    return pointer(member, MASK, FORM.mask_dtype, FORM)
+
+
+@triton.jit
+def pointer(row, at: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr):
+    """An address of the table as a pointer."""
+    address = tl.load(row + at).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(address, 16) if FORM.aligned else address
+
+
+@triton.jit
+def stored(part, scores, kept, FORM: tl.constexpr):
     """Where an update's stored scores and decisions begin."""
     offset = tl.load(part + OFFSET)
-    if ALIGNED:
+    if FORM.aligned:
         offset = multiple(offset, 16)
     return scores + offset, kept + offset
+
+
+@triton.jit
+def ends(part, member, scores, kept, FORM: tl.constexpr):
+    """Where values and mask begin: a member's, or with FORM.stored those of the stored rows."""
+    if FORM.stored:
+        values, mask = stored(part, scores, kept, FORM)
+    else:
+        values, mask = values_of(member, FORM), mask_of(member, FORM)
+    return values, mask
+
+
+@triton.jit
+def slots_of(part, first, FORM: tl.constexpr):
+    """The TILE slots of a program, counted row by row: scope, block, and which of them exist."""
+    slot = first * FORM.tile + tl.arange(0, FORM.tile)
+    width = evenly(part, BLOCKS, FORM)
+    return slot // width, slot % width, slot < field(part, ROWS, FORM) * width
+
+
+@triton.jit
+def begins(part, member, scope, block, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Where the blocks of slots begin in a member's values, or in its mask."""
+    return reach(part, member, scope, SCOPE, MASKED, FORM) + reach(part, member, block, BLOCK, MASKED, FORM)
+
+
+@triton.jit
+def block_tile(part, member, first, begin, lies, real, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Addresses of CHUNK elements of each slot's block, and which exist; one run of memory where FORM is flat.
+
+    Args:
+        part, member: lines of the table.
+        first: the program's number within the part.
+        begin: first element.
+        lies: where the blocks begin.
+        real: which slots exist.
+        MASKED: in the mask, else in the values.
+        FORM: what is known when compiling.
+    """
+    if FORM.flat:
+        at = first * (FORM.tile * FORM.chunk) + tl.arange(0, FORM.tile * FORM.chunk)
+        seen = at < field(part, ROWS, FORM) * evenly(part, BLOCKS, FORM) * FORM.chunk
+    else:
+        element = begin + tl.arange(0, FORM.chunk)
+        at = lies[:, None] + reach(part, member, element, ELEMENT, MASKED, FORM)[None, :]
+        seen = real[:, None] & (element < elements_of(member, FORM))[None, :]
+    return at, seen
+
+
+@triton.jit
+def elements_of(member, FORM: tl.constexpr):
+    """Elements of a member's block."""
+    return multiple(field(member, ELEMENTS, FORM), FORM.chunk if FORM.whole else 1)
 
 
 @triton.jit
@@ -175,9 +240,16 @@ def join(total, more, NORM: tl.constexpr):
 
 
 @triton.jit
-def fold(powers, axis: tl.constexpr, NORM: tl.constexpr):
-    """Sum (or maximum) along an axis."""
-    return tl.max(powers, axis=axis) if NORM == "inf" else tl.sum(powers, axis=axis)
+def folded(powers, ROWS: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr):
+    """Sums (or maxima) of each of ROWS blocks of COUNT elements, by the reference's halving tree.
+
+    Each level adds pairs, upper half onto lower half, so the bits depend on no layout and no hardware.
+    """
+    found = tl.reshape(powers, [ROWS, COUNT])
+    for _ in tl.static_range(COUNT.bit_length() - 1):
+        pairs = tl.reshape(found, [ROWS, 2, found.shape[1] // 2])
+        found = tl.max(pairs, axis=1) if NORM == "inf" else tl.sum(pairs, axis=1)
+    return tl.reshape(found, [ROWS])
 
 
 @triton.jit
@@ -196,6 +268,15 @@ def rooted(total, NORM: tl.constexpr):
 def as_mask(chosen, DTYPE: tl.constexpr):
     """Decisions as numbers of the mask's dtype; bf16 by way of float32, which the interpreter gets right."""
     return chosen.to(tl.float32).to(DTYPE) if tl.bfloat16 == DTYPE else chosen.to(DTYPE)
+
+
+@triton.jit
+def marked(at, chosen, seen, FORM: tl.constexpr):
+    """Write decisions to a mask; a later stage only removes."""
+    if FORM.stage:
+        tl.store(at, tl.where(chosen, tl.load(at, mask=seen, other=0), 0), mask=seen)
+    else:
+        tl.store(at, as_mask(chosen, FORM.mask_dtype), mask=seen)
 
 
 @triton.jit

@@ -3,9 +3,8 @@
 Nothing here waits for the device: sizes come from shapes, budgets are read by the kernels.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +15,17 @@ from .blocks import fill_kernel, score_kernel
 from .fused import fused_kernel
 from .parts import strided_part
 from .plan import Limits, make_plan, rows_plan, score_plan
-from .ready import Launch, budget_of, key_of, prepared
+from .ready import Ready, budget_of, key_of, prepared
 from .select import select_wide
 
-__all__ = ["block_scores", "changed", "keep_mask", "on", "scope_masks", "warps_of"]
+__all__ = ["block_scores", "changed", "keep_mask", "on", "scope_masks"]
 
 
 def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None:
     """Fill the masks of all updates; those of the same kind share launches.
 
     Args:
-        updates: on one device, each one that `plan.reasons_of` finds nothing against.
+        updates: on one device, each one that `reasons_of` finds nothing against.
         limits: sizes that decide between ways.
 
     Raises:
@@ -37,17 +36,24 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
         budgets = [budget_of(u.keep, device) for u in updates]
         key = (limits, device, tuple(key_of(u, b) for u, b in zip(updates, budgets, strict=True)))
         ready = prepared(key, budgets, device, lambda: make_plan(updates, limits))
-        scores = torch.empty(max(ready.plan.slots, 1), dtype=torch.float32, device=device)
-        kept = torch.empty(max(ready.plan.slots, 1), dtype=torch.uint8, device=device)
-        _fuse(ready.fused, scores, kept)
-        _score(ready.scored, scores, kept)
-        _fuse(ready.rows, scores, kept)
-        for family in ready.wide:
-            select_wide(family, limits, scores, kept)
+        scores = torch.empty(max(ready.slots, 1), dtype=torch.float32, device=device)
+        kept = torch.empty(max(ready.slots, 1), dtype=torch.uint8, device=device)
+        for launch in ready.fused:
+            launch.run(fused_kernel, scores, kept)
         for launch in ready.scored:
-            traits = launch.traits_but("DTYPE", "NORM", "SINGLE")
-            fill_kernel[(launch.programs,)](*launch.tables, kept, **traits, num_warps=warps_of(traits))
+            launch.run(score_kernel, scores, kept)
+        _select(ready, scores, kept)
+        for launch in ready.scored:
+            launch.run(fill_kernel, kept)
     changed(m.mask for update in updates for group in update.groups for m in group.members)
+
+
+def _select(ready: Ready, scores: Tensor, kept: Tensor) -> None:
+    """Rows of stored scores, and long rows of any kind."""
+    for launch in ready.rows:
+        launch.run(fused_kernel, scores, kept)
+    for rows in ready.wide:
+        select_wide(rows, scores, kept)
 
 
 def changed(tensors: Iterable[Tensor | None]) -> None:
@@ -72,9 +78,7 @@ def keep_mask(
             rows, width = scores.shape
             part = strided_part(rows, width, scores.stride(), dtype=scores.dtype, big=limits.big, start=start)
             ready = prepared(key, [budget], device, lambda: rows_plan(part, keep, stage, not magnitude, limits))
-            _fuse(ready.rows, scores, kept)
-            for family in ready.wide:
-                select_wide(family, limits, scores, kept)
+            _select(ready, scores, kept)
     return kept.view(torch.bool)
 
 
@@ -88,32 +92,11 @@ def block_scores(members: Sequence[Blocks], norm: float, ndim: int, limits: Limi
             update = Update(groups=(Scopes(members=tuple(members), shape=grid),), keep=0, norm=norm)
             budget = budget_of(0, device)
             key = (limits, device, "scores", key_of(update, budget))
-            _score(prepared(key, [budget], device, lambda: score_plan(update, limits)).scored, out, out)
+            for launch in prepared(key, [budget], device, lambda: score_plan(update, limits)).scored:
+                launch.run(score_kernel, out, out)
     return out
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launches go to the tensors' own device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _fuse(launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:
-    for launch in launches:
-        fused_kernel[(launch.programs,)](
-            *launch.tables, scores, kept, **launch.traits, num_warps=warps_of(launch.traits)
-        )
-
-
-def warps_of(traits: Mapping[str, Any]) -> int:
-    """Warps of a kernel over blocks: a thread holds 32 elements, 16 where addresses take many registers too."""
-    if "PADDED" not in traits:
-        return 4 if traits["MEMBERS"] == 1 else 8
-    held = traits["TILE"] * traits["PADDED"] * traits["CHUNK"]
-    return min(16, max(4, held // (1024 if traits["FLAT"] else 512)))
-
-
-def _score(launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:
-    for launch in launches:
-        score_kernel[(launch.programs,)](
-            *launch.tables, scores, kept, **launch.traits, num_warps=warps_of(launch.traits)
-        )

@@ -3,7 +3,7 @@
 Lowers `Scopes` through `nests`. Knows no kernel and launches nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
 import torch
@@ -66,9 +66,19 @@ class Part:
         return max(m.elements.count for m in self.members)
 
     @property
-    def volume(self) -> int:
-        """Elements of a scope, over all members."""
-        return self.width * sum(m.elements.count for m in self.members)
+    def padded(self) -> int:
+        """Elements of a scope in the largest member, blocks and their elements padded to powers of two."""
+        return power_of_two(self.width) * power_of_two(self.elements)
+
+    @property
+    def in_memory_order(self) -> "Part":
+        """The same scopes counted so that neighbours lie next to each other; only where no scope has its own number."""
+        steps = [walk for m in self.members for walk in m.scope]
+        order = sorted(range(len(self.scope_sizes)), key=lambda k: -steps[0][k])
+        sizes = tuple(self.scope_sizes[k] for k in order)
+        nest = Nest(sizes=sizes, strides=tuple(tuple(walk[k] for k in order) for walk in steps)).coalesced()
+        members = [replace(m, scope=_pair(nest, (2 * at, 2 * at + 1))) for at, m in enumerate(self.members)]
+        return replace(self, members=tuple(members), scope_sizes=nest.sizes)
 
     @property
     def single(self) -> bool:

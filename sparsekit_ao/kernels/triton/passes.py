@@ -6,21 +6,7 @@ Every program of a row works out the digit that the last pass found for itself, 
 import triton
 import triton.language as tl
 
-from .device import (
-    BLOCK_MASK,
-    BLOCK_SIZES,
-    BLOCKS,
-    MEMBER_FIELDS,
-    ROW_SPANS,
-    SPAN,
-    SPAN_ORIGIN,
-    STATE,
-    as_mask,
-    budget,
-    field,
-    multiple,
-    walk,
-)
+from .device import BLOCK, SPAN, budget, marked, reach
 from .wide import (
     ABOVE,
     AT_HIGH,
@@ -40,8 +26,9 @@ from .wide import (
     STATE_FIELDS,
     THRESHOLD,
     TIED,
-    bases,
-    place_of,
+    room_of,
+    row_of,
+    span_of,
     tile_keys,
 )
 
@@ -98,7 +85,7 @@ def located(line, counts, mode, need, PASS: tl.constexpr, COUNT: tl.constexpr):
     return prefix, need
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def histogram_kernel(
     starts,
     parts,
@@ -109,56 +96,56 @@ def histogram_kernel(
     spans,
     inside,
     counts,
+    length,
     PASS: tl.constexpr,
-    COUNT: tl.constexpr,
-    NARROW: tl.constexpr,
+    FORM: tl.constexpr,
     PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN_TILES: tl.constexpr,
-    ROOM: tl.constexpr,
-    NESTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MASK_DTYPE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    STAGE: tl.constexpr,
-    STORED: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
 ):
-    """Radix pass PASS of COUNT: how many of the keys that match the prefix have each digit."""
-    which, part, row, span = place_of(starts, parts, PARTS)
-    member = members + which * MEMBER_FIELDS
-    values, mask = bases(part, member, row, scores, kept, NESTS, UNITS, DTYPE, MASK_DTYPE, STORED, ALIGNED, BIG)
-    place = tl.load(part + STATE) + row
+    """One radix pass: how many of the keys that match the prefix have each digit."""
+    part, member, values, mask, row, place, span, own = row_of(starts, parts, members, scores, kept, PARTS, FORM)
+    COUNT: tl.constexpr = (FORM.bits + 7) // DIGIT
+    SHIFT: tl.constexpr = DIGIT * (COUNT - 1 - PASS)
     line, counts = state + place * STATE_FIELDS, counts + place * (COUNT * BINS)
-    mode, base, need = resolve(line, budget(part, row, row >= 0, True), NARROW)
+    mode, base, need = resolve(line, budget(part, row, row >= 0, True), FORM.narrow)
     prefix, need = located(line, counts, mode, need, PASS, COUNT)
     if PASS > 0:
         tl.store(line + PASSES + 2 * (PASS - 1), prefix)
         tl.store(line + PASSES + 2 * (PASS - 1) + 1, need)
-    SHIFT: tl.constexpr = DIGIT * (COUNT - 1 - PASS)
     prefix, base = prefix.to(tl.uint32), base.to(tl.uint32)
     found = tl.zeros([BINS], tl.int32)
     if mode == FULL:
-        blocks = field(part, BLOCKS, BIG)
-        if EVEN:
-            blocks = multiple(blocks, 16)
-        begin = (span if BIG else span.to(tl.int32)) * SPAN_TILES
-        for tile in range(begin, tl.minimum(begin + SPAN_TILES, tl.cdiv(blocks, TILE))):
-            slot = tile * TILE + tl.arange(0, TILE)
-            real = slot < blocks
-            keys = tile_keys(part, member, values, mask, slot, real, NESTS, UNITS, SIGNED, STAGE, ALIGNED, BIG)
-            found += digits_of(keys, real, prefix, SHIFT, PASS)
+        found = count_row(part, member, values, mask, span, length, prefix, SHIFT, PASS, FORM)
     elif is_counted(line, mode, SHIFT):
-        own = tl.load(part + SPAN_ORIGIN) + row * tl.load(part + ROW_SPANS) + tl.load(part + SPAN) + span
         gathered = tl.load(spans + own * SPAN_FIELDS + GATHERED)
-        for begin in range(0, gathered, TILE):
-            at = begin + tl.arange(0, TILE)
-            keys = tl.load(inside + own * ROOM + at, mask=at < gathered, other=0) - base
-            found += digits_of(keys, at < gathered, prefix, SHIFT, PASS)
+        found = count_inside(room_of(inside, own, length, FORM)[0], gathered, base, prefix, SHIFT, PASS, FORM)
     tl.atomic_add(counts + PASS * BINS + tl.arange(0, BINS), found.to(counts.dtype.element_ty), mask=found > 0)
+
+
+@triton.jit
+def count_row(
+    part, member, values, mask, span, length, prefix, SHIFT: tl.constexpr, PASS: tl.constexpr, FORM: tl.constexpr
+):
+    """The histogram of a span's keys."""
+    TILE: tl.constexpr = FORM.tile // 2  # a histogram takes registers of its own
+    found = tl.zeros([BINS], tl.int32)
+    begin, end, blocks = span_of(part, span, length, FORM)
+    for at in range(begin, end, TILE):
+        slot = at + tl.arange(0, TILE)
+        keys = tile_keys(part, member, values, mask, slot, slot < blocks, FORM)
+        found += digits_of(keys, slot < blocks, prefix, SHIFT, PASS)
+    return found
+
+
+@triton.jit
+def count_inside(room, gathered, base, prefix, SHIFT: tl.constexpr, PASS: tl.constexpr, FORM: tl.constexpr):
+    """The histogram of the keys that a span gathered, counted from the lower end of the bracket."""
+    TILE: tl.constexpr = FORM.tile // 2
+    found = tl.zeros([BINS], tl.int32)
+    for begin in range(0, gathered, TILE):
+        at = begin + tl.arange(0, TILE)
+        keys = tl.load(room + at, mask=at < gathered, other=0) - base
+        found += digits_of(keys, at < gathered, prefix, SHIFT, PASS)
+    return found
 
 
 @triton.jit
@@ -169,7 +156,7 @@ def digits_of(keys, real, prefix, SHIFT: tl.constexpr, PASS: tl.constexpr):
     return tl.histogram(((keys >> SHIFT) & (BINS - 1)).to(tl.int32), BINS, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def tie_kernel(
     starts,
     parts,
@@ -180,66 +167,54 @@ def tie_kernel(
     spans,
     inside,
     counts,
-    COUNT: tl.constexpr,
-    NARROW: tl.constexpr,
+    length,
+    FORM: tl.constexpr,
     PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN_TILES: tl.constexpr,
-    ROOM: tl.constexpr,
-    NESTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MASK_DTYPE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    STAGE: tl.constexpr,
-    STORED: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
 ):
     """The threshold, and how many keys of each span equal it."""
-    which, part, row, span = place_of(starts, parts, PARTS)
-    member = members + which * MEMBER_FIELDS
-    values, mask = bases(part, member, row, scores, kept, NESTS, UNITS, DTYPE, MASK_DTYPE, STORED, ALIGNED, BIG)
-    place = tl.load(part + STATE) + row
+    part, member, values, mask, row, place, span, own = row_of(starts, parts, members, scores, kept, PARTS, FORM)
+    COUNT: tl.constexpr = (FORM.bits + 7) // DIGIT
     line, counts = state + place * STATE_FIELDS, counts + place * (COUNT * BINS)
-    mode, base, need = resolve(line, budget(part, row, row >= 0, True), NARROW)
-    if mode == KNOWN:
-        threshold = base
-    else:
+    mode, threshold, need = resolve(line, budget(part, row, row >= 0, True), FORM.narrow)
+    if mode != KNOWN:
         prefix, need = located(line, counts, mode, need, COUNT, COUNT)
-        threshold = base + prefix
+        threshold += prefix
     tl.store(line + THRESHOLD, threshold)
     tl.store(line + NEED, need)
     limit = threshold.to(tl.uint32)
-    own = tl.load(part + SPAN_ORIGIN) + row * tl.load(part + ROW_SPANS) + tl.load(part + SPAN) + span
     record = spans + own * SPAN_FIELDS
     if mode == KNOWN:
         tied = tl.load(record + tl.where(threshold == tl.load(line + HIGH), SPAN_HIGH, SPAN_LOW))
-        tl.store(record + TIED, tied)
     elif mode == INSIDE:
-        equal = tl.zeros([TILE], tl.int32)
-        gathered = tl.load(record + GATHERED)
-        for from_slot in range(0, gathered, TILE):
-            at = from_slot + tl.arange(0, TILE)
-            found = tl.load(inside + own * ROOM + at, mask=at < gathered, other=0)
-            equal += ((at < gathered) & (found == limit)).to(tl.int32)
-        tl.store(record + TIED, tl.sum(equal))
+        tied = equal_inside(room_of(inside, own, length, FORM)[0], tl.load(record + GATHERED), limit, FORM)
     else:
-        same = tl.zeros([TILE], tl.int32)
-        blocks = field(part, BLOCKS, BIG)
-        if EVEN:
-            blocks = multiple(blocks, 16)
-        begin = (span if BIG else span.to(tl.int32)) * SPAN_TILES
-        for tile in range(begin, tl.minimum(begin + SPAN_TILES, tl.cdiv(blocks, TILE))):
-            slot = tile * TILE + tl.arange(0, TILE)
-            real = slot < blocks
-            keys = tile_keys(part, member, values, mask, slot, real, NESTS, UNITS, SIGNED, STAGE, ALIGNED, BIG)
-            same += (real & (keys == limit)).to(tl.int32)
-        tl.store(record + TIED, tl.sum(same))
+        tied = equal_in_row(part, member, values, mask, span, length, limit, FORM)
+    tl.store(record + TIED, tied)
 
 
 @triton.jit
+def equal_inside(room, gathered, limit, FORM: tl.constexpr):
+    """How many of the keys that a span gathered equal the threshold."""
+    equal = tl.full([FORM.tile], 0, tl.int32)
+    for begin in range(0, gathered, FORM.tile):
+        at = begin + tl.arange(0, FORM.tile)
+        equal += ((at < gathered) & (tl.load(room + at, mask=at < gathered, other=0) == limit)).to(tl.int32)
+    return tl.sum(equal)
+
+
+@triton.jit
+def equal_in_row(part, member, values, mask, span, length, limit, FORM: tl.constexpr):
+    """How many keys of a span equal the threshold."""
+    equal = tl.full([FORM.tile], 0, tl.int32)
+    begin, end, blocks = span_of(part, span, length, FORM)
+    for at in range(begin, end, FORM.tile):
+        slot = at + tl.arange(0, FORM.tile)
+        keys = tile_keys(part, member, values, mask, slot, slot < blocks, FORM)
+        equal += ((slot < blocks) & (keys == limit)).to(tl.int32)
+    return tl.sum(equal)
+
+
+@triton.jit(do_not_specialize=["length"])
 def mark_kernel(
     starts,
     parts,
@@ -248,40 +223,23 @@ def mark_kernel(
     kept,
     state,
     spans,
+    length,
+    FORM: tl.constexpr,
     PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN_TILES: tl.constexpr,
-    NESTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MASK_DTYPE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    STAGE: tl.constexpr,
-    STORED: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
 ):
     """The mask: keys above the threshold, and of those equal to it the first ones by index."""
-    which, part, row, span = place_of(starts, parts, PARTS)
-    member = members + which * MEMBER_FIELDS
-    values, mask = bases(part, member, row, scores, kept, NESTS, UNITS, DTYPE, MASK_DTYPE, STORED, ALIGNED, BIG)
-    line = state + (tl.load(part + STATE) + row) * STATE_FIELDS
+    part, member, values, mask, _, place, span, own = row_of(starts, parts, members, scores, kept, PARTS, FORM)
+    line = state + place * STATE_FIELDS
     limit, need = tl.load(line + THRESHOLD).to(tl.uint32), tl.load(line + NEED)
-    origin = tl.load(part + SPAN_ORIGIN) + row * tl.load(part + ROW_SPANS)
     ahead = tl.load(part + SPAN) + span
-    seen = tied_before(spans + origin * SPAN_FIELDS, ahead)
-    own = tl.load(spans + (origin + ahead) * SPAN_FIELDS + TIED)
-    cuts = (seen < need) & (seen + own > need)  # the one span of the row that keeps some of its ties
+    seen = tied_before(spans + (own - ahead) * SPAN_FIELDS, ahead)
     every = seen < need
-    blocks = field(part, BLOCKS, BIG)
-    if EVEN:
-        blocks = multiple(blocks, 16)
-    begin = (span if BIG else span.to(tl.int32)) * SPAN_TILES
-    for tile in range(begin, tl.minimum(begin + SPAN_TILES, tl.cdiv(blocks, TILE))):
-        slot = tile * TILE + tl.arange(0, TILE)
+    cuts = every & (seen + tl.load(spans + own * SPAN_FIELDS + TIED) > need)  # the one span that keeps some of its ties
+    begin, end, blocks = span_of(part, span, length, FORM)
+    for at in range(begin, end, FORM.tile):
+        slot = at + tl.arange(0, FORM.tile)
         real = slot < blocks
-        keys = tile_keys(part, member, values, mask, slot, real, NESTS, UNITS, SIGNED, STAGE, ALIGNED, BIG)
+        keys = tile_keys(part, member, values, mask, slot, real, FORM)
         tied = keys == limit
         if cuts:
             ranks = tl.cumsum(tied.to(tl.int32), 0) + seen
@@ -289,13 +247,7 @@ def mark_kernel(
             seen += tl.sum(tied.to(tl.int32))
         else:
             chosen = (keys > limit) | (tied & every)
-        chosen = chosen & (keys > 0)
-        m_at = walk(slot, part + BLOCK_SIZES, member + BLOCK_MASK, NESTS[1], 0, UNITS[3], ALIGNED, BIG)
-        if STAGE:
-            old = tl.load(mask + m_at, mask=real, other=0)
-            tl.store(mask + m_at, tl.where(chosen, old, 0), mask=real)
-        else:
-            tl.store(mask + m_at, as_mask(chosen, MASK_DTYPE), mask=real)
+        marked(mask + reach(part, member, slot, BLOCK, True, FORM), chosen & (keys > 0), real, FORM)
 
 
 @triton.jit

@@ -1,37 +1,38 @@
 """Plans made ready: their tables in device memory, remembered by the tensors' addresses.
 
-A step that repeats uploads nothing, so that it can be captured in a CUDA graph; what a graph may read again is kept
-for good. Nothing here waits for the device.
+A step that repeats uploads nothing but numbers among its budgets that have changed, so that it can be captured in a
+CUDA graph; what a graph may read again is kept for good. Nothing here waits for the device.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ...errors import SparsityError
 from ..tiling import Blocks
 from ..update import Update
+from .forms import Form, run
 from .parts import power_of_two
-from .plan import Batch, Plan
+from .plan import Batch, Family, Plan
 from .table import starts_of, table_of
 
-__all__ = ["Budget", "Launch", "Ready", "budget_of", "key_of", "prepared"]
+__all__ = ["Budget", "Launch", "Ready", "Rows", "budget_of", "key_of", "prepared"]
 
-KEPT = 1024  # plans remembered: more than a model has tensors
-TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
+KEPT = 64 << 20  # bytes of device memory that remembered tables take at most: about 100,000 tensors
 
 _plans: OrderedDict[tuple, "Ready"] = OrderedDict()
 _captured: dict[int, "Ready"] = {}
+_lock = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A batch made ready: its tables in device memory, and what kernels are specialised on."""
+    """A batch made ready: its tables in device memory, and what its kernels are specialised on."""
 
     starts: Tensor
     row_starts: Tensor
@@ -39,28 +40,41 @@ class Launch:
     members: Tensor
     programs: int
     rows: int
-    traits: dict[str, Any]
-    batch: Batch
+    length: int
+    form: Form
+    count: int
 
-    @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As every kernel takes them: the first program of each part, part rows, member rows."""
-        return self.starts, self.parts, self.members
-
-    def traits_but(self, *names: str) -> dict[str, Any]:
-        """What a kernel that knows nothing of `names` is specialised on."""
-        return {k: v for k, v in self.traits.items() if k not in names}
+    def run(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel on all programs: the tables, `arguments`, compile-time `constants`."""
+        tables = (self.starts, self.parts, self.members)
+        run(kernel, self.programs, *tables, *arguments, form=self.form, PARTS=self.count, **constants)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
-    """A plan made ready for one set of tensors; see `plan.Plan`."""
+class Rows:
+    """A family of long rows made ready."""
 
-    plan: Plan
+    family: Family
+    launches: tuple[Launch, ...]
+
+
+@dataclass(kw_only=True, eq=False)
+class Ready:
+    """A plan made ready for one set of tensors; see `plan.Plan`.
+
+    `memory` holds `numbers` (budgets given as such), then the tables; `written` is recorded on `stream` behind the
+    last upload.
+    """
+
+    slots: int
     fused: tuple[Launch, ...]
     scored: tuple[Launch, ...]
     rows: tuple[Launch, ...]
-    wide: tuple[tuple[Launch, ...], ...]
+    wide: tuple[Rows, ...]
+    memory: Tensor
+    numbers: list[int] = field(default_factory=list)
+    stream: Any = None
+    written: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,9 +86,9 @@ class Budget:
     number: int = 0
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        """What a table depends on."""
-        return self.number, self.step, 0 if self.values is None else self.values.data_ptr()
+    def key(self) -> tuple[int, int]:
+        """What a table depends on: not on a number, which is written in place."""
+        return self.step, 0 if self.values is None else self.values.data_ptr()
 
 
 def budget_of(keep: int | Tensor, device: torch.device) -> Budget:
@@ -99,58 +113,98 @@ def key_of(update: Update, budget: Budget) -> tuple:
 
 
 def prepared(key: tuple, budgets: Sequence[Budget], device: torch.device, make: Callable[[], Plan]) -> Ready:
-    """The plan of this key with its tables in device memory, made once.
+    """The plan of this key with its tables and the budgets in device memory; made once.
 
     Raises:
-        SparsityError: a CUDA graph is being captured and there is none yet.
+        SparsityError: a CUDA graph is being captured, and there is none yet, or with other numbers for budgets.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    ready = _plans.get(key)
-    if ready is None:
+    with _lock:
+        ready = _plans.get(key)
+        if ready is None:
+            if capturing:
+                raise SparsityError(
+                    "a CUDA graph is being captured, but these tensors and budgets were never updated before, so "
+                    "their table is not in device memory. Update the same tensors once before the capture; give "
+                    "budgets that are to change as an int64 tensor on the device."
+                )
+            ready = _plans[key] = _made_ready(make(), budgets, device)
+            _forget()
+        else:
+            _follow(ready, [b.number for b in budgets], capturing)
+        _plans.move_to_end(key)
         if capturing:
-            raise SparsityError(
-                "a CUDA graph is being captured, but these tensors and budgets were never updated before, so their "
-                "table is not in device memory. Update the same tensors once before the capture; give budgets that "
-                "are to change as an int64 tensor on the device."
-            )
-        ready = _plans[key] = _made_ready(make(), budgets, device)
-        while len(_plans) > KEPT:
-            _plans.popitem(last=False)
-    _plans.move_to_end(key)
-    if capturing:
-        _captured[id(ready)] = ready
+            _captured[id(ready)] = ready
     return ready
+
+
+def _forget() -> None:
+    """Drop the tables that were not used for longest, until the rest takes no more than it may."""
+    while len(_plans) > 1 and sum(8 * r.memory.numel() for r in _plans.values()) > KEPT:
+        _plans.popitem(last=False)
+
+
+def _follow(ready: Ready, numbers: list[int], capturing: bool) -> None:
+    """Order this stream behind the last upload, and write numbers that have changed."""
+    if capturing:  # a capture may not wait for what stands outside of it; to enter it, the device is synchronised
+        if numbers != ready.numbers:
+            raise SparsityError(
+                "a CUDA graph is being captured with other numbers for budgets than those of the last update. Update "
+                "with these once before the capture, or give budgets that are to change as an int64 tensor on the "
+                "device."
+            )
+        return
+    if ready.stream is not None:
+        stream = torch.cuda.current_stream(ready.memory.device)
+        if stream != ready.stream:
+            stream.wait_event(ready.written)
+            ready.memory.record_stream(stream)
+    if numbers != ready.numbers:
+        _upload(ready, numbers, numbers)
+
+
+def _upload(ready: Ready, content: list[int], numbers: list[int]) -> None:
+    """Copy to the front of the table's memory, in the order of the current stream."""
+    memory = ready.memory
+    host = torch.tensor(content, dtype=torch.int64, device="cpu")
+    memory[: len(content)].copy_(host.pin_memory() if memory.is_cuda else host, non_blocking=True)
+    ready.numbers = numbers
+    if memory.is_cuda:
+        ready.stream, ready.written = torch.cuda.current_stream(memory.device), torch.cuda.Event()
+        ready.written.record(ready.stream)
 
 
 def _made_ready(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> Ready:
     """All tables in one upload, behind the budgets that are numbers."""
-    batches = [*plan.fused, *plan.scored, *plan.rows, *(b for family in plan.wide for b in family)]
+    batches = [*plan.fused, *plan.scored, *plan.rows, *(b for family in plan.wide for b in family.batches)]
     size = len(budgets) + sum(_length(b) for b in batches)
     memory = torch.empty(size, dtype=torch.int64, device=device)
     for place in (p for b in batches for p in b.places):
         own = budgets[place.update]
         at = memory.data_ptr() + 8 * place.update
         place.keep = (at, 0) if own.values is None else (own.values.data_ptr(), own.step)
-    content, launches = [b.number for b in budgets], []
+    numbers = [b.number for b in budgets]
+    content, launches = list(numbers), []
     for batch in batches:
         lines = _lines(batch)
         begins = [len(content) + sum(map(len, lines[:k])) for k in range(4)]
         content += [n for line in lines for n in line]
         launches.append(_launch(batch, [memory[b : b + len(line)] for b, line in zip(begins, lines, strict=True)]))
-    host = torch.tensor(content, dtype=torch.int64, device="cpu")
-    memory.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
-    ready = iter(launches)
+    left = iter(launches)
 
     def take(found: Sequence[Batch]) -> tuple[Launch, ...]:
-        return tuple(next(ready) for _ in found)
+        return tuple(next(left) for _ in found)
 
-    return Ready(
-        plan=plan,
+    ready = Ready(
+        slots=plan.slots,
         fused=take(plan.fused),
         scored=take(plan.scored),
         rows=take(plan.rows),
-        wide=tuple(take(family) for family in plan.wide),
+        wide=tuple(Rows(family=family, launches=take(family.batches)) for family in plan.wide),
+        memory=memory,
     )
+    _upload(ready, content, numbers)
+    return ready
 
 
 def _length(batch: Batch) -> int:
@@ -167,7 +221,6 @@ def _lines(batch: Batch) -> list[list[int]]:
 
 
 def _launch(batch: Batch, memory: Sequence[Tensor]) -> Launch:
-    traits = {k: TYPES.get(v, v) if isinstance(v, torch.dtype) else v for k, v in batch.traits}
     return Launch(
         starts=memory[0],
         row_starts=memory[1],
@@ -175,8 +228,9 @@ def _launch(batch: Batch, memory: Sequence[Tensor]) -> Launch:
         members=memory[3],
         programs=sum(batch.programs(p) for p in batch.places),
         rows=sum(p.part.rows for p in batch.places),
-        traits={**traits, "PARTS": power_of_two(len(batch.places))},
-        batch=batch,
+        length=batch.length,
+        form=batch.form,
+        count=power_of_two(len(batch.places)),
     )
 
 

@@ -8,52 +8,31 @@ import triton
 import triton.language as tl
 
 from .device import (
-    BLOCK_MASK,
-    BLOCK_SIZES,
-    BLOCK_VALUES,
-    BLOCKS,
-    ELEMENT_MASK,
-    ELEMENT_SIZES,
-    ELEMENT_VALUES,
-    ELEMENTS,
-    MASK,
     MEMBER_FIELDS,
-    PART_FIELDS,
-    VALUES,
-    field,
-    multiple,
-    part_of,
-    pointer,
-    walk,
+    begins,
+    block_tile,
+    elements_of,
+    folded,
+    mask_of,
+    opened,
+    power,
+    slots_of,
+    values_of,
 )
 
 __all__ = ["condition_kernel", "threshold_kernel"]
 
 
 @triton.jit
-def block_tile(
-    part,
-    member,
-    block,
-    begin,
-    real,
-    OTHER: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NESTS: tl.constexpr,
-    INNER: tl.constexpr,
-    UNITS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
-):
-    """Addresses [blocks, CHUNK] of the values (with OTHER: of the conditioners), and which of them exist."""
-    elements = multiple(field(member, ELEMENTS, BIG), CHUNK) if WHOLE else field(member, ELEMENTS, BIG)
-    element = begin + tl.arange(0, CHUNK)
-    walks = member + (BLOCK_MASK if OTHER else BLOCK_VALUES)
-    inside = member + (ELEMENT_MASK if OTHER else ELEMENT_VALUES)
-    lies = walk(block, part + BLOCK_SIZES, walks, NESTS[1], 0, UNITS[3 if OTHER else 2], ALIGNED, BIG)
-    within = walk(element, member + ELEMENT_SIZES, inside, NESTS[2], INNER, UNITS[5 if OTHER else 4], ALIGNED, BIG)
-    return lies[:, None] + within[None, :], real[:, None] & (element < elements)[None, :]
+def thresholds_of(thresholds, number, factor, scope, real, FORM: tl.constexpr):
+    """The thresholds [TILE] of slots: `number` where there is no tensor, else its only element or that of the scope."""
+    if thresholds is None:
+        t = tl.full([FORM.tile], 0.0, tl.float32) + number
+    elif FORM.each:
+        t = tl.load(thresholds + scope, mask=real, other=0.0)
+    else:
+        t = tl.full([FORM.tile], 0.0, tl.float32) + tl.load(thresholds)
+    return t * factor
 
 
 @triton.jit
@@ -62,142 +41,101 @@ def threshold_kernel(
     parts,
     members,
     thresholds,
+    number,
     factor,
     SOFT: tl.constexpr,
-    EACH: tl.constexpr,
+    FORM: tl.constexpr,
     PARTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NESTS: tl.constexpr,
-    INNER: tl.constexpr,
-    UNITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SINGLE: tl.constexpr,
-    LONG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
 ):
-    """TILE blocks times `max(0, 1 - t / norm)` (SOFT), or zeroed where the norm is below t; t is thresholds * factor.
-
-    EACH means that every block has a threshold of its own.
-    """
-    program = tl.program_id(0)
-    which = part_of(starts, program, PARTS)
-    part = parts + which * PART_FIELDS
-    first = program - tl.load(starts + which)
-    block = (first if BIG else first.to(tl.int32)) * TILE + tl.arange(0, TILE)
-    real = block < field(part, BLOCKS, BIG)
-    total = tl.zeros([TILE, CHUNK], tl.float32)
-    x = tl.zeros([TILE, CHUNK], tl.float32)
-    for m in range(MEMBERS):
-        member = members + (which * MEMBERS + m) * MEMBER_FIELDS
-        values = pointer(member, VALUES, DTYPE, ALIGNED)
-        for begin in range(0, field(member, ELEMENTS, BIG) if LONG else 1, CHUNK):
-            at, seen = block_tile(
-                part, member, block, begin, real, False, CHUNK, NESTS, INNER, UNITS, WHOLE, ALIGNED, BIG
-            )
-            x = tl.load(values + at, mask=seen, other=0.0).to(tl.float32)
-            total += tl.abs(x) if SINGLE else x * x
-    size = tl.sum(total, axis=1) if SINGLE else tl.sqrt_rn(tl.sum(total, axis=1))
-    t = (
-        tl.load(thresholds + block, mask=real, other=0.0)
-        if EACH
-        else tl.full([TILE], 0.0, tl.float32) + tl.load(thresholds)
-    )
-    t = t * factor
-    if SOFT:
-        # the norm itself where it is NaN, so that a diverged block stays visible
-        scale = tl.where(
-            size > t, tl.div_rn(size - t, tl.where(size > t, size, 1.0)), tl.where(size == size, 0.0, size)
-        )
-        scale = tl.where(t == 0, 1.0, scale)[:, None]
-    else:
-        scale = tl.where(size < t, 0.0, 1.0)[:, None]
-    for m in range(MEMBERS):
-        member = members + (which * MEMBERS + m) * MEMBER_FIELDS
-        values = pointer(member, VALUES, DTYPE, ALIGNED)
-        for begin in range(0, field(member, ELEMENTS, BIG) if LONG else 1, CHUNK):
-            at, seen = block_tile(
-                part, member, block, begin, real, False, CHUNK, NESTS, INNER, UNITS, WHOLE, ALIGNED, BIG
-            )
-            if LONG or MEMBERS > 1:
-                x = tl.load(values + at, mask=seen, other=0.0).to(tl.float32)
+    """TILE blocks times `max(0, 1 - t / norm)` (SOFT), or zeroed where the norm is below t; t is threshold * factor."""
+    which, part, first = opened(starts, parts, PARTS, FORM.big)
+    scope, block, real = slots_of(part, first, FORM)
+    total = tl.full([FORM.tile], 0, tl.float32)
+    x = tl.full([FORM.tile, FORM.chunk], 0, tl.float32)
+    for m in range(FORM.members):
+        member = members + (which * FORM.members + m) * MEMBER_FIELDS
+        lies = begins(part, member, scope, block, False, FORM)
+        powers = tl.full([FORM.tile, FORM.chunk], 0, tl.float32)
+        for begin in range(0, elements_of(member, FORM) if FORM.long else 1, FORM.chunk):
+            at, seen = block_tile(part, member, first, begin, lies, real, False, FORM)
+            x = tl.load(values_of(member, FORM) + at, mask=seen, other=0.0).to(tl.float32)
+            powers += power(x, "1" if FORM.single else "2")
+        total += folded(powers, FORM.tile, FORM.chunk, "2")
+    size = total if FORM.single else tl.sqrt_rn(total)
+    t = thresholds_of(thresholds, number, factor, scope, real, FORM)
+    scale = scale_of(size, t, SOFT)[:, None]
+    for m in range(FORM.members):
+        member = members + (which * FORM.members + m) * MEMBER_FIELDS
+        lies = begins(part, member, scope, block, False, FORM)
+        for begin in range(0, elements_of(member, FORM) if FORM.long else 1, FORM.chunk):
+            at, seen = block_tile(part, member, first, begin, lies, real, False, FORM)
+            if FORM.long or FORM.members > 1:
+                x = tl.load(values_of(member, FORM) + at, mask=seen, other=0.0).to(tl.float32)
             # a kept block is written as it was, bit for bit: no product touches it
-            tl.store(values + at, tl.where(scale == 0, 0.0, tl.where(scale == 1, x, x * scale)).to(DTYPE), mask=seen)
+            y = tl.where(scale == 0, 0.0, tl.where(scale == 1, x, x * scale))
+            tl.store(values_of(member, FORM) + at, y.to(FORM.dtype), mask=seen)
 
 
 @triton.jit
+def scale_of(size, t, SOFT: tl.constexpr):
+    """What a block of this norm is multiplied by."""
+    if SOFT:
+        # the norm itself where it is NaN, so that a diverged block stays visible
+        shrunk = tl.div_rn(size - t, tl.where(size > t, size, 1.0))
+        scale = tl.where(size > t, shrunk, tl.where(size == size, 0.0, size))
+        scale = tl.where(t == 0, 1.0, scale)
+    else:
+        scale = tl.where(size < t, 0.0, 1.0)
+    return scale
+
+
+@triton.jit(do_not_specialize=["steps"])
 def condition_kernel(
     starts,
     parts,
     members,
     thresholds,
+    number,
     factor,
     misses,
     eps,
     atol,
     steps,
-    EACH: tl.constexpr,
+    FORM: tl.constexpr,
     PARTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NESTS: tl.constexpr,
-    INNER: tl.constexpr,
-    UNITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MASK_DTYPE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
 ):
     """The prox under a positive diagonal, for blocks that fit a tile: Newton in registers, one read and one write.
 
-    Conditioners stand where masks do elsewhere. A program that misses `atol` after `steps` says so in `misses` and
-    writes nothing.
+    Conditioners stand where masks do elsewhere. A block that misses `atol` after `steps` stays as it was, and its
+    program says by how much it missed.
     """
-    program = tl.program_id(0)
-    which = part_of(starts, program, PARTS)
-    part = parts + which * PART_FIELDS
-    member = members + which * MEMBERS * MEMBER_FIELDS
-    first = program - tl.load(starts + which)
-    block = (first if BIG else first.to(tl.int32)) * TILE + tl.arange(0, TILE)
-    real = block < field(part, BLOCKS, BIG)
-    values, others = pointer(member, VALUES, DTYPE, ALIGNED), pointer(member, MASK, MASK_DTYPE, ALIGNED)
-    at, seen = block_tile(part, member, block, 0, real, False, CHUNK, NESTS, INNER, UNITS, WHOLE, ALIGNED, BIG)
-    h_at, _ = block_tile(part, member, block, 0, real, True, CHUNK, NESTS, INNER, UNITS, WHOLE, ALIGNED, BIG)
-    v = tl.load(values + at, mask=seen, other=0.0).to(tl.float32)
-    h = tl.load(others + h_at, mask=seen, other=1.0).to(tl.float32) + eps
+    which, part, first = opened(starts, parts, PARTS, FORM.big)
+    scope, block, real = slots_of(part, first, FORM)
+    member = members + which * MEMBER_FIELDS
+    at, seen = block_tile(part, member, first, 0, begins(part, member, scope, block, False, FORM), real, False, FORM)
+    h_at, _ = block_tile(part, member, first, 0, begins(part, member, scope, block, True, FORM), real, True, FORM)
+    v = tl.load(values_of(member, FORM) + at, mask=seen, other=0.0).to(tl.float32)
+    h = tl.load(mask_of(member, FORM) + h_at, mask=seen, other=1.0).to(tl.float32) + eps
+    t = thresholds_of(thresholds, number, factor, scope, real, FORM)
     pull = h * v
-    force = tl.sqrt_rn(tl.sum(pull * pull, axis=1))
-    t = (
-        tl.load(thresholds + block, mask=real, other=0.0)
-        if EACH
-        else tl.full([TILE], 0.0, tl.float32) + tl.load(thresholds)
-    )
-    t = t * factor
+    force = tl.sqrt_rn(folded(pull * pull, FORM.tile, FORM.chunk, "2"))
     alive = real & (force > t)
     largest = tl.max(tl.where(seen, h, 0.0), axis=1)
     s = tl.where(alive, tl.div_rn(force - t, tl.where(alive, largest, 1.0)), 1.0)
-    slack = tl.where(alive, t, 1.0)
+    slack = tl.where(alive, t, 1.0)[:, None]
     pull = tl.where(alive[:, None], pull, 0.0)
-    worst = atol + 1.0
-    taken = 0
-    while (worst > atol) & (taken <= steps):
-        below = h * s[:, None] + slack[:, None]
-        u = tl.div_rn(pull, below)
-        phi = tl.sqrt_rn(tl.sum(u * u, axis=1))
-        miss = tl.where(alive, phi - 1, 0.0)
-        worst = tl.max(tl.abs(miss), axis=0)
-        if worst > atol:
-            slope = tl.sum(tl.div_rn(h * u * u, below), axis=1)
-            s = tl.where(alive, s + tl.div_rn(phi * phi * miss, tl.where(slope > 0, slope, 1.0)), s)
-        taken += 1
-    tl.store(misses + program, tl.where(worst > atol, worst, 0.0))
-    if worst <= atol:
-        w = tl.div_rn(pull * s[:, None], h * s[:, None] + slack[:, None])
-        dead = tl.where(force == force, 0.0, force)[:, None]
-        w = tl.where(alive[:, None], w, dead)
-        tl.store(values + at, tl.where((t == 0)[:, None], v, w).to(DTYPE), mask=seen)
+    missed = tl.where(alive, atol + 1.0, 0.0)
+    for _ in range(steps + 1):
+        if tl.max(missed, axis=0) > atol:
+            below = h * s[:, None] + slack
+            u = tl.div_rn(pull, below)
+            phi = tl.sqrt_rn(folded(u * u, FORM.tile, FORM.chunk, "2"))
+            missed = tl.where(alive & (tl.abs(phi - 1) > atol), tl.abs(phi - 1), 0.0)  # NaN is no miss: it is written
+            slope = folded(tl.div_rn(h * u * u, below), FORM.tile, FORM.chunk, "2")
+            newer = s + tl.div_rn(phi * phi * (phi - 1), tl.where(slope > 0, slope, 1.0))
+            s = tl.where(missed > 0, newer, s)
+    tl.store(misses + tl.program_id(0), tl.max(missed, axis=0))
+    w = tl.div_rn(pull * s[:, None], h * s[:, None] + slack)
+    w = tl.where(alive[:, None], w, tl.where(force == force, 0.0, force)[:, None])
+    same = (t == 0) | (missed > 0)
+    tl.store(values_of(member, FORM) + at, tl.where(same[:, None], v, w).to(FORM.dtype), mask=seen)

@@ -75,7 +75,7 @@ def starts_of(programs: Sequence[int]) -> list[int]:
 def _member(m: Member, loops: int) -> list[int]:
     spare = loops - len(m.elements.sizes)
     elements = [(1,) * spare + m.elements.sizes, *((0,) * spare + strides for strides in m.elements.strides)]
-    walks = [*m.scope, *m.block, *elements]
+    walks = [*m.scope, *m.block, *elements[1:], elements[0]]
     line = [m.values, m.mask, m.elements.count, *(n for walk in walks for n in _padded(walk))]
     assert len(line) == MEMBER_FIELDS.value
     return line

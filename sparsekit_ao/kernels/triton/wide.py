@@ -8,21 +8,20 @@ import triton
 import triton.language as tl
 
 from .device import (
-    BLOCK_MASK,
-    BLOCK_SIZES,
-    BLOCK_VALUES,
-    MASK,
-    PART_FIELDS,
-    SCOPE_MASK,
-    SCOPE_SIZES,
-    SCOPE_VALUES,
+    BLOCK,
+    BLOCKS,
+    MEMBER_FIELDS,
+    ROW_SPANS,
+    SCOPE,
+    SPAN,
+    SPAN_ORIGIN,
     SPANS,
-    VALUES,
+    STATE,
+    ends,
+    evenly,
+    opened,
     order_key,
-    part_of,
-    pointer,
-    stored,
-    walk,
+    reach,
 )
 
 __all__ = [
@@ -44,8 +43,10 @@ __all__ = [
     "STATE_FIELDS",
     "THRESHOLD",
     "TIED",
-    "bases",
-    "place_of",
+    "room_of",
+    "row_ends",
+    "row_of",
+    "span_of",
     "tile_keys",
 ]
 
@@ -74,61 +75,45 @@ BINS = tl.constexpr(256)
 
 
 @triton.jit
-def place_of(starts, parts, PARTS: tl.constexpr):
-    """What a program works on: part, its row in memory, the row of the part, the span in the part."""
-    program = tl.program_id(0)
-    which = part_of(starts, program, PARTS)
-    part = parts + which * PART_FIELDS
-    local = program - tl.load(starts + which)
+def row_of(starts, parts, members, scores, kept, PARTS: tl.constexpr, FORM: tl.constexpr):
+    """What a program works on: part, member, its first value and mask element, row, row of the state, span, record."""
+    which, part, local = opened(starts, parts, PARTS, True)
     spans = tl.load(part + SPANS)
-    return which, part, local // spans, local % spans
+    row, span = local // spans, local % spans
+    member = members + which * MEMBER_FIELDS
+    values, mask = row_ends(part, member, row, scores, kept, FORM)
+    own = tl.load(part + SPAN_ORIGIN) + row * tl.load(part + ROW_SPANS) + tl.load(part + SPAN) + span
+    return part, member, values, mask, row, tl.load(part + STATE) + row, span, own
 
 
 @triton.jit
-def bases(
-    part,
-    member,
-    row,
-    scores,
-    kept,
-    NESTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MASK_DTYPE: tl.constexpr,
-    STORED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
-):
-    """Pointers to a row's first value and first mask element."""
-    if STORED:
-        values, mask = stored(part, scores, kept, ALIGNED)
-    else:
-        values, mask = pointer(member, VALUES, DTYPE, ALIGNED), pointer(member, MASK, MASK_DTYPE, ALIGNED)
-    # rows are few and far apart: always counted in int64
-    values += walk(row, part + SCOPE_SIZES, member + SCOPE_VALUES, NESTS[0], 0, UNITS[0], ALIGNED, True)
-    mask += walk(row, part + SCOPE_SIZES, member + SCOPE_MASK, NESTS[0], 0, UNITS[1], ALIGNED, True)
-    return values, mask
+def row_ends(part, member, row, scores, kept, FORM: tl.constexpr):
+    """Pointers to a row's first value and first mask element; `row` is int64, because rows lie far apart."""
+    values, mask = ends(part, member, scores, kept, FORM)
+    return values + reach(part, member, row, SCOPE, False, FORM), mask + reach(part, member, row, SCOPE, True, FORM)
 
 
 @triton.jit
-def tile_keys(
-    part,
-    member,
-    values,
-    mask,
-    slot,
-    real,
-    NESTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    SIGNED: tl.constexpr,
-    STAGE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BIG: tl.constexpr,
-):
+def span_of(part, span, length, FORM: tl.constexpr):
+    """First slot of a span of `length` tiles, the slot behind its last one, and the slots of the row."""
+    blocks = evenly(part, BLOCKS, FORM)
+    begin = (span if FORM.big else span.to(tl.int32)) * (length * FORM.tile)
+    return begin, begin + tl.minimum(length * FORM.tile, blocks - begin), blocks
+
+
+@triton.jit
+def tile_keys(part, member, values, mask, slot, real, FORM: tl.constexpr):
     """Keys of these slots of a row; 0 where there is none or an earlier stage dropped it."""
-    at = walk(slot, part + BLOCK_SIZES, member + BLOCK_VALUES, NESTS[1], 0, UNITS[2], ALIGNED, BIG)
-    keys = order_key(tl.load(values + at, mask=real, other=0.0), SIGNED)
-    if STAGE:
-        m_at = walk(slot, part + BLOCK_SIZES, member + BLOCK_MASK, NESTS[1], 0, UNITS[3], ALIGNED, BIG)
+    at = reach(part, member, slot, BLOCK, False, FORM)
+    keys = order_key(tl.load(values + at, mask=real, other=0.0), FORM.signed)
+    if FORM.stage:
+        m_at = reach(part, member, slot, BLOCK, True, FORM)
         real = real & (tl.load(mask + m_at, mask=real, other=0) != 0)
     return tl.where(real, keys, 0).to(tl.uint32)
+
+
+@triton.jit
+def room_of(inside, own, length, FORM: tl.constexpr):
+    """Where a span's gathered keys begin, and how many there may be: an eighth of its slots."""
+    room = length * (FORM.tile // 8)
+    return inside + own * room, room
