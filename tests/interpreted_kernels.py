@@ -5,6 +5,9 @@ kernel, stored rows, long rows narrowed or not) is taken.
 """
 
 import math
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError
 from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
 from sparsekit_ao.kernels import triton as gpu
-from sparsekit_ao.kernels.triton import Limits, ready, select
+from sparsekit_ao.kernels.triton import Limits, launch, ready, reasons, select
 from sparsekit_ao.kernels.triton.plan import make_plan
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -347,6 +350,56 @@ def test_v_n_m_in_two_stages():
     assert bool((mask.view(2, 4, 2, 8).any(1).sum(2) <= 4).all())
 
 
+# sums
+
+
+def near_ties(rows, block, count):
+    """Blocks of the same elements in other orders: equal in exact arithmetic, unlike once sums are rounded."""
+    g = generator(11)
+    size = math.prod(block)
+    one = torch.randn(size, generator=g) * torch.randn(size, generator=g).exp()
+    shuffled = torch.stack([one[torch.randperm(size, generator=g)] for _ in range(rows * count)])
+    tiles = shuffled.view(rows, count, *block).permute(0, 2, 1, 3)
+    return tiles.reshape(rows * block[0], count * block[1]).contiguous()
+
+
+@pytest.mark.parametrize("block", [(1, 4), (8, 1), (4, 8), (1, 3), (32, 32)])
+def test_sums_of_blocks_are_the_references_bits_by_every_way(block):
+    """So masks agree even where blocks differ by no more than rounding."""
+    values = near_ties(2, block, 8)
+    members = (blocks_of(values, block),)
+    for norm in (1, 2):
+        expected = block_scores(members, norm, impl="reference")
+        assert torch.equal(block_scores(members, norm, impl="triton"), expected)
+        assert norm == 2 or len(expected.unique()) > 1  # blocks do differ, by rounding alone
+        for limits in (FUSED, Limits(fused=16)):  # in one kernel; from stored scores
+            agree([scopes(values, block, (1, 8))], 3, limits, norm)
+
+
+def test_sums_over_coupled_and_transposed_blocks_are_the_references_bits():
+    gate, down = near_ties(6, (1, 16), 1), near_ties(1, (16, 1), 6)
+    members = (blocks_of(gate, (1, 16)), blocks_of(down, (16, 1), (1, 0)))
+    assert torch.equal(block_scores(members, 2, impl="triton"), block_scores(members, 2, impl="reference"))
+    for limits in (FUSED, Limits(fused=16)):
+        agree([Scopes(members=members, shape=(6, 1))], 2, limits)
+
+
+def test_long_blocks_are_summed_alike_however_they_lie():
+    """A weight and its transpose give one score, and scoring alone what scoring for a mask gives."""
+    values = torch.randn(3, 2500, generator=generator(12))
+    rows, columns = (blocks_of(values, (1, 2500)),), (blocks_of(values.t().contiguous(), (2500, 1)),)
+    scores = block_scores(rows, 2, impl="triton")
+    assert torch.equal(scores, block_scores(columns, 2, impl="triton").t())
+    assert torch.allclose(scores, block_scores(rows, 2, impl="reference"), rtol=1e-6)
+
+
+def test_the_norm_that_is_compared_with_a_threshold_is_the_references():
+    values = near_ties(2, (4, 8), 8)
+    cut = float(BlockSpec(values, (4, 8)).norms().median())
+    ours, theirs = both(values.clone, lambda w, impl: BlockSpec(w, (4, 8)).hard_threshold(cut, impl=impl))
+    assert torch.equal(ours, theirs) and bool((ours == 0).any()) and bool((ours != 0).any())
+
+
 # budgets
 
 
@@ -379,6 +432,123 @@ def test_nothing_to_choose():
         scope_mask([group], 0, impl="triton")
         assert keep_mask(values, 0, impl="triton").shape == shape
         assert block_scores(group.members, 2, impl="triton").shape == shape
+
+
+# what is remembered
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """An empty memory of plans, and launches that do nothing."""
+    monkeypatch.setattr(ready, "_plans", type(ready._plans)())
+    monkeypatch.setattr(ready, "run", lambda *a, **k: None)
+    return ready._plans
+
+
+def one_of(values, keep):
+    return Update(groups=(scopes(values, (1, 1), (1, 4)),), keep=keep)
+
+
+def test_numbers_among_budgets_are_written_in_place(monkeypatch):
+    made = []
+    monkeypatch.setattr(launch, "make_plan", lambda *a: made.append(1) or make_plan(*a))
+    updates = [one_of(integers((6, 16)), 2), one_of(integers((6, 16), seed=1), 3)]
+    for first, second in ((2, 3), (1, 4), (0, 0), (2, 3)):
+        changed = [Update(groups=u.groups, keep=k) for u, k in zip(updates, (first, second), strict=True)]
+        gpu.scope_masks(changed)
+        for u, k in zip(changed, (first, second), strict=True):
+            assert bool((u.groups[0].members[0].mask.view(-1, 4).sum(1) == k).all())
+    assert len(made) == 1
+
+
+def test_what_is_remembered_is_bounded_by_bytes(plans, monkeypatch):
+    monkeypatch.setattr(ready, "KEPT", 4000)
+    for k in range(20):
+        gpu.scope_masks([one_of(integers((2, 8), seed=k), 2)])
+    held = [8 * r.memory.numel() for r in plans.values()]
+    assert 2 <= len(held) < 20 and sum(held) <= 4000 < sum(held) + held[0]
+
+
+def test_two_threads_make_one_table(plans):
+    made, update = [], one_of(integers((4, 8)), 2)
+
+    def make():
+        made.append(1)
+        time.sleep(0.05)
+        return make_plan([update], FUSED)
+
+    def ask():
+        ready.prepared(("key",), [ready.budget_of(2, torch.device("cpu"))], torch.device("cpu"), make)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(made) == 1 and len(plans) == 1
+
+
+def test_another_stream_waits_for_the_upload_and_a_capture_takes_no_new_numbers(monkeypatch):
+    said = []
+    memory = SimpleNamespace(device="cuda", record_stream=lambda stream: said.append("record"))
+    other = SimpleNamespace(wait_event=lambda event: said.append(event))
+    table = ready.Ready(slots=0, fused=(), scored=(), rows=(), wide=(), memory=memory, numbers=[2], written="uploaded")
+    table.stream = object()
+    for stream, expected in ((table.stream, []), (other, ["uploaded", "record"])):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        ready._follow(table, [2], capturing=False)
+        assert said == expected
+    ready._follow(table, [2], capturing=True)
+    with pytest.raises(SparsityError, match="captured with other numbers for budgets .* Update with these once before"):
+        ready._follow(table, [3], capturing=True)
+
+
+def test_layouts_that_were_looked_at_are_not_looked_at_again(monkeypatch):
+    monkeypatch.setattr(reasons, "_known", {})
+    first, second = (one_of(integers((6, 16), seed=k), 2) for k in range(2))
+    assert gpu.reasons_of(first) == []
+    monkeypatch.setattr(reasons, "_reasons_of", None)
+    assert gpu.reasons_of(second) == []
+    assert len(reasons._known) == 1
+
+
+# plans
+
+
+def on_meta(shape, stride=None):
+    return torch.empty(shape, device="meta") if stride is None else torch.empty_strided(shape, stride, device="meta")
+
+
+def whole(shape, stride=None):
+    member = Blocks(shape=(1, 1), values=on_meta(shape, stride), mask=on_meta(shape, stride))
+    return Update(groups=(Scopes(members=(member,), shape=shape),), keep=1)
+
+
+def by_row(shape, width, stride=None):
+    member = Blocks(shape=(1, 1), values=on_meta(shape, stride), mask=on_meta(shape, stride))
+    return Update(groups=(Scopes(members=(member,), shape=(1, width)),), keep=1)
+
+
+def test_rows_just_too_long_for_one_program_are_narrowed_where_they_are_many():
+    (few,), (many_rows,) = (make_plan([by_row((n, 20_000), 20_000)], FUSED).wide for n in (4, 4096))
+    assert not few.batches[0].form.narrow and many_rows.batches[0].form.narrow
+    assert many_rows.batches[0].length == 5  # tiles: a span never reaches beyond its row
+    assert many_rows.samples == 8192 and many_rows.batches[0].places[0].samples == 5000
+
+
+def test_tensors_of_any_size_share_what_was_compiled():
+    plans = [make_plan([whole((n, 4096))], FUSED).wide[0].batches[0] for n in (4096, 12288, 28672)]
+    assert len({b.length for b in plans}) == 3 and len({b.form for b in plans}) == 1
+
+
+def test_scopes_are_walked_as_the_weight_lies_in_memory():
+    straight, turned = (make_plan([by_row((64, 32), 4, s)], FUSED).fused[0] for s in (None, (1, 64)))
+    assert straight.form.flat and not turned.form.units[4]
+    part = turned.places[0].part
+    assert part.members[0].scope[0] == (256, 1) and part.scope_sizes == (8, 64)
+    keep = torch.zeros(64, 8, dtype=torch.int64)
+    own = Update(groups=by_row((64, 32), 4, (1, 64)).groups, keep=keep)
+    assert make_plan([own], FUSED).fused[0].places[0].part.scope_sizes == (64, 8)  # budgets go by number
 
 
 # many at once

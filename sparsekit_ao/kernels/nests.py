@@ -6,11 +6,12 @@ lists of sizes and strides. Knows sizes and strides; never a value.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
-from ..layout import Shape
-from .tiling import Blocks, Scopes
+from ..layout import Shape, grid_of
+from .tiling import Blocks, Scopes, aligned_grid
 
 __all__ = ["Nest", "Nests", "lower"]
 
@@ -75,19 +76,27 @@ def lower(scopes: Scopes) -> Nests:
     >>> nests.scope, nests.block
     (Nest(sizes=(8,), strides=((4,),)), Nest(sizes=(4,), strides=((1,),)))
     """
-    n = len(scopes.shape)
-    grid = scopes.grid
-    outer = scopes.order or tuple(range(n))
-    steps = [_block_steps(m, t, n) for m in scopes.members for t in tensors_of(m)]
+    windows = tuple(
+        (m.shape, m.order, tuple(m.window.shape), tuple(t.stride() for t in tensors_of(m))) for m in scopes.members
+    )
+    return _lower(tuple(scopes.shape), tuple(scopes.order), windows)
+
+
+@lru_cache(maxsize=4096)  # a model has many tensors of few shapes
+def _lower(shape: Shape, order: Shape, windows: tuple[tuple[Shape, Shape, Shape, tuple[Shape, ...]], ...]) -> Nests:
+    """See `lower`; windows are block shape, order, sizes and the strides of each tensor."""
+    n = len(shape)
+    first = windows[0]
+    grid = aligned_grid(grid_of(first[2], first[0]), first[1], n)
+    outer = order or tuple(range(n))
+    steps = [_block_steps(block, turn, stride, n) for block, turn, _, strides in windows for stride in strides]
     scope = Nest(
-        sizes=tuple(grid[k] // scopes.shape[k] for k in outer),
-        strides=tuple(tuple(step[k] * scopes.shape[k] for k in outer) for step in steps),
+        sizes=tuple(grid[k] // shape[k] for k in outer),
+        strides=tuple(tuple(step[k] * shape[k] for k in outer) for step in steps),
     )
-    block = Nest(sizes=scopes.shape, strides=tuple(steps))
-    elements = tuple(
-        Nest(sizes=m.shape, strides=tuple(t.stride() for t in tensors_of(m))).coalesced() for m in scopes.members
-    )
-    return Nests(scope=scope.coalesced(), block=block.coalesced(), elements=elements)
+    block_nest = Nest(sizes=shape, strides=tuple(steps))
+    elements = tuple(Nest(sizes=block, strides=strides).coalesced() for block, _, _, strides in windows)
+    return Nests(scope=scope.coalesced(), block=block_nest.coalesced(), elements=elements)
 
 
 def tensors_of(m: Blocks) -> tuple[Tensor, ...]:
@@ -95,7 +104,7 @@ def tensors_of(m: Blocks) -> tuple[Tensor, ...]:
     return tuple(t for t in (m.values, m.mask) if t is not None)
 
 
-def _block_steps(m: Blocks, t: Tensor, ndim: int) -> Shape:
+def _block_steps(block: Shape, order: Shape, stride: Shape, ndim: int) -> Shape:
     """How far the next block lies along each dimension of the aligned grid."""
-    own = tuple(d * b for d, b in zip(t.stride(), m.shape, strict=True)) + (0,) * (ndim - t.ndim)
-    return tuple(own[k] for k in m.order) if m.order else own
+    own = tuple(d * b for d, b in zip(stride, block, strict=True)) + (0,) * (ndim - len(stride))
+    return tuple(own[k] for k in order) if order else own

@@ -73,10 +73,10 @@ def keep_mask(
         kept.copy_(candidates)
     if kept.numel():
         with on(device):
-            start, stage, budget = scores.data_ptr() % 16, candidates is not None, budget_of(keep, device)
-            key = (limits, device, scores.shape, scores.stride(), scores.dtype, start, stage, magnitude, budget.key)
+            level, stage, budget = scores.data_ptr() % 16 == 0, candidates is not None, budget_of(keep, device)
+            key = (limits, device, scores.shape, scores.stride(), scores.dtype, level, stage, magnitude, budget.key)
             rows, width = scores.shape
-            part = strided_part(rows, width, scores.stride(), dtype=scores.dtype, big=limits.big, start=start)
+            part = strided_part(rows, width, scores.stride(), dtype=scores.dtype, big=limits.big, level=level)
             ready = prepared(key, [budget], device, lambda: rows_plan(part, keep, stage, not magnitude, limits))
             _select(ready, scores, kept)
     return kept.view(torch.bool)

@@ -4,16 +4,17 @@ Lowers `Scopes` through `nests`. Knows no kernel and launches nothing.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import gcd, prod
 
 import torch
 from torch import Tensor
 
 from ...layout import Shape, cosize
-from ..nests import Nest, lower
+from ..nests import Nest, Nests, lower
 from ..tiling import Blocks, Scopes
 
-__all__ = ["LOOPS", "Member", "Part", "power_of_two", "strided_part", "to_part"]
+__all__ = ["LOOPS", "Member", "Part", "power_of_two", "starts_of", "strided_part", "to_part"]
 
 LOOPS = 6  # longest nest that the table has room for
 BIG = (1 << 31) - (1 << 20)  # from here on in 64 bits: a last tile may reach beyond its tensor
@@ -21,10 +22,8 @@ BIG = (1 << 31) - (1 << 20)  # from here on in 64 bits: a last tile may reach be
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One tensor's share: addresses in memory, and its strides along scope, block and element (values, then mask)."""
+    """One tensor's share: its strides along scope, block and element (values, then mask)."""
 
-    values: int
-    mask: int
     elements: Nest
     scope: tuple[Shape, Shape]
     block: tuple[Shape, Shape]
@@ -32,7 +31,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The scopes of one group.
+    """The scopes of one group, wherever they lie.
 
     Attributes:
         members: tensors whose blocks share one fate.
@@ -41,6 +40,7 @@ class Part:
         dtype: of all members' values.
         mask_dtype: of all members' masks (uint8 for bool).
         big: whether some address needs 64 bits.
+        level: whether all memory starts at a multiple of 16 bytes.
     """
 
     members: tuple[Member, ...]
@@ -49,6 +49,7 @@ class Part:
     dtype: torch.dtype
     mask_dtype: torch.dtype
     big: bool
+    level: bool
 
     @property
     def rows(self) -> int:
@@ -70,7 +71,7 @@ class Part:
         """Elements of a scope in the largest member, blocks and their elements padded to powers of two."""
         return power_of_two(self.width) * power_of_two(self.elements)
 
-    @property
+    @cached_property
     def in_memory_order(self) -> "Part":
         """The same scopes counted so that neighbours lie next to each other; only where no scope has its own number."""
         steps = [walk for m in self.members for walk in m.scope]
@@ -122,7 +123,7 @@ class Part:
 
         Memory that is one `flat` run has none.
         """
-        if any(m.values % 16 or m.mask % 16 for m in self.members):
+        if not self.level:
             return 0
         if flat:
             return 16
@@ -147,16 +148,23 @@ def to_part(scopes: Scopes, *, big: bool) -> Part:
         scopes: nothing partial; every member has values or a mask.
         big: count addresses in 64 bits even where 32 would do.
     """
-    nests = lower(scopes)
+    far = any(_reaches_far(t) for m in scopes.members for t in (m.values, m.mask))
+    level = not any(start % 16 for pair in starts_of(scopes) for start in pair)
+    both = tuple(m.values is not None and m.mask is not None for m in scopes.members)
+    dtype = scopes.members[0].window.dtype
+    return _part(lower(scopes), both, dtype, _stored(scopes.members[0]), big or far, level)
+
+
+@lru_cache(maxsize=4096)
+def _part(
+    nests: Nests, both: tuple[bool, ...], dtype: torch.dtype, mask_dtype: torch.dtype, big: bool, level: bool
+) -> Part:
     members, at = [], 0
-    for m, elements in zip(scopes.members, nests.elements, strict=True):
-        both = m.values is not None and m.mask is not None
-        places = (at, at + 1) if both else (at, at)
-        at += 2 if both else 1
+    for has_both, elements in zip(both, nests.elements, strict=True):
+        places = (at, at + 1) if has_both else (at, at)
+        at += 2 if has_both else 1
         members.append(
             Member(
-                values=_address(m.values),
-                mask=_address(m.mask),
                 elements=Nest(sizes=elements.sizes, strides=(elements.strides[0], elements.strides[-1])),
                 scope=_pair(nests.scope, places),
                 block=_pair(nests.block, places),
@@ -166,18 +174,22 @@ def to_part(scopes: Scopes, *, big: bool) -> Part:
         members=tuple(members),
         scope_sizes=nests.scope.sizes,
         block_sizes=nests.block.sizes,
-        dtype=scopes.members[0].window.dtype,
-        mask_dtype=_stored(scopes.members[0]),
-        big=big or any(_reaches_far(t) for m in scopes.members for t in (m.values, m.mask)),
+        dtype=dtype,
+        mask_dtype=mask_dtype,
+        big=big,
+        level=level,
     )
 
 
-def strided_part(rows: int, width: int, stride: Shape, *, dtype: torch.dtype, big: bool, start: int = 0) -> Part:
-    """Rows of stored scores (from address `start`) as single elements; decisions lie row by row, without gaps."""
+def starts_of(scopes: Scopes) -> tuple[Shape, ...]:
+    """Where each member's values and mask begin in memory; 0 for what it lacks."""
+    return tuple(tuple(0 if t is None else t.data_ptr() for t in (m.values, m.mask)) for m in scopes.members)
+
+
+def strided_part(rows: int, width: int, stride: Shape, *, dtype: torch.dtype, big: bool, level: bool = True) -> Part:
+    """Rows of stored scores as single elements; decisions lie row by row, without gaps."""
     sizes = (rows, width)
     member = Member(
-        values=start,
-        mask=0,
         elements=Nest(sizes=(), strides=((), ())),
         scope=((stride[0],), (width,)),
         block=((stride[1],), (1,)),
@@ -190,6 +202,7 @@ def strided_part(rows: int, width: int, stride: Shape, *, dtype: torch.dtype, bi
         dtype=dtype,
         mask_dtype=torch.uint8,
         big=big or far,
+        level=level,
     )
 
 
@@ -200,10 +213,6 @@ def power_of_two(n: int) -> int:
     [1, 4, 4, 128]
     """
     return 1 << max(n - 1, 0).bit_length()
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def _pair(nest: Nest, places: Shape) -> tuple[Shape, Shape]:

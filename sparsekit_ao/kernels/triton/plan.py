@@ -8,6 +8,7 @@ they are.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from ..update import Update
 from .forms import TYPES, Form
-from .parts import Part, power_of_two, strided_part, to_part
+from .parts import Part, power_of_two, starts_of, strided_part, to_part
 from .table import Place
 
 __all__ = ["Batch", "Limits", "Plan", "key_bits", "make_plan", "rows_plan", "score_plan"]
 
 SECTOR = 32  # bytes of memory that are read together
+NOWHERE = ((0, 0),)  # stored rows have no address of their own
 MOST_TILES = 1023  # of a span: its counts are kept in ten bits
 
 
@@ -125,20 +127,23 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
         if width * count == 0 or parts[0].elements == 0:
             continue
         columns = [sum(p.width for p in parts[:k]) for k in range(len(parts))]
-        places = [Place(part=p, update=at, width=width, column=c) for p, c in zip(parts, columns, strict=True)]
+        places = [
+            Place(part=p, starts=starts_of(g), update=at, width=width, column=c)
+            for p, g, c in zip(parts, update.groups, columns, strict=True)
+        ]
         if len(parts) == 1 and _is_fused(parts[0], update, limits):
             part = parts[0] if _has_each(update) else parts[0].in_memory_order
-            fused.append((_fused_form(part, update, limits), replace(places[0], part=part)))
+            fused.append((_fused_form(part, *_asks(update), limits), replace(places[0], part=part)))
         elif (
             all(p.single for p in parts) and len({(p.dtype, p.mask_dtype) for p in parts}) == 1 and width > limits.fused
         ):
             wide.append([(_wide_form(p.part, update.stage, limits), p) for p in places])
         else:
-            scored += [(_block_form(p.part, update, limits), replace(p, offset=slots)) for p in places]
+            scored += [(_block_form(p.part, *_asks(update)[:2], limits), replace(p, offset=slots)) for p in places]
             stored = strided_part(count, width, (width, 1), dtype=torch.float32, big=limits.big)
-            place = Place(part=stored, update=at, width=width, column=0, offset=slots)
+            place = Place(part=stored, starts=NOWHERE, update=at, width=width, column=0, offset=slots)
             if _is_fused(stored, update, limits):
-                rows.append((_fused_form(stored, replace(update, norm=2), limits, stored=True), place))
+                rows.append((_fused_form(stored, "2", *_asks(update)[1:], limits, stored=True), place))
             else:
                 wide.append([(_wide_form(stored, update.stage, limits, stored=True), place)])
             slots += -(-width * count // 16) * 16  # rows of the next update start aligned
@@ -153,12 +158,12 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
 
 def rows_plan(part: Part, keep: int | Tensor, stage: bool, signed: bool, limits: Limits) -> Plan:
     """How rows of given scores are selected."""
-    place = Place(part=part, update=0, width=part.width, column=0)
+    place = Place(part=part, starts=NOWHERE, update=0, width=part.width, column=0)
     rows: Row = []
     wide: list[Row] = []
     update = Update(groups=(), keep=keep, stage=stage)
     if _is_fused(part, update, limits):
-        rows.append((_fused_form(part, update, limits, stored=True, signed=signed), place))
+        rows.append((_fused_form(part, *_asks(update), limits, stored=True, signed=signed), place))
     else:
         wide.append([(_wide_form(part, stage, limits, stored=True, signed=signed), place)])
     return Plan(fused=(), scored=(), rows=_batched(rows, "scopes"), wide=_families(wide, limits), slots=0)
@@ -175,11 +180,14 @@ def score_plan(update: Update, limits: Limits, *, flat: bool = True, each: bool 
         held: blocks of at most so many elements are read in one piece.
     """
     part = to_part(update.groups[0], big=limits.big)
-    place = Place(part=part, update=0, width=part.width, column=0)
-    scored = _batched([(_block_form(part, update, limits, flat=flat, each=each, held=held), place)], "slots")
+    place = Place(part=part, starts=starts_of(update.groups[0]), update=0, width=part.width, column=0)
+    scored = _batched(
+        [(_block_form(part, *_asks(update)[:2], limits, flat=flat, each=each, held=held), place)], "slots"
+    )
     return Plan(fused=(), scored=scored, rows=(), wide=(), slots=part.rows * part.width)
 
 
+@lru_cache(maxsize=4096)
 def _wide_form(part: Part, stage: bool, limits: Limits, *, stored: bool = False, signed: bool = False) -> Form:
     """What the kernels for long rows are specialised on."""
     return _form(
@@ -194,11 +202,14 @@ def _wide_form(part: Part, stage: bool, limits: Limits, *, stored: bool = False,
     )
 
 
-def _fused_form(part: Part, update: Update, limits: Limits, *, stored: bool = False, signed: bool = False) -> Form:
+@lru_cache(maxsize=4096)
+def _fused_form(
+    part: Part, norm: str, stage: bool, each: bool, limits: Limits, *, stored: bool = False, signed: bool = False
+) -> Form:
     padded, chunk = power_of_two(part.width), power_of_two(part.elements)
     return _form(
         part,
-        update.stage,
+        stage,
         part.flat and part.width == padded and part.elements == chunk,
         members=len(part.members),
         inner=part.inner,
@@ -206,19 +217,20 @@ def _fused_form(part: Part, update: Update, limits: Limits, *, stored: bool = Fa
         width=part.width,
         padded=padded,
         chunk=chunk,
-        norm=_norm(update),
+        norm=norm,
         single=part.single,
         signed=signed,
         bits=key_bits(part.dtype, signed) if part.single else 31,
         stored=stored,
         whole=all(m.elements.count == chunk for m in part.members),
-        each=_has_each(update),
+        each=each,
         even=part.rows % 16 == 0,
     )
 
 
+@lru_cache(maxsize=4096)
 def _block_form(
-    part: Part, update: Update, limits: Limits, *, flat: bool = True, each: bool = False, held: int = 0
+    part: Part, norm: str, stage: bool, limits: Limits, *, flat: bool = True, each: bool = False, held: int = 0
 ) -> Form:
     elements = power_of_two(part.elements)
     chunk = elements if elements <= held else min(elements, limits.block)
@@ -226,13 +238,13 @@ def _block_form(
     across = any(m.block[0][-1:] == (1,) and m.elements.strides[0][-1:] != (1,) for m in part.members)
     return _form(
         part,
-        update.stage,
+        stage,
         flat and part.flat and part.elements == chunk,
         members=len(part.members),
         inner=part.inner,
         tile=max(limits.tile // chunk, SECTOR // part.dtype.itemsize if across else 1),
         chunk=chunk,
-        norm=_norm(update),
+        norm=norm,
         single=part.single,
         long=part.elements > chunk,
         whole=all(m.elements.count % chunk == 0 for m in part.members),
@@ -269,8 +281,10 @@ def key_bits(dtype: torch.dtype, signed: bool) -> int:
     return (32 if dtype == torch.float32 else 16) - (not signed)
 
 
-def _norm(update: Update) -> str:
-    return "inf" if update.norm == math.inf else str(update.norm).removesuffix(".0")
+def _asks(update: Update) -> tuple[str, bool, bool]:
+    """An update's norm, whether it is a later stage, whether scopes have budgets of their own."""
+    norm = "inf" if update.norm == math.inf else str(update.norm).removesuffix(".0")
+    return norm, update.stage, _has_each(update)
 
 
 def _batched(found: Row, way: str, length: int = 0) -> tuple[Batch, ...]:

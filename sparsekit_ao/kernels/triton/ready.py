@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 from ...errors import SparsityError
 from ..tiling import Blocks
 from ..update import Update
+from .device import MEMBER_FIELDS, PART_FIELDS
 from .forms import Form, run
 from .parts import power_of_two
 from .plan import Batch, Family, Plan
-from .table import starts_of, table_of
+from .table import first_programs, table_of
 
 __all__ = ["Budget", "Launch", "Ready", "Rows", "budget_of", "key_of", "prepared"]
 
@@ -177,8 +179,7 @@ def _upload(ready: Ready, content: list[int], numbers: list[int]) -> None:
 def _made_ready(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> Ready:
     """All tables in one upload, behind the budgets that are numbers."""
     batches = [*plan.fused, *plan.scored, *plan.rows, *(b for family in plan.wide for b in family.batches)]
-    size = len(budgets) + sum(_length(b) for b in batches)
-    memory = torch.empty(size, dtype=torch.int64, device=device)
+    memory = torch.empty(len(budgets) + sum(map(_length, batches)), dtype=torch.int64, device=device)
     for place in (p for b in batches for p in b.places):
         own = budgets[place.update]
         at = memory.data_ptr() + 8 * place.update
@@ -187,9 +188,10 @@ def _made_ready(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> 
     content, launches = list(numbers), []
     for batch in batches:
         lines = _lines(batch)
-        begins = [len(content) + sum(map(len, lines[:k])) for k in range(4)]
+        ends = list(accumulate(map(len, lines), initial=len(content)))
         content += [n for line in lines for n in line]
-        launches.append(_launch(batch, [memory[b : b + len(line)] for b, line in zip(begins, lines, strict=True)]))
+        launches.append(_launch(batch, [memory[a:b] for a, b in pairwise(ends)]))
+    assert len(content) == memory.numel()
     left = iter(launches)
 
     def take(found: Sequence[Batch]) -> tuple[Launch, ...]:
@@ -208,14 +210,16 @@ def _made_ready(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> 
 
 
 def _length(batch: Batch) -> int:
-    return sum(map(len, _lines(batch)))
+    count = len(batch.places)
+    lines = count * PART_FIELDS.value + sum(len(p.starts) for p in batch.places) * MEMBER_FIELDS.value
+    return 2 * power_of_two(count) + lines
 
 
 def _lines(batch: Batch) -> list[list[int]]:
     """Starts, starts by rows, part rows and member rows."""
     return [
-        starts_of([batch.programs(p) for p in batch.places]),
-        starts_of([p.part.rows for p in batch.places]),
+        first_programs([batch.programs(p) for p in batch.places]),
+        first_programs([p.part.rows for p in batch.places]),
         *table_of(batch.places),
     ]
 

@@ -13,11 +13,31 @@ from .parts import LOOPS, to_part
 __all__ = ["reasons_of", "rows_reasons", "score_reasons"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KNOWN = 4096  # layouts remembered
 MASK_DTYPES = (*DTYPES, torch.bool, torch.uint8)
+
+
+_known: dict[tuple, list[str]] = {}  # a model has many tensors of few shapes, which are asked about at every step
 
 
 def reasons_of(update: Update) -> list[str]:
     """Why an update is not for the kernels."""
+    key = (update.norm, *((g.shape, g.order, *map(_layout, g.members)) for g in update.groups))
+    if callable(update.norm):  # refused anyway, and nothing to be kept alive
+        return _reasons_of(update)
+    if key not in _known:
+        if len(_known) >= KNOWN:
+            _known.clear()
+        _known[key] = _reasons_of(update)
+    return _known[key]
+
+
+def _layout(m: Blocks) -> tuple:
+    tensors = (t for t in (m.values, m.mask) if t is not None)
+    return (m.shape, m.order, m.mask is None, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+
+
+def _reasons_of(update: Update) -> list[str]:
     members = [m for g in update.groups for m in g.members]
     found = _member_reasons(members, update.norm)
     if any(g % n for s in update.groups for g, n in zip(s.grid, s.shape, strict=True)):

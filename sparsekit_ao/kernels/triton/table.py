@@ -5,12 +5,14 @@ The columns are those of `device`. Knows numbers; uploads nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 
 from ...layout import Shape
 from .device import LOOPS, MEMBER_FIELDS, PART_FIELDS
 from .parts import Member, Part, power_of_two
 
-__all__ = ["Place", "starts_of", "table_of"]
+__all__ = ["Place", "first_programs", "table_of"]
 
 NEVER = (1 << 63) - 1  # where a part that does not exist starts
 
@@ -21,6 +23,7 @@ class Place:
 
     Attributes:
         part: sizes and strides.
+        starts: where values and mask of each member begin.
         update: which update it belongs to.
         width: slots of a row, over all parts of the update.
         column: its first slot in a row.
@@ -32,6 +35,7 @@ class Place:
     """
 
     part: Part
+    starts: tuple[Shape, ...]
     update: int
     width: int
     column: int
@@ -55,29 +59,38 @@ class Place:
         assert len(line) == PART_FIELDS.value
         return line
 
+    def member_rows(self) -> list[int]:
+        """The lines of its members in the table."""
+        return [n for start, walks in zip(self.starts, _walks(self.part), strict=True) for n in (*start, *walks)]
+
 
 def table_of(places: Sequence[Place]) -> tuple[list[int], list[int]]:
     """Part rows and member rows."""
-    rows = [n for place in places for n in place.row()]
-    return rows, [n for place in places for m in place.part.members for n in _member(m, place.part.nests[2])]
+    return [n for place in places for n in place.row()], [n for place in places for n in place.member_rows()]
 
 
-def starts_of(programs: Sequence[int]) -> list[int]:
+def first_programs(programs: Sequence[int]) -> list[int]:
     """The first program of each part, up to a power of two of them.
 
-    >>> starts_of([2, 3, 1])[:3]
+    >>> first_programs([2, 3, 1])[:3]
     [0, 2, 5]
     """
-    begins = [sum(programs[:k]) for k in range(len(programs))]
+    begins = list(accumulate(programs, initial=0))[:-1]
     return begins + [NEVER] * (power_of_two(len(programs)) - len(programs))
 
 
-def _member(m: Member, loops: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def _walks(part: Part) -> tuple[Shape, ...]:
+    """What stands behind the addresses in each member's line."""
+    return tuple(_member(m, part.nests[2]) for m in part.members)
+
+
+def _member(m: Member, loops: int) -> Shape:
     spare = loops - len(m.elements.sizes)
     elements = [(1,) * spare + m.elements.sizes, *((0,) * spare + strides for strides in m.elements.strides)]
     walks = [*m.scope, *m.block, *elements[1:], elements[0]]
-    line = [m.values, m.mask, m.elements.count, *(n for walk in walks for n in _padded(walk))]
-    assert len(line) == MEMBER_FIELDS.value
+    line = (m.elements.count, *(n for walk in walks for n in _padded(walk)))
+    assert len(line) == MEMBER_FIELDS.value - 2
     return line
 
 
