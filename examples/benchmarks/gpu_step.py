@@ -2,20 +2,25 @@
 
     python examples/benchmarks/gpu_step.py                # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/gpu_step.py --size 4096 --no-csv
-    python examples/benchmarks/gpu_step.py --tiny         # under Triton's interpreter on CPU: does it run; no times
+    python examples/benchmarks/gpu_step.py --tiny         # all of it under Triton's interpreter on CPU; no times
 
 Masks are checked before anything is timed: exact counts, and the reference's mask bit for bit where scores are exact.
 Times are medians of many runs between device events, over weights in turn that together are larger than the cache.
+"captured" is a CUDA graph of many runs, queued behind a pause, so that no time of the host is in it; the other kinds
+are timed as they are called, host included.
 Bytes are the fewest that the work must move: a weight of N elements of b bytes is read once and its bool mask written
 once, N (b + 1). The floor is those bytes over the rate of a device copy measured in the same run.
 """
 
 import argparse
 import csv
+import math
 import os
 import platform
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +43,7 @@ ROWS = {
 }
 HIDDEN, INNER, LAYERS = 4096, 11008, 32  # Llama-7B: 7 weights a layer
 DTYPE = torch.bfloat16
+COPIES = 4  # weights in turn, together larger than the cache
 
 
 def update_of(weight: Tensor, mask: Tensor, row: str) -> Update:
@@ -62,32 +68,48 @@ def gate(weight: Tensor, row: str) -> None:
         raise SystemExit(f"{row}: {int((masks[0] != masks[1]).sum())} elements differ; nothing is timed")
 
 
-def median_ms(work: Callable[[int], object], copies: int, repeat: int) -> float:
-    """Median milliseconds of `work(i)`, i going round over `copies` weights."""
-    for i in range(copies + 2):
-        work(i % copies)
-    times = []
-    for i in range(repeat):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work(i % copies)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+Work = Callable[[int], object]
+ROUNDS, PAUSE = 8, 2_000_000  # runs of every weight in a graph; clock cycles in which the host queues what is timed
 
 
-def captured(work: Callable[[int], object], copies: int) -> Callable[[int], object]:
-    """The same work as CUDA graphs, one a weight: without the time that Python takes to launch."""
-    graphs = []
+def median_ms(work: Work, copies: int, repeat: int) -> float:
+    """Median milliseconds of `work(i)` as it is called, i going round over `copies` weights."""
     for i in range(copies):
         work(i)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+    return statistics.median(elapsed_ms(lambda i=i: work(i % copies)) for i in range(repeat))
+
+
+def captured_ms(work: Work, copies: int, repeat: int) -> float:
+    """Median milliseconds of `work(i)` on the device alone: a graph of many runs, one weight after the other."""
+    for i in range(copies):
+        work(i)
+    runs = list(range(copies))
+    if not torch.cuda.is_available():  # under the interpreter there is no graph
+        return statistics.median(elapsed_ms(lambda: [work(i) for i in runs]) for _ in range(repeat)) / len(runs)
+    runs *= ROUNDS if copies > 1 else 1
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in runs:
             work(i)
-        graphs.append(graph)
-    return lambda i: graphs[i].replay()
+    graph.replay()
+    return statistics.median(elapsed_ms(graph.replay, pause=True) for _ in range(repeat)) / len(runs)
+
+
+def elapsed_ms(act: Callable[[], object], pause: bool = False) -> float:
+    """Milliseconds between device events around `act`; with `pause` the device waits until all of it is queued."""
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        act()
+        return (time.perf_counter() - begin) * 1e3
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if pause:
+        torch.cuda._sleep(PAUSE)
+    first.record()
+    act()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last)
 
 
 def stock_of(weight: Tensor, row: str) -> Callable[[int], object]:
@@ -153,25 +175,30 @@ def llama(layers: int, hidden: int, inner: int, device: str) -> Iterator[Tensor]
             yield torch.randn(shape, device=device, dtype=DTYPE)
 
 
-def whole_model(row: str, weights: list[Tensor]) -> Callable[[int], object]:
-    """A step over all weights at once."""
+def whole_model(row: str, weights: list[Tensor]) -> Work:
+    """A step over all weights at once, after a look at its counts."""
     masks = [torch.zeros_like(w, dtype=torch.bool) for w in weights]
     updates = [update_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
+    scope_masks(updates, impl="triton")
+    for update, mask in zip(updates, masks, strict=True):
+        (group,) = update.groups
+        want = int(update.keep) * math.prod(group.scope_grid) * math.prod(group.members[0].shape)
+        if int(mask.sum()) != want:
+            raise SystemExit(f"{row}, whole model: {int(mask.sum())} elements kept, not {want}; nothing is timed")
     return lambda _: scope_masks(updates, impl="triton")
 
 
-def copy_rate(size: int) -> float:
+def copy_rate(size: int, device: str, repeat: int) -> float:
     """Bytes read plus bytes written a millisecond by a device copy."""
-    source = torch.randn(size, size, device="cuda", dtype=DTYPE)
-    targets = [torch.empty_like(source) for _ in range(4)]
-    ms = median_ms(lambda i: targets[i].copy_(source), 4, 100)
-    return 2 * source.numel() * source.element_size() / ms
+    source = torch.randn(size, size, device=device, dtype=DTYPE)
+    targets = [torch.empty_like(source) for _ in range(COPIES)]
+    return 2 * source.numel() * source.element_size() / captured_ms(lambda i: targets[i].copy_(source), COPIES, repeat)
 
 
-def measure(args: argparse.Namespace) -> list[dict]:
+def measure(args: argparse.Namespace, device: str) -> list[dict]:
     """The table."""
-    rate, lines = copy_rate(args.size), []
-    weights = [torch.randn(args.size, args.size, device="cuda", dtype=DTYPE) for _ in range(4)]
+    rate, lines = copy_rate(args.size, device, args.repeat), []
+    weights = [torch.randn(args.size, args.size, device=device, dtype=DTYPE) for _ in range(COPIES)]
     masks = [torch.zeros_like(w, dtype=torch.bool) for w in weights]
     for row in ROWS:
         gate(weights[0], row)
@@ -182,56 +209,48 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
         kinds = {
             "ours": ours,
-            "ours, captured": captured(ours, 4),
+            "ours, captured": ours,
             "stock (float32)": stock_of(weights[0], row),
             "torch": torch_of(weights, row),
             "torchao PAT": pat_of(weights, row),
         }
         bytes_moved = weights[0].numel() * (weights[0].element_size() + 1)
         lines += rows_of(row, kinds, bytes_moved, rate, args.repeat)
-    model = list(llama(args.layers, HIDDEN, INNER, "cuda"))
+    model = list(llama(args.layers, args.hidden, args.inner, device))
     bytes_moved = sum(w.numel() * (w.element_size() + 1) for w in model)
     for row in ROWS:
         step = whole_model(row, model)
-        kinds = {"ours": step, "ours, captured": captured(step, 1)}
-        lines += rows_of(f"{len(model)} weights, {row}", kinds, bytes_moved, rate, max(3, args.repeat // 10), copies=1)
+        kinds = {"ours": step, "ours, captured": step}
+        repeat = -(-args.repeat // 10)
+        lines += rows_of(f"{len(model)} weights, {row}", kinds, bytes_moved, rate, repeat, copies=1)
     return lines
 
 
-def rows_of(row: str, kinds: dict, bytes_moved: int, rate: float, repeat: int, copies: int = 4) -> list[dict]:
+def rows_of(row: str, kinds: dict, bytes_moved: int, rate: float, repeat: int, copies: int = COPIES) -> list[dict]:
     """One line a kind, printed as it is made."""
-    ms = {kind: median_ms(work, copies, repeat) for kind, work in kinds.items() if work is not None}
+    ms = {
+        kind: (captured_ms if kind.endswith("captured") else median_ms)(work, copies, repeat)
+        for kind, work in kinds.items()
+        if work is not None
+    }
     floor, lines = bytes_moved / rate, []
-    for kind, time in ms.items():
+    for kind, taken in ms.items():
         lines.append(
             {
                 "pattern": row,
                 "kind": kind,
-                "ms": round(time, 4),
+                "ms": round(taken, 4),
                 "bytes N(b+1)": bytes_moved,
-                "GB/s": round(bytes_moved / time / 1e6, 1),
+                "GB/s": round(bytes_moved / taken / 1e6, 1),
                 "copy GB/s": round(rate / 1e6, 1),
-                "times the floor": round(time / floor, 2),
-                "times faster than stock": round(ms["stock (float32)"] / time, 1) if "stock (float32)" in ms else "",
+                "share of the floor's rate": round(floor / taken, 3),
+                "times the floor": round(taken / floor, 2),
+                "times faster than stock": round(ms["stock (float32)"] / taken, 1) if "stock (float32)" in ms else "",
             }
         )
-        print("  ".join(f"{k}: {v}" for k, v in lines[-1].items()), flush=True)
+        shown = lines[-1].items() if torch.cuda.is_available() else (("pattern", row), ("kind", kind))
+        print("  ".join(f"{k}: {v}" for k, v in shown), flush=True)
     return lines
-
-
-def run_tiny() -> None:
-    """Every piece once on CPU under the interpreter, without a clock."""
-    weights = [torch.randn(64, 64).to(DTYPE) for _ in range(2)]
-    for row in ROWS:
-        gate(weights[0], row)
-        kept = torch_of(weights, row)(0)
-        stock_of(weights[0], row)(0)
-        pat = pat_of(weights, row)
-        if pat is not None:
-            pat(1)
-        print(f"{row}: mask checked, {int(kept.sum())} of {kept.numel()} kept by plain torch")
-    whole_model("2:4", list(llama(1, 16, 32, "cpu")))(0)
-    print("ran in the interpreter: nothing was timed, and there is no GPU figure")
 
 
 def main() -> None:
@@ -239,39 +258,54 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--inner", type=int, default=INNER)
     parser.add_argument("--repeat", type=int, default=100)
     parser.add_argument("--no-csv", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="small, in the interpreter, untimed: does it run")
+    parser.add_argument("--tiny", action="store_true", help="small, in the interpreter: does it run; no times")
     args = parser.parse_args()
     if args.tiny:
-        run_tiny()
+        run_tiny(args)
         return
     if not torch.cuda.is_available():
         raise SystemExit("gpu_step.py needs a CUDA device; --tiny runs it without one, untimed")
-    lines = measure(args)
+    lines = measure(args, "cuda")
     if not args.no_csv:
-        write_csv(lines)
+        write_csv(lines, Path(__file__).parent / "results" / "gpu_step.csv", torch.cuda.get_device_name())
 
 
-def write_csv(lines: list[dict]) -> None:
+def run_tiny(args: argparse.Namespace) -> None:
+    """The whole script on CPU under the interpreter, up to a CSV that is thrown away."""
+    args.size, args.layers, args.hidden, args.inner, args.repeat = 160, 1, 32, 64, 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gpu_step.csv"
+        lines = measure(args, "cpu")
+        write_csv(lines, path, "none: Triton's interpreter")
+        with path.open(newline="") as file:
+            read = list(csv.DictReader(file))
+    if [line["kind"] for line in read] != [line["kind"] for line in lines]:
+        raise SystemExit("the CSV does not hold the table")
+    print(f"ran in the interpreter, {len(read)} lines: masks were checked, and there is no GPU figure")
+
+
+def write_csv(lines: list[dict], path: Path, gpu: str) -> None:
     """The table with machine and versions."""
     import triton
 
     about = {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": gpu,
         "host": platform.machine(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "sparsekit_ao": sparsekit_ao.__version__,
     }
-    path = Path(__file__).parent / "results" / "gpu_step.csv"
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*lines[0], *about], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**line, **about} for line in lines)
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name}")
+    print(f"wrote {path.name}")
 
 
 if __name__ == "__main__":
