@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from sparsekit_ao.kernels import Blocks, Scopes, Update
 from sparsekit_ao.kernels import triton as gpu
+from sparsekit_ao.layout import cosize, row_major
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,22 +46,22 @@ class Target:
         return 0
 
 
-def empty(shape, dtype, stride=None):
-    return torch.empty(shape, dtype=dtype, device="meta") if stride is None else strided(shape, dtype, stride)
+def empty(shape, dtype, stride=None, start=0):
+    """A tensor on the meta device, whose memory starts `start` elements after a multiple of 16 bytes."""
+    stride = row_major(shape) if stride is None else stride
+    memory = torch.empty(cosize(shape, stride) + start, dtype=dtype, device="meta")
+    return memory.as_strided(shape, stride, start)
 
 
-def strided(shape, dtype, stride):
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+def blocks(shape, block, dtype, order=(), stride=None, mask=torch.bool, start=0):
+    values, mask = empty(shape, dtype, stride, start), empty(shape, mask, stride, start)
+    return Blocks(shape=block, values=values, mask=mask, order=order)
 
 
-def blocks(shape, block, dtype, order=(), stride=None, mask=torch.bool):
-    return Blocks(shape=block, values=empty(shape, dtype, stride), mask=empty(shape, mask, stride), order=order)
-
-
-def update(shape, dtype, block, scope, norm=2, stage=False, stride=None, big=False, keep=1, mask=torch.bool):
+def update(shape, dtype, block, scope, norm=2, stage=False, stride=None, big=False, mask=torch.bool, start=0):
     """A launch of one tensor's scopes."""
-    group = Scopes(members=(blocks(shape, block, dtype, stride=stride, mask=mask),), shape=scope)
-    return lambda: gpu.scope_masks([Update(groups=(group,), keep=keep, norm=norm, stage=stage)], gpu.Limits(big=big))
+    group = Scopes(members=(blocks(shape, block, dtype, stride=stride, mask=mask, start=start),), shape=scope)
+    return lambda: gpu.scope_masks([Update(groups=(group,), keep=1, norm=norm, stage=stage)], gpu.Limits(big=big))
 
 
 def hidden_units(dtype, big, stage=False):
@@ -121,7 +122,10 @@ FURTHER = {
         WHOLE, F32, (1, 1), WHOLE, stage=True, stride=(8200, 1), mask=F32
     ),
     "1x1 over a transposed tensor": update(WHOLE, BF16, (1, 1), WHOLE, stride=(1, 8192)),
-    "1x1 over a slice that starts anywhere": update((8190, 8191), BF16, (1, 1), (8190, 8191), stride=(8193, 1)),
+    "1x1 over a slice that starts anywhere": update(
+        (8190, 8191), BF16, (1, 1), (8190, 8191), stride=(8193, 1), start=1
+    ),
+    "2:4 of a slice that starts anywhere": update((8190, 8192), BF16, (1, 1), (1, 4), stride=(8193, 1), start=1),
     "1x1 over a tensor as a second stage, float16": update(WHOLE, F16, (1, 1), WHOLE, stage=True),
     "1x4 over a tensor": update(WHOLE, BF16, (1, 4), (8192, 2048)),
     "1x4 over a tensor as a second stage": update(WHOLE, BF16, (1, 4), (8192, 2048), norm=1, stage=True),

@@ -64,8 +64,10 @@ INSIDE = {
     ],
     "kernels/triton": [
         "device",
+        "ranking",
         "forms",
         "parts",
+        "specialise",
         "table",
         "reasons",
         "plan",

@@ -190,7 +190,7 @@ def test_thresholds_counted_in_64_bits_equal_those_in_32():
         for big in (False, True):
             values = torch.randn(1024, 1024, generator=generator()).bfloat16().cuda()
             group = Scopes(members=(Blocks(shape=block, values=values, mask=diagonal),), shape=(1, 1))
-            t = torch.linspace(0, 20, math.prod(group.scope_grid), device="cuda").view(group.scope_grid)
+            t = torch.linspace(0, 40, math.prod(group.scope_grid), device="cuda").view(group.scope_grid)
             if diagonal is None:
                 gpu_kernels.threshold(group, t, soft=True, limits=gpu_kernels.Limits(big=big))
             else:

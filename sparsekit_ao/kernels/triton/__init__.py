@@ -4,8 +4,8 @@ from triton import JITFunction
 
 from .fused import fused_kernel
 from .launch import block_scores, keep_mask, scope_masks
-from .plan import Limits
 from .reasons import reasons_of, rows_reasons, score_reasons
+from .specialise import Limits
 from .threshold import condition, condition_reasons, threshold, threshold_reasons
 
 __all__ = [

@@ -11,16 +11,18 @@ from .device import (
     begins,
     block_tile,
     elements_of,
-    folded,
-    join,
-    magnitude_bits,
     marked,
     mask_of,
     opened,
-    power,
-    rooted,
     slots_of,
     values_of,
+)
+from .ranking import (
+    folded,
+    join,
+    magnitude_bits,
+    power,
+    rooted,
 )
 
 __all__ = ["fill_kernel", "score_kernel"]

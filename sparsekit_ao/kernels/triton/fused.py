@@ -13,15 +13,17 @@ from .device import (
     elements_of,
     ends,
     evenly,
+    marked,
+    opened,
+    reach,
+)
+from .ranking import (
     folded,
     join,
     keep_bisected,
     keep_pairs,
-    marked,
-    opened,
     order_key,
     power,
-    reach,
     rooted,
 )
 

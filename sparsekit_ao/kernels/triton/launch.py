@@ -14,9 +14,10 @@ from ..update import Update
 from .blocks import fill_kernel, score_kernel
 from .fused import fused_kernel
 from .parts import strided_part
-from .plan import Limits, make_plan, rows_plan, score_plan
+from .plan import make_plan, rows_plan, score_plan
 from .ready import Ready, budget_of, key_of, prepared
 from .select import select_wide
+from .specialise import Limits
 
 __all__ = ["block_scores", "changed", "keep_mask", "on", "scope_masks"]
 

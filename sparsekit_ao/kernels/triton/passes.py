@@ -6,7 +6,13 @@ Every program of a row works out the digit that the last pass found for itself, 
 import triton
 import triton.language as tl
 
-from .device import BLOCK, SPAN, budget, marked, reach
+from .device import (
+    BLOCK,
+    SPAN,
+    budget,
+    marked,
+    reach,
+)
 from .wide import (
     ABOVE,
     AT_HIGH,

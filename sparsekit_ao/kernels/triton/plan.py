@@ -5,50 +5,23 @@ over rows of any length. Parts of the same form (dtype, loops, norm, ...) go int
 they are.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..update import Update
-from .forms import TYPES, Form
+from .forms import Form
 from .parts import Part, power_of_two, starts_of, strided_part, to_part
+from .specialise import Limits, asks, block_form, fused_form, is_fused, wide_form
 from .table import Place
 
-__all__ = ["Batch", "Limits", "Plan", "key_bits", "make_plan", "rows_plan", "score_plan"]
+__all__ = ["Batch", "Family", "Plan", "make_plan", "rows_plan", "score_plan"]
 
-SECTOR = 32  # bytes of memory that are read together
 NOWHERE = ((0, 0),)  # stored rows have no address of their own
 MOST_TILES = 1023  # of a span: its counts are kept in ten bits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Sizes that decide between ways; tests make them small.
-
-    Attributes:
-        fused: elements of the largest scope that one program takes, padded to powers of two.
-        tile: elements that a program holds at a time; a power of two, for long rows at least 16.
-        block: elements of a block that are added up at a time; a power of two. Sums depend on it.
-        held: elements of the largest block that one program takes whole.
-        narrow: fewest slots of rows, together, for which samples are drawn and the rows narrowed.
-        samples: keys sampled from such a row at most, and a quarter of it at most; a power of two.
-        programs: programs that a long launch is cut into.
-        big: count addresses in 64 bits whatever the size.
-    """
-
-    fused: int = 1 << 14
-    tile: int = 1 << 12
-    block: int = 1 << 9
-    held: int = 1 << 10
-    narrow: int = 1 << 18
-    samples: int = 1 << 13
-    programs: int = 1 << 11
-    big: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,30 +95,22 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
     wide: list[Row] = []
     slots = 0
     for at, update in enumerate(updates):
-        parts = [to_part(g, big=limits.big) for g in update.groups]
-        width, count = sum(p.width for p in parts), parts[0].rows
-        if width * count == 0 or parts[0].elements == 0:
+        places = _places(update, at, limits)
+        if places[0].width * places[0].part.rows * places[0].part.elements == 0:
             continue
-        columns = [sum(p.width for p in parts[:k]) for k in range(len(parts))]
-        places = [
-            Place(part=p, starts=starts_of(g), update=at, width=width, column=c)
-            for p, g, c in zip(parts, update.groups, columns, strict=True)
-        ]
-        if len(parts) == 1 and _is_fused(parts[0], update, limits):
-            part = parts[0] if _has_each(update) else parts[0].in_memory_order
-            fused.append((_fused_form(part, *_asks(update), limits), replace(places[0], part=part)))
-        elif (
-            all(p.single for p in parts) and len({(p.dtype, p.mask_dtype) for p in parts}) == 1 and width > limits.fused
-        ):
-            wide.append([(_wide_form(p.part, update.stage, limits), p) for p in places])
+        if len(places) == 1 and is_fused(places[0].part, update, limits):
+            fused.append(_fused(places[0], update, limits))
+        elif _is_wide(places, limits):
+            wide.append([(wide_form(p.part, update.stage, limits), p) for p in places])
         else:
-            scored += [(_block_form(p.part, *_asks(update)[:2], limits), replace(p, offset=slots)) for p in places]
-            stored = strided_part(count, width, (width, 1), dtype=torch.float32, big=limits.big)
-            place = Place(part=stored, starts=NOWHERE, update=at, width=width, column=0, offset=slots)
-            if _is_fused(stored, update, limits):
-                rows.append((_fused_form(stored, "2", *_asks(update)[1:], limits, stored=True), place))
+            scored += [(block_form(p.part, *asks(update)[:2], limits), replace(p, offset=slots)) for p in places]
+            width, count = places[0].width, places[0].part.rows
+            part = strided_part(count, width, (width, 1), dtype=torch.float32, big=limits.big)
+            place = Place(part=part, starts=NOWHERE, update=at, width=width, column=0, offset=slots)
+            if is_fused(part, update, limits):
+                rows.append((fused_form(part, "2", *asks(update)[1:], limits, stored=True), place))
             else:
-                wide.append([(_wide_form(stored, update.stage, limits, stored=True), place)])
+                wide.append([(wide_form(part, update.stage, limits, stored=True), place)])
             slots += -(-width * count // 16) * 16  # rows of the next update start aligned
     return Plan(
         fused=_batched(fused, "scopes"),
@@ -156,16 +121,40 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
     )
 
 
+def _places(update: Update, at: int, limits: Limits) -> list[Place]:
+    """An update's parts, and where each stands in a row."""
+    parts = [to_part(g, big=limits.big) for g in update.groups]
+    width = sum(p.width for p in parts)
+    columns = accumulate((p.width for p in parts[:-1]), initial=0)
+    return [
+        Place(part=p, starts=starts_of(g), update=at, width=width, column=c)
+        for p, g, c in zip(parts, update.groups, columns, strict=True)
+    ]
+
+
+def _fused(place: Place, update: Update, limits: Limits) -> tuple[Form, Place]:
+    """Scopes go as they lie in memory, unless they have numbers because each has a budget of its own."""
+    norm, stage, each = asks(update)
+    part = place.part if each else place.part.in_memory_order
+    return fused_form(part, norm, stage, each, limits), replace(place, part=part)
+
+
+def _is_wide(places: Sequence[Place], limits: Limits) -> bool:
+    """Whether rows are long, and of single elements of one dtype, so that their scores need not be stored."""
+    kinds = {(p.part.dtype, p.part.mask_dtype) for p in places}
+    return places[0].width > limits.fused and len(kinds) == 1 and all(p.part.single for p in places)
+
+
 def rows_plan(part: Part, keep: int | Tensor, stage: bool, signed: bool, limits: Limits) -> Plan:
     """How rows of given scores are selected."""
     place = Place(part=part, starts=NOWHERE, update=0, width=part.width, column=0)
     rows: Row = []
     wide: list[Row] = []
     update = Update(groups=(), keep=keep, stage=stage)
-    if _is_fused(part, update, limits):
-        rows.append((_fused_form(part, *_asks(update), limits, stored=True, signed=signed), place))
+    if is_fused(part, update, limits):
+        rows.append((fused_form(part, *asks(update), limits, stored=True, signed=signed), place))
     else:
-        wide.append([(_wide_form(part, stage, limits, stored=True, signed=signed), place)])
+        wide.append([(wide_form(part, stage, limits, stored=True, signed=signed), place)])
     return Plan(fused=(), scored=(), rows=_batched(rows, "scopes"), wide=_families(wide, limits), slots=0)
 
 
@@ -181,110 +170,8 @@ def score_plan(update: Update, limits: Limits, *, flat: bool = True, each: bool 
     """
     part = to_part(update.groups[0], big=limits.big)
     place = Place(part=part, starts=starts_of(update.groups[0]), update=0, width=part.width, column=0)
-    scored = _batched(
-        [(_block_form(part, *_asks(update)[:2], limits, flat=flat, each=each, held=held), place)], "slots"
-    )
+    scored = _batched([(block_form(part, *asks(update)[:2], limits, flat=flat, each=each, held=held), place)], "slots")
     return Plan(fused=(), scored=scored, rows=(), wide=(), slots=part.rows * part.width)
-
-
-@lru_cache(maxsize=4096)
-def _wide_form(part: Part, stage: bool, limits: Limits, *, stored: bool = False, signed: bool = False) -> Form:
-    """What the kernels for long rows are specialised on."""
-    return _form(
-        part,
-        stage,
-        False,
-        tile=limits.tile,
-        signed=signed,
-        bits=key_bits(part.dtype, signed),
-        stored=stored,
-        even=part.width % 16 == 0,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _fused_form(
-    part: Part, norm: str, stage: bool, each: bool, limits: Limits, *, stored: bool = False, signed: bool = False
-) -> Form:
-    padded, chunk = power_of_two(part.width), power_of_two(part.elements)
-    return _form(
-        part,
-        stage,
-        part.flat and part.width == padded and part.elements == chunk,
-        members=len(part.members),
-        inner=part.inner,
-        tile=max(1, limits.tile // (padded * chunk)),
-        width=part.width,
-        padded=padded,
-        chunk=chunk,
-        norm=norm,
-        single=part.single,
-        signed=signed,
-        bits=key_bits(part.dtype, signed) if part.single else 31,
-        stored=stored,
-        whole=all(m.elements.count == chunk for m in part.members),
-        each=each,
-        even=part.rows % 16 == 0,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _block_form(
-    part: Part, norm: str, stage: bool, limits: Limits, *, flat: bool = True, each: bool = False, held: int = 0
-) -> Form:
-    elements = power_of_two(part.elements)
-    chunk = elements if elements <= held else min(elements, limits.block)
-    # Where neighbours in memory are other blocks, not other elements, a tile takes enough of them side by side.
-    across = any(m.block[0][-1:] == (1,) and m.elements.strides[0][-1:] != (1,) for m in part.members)
-    return _form(
-        part,
-        stage,
-        flat and part.flat and part.elements == chunk,
-        members=len(part.members),
-        inner=part.inner,
-        tile=max(limits.tile // chunk, SECTOR // part.dtype.itemsize if across else 1),
-        chunk=chunk,
-        norm=norm,
-        single=part.single,
-        long=part.elements > chunk,
-        whole=all(m.elements.count % chunk == 0 for m in part.members),
-        each=each,
-        even=part.width % 16 == 0,
-    )
-
-
-def _form(part: Part, stage: bool, flat: bool, **more: Any) -> Form:
-    return Form(
-        dtype=TYPES[part.dtype],
-        mask_dtype=TYPES[part.mask_dtype],
-        nests=part.nests,
-        units=part.units,
-        aligned=part.aligned(flat),
-        big=part.big,
-        stage=stage,
-        flat=flat,
-        **more,
-    )
-
-
-def _is_fused(part: Part, update: Update, limits: Limits) -> bool:
-    crowded = part.big and update.stage  # addresses take the registers of half the tile
-    return part.padded <= limits.fused // (1 + crowded) and part.elements <= limits.held
-
-
-def _has_each(update: Update) -> bool:
-    return isinstance(update.keep, Tensor) and update.keep.numel() > 1
-
-
-def key_bits(dtype: torch.dtype, signed: bool) -> int:
-    """Bits of a key as the kernels make it: one less for magnitudes, whose sign is gone."""
-    return (32 if dtype == torch.float32 else 16) - (not signed)
-
-
-def _asks(update: Update) -> tuple[str, bool, bool]:
-    """An update's norm, whether it is a later stage, whether scopes have budgets of their own."""
-    norm = "inf" if update.norm == math.inf else str(update.norm).removesuffix(".0")
-    return norm, update.stage, _has_each(update)
 
 
 def _batched(found: Row, way: str, length: int = 0) -> tuple[Batch, ...]:

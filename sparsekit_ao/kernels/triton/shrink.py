@@ -12,12 +12,14 @@ from .device import (
     begins,
     block_tile,
     elements_of,
-    folded,
     mask_of,
     opened,
-    power,
     slots_of,
     values_of,
+)
+from .ranking import (
+    folded,
+    power,
 )
 
 __all__ = ["condition_kernel", "threshold_kernel"]
@@ -124,6 +126,17 @@ def condition_kernel(
     s = tl.where(alive, tl.div_rn(force - t, tl.where(alive, largest, 1.0)), 1.0)
     slack = tl.where(alive, t, 1.0)[:, None]
     pull = tl.where(alive[:, None], pull, 0.0)
+    s, missed = newton(h, pull, slack, s, alive, atol, steps, FORM)
+    tl.store(misses + tl.program_id(0), tl.max(missed, axis=0))
+    w = tl.div_rn(pull * s[:, None], h * s[:, None] + slack)
+    w = tl.where(alive[:, None], w, tl.where(force == force, 0.0, force)[:, None])
+    same = (t == 0) | (missed > 0)
+    tl.store(values_of(member, FORM) + at, tl.where(same[:, None], v, w).to(FORM.dtype), mask=seen)
+
+
+@triton.jit
+def newton(h, pull, slack, s, alive, atol, steps, FORM: tl.constexpr):
+    """The root of phi(s) = 1 for each block, from below; and by how much blocks still miss it."""
     missed = tl.where(alive, atol + 1.0, 0.0)
     for _ in range(steps + 1):
         if tl.max(missed, axis=0) > atol:
@@ -134,8 +147,4 @@ def condition_kernel(
             slope = folded(tl.div_rn(h * u * u, below), FORM.tile, FORM.chunk, "2")
             newer = s + tl.div_rn(phi * phi * (phi - 1), tl.where(slope > 0, slope, 1.0))
             s = tl.where(missed > 0, newer, s)
-    tl.store(misses + tl.program_id(0), tl.max(missed, axis=0))
-    w = tl.div_rn(pull * s[:, None], h * s[:, None] + slack)
-    w = tl.where(alive[:, None], w, tl.where(force == force, 0.0, force)[:, None])
-    same = (t == 0) | (missed > 0)
-    tl.store(values_of(member, FORM) + at, tl.where(same[:, None], v, w).to(FORM.dtype), mask=seen)
+    return s, missed

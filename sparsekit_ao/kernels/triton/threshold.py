@@ -9,10 +9,11 @@ from torch import Tensor
 from ..tiling import Blocks, Scopes
 from ..update import Update
 from .launch import changed, on
-from .plan import Limits, score_plan
+from .plan import score_plan
 from .ready import Launch, budget_of, key_of, prepared
 from .reasons import score_reasons
 from .shrink import condition_kernel, threshold_kernel
+from .specialise import Limits
 
 __all__ = ["condition", "condition_reasons", "threshold", "threshold_reasons"]
 

@@ -20,8 +20,10 @@ from .device import (
     ends,
     evenly,
     opened,
-    order_key,
     reach,
+)
+from .ranking import (
+    order_key,
 )
 
 __all__ = [
