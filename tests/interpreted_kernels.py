@@ -529,6 +529,23 @@ def by_row(shape, width, stride=None):
     return Update(groups=(Scopes(members=(member,), shape=(1, width)),), keep=1)
 
 
+@pytest.mark.parametrize(
+    ("block", "scope", "count"), [((1, 1), (1, 4), 1), ((1, 1), (8192, 8192), 7), ((32, 32), (256, 256), 8)]
+)
+def test_launches_are_as_many_as_the_notes_say(block, scope, count, monkeypatch):
+    seen = []
+    for module in (ready, select):
+        monkeypatch.setattr(module, "run", lambda kernel, *a, **k: seen.append(kernel.__name__))
+    for weights in (1, 5):
+        groups = []
+        for _ in range(weights):
+            values, mask = (torch.empty(8192, 8192, dtype=t, device="meta") for t in (torch.bfloat16, torch.bool))
+            groups.append(Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=scope))
+        gpu.scope_masks([Update(groups=(g,), keep=1) for g in groups])
+        assert len(seen) == count, seen
+        seen.clear()
+
+
 def test_rows_just_too_long_for_one_program_are_narrowed_where_they_are_many():
     (few,), (many_rows,) = (make_plan([by_row((n, 20_000), 20_000)], FUSED).wide for n in (4, 4096))
     assert not few.batches[0].form.narrow and many_rows.batches[0].form.narrow
