@@ -107,6 +107,7 @@ CASES = {
     "32x32 over a tensor": update(WHOLE, BF16, (32, 32), (256, 256)),
     "output neurons": update(WHOLE, BF16, (1, 8192), (8192, 1)),
     "inputs": update(WHOLE, BF16, (8192, 1), (1, 8192)),
+    "2:4 of 3x3 kernels": update((512, 512, 3, 3), F32, (1, 1, 3, 3), (1, 4, 1, 1)),
     "4:8 of 3 elements": update((8192, 768 * 8), BF16, (1, 3), (1, 8), norm=math.inf),
     "a hidden unit of three tensors": hidden_units(BF16, False),
     "soft threshold of 1x16": threshold((1, 16), BF16, True, each=True),

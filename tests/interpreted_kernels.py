@@ -363,7 +363,7 @@ def near_ties(rows, block, count):
     return tiles.reshape(rows * block[0], count * block[1]).contiguous()
 
 
-@pytest.mark.parametrize("block", [(1, 4), (8, 1), (4, 8), (1, 3), (32, 32)])
+@pytest.mark.parametrize("block", [(1, 4), (8, 1), (4, 8), (32, 32), (1, 3), (3, 3), (5, 7), (1, 11)])
 def test_sums_of_blocks_are_the_references_bits_by_every_way(block):
     """So masks agree even where blocks differ by no more than rounding."""
     values = near_ties(2, block, 8)

@@ -213,7 +213,7 @@ def _check_windows(groups: Sequence[Scopes]) -> None:
                 raise SparsityError(
                     f"groups[{at}]: the mask is expanded, so its elements share memory. Clone it first."
                 )
-        if _longer(group.scope_grid) != _longer(groups[0].scope_grid):
+        if at and _longer(group.scope_grid) != _longer(groups[0].scope_grid):
             raise SparsityError(
                 f"groups[{at}]: scopes form a grid {list(group.scope_grid)}, but those of groups[0] "
                 f"{list(groups[0].scope_grid)}; scopes that share budgets must line up"

@@ -174,10 +174,43 @@ def block_tile(part, member, first, begin, lies, real, MASKED: tl.constexpr, FOR
         at = first * (FORM.tile * FORM.chunk) + tl.arange(0, FORM.tile * FORM.chunk)
         seen = at < field(part, ROWS, FORM) * evenly(part, BLOCKS, FORM) * FORM.chunk
     else:
-        element = begin + tl.arange(0, FORM.chunk)
+        element, there = elements_at(member, begin, FORM)
         at = lies[:, None] + reach(part, member, element, ELEMENT, MASKED, FORM)[None, :]
-        seen = real[:, None] & (element < elements_of(member, FORM))[None, :]
+        seen = real[:, None] & there[None, :]
     return at, seen
+
+
+@triton.jit
+def elements_at(member, begin, FORM: tl.constexpr):
+    """The elements at CHUNK positions of a block's halving tree from `begin` on, and which of them exist.
+
+    A tree over sides that are no powers of two has gaps; else positions are elements.
+    """
+    at = begin + tl.arange(0, FORM.chunk)
+    if len(FORM.sides) > 0:
+        found = at * 0
+        real = at >= 0
+        for k in tl.static_range(len(FORM.sides)):
+            index, there = place_in_tree((at // FORM.sides[k][2]) % FORM.sides[k][1], FORM.sides[k][0])
+            found += index * FORM.sides[k][3]
+            real = real & there
+    else:
+        found = at
+        real = at < elements_of(member, FORM)
+    return found, real
+
+
+@triton.jit
+def place_in_tree(position, SIDE: tl.constexpr):
+    """Which of SIDE elements stands at a position of their halving tree, and whether one does."""
+    found = position * 0
+    real = position >= 0
+    levels: tl.constexpr = (SIDE - 1).bit_length()
+    for j in tl.static_range(levels):
+        # after k folds of n elements ceil(n / 2^k) = ((n - 1) >> k) + 1 are left
+        found += ((position >> j) & 1) * (((SIDE - 1) >> (levels - j)) + 1)
+        real = real & (found <= ((SIDE - 1) >> (levels - j - 1)))
+    return found, real
 
 
 @triton.jit

@@ -31,6 +31,8 @@ class Form:
         tile: scopes, slots or keys that a program holds at a time.
         width, padded: blocks of a scope that a program takes whole, and the power of two above.
         chunk: elements of a block that are read at a time, a power of two.
+        sides: sides of a block of which some is no power of two: each with the power of two above, and how far the next
+            of it lies among positions and among elements; else nothing.
         norm: "1", "2" or "inf".
         single: a block is one element of one tensor, so that its score is |x| as it is.
         signed, bits: keys of either sign; bits of a key.
@@ -55,6 +57,7 @@ class Form:
     width: int = 0
     padded: int = 1
     chunk: int = 1
+    sides: tuple[tuple[int, int, int, int], ...] = ()
     norm: str = "2"
     single: bool = False
     signed: bool = False

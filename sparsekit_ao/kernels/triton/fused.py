@@ -10,7 +10,7 @@ from .device import (
     ROWS,
     SCOPE,
     budget,
-    elements_of,
+    elements_at,
     ends,
     evenly,
     marked,
@@ -81,11 +81,12 @@ def scope_tile(part, member, first, scope, real, MASKED: tl.constexpr, FORM: tl.
         at = first * (FORM.tile * volume) + tl.arange(0, FORM.tile * volume)
         seen = at < evenly(part, ROWS, FORM) * volume
     else:
-        block, element = tl.arange(0, FORM.padded), tl.arange(0, FORM.chunk)
+        block = tl.arange(0, FORM.padded)
+        element, there = elements_at(member, 0, FORM)
         at = (
             reach(part, member, scope, SCOPE, MASKED, FORM)[:, None, None]
             + reach(part, member, block, BLOCK, MASKED, FORM)[None, :, None]
             + reach(part, member, element, ELEMENT, MASKED, FORM)[None, None, :]
         )
-        seen = real[:, :, None] & (element < elements_of(member, FORM))[None, None, :]
+        seen = real[:, :, None] & there[None, None, :]
     return at, seen

@@ -41,6 +41,7 @@ class Part:
         mask_dtype: of all members' masks (uint8 for bool).
         big: whether some address needs 64 bits.
         level: whether all memory starts at a multiple of 16 bytes.
+        block: sides of a block longer than 1, outermost first, where all members share them.
     """
 
     members: tuple[Member, ...]
@@ -50,6 +51,7 @@ class Part:
     mask_dtype: torch.dtype
     big: bool
     level: bool
+    block: Shape = ()
 
     @property
     def rows(self) -> int:
@@ -65,11 +67,6 @@ class Part:
     def elements(self) -> int:
         """Elements of the largest member's block."""
         return max(m.elements.count for m in self.members)
-
-    @property
-    def padded(self) -> int:
-        """Elements of a scope in the largest member, blocks and their elements padded to powers of two."""
-        return power_of_two(self.width) * power_of_two(self.elements)
 
     @cached_property
     def in_memory_order(self) -> "Part":
@@ -152,12 +149,20 @@ def to_part(scopes: Scopes, *, big: bool) -> Part:
     level = not any(start % 16 for pair in starts_of(scopes) for start in pair)
     both = tuple(m.values is not None and m.mask is not None for m in scopes.members)
     dtype = scopes.members[0].window.dtype
-    return _part(lower(scopes), both, dtype, _stored(scopes.members[0]), big or far, level)
+    blocks = {tuple(n for n in m.shape if n > 1) for m in scopes.members}
+    block = next(iter(blocks)) if len(blocks) == 1 else ()
+    return _part(lower(scopes), both, dtype, _stored(scopes.members[0]), big or far, level, block)
 
 
 @lru_cache(maxsize=4096)
 def _part(
-    nests: Nests, both: tuple[bool, ...], dtype: torch.dtype, mask_dtype: torch.dtype, big: bool, level: bool
+    nests: Nests,
+    both: tuple[bool, ...],
+    dtype: torch.dtype,
+    mask_dtype: torch.dtype,
+    big: bool,
+    level: bool,
+    block: Shape,
 ) -> Part:
     members, at = [], 0
     for has_both, elements in zip(both, nests.elements, strict=True):
@@ -178,6 +183,7 @@ def _part(
         mask_dtype=mask_dtype,
         big=big,
         level=level,
+        block=block,
     )
 
 

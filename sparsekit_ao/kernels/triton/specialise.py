@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def fused_form(
     part: Part, norm: str, stage: bool, each: bool, limits: Limits, *, stored: bool = False, signed: bool = False
 ) -> Form:
     """What the fused kernel is specialised on."""
-    padded, chunk = power_of_two(part.width), power_of_two(part.elements)
+    padded, (chunk, sides) = power_of_two(part.width), tree_of(part, limits)
     return _form(
         part,
         stage,
@@ -73,6 +74,7 @@ def fused_form(
         width=part.width,
         padded=padded,
         chunk=chunk,
+        sides=sides,
         norm=norm,
         single=part.single,
         signed=signed,
@@ -89,7 +91,7 @@ def block_form(
     part: Part, norm: str, stage: bool, limits: Limits, *, flat: bool = True, each: bool = False, held: int = 0
 ) -> Form:
     """What kernels over slots are specialised on: scores, masks, thresholds."""
-    elements = power_of_two(part.elements)
+    elements, sides = tree_of(part, limits)
     chunk = elements if elements <= held else min(elements, limits.block)
     # Where neighbours in memory are other blocks, not other elements, a tile takes enough of them side by side.
     across = any(m.block[0][-1:] == (1,) and m.elements.strides[0][-1:] != (1,) for m in part.members)
@@ -101,6 +103,7 @@ def block_form(
         inner=part.inner,
         tile=max(limits.tile // chunk, SECTOR // part.dtype.itemsize if across else 1),
         chunk=chunk,
+        sides=sides,
         norm=norm,
         single=part.single,
         long=part.elements > chunk,
@@ -127,7 +130,17 @@ def _form(part: Part, stage: bool, flat: bool, **more: Any) -> Form:
 def is_fused(part: Part, update: Update, limits: Limits) -> bool:
     """Whether a program takes scopes of this part whole."""
     crowded = part.big and update.stage  # addresses take the registers of half the tile
-    return part.padded <= limits.fused // (1 + crowded) and part.elements <= limits.held
+    chunk, _ = tree_of(part, limits)
+    return power_of_two(part.width) * chunk <= limits.fused // (1 + crowded) and chunk <= limits.held
+
+
+def tree_of(part: Part, limits: Limits) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
+    """Positions of a block's halving tree, a power of two; and `Form.sides` where it has gaps that are followed."""
+    padded = [power_of_two(n) for n in part.block]
+    if prod(padded) > limits.block or tuple(padded) == part.block:
+        return power_of_two(part.elements), ()
+    sides = ((side, padded[k], prod(padded[k + 1 :]), prod(part.block[k + 1 :])) for k, side in enumerate(part.block))
+    return max(prod(padded), power_of_two(part.elements)), tuple(sides)
 
 
 def _has_each(update: Update) -> bool:
