@@ -25,6 +25,7 @@ LADDER = [
     "densities",
     "pages",
     "select",
+    "distributed",
     "masking",
     "config",
     "structure",
@@ -100,6 +101,7 @@ INSIDE = {
         "discover",
     ],
     "export": ["layers", "kept", "cut", "attributes", "norms", "manifest", "report", "verify", "compact"],
+    "distributed": ["placement", "tensors", "pieces", "together", "update"],
     "dynamic": [
         "draws",
         "masking",

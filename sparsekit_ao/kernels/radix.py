@@ -5,19 +5,21 @@ largest lies, go on inside it. A row is read in chunks, so nothing the size of t
 histogram decides who takes part: `reduce` may sum it over other processes, which hold other slots of the same rows.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterator
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
 
-__all__ = ["CHUNK", "KeyRows", "Reduce", "mark_first", "select_threshold"]
+__all__ = ["CHUNK", "KeyRows", "Passes", "Reduce", "driven", "mark_first", "select_threshold", "threshold_passes"]
 
 BITS = 13
 CHUNK = 1 << 18
+T = TypeVar("T")
 Reduce = Callable[[Tensor], Tensor]
+Passes = Generator[Tensor, Tensor, T]  # yields a histogram, is sent its sum over the processes, returns a T
 
 
 class KeyRows(Protocol):
@@ -33,12 +35,34 @@ class KeyRows(Protocol):
 
 
 def select_threshold(source: KeyRows, keep: Tensor, reduce: Reduce | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The keep-th largest key of each row, and what is needed to cut its ties.
+    """The keep-th largest key of each row, and what is needed to cut its ties; see `threshold_passes`.
 
     Args:
-        source: the keys; every process of a `reduce` holds its own part of every row.
-        keep: int64 [rows], 0 <= keep <= slots of the row over all processes.
+        source, keep: as there.
         reduce: sums an int64 histogram [rows, bins] over the processes; None for one process.
+    """
+    return driven(threshold_passes(source, keep), reduce)
+
+
+def driven(passes: Passes[T], reduce: Reduce | None) -> T:
+    """Run passes to their end, each histogram through `reduce`."""
+    try:
+        counts = next(passes)
+        while True:
+            counts = passes.send(counts if reduce is None else reduce(counts))
+    except StopIteration as end:
+        return end.value
+
+
+def threshold_passes(source: KeyRows, keep: Tensor) -> Passes[tuple[Tensor, Tensor, Tensor]]:
+    """The keep-th largest key of each row, a pass at a time, so that several selections may share their sums.
+
+    Args:
+        source: the keys; every process holds its own part of every row.
+        keep: int64 [rows], 0 <= keep <= slots of the row over all processes.
+
+    Yields:
+        An int64 histogram [rows, bins], for its sum over the processes.
 
     Returns:
         (threshold, need, ties), int64 [rows]: keys above the threshold are kept; of the `ties` equal to it the first
@@ -52,8 +76,7 @@ def select_threshold(source: KeyRows, keep: Tensor, reduce: Reduce | None = None
     while shift > 0:
         low = max(shift - BITS, 0)
         found = [_histogram(source, row, int(prefix[row]), shift, low, live[row]) for row in range(source.rows)]
-        counts = torch.stack(found) if found else torch.zeros(0, 1, dtype=torch.int64)
-        counts = counts if reduce is None else reduce(counts)
+        counts = yield torch.stack(found) if found else torch.zeros(0, 1, dtype=torch.int64)
         if shift == source.bits and bool((keep > counts.sum(1)).any()):
             raise SparsityError(
                 f"keep must be at most the members of a scope, got {keep.tolist()} of "

@@ -171,7 +171,7 @@ class SparseScope(ABC):
         if values is None and threshold_in_place(groups, t, soft=False, factors=[1.0] * len(groups), impl=impl):
             return
         blocks = [spec.block for spec, _ in self.scopes()]
-        drops = [b.below(t, values, self._as_mean()) for b, t in zip(blocks, self._spread(thresholds), strict=True)]
+        drops = [b.below(t, values, self.as_mean) for b, t in zip(blocks, self._spread(thresholds), strict=True)]
         for block, drop in zip(blocks, drops, strict=True):
             block.zero_blocks(drop)
 
@@ -273,13 +273,14 @@ class SparseScope(ABC):
         self._check_values(values)
         blocks = [spec.block for spec, _ in self.scopes()]
         norms: dict[SparseBlock, Tensor] = {
-            b: kernels.block_scores(b.operands(values), 2, ndim=b.grid_ndim, as_mean=self._as_mean()) for b in blocks
+            b: kernels.block_scores(b.operands(values), 2, ndim=b.grid_ndim, as_mean=self.as_mean) for b in blocks
         }
         rows = self._rows_of(norms, "norms")
         assert rows is not None
         return rows
 
-    def _as_mean(self) -> bool:
+    @property
+    def as_mean(self) -> bool:
         """Whether norms are power means: competitors are scored alike, so as soon as some block is partial."""
         return any(m.is_partial for spec, _ in self.scopes() for m in spec.block.operands())
 

@@ -1,0 +1,142 @@
+"""Where a sharded tensor lies: which part of it this rank holds, and which blocks of a view that part is made of.
+
+Works on shapes, strides and offsets. A `DTensor` is known by its attribute `placements`, so that nobody who has none
+pays for importing it; values, masks and collectives are other files' business.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..layout import Shape, row_major
+from ..spec import BlockSpec, ScopeSpec
+
+__all__ = [
+    "AWKWARD",
+    "BLOCKS",
+    "SCOPES",
+    "Box",
+    "Window",
+    "box_of",
+    "is_sharded",
+    "reach_of",
+    "sharded_dims",
+    "window_of",
+]
+
+AWKWARD, BLOCKS, SCOPES = 0, 1, 2  # what lies whole on every rank: nothing for certain, each block, each scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of a tensor: its first index and its sizes, one entry a dimension."""
+
+    start: Shape
+    size: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The part of a view that lies in a box: where it starts in the view, and how it lies in the box's own memory."""
+
+    start: Shape
+    shape: Shape
+    stride: Shape
+
+    def on(self, local: Tensor) -> Tensor:
+        """This window on a tensor of the box's shape; a live alias of a contiguous one."""
+        local = local.detach() if local.is_contiguous() else local.detach().contiguous()
+        return local.as_strided(self.shape, self.stride, local.storage_offset())
+
+
+def is_sharded(t: object) -> bool:
+    """Whether a tensor is a `DTensor`, whatever its placements.
+
+    >>> import torch
+    >>> is_sharded(torch.ones(2))
+    False
+    """
+    return hasattr(t, "placements")
+
+
+def sharded_dims(t: Any) -> tuple[int, ...]:
+    """Mesh dimensions over which a DTensor is cut; over the others it is repeated."""
+    return tuple(k for k, p in enumerate(t.placements) if not p.is_replicate())
+
+
+def box_of(t: Any) -> Box:
+    """The box of a DTensor that this rank holds; padding not counted."""
+    (chunk,) = t.__create_chunk_list__()
+    return Box(start=tuple(chunk.offsets), size=tuple(chunk.sizes))
+
+
+def window_of(spec: BlockSpec, box: Box) -> Window | None:
+    """The part of a block spec's view that lies in a box, where that is a window again; else None.
+
+    It is one where every dimension of the view walks along one dimension of the parameter, and the box cuts only the
+    outermost walk of each, between two steps.
+
+    >>> import torch
+    >>> spec = BlockSpec(torch.zeros(4, 8), (1, 2))
+    >>> window_of(spec, Box(start=(2, 0), size=(2, 8)))
+    Window(start=(2, 0), shape=(2, 8), stride=(8, 1))
+    """
+    view, whole = spec.view, tuple(spec.view.param.shape)
+    home, inside = row_major(whole), row_major(box.size)
+    if view.param.stride() != home or view.offset != 0:
+        return None
+    walks: dict[int, list[tuple[int, int]]] = {k: [] for k in range(len(whole))}  # of each dimension (step, view dim)
+    for j, (n, d) in enumerate(zip(view.shape, view.stride, strict=True)):
+        if n == 1:
+            continue
+        k = next((k for k in range(len(whole)) if whole[k] > 1 and home[k] <= d < home[k] * whole[k]), None)
+        if k is None or d % home[k] or (d // home[k]) * (n - 1) >= whole[k]:
+            return None
+        walks[k].append((d // home[k], j))
+    start, shape, stride = [0] * view.ndim, list(view.shape), [0] * view.ndim
+    for k, found in walks.items():
+        for step, j in found:
+            stride[j] = step * inside[k]
+        if box.size[k] == whole[k]:
+            continue
+        outer = _outermost(sorted(found), view.shape, whole[k])
+        if outer is None or box.start[k] % outer[0] or box.size[k] % outer[0]:
+            return None
+        start[outer[1]], shape[outer[1]] = box.start[k] // outer[0], box.size[k] // outer[0]
+    return Window(start=tuple(start), shape=tuple(shape), stride=tuple(stride))
+
+
+def _outermost(found: Sequence[tuple[int, int]], sizes: Shape, length: int) -> tuple[int, int] | None:
+    """The widest of the walks along one dimension, if they nest and meet all of it."""
+    reach = 1
+    for step, j in found:
+        if step != reach:
+            return None
+        reach *= sizes[j]
+    return found[-1] if found and reach == length else None
+
+
+def reach_of(scope: ScopeSpec, box: Box) -> int:
+    """How much of a scope spec a box leaves whole: `SCOPES`, `BLOCKS`, or `AWKWARD` where some block may be cut.
+
+    Blocks of several tensors and blocks at a partial edge count as awkward.
+    """
+    leaves = scope.block.blocks()
+    window = window_of(leaves[0], box) if len(leaves) == 1 else None
+    if window is None:
+        return AWKWARD
+    block, sizes = leaves[0].shape, leaves[0].view.shape
+    cells = [
+        (at, n, b, size, g)
+        for at, n, b, size, g in zip(window.start, window.shape, block, sizes, scope.shape, strict=True)
+        if n != size
+    ]
+    if any(size % b for size, b in zip(sizes, block, strict=True)) or any(at % b or n % b for at, n, b, _, _ in cells):
+        return AWKWARD
+    if math.prod(window.shape) == 0:
+        return SCOPES
+    ends = [(at, at + n, b * g, size) for at, n, b, size, g in cells]
+    return SCOPES if all(a % t == 0 and (e % t == 0 or e == size) for a, e, t, size in ends) else BLOCKS

@@ -1,0 +1,66 @@
+"""Several gloo ranks on this machine: one spawn runs many cases, each of which is a test of its own."""
+
+import datetime
+import multiprocessing
+import pathlib
+import traceback
+import warnings
+
+import torch
+from torch import distributed
+
+
+def run_ranks(world, folder, cases, *, seconds=240):
+    """Run `cases()` (a list of (name, function of no arguments)) on every rank.
+
+    Args:
+        world: number of ranks.
+        folder: an empty folder, where they meet.
+        cases: a function of a module; every rank lists and runs the same cases in the same order.
+
+    Returns:
+        {name: the first rank's error text, or None}; a rank that dies ends the whole run.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=_rank, args=(k, world, str(folder), cases)) for k in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(seconds)
+        if rank.is_alive():
+            rank.kill()
+    found = [torch.load(p) for p in sorted(pathlib.Path(folder).glob("rank*.pt"))]
+    codes = [rank.exitcode for rank in ranks]
+    assert codes == [0] * world and len(found) == world, (codes, found)
+    return {name: next((f[name] for f in found if f[name]), None) for name in found[0]}
+
+
+def _rank(rank, world, folder, cases):
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    found = {}
+    for name, case in cases():
+        try:
+            case()
+            found[name] = None
+        except Exception:
+            found[name] = f"rank {rank}: {traceback.format_exc()}"
+        if _any_failed(found[name] is not None):
+            found.setdefault(name, None)
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def _any_failed(mine):
+    """Whether the case failed on any rank; also keeps ranks in step between cases."""
+    flag = torch.tensor(int(mine))
+    distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+    return bool(flag)

@@ -1,0 +1,222 @@
+"""Masks of sharded tensors are those of one process, bit for bit: placements, world sizes, dtypes, ties, patterns."""
+
+import functools
+import itertools
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import distributed
+
+from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
+from sparsekit_ao.distributed import Job, local, update_masks, whole
+
+pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def weights(kind, shape, dtype, seed):
+    """normal: hardly a tie; ties: nearly all; zeros: only ties; special: NaN, infinities, both zeros."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(shape, generator=g)
+    if kind == "ties":
+        w = torch.randint(-2, 3, shape, generator=g).float()
+    if kind == "zeros":
+        w = torch.zeros(shape)
+    if kind == "special":
+        w.view(-1)[::7] = float("nan")
+        w.view(-1)[::11] = float("-inf")
+        w.view(-1)[::3] = -0.0
+    return w.to(dtype)
+
+
+def stand_in(w):
+    return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
+
+
+def compare(scope, tensors, placements, mesh, keep, *, norm=2, stage=None):
+    """Masks of the scope over tensors (in the order of its block specs), sharded and whole."""
+    from torch.distributed.tensor import distribute_tensor
+
+    leaves = [leaf for spec, _ in scope.scopes() for leaf in spec.block.blocks()]
+    before = [torch.ones(w.shape, dtype=torch.bool) if stage is None else stage for w in tensors]
+    want = dict(zip(leaves, (m.clone() for m in before), strict=True))
+    values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
+    scope.update_masks(want, keep, values, norm=norm, stage=stage is not None)
+    put = [
+        (lambda t, p=p: t.clone()) if p is None else (lambda t, p=p: distribute_tensor(t.clone(), mesh, p))
+        for p in placements
+    ]
+    masks = {leaf: f(m) for leaf, m, f in zip(leaves, before, put, strict=True)}
+    sharded = {leaf.view.param: f(w) for leaf, w, f in zip(leaves, tensors, put, strict=True)}
+    storages = [local(m).data_ptr() for m in masks.values()]
+    update_masks([Job(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, stage=stage is not None)])
+    assert [local(m).data_ptr() for m in masks.values()] == storages  # filled in place
+    for leaf in leaves:
+        assert torch.equal(whole(masks[leaf]), want[leaf]), (masks[leaf], want[leaf])
+
+
+PATTERNS = {  # name: (block, scope, level)
+    "elements": ((), (), 0.7),
+    "2:4": ((), (1, 4), 0.5),
+    "2:4 down": ((), (4, 1), 0.5),
+    "rows": ((), (1, -1), 0.6),
+    "columns": ((), (-1, 1), 0.6),
+    "1x4": ((1, 4), (), 0.5),
+    "4x4": ((4, 4), (), 0.75),
+    "row blocks": ((1, -1), (), 0.5),
+    "column blocks": ((-1, 1), (), 0.5),
+    "rows of 5": ((), (5, -1), 0.5),
+}
+
+
+def plain_cases(mesh, placements, shape, where):
+    """Patterns under one placement; dtypes, kinds and levels go round."""
+    turn = itertools.product(DTYPES, ("normal", "ties", "zeros", "special"))
+    turn = itertools.cycle(turn)
+    for at, (name, (block, scope, level)) in enumerate(PATTERNS.items()):
+        for _ in range(2):
+            dtype, kind = next(turn)
+
+            def case(at=at, block=block, scope=scope, level=level, dtype=dtype, kind=kind):
+                w = weights(kind, shape, dtype, at)
+                if block and kind == "normal":
+                    w = (w * 4).round()  # sums of squares are exact
+                spec = ScopeSpec(BlockSpec(stand_in(w), block, name="w"), scope)
+                compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(level))
+
+            yield f"{where} {name} {kind} {str(dtype)[6:]}", case
+
+
+def global_case(mesh, placements, shapes, dtype, kind, level):
+    tensors = [weights(kind, s, dtype, i) for i, s in enumerate(shapes)]
+    scope = ScopeCoupling([ScopeSpec(BlockSpec(stand_in(w), name=f"w{i}")) for i, w in enumerate(tensors)])
+    compare(scope, tensors, placements, mesh, scope.sparsity_to_nnz(level))
+
+
+def global_cases(mesh, placements, where):
+    """One budget over five tensors, one of them shorter than the ranks are many, one on every rank."""
+    shapes = [(20, 8), (3, 5), (1, 9), (8, 8), (7,)]
+    for dtype, kind, level in itertools.product(DTYPES, ("normal", "ties", "zeros", "special"), (0.0, 0.35, 1.0)):
+        given = [
+            *(
+                p if len(s) > max(q.dim if q.is_shard() else 0 for q in p) else None
+                for p, s in zip(placements, shapes, strict=True)
+            )
+        ]
+        case = functools.partial(global_case, mesh, given, shapes, dtype, kind, level)
+        yield f"{where} global {kind} {str(dtype)[6:]} {level}", case
+
+
+def odd_cases(mesh, placements, where):
+    """Views, stages, couplings, callables, partial edges: what does not simply lie in shards."""
+
+    def view():
+        w = weights("ties", (32, 32), torch.float32, 0)
+        seen = View.from_function(stand_in(w), lambda t: t.unflatten(0, (4, 8)).unflatten(2, (2, 16)), name="w")
+        spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)), (1, 4, 1))
+        compare(spec, [w], [placements], mesh, 1)
+        spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)))
+        compare(spec, [w], [placements], mesh, 17)
+
+    def far_view():
+        w = weights("ties", (16, 32), torch.float32, 0)
+        seen = View(stand_in(w), (16, 2, 8, 2), (32, 16, 1, 8), name="w")  # 2:4 of columns 8 apart
+        compare(ScopeSpec(BlockSpec(seen, (1, 1, 1, 2)), (1, 1, 4, 1)), [w], [placements], mesh, 2)
+
+    def flat_view():
+        w = weights("normal", (12, 8), torch.float32, 0)
+        seen = View(stand_in(w), (48,), (2,), name="w")  # every second element; the others stay as they are
+        compare(ScopeSpec(BlockSpec(seen)), [w], [placements], mesh, 11)
+
+    def stage():
+        w = weights("ties", (24, 16), torch.float32, 0)
+        left = torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3
+        for scope in ((), (1, 4), (24, 1)):
+            compare(ScopeSpec(BlockSpec(stand_in(w)), scope), [w], [placements], mesh, 3, stage=left)
+        everything = ScopeSpec(BlockSpec(stand_in(w)))
+        compare(everything, [w], [placements], mesh, 24 * 16, stage=left)
+
+    def coupled():
+        up, gate, down = (weights("ties", s, torch.float32, i) for i, s in enumerate([(12, 8), (12, 8), (8, 12)]))
+        blocks = [
+            BlockSpec(stand_in(up), (1, -1)),
+            BlockSpec(stand_in(gate), (1, -1)),
+            BlockSpec(stand_in(down), (-1, 1)),
+        ]
+        fate = BlockCoupling(blocks, orders=[None, None, (1, 0)])
+        compare(ScopeSpec(fate), [up, gate, down], [placements] * 3, mesh, 5)
+        other = ScopeSpec(BlockSpec(stand_in(weights("ties", (9, 4), torch.float32, 3))))
+        tensors = [up, gate, down, weights("ties", (9, 4), torch.float32, 3)]
+        compare(ScopeCoupling([ScopeSpec(fate), other]), tensors, [placements] * 4, mesh, 11)
+
+    def saliency():
+        w = weights("ties", (12, 8), torch.float32, 0)
+        compare(ScopeSpec(BlockSpec(stand_in(w), (2, 2))), [w], [placements], mesh, 7, norm=lambda t: -t)
+
+    def edge():
+        w = weights("ties", (13, 10), torch.float32, 0)
+        for block, scope in itertools.product([(2, 4), (1, 4), (1, 1)], [(), (3, 2)]):
+            spec = ScopeSpec(BlockSpec(stand_in(w), block, edge="partial"), scope)
+            compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(0.5))
+            compare(spec, [w], [placements], mesh, spec.numblk_per_scope())
+
+    def norms():
+        w = weights("ties", (16, 8), torch.float64, 0)
+        for norm in (1, 2, float("inf")):
+            compare(ScopeSpec(BlockSpec(stand_in(w), (1, 2))), [w], [placements], mesh, 9, norm=norm)
+
+    def many_scopes():
+        w = weights("normal", (40, 64), torch.float32, 0)
+        compare(ScopeSpec(BlockSpec(stand_in(w)), (-1, 1)), [w], [placements], mesh, 13)
+        compare(ScopeSpec(BlockSpec(stand_in(w)), (1, -1)), [w], [placements], mesh, 13)
+
+    def own_budgets():
+        w = weights("ties", (16, 16), torch.float32, 0)
+        for scope in ((1, 4), (8, 8), (-1, 4), (4, -1), (3, 16)):
+            spec = ScopeSpec(BlockSpec(stand_in(w), edge="partial"), scope)
+            keep = torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
+            compare(spec, [w], [placements], mesh, keep)
+
+    for case in (view, far_view, flat_view, stage, coupled, saliency, edge, norms, many_scopes, own_budgets):
+        yield f"{where} {case.__name__}", case
+
+
+def cases():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    world = distributed.get_world_size()
+    line = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    found = []
+    for shape in [(20, 16), (40, 32)]:
+        for p in ([Shard(0)], [Shard(1)]):
+            found += plain_cases(line, p, shape, f"{p} of {world}, {shape}:")
+    rows, columns, everywhere = [Shard(0)], [Shard(1)], [Replicate()]
+    found += global_cases(line, [rows, rows, rows, rows, rows], f"rows of {world}")
+    found += global_cases(line, [columns, rows, everywhere, columns, rows], f"mixed of {world}")
+    found += odd_cases(line, rows, f"rows of {world}")
+    found += odd_cases(line, columns, f"columns of {world}")
+    found += odd_cases(line, everywhere, f"replicas of {world}")
+    if world == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        for p in ([Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+            found += plain_cases(square, p, (20, 16), f"{p} of 2x2:")
+            found += odd_cases(square, p, f"{p} of 2x2")
+        a, b, c = [Replicate(), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Replicate()]
+        found += global_cases(square, [a, b, c, a, c], "mixed of 2x2")
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    return functools.cache(lambda world: run_ranks(world, tmp_path_factory.mktemp(f"ranks{world}"), cases))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_masks_are_those_of_one_process(world, outcome):
+    found = outcome(world)
+    failed = [f"{name}\n{text}" for name, text in found.items() if text]
+    assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed[:3])
+    assert len(found) >= 96
