@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.pruning import BaseSparsifier
 
-from . import masking, report
+from . import distributed, masking, report
 from .config import TensorGroup, copied, make_config, resolve_groups
 from .errors import SparsityError
 from .garbage import collector_paused
@@ -99,6 +99,7 @@ class MaskSparsifier(BaseSparsifier):
         if saved is not None:
             check_saved(saved, groups, strict=True)
         self._check_groups(groups)
+        distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
         self.model, self.groups = model, groups
         self.config = [dict(entry) for entry in config or ()]
         self._state = defaultdict(dict)
@@ -138,12 +139,15 @@ class MaskSparsifier(BaseSparsifier):
         kept = self._params_to_keep(params_to_keep, params_to_keep_per_layer)
         for group in self.groups:
             self._live_mask(group, model)
+        records = distributed.managed(self.model if model is None else model)
         modules = [self._module_in(model, g) for g in self.groups]
         names = [g["tensor_name"] for g in self.groups]
         self._sync_state()
         rebuilt = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
         for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
             masking.bake(module, name, values)
+            if id(module._parameters.get(name)) in records:
+                distributed.rehome(records[id(module._parameters[name])], module, name)
             if params:
                 module.sparse_params = params  # type: ignore[assignment]
         if model is None or model is self.model:
@@ -206,7 +210,7 @@ class MaskSparsifier(BaseSparsifier):
         with torch.no_grad():
             for fqn, mask in live.items():
                 if fqn in masks:
-                    mask.copy_(masks[fqn])
+                    distributed.fill(mask, masks[fqn])
         self.enable_mask_update = bool(state_dict.get("enable_mask_update", True))
 
     def __repr__(self) -> str:
@@ -258,7 +262,7 @@ class MaskSparsifier(BaseSparsifier):
         masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
 
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        found = masking.find_mask(self._module_in(model, group), group["tensor_name"])
+        found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if found is None:
             raise SparsityError(f"{group['tensor_fqn']}: its mask is gone; was the parametrization removed by hand?")
         return found.mask
@@ -275,14 +279,16 @@ class MaskSparsifier(BaseSparsifier):
         return module
 
     def _sync_state(self) -> None:
+        distributed.reshard(self.model)
         for group in self.groups:
             module = group.get("module")
-            found = None if module is None else masking.find_mask(module, group["tensor_name"])
+            found = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
             if found is not None:
                 self._state[group["tensor_fqn"]]["mask"] = found.mask
 
     def _need_prepared(self, what: str) -> None:
         if self._phase == "prepared":
+            distributed.reshard(self.model)
             return
         why = {
             "new": "no model has been prepared; call prepare(model, config) first",

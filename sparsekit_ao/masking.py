@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
+from .distributed import bare, beside, is_sharded, refuse_gathered
 from .errors import SparsityError
 from .select import select
 
-__all__ = ["WeightMask", "bake", "dense_weight", "find_mask", "install_mask", "rebuilt_originals"]
+__all__ = ["WeightMask", "bake", "dense_weight", "find_mask", "install_mask", "live_mask", "rebuilt_originals"]
 
 
 class WeightMask(FakeSparsity):
@@ -31,7 +32,15 @@ class WeightMask(FakeSparsity):
         """The weight with dropped elements exactly zero; shape and dtype as given."""
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        return select(x, self.mask)
+        return select(x, beside(self.mask, x))
+
+    def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """As any module's; a mask that leaves the meta device keeps everything, since it had no values there."""
+        was_meta = self.mask.is_meta
+        super()._apply(*args, **kwargs)
+        if was_meta and not self.mask.is_meta:
+            self.mask.fill_(True)
+        return self
 
     def right_inverse(self, x: Tensor) -> Tensor:
         """Assigning to the masked weight sets the dense one."""
@@ -52,6 +61,28 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
 def install_mask(module: nn.Module, tensor_name: str, mask: Tensor) -> None:
     """Register the mask on top of whatever parametrizes the tensor already."""
     parametrize.register_parametrization(module, tensor_name, WeightMask(mask), unsafe=True)
+
+
+def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
+    """The mask on a tensor, or None; from now on sharded as the tensor is, if it has been sharded since.
+
+    Raises:
+        SparsityError: another parametrization lies below the mask of a sharded tensor, or the tensor is gathered.
+    """
+    found = find_mask(module, tensor_name)
+    if found is None:
+        return None
+    chain = _chain(module, tensor_name)
+    weight = _originals(chain)[0]
+    refuse_gathered(tensor_fqn, weight, found.mask)
+    if is_sharded(weight) and not is_sharded(found.mask):
+        if _below(chain):
+            raise SparsityError(
+                f"{tensor_fqn}: {type(_below(chain)[0]).__name__} lies below its mask, and its parameters are sharded "
+                "over ranks. Remove that parametrization before fully_shard, or leave the tensor out."
+            )
+        found.mask = beside(found.mask, weight)
+    return found
 
 
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
@@ -102,10 +133,11 @@ def bake(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) ->
         del chain[len(_below(chain))]
         return
     # Deep copies share the class that parametrize made for the module; removing edits that class, so own it first.
-    kind = type(module)
-    namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
-    module.__class__ = type(kind.__name__, kind.__bases__, namespace)
-    parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
+    with bare(module):
+        kind = type(module)
+        namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+        module.__class__ = type(kind.__name__, kind.__bases__, namespace)
+        parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
 
 
 def _chain(module: nn.Module, tensor_name: str) -> parametrize.ParametrizationList:

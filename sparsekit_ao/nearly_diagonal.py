@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import masking
+from . import distributed, masking
 from .base import MaskSparsifier
 from .config import TensorGroup
 from .errors import SparsityError
@@ -40,13 +40,13 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
     ) -> None:
         """Fill the mask of one tensor, in place."""
         self._need_prepared("update_mask")
-        found = masking.find_mask(module, tensor_name)
+        found = masking.live_mask(module, tensor_name, kwargs.get("tensor_fqn", tensor_name))
         if found is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
         mask = found.mask
         _check_nearliness(nearliness, mask.shape, f"{kwargs.get('tensor_fqn', tensor_name)}: ")
         rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
-        mask.copy_((rows[:, None] - columns).abs() * 2 < nearliness)
+        distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import masking, report
+from . import distributed, masking, report
 from .base import MaskSparsifier
 from .config import TensorGroup, copied
 from .errors import SparsityError
 from .kernels import scope_masks
-from .plan import Plan, make_plan
+from .plan import Component, Plan, make_plan
 from .spec import sparsity_to_nnz
 from .structure import AXES, STRUCTURE, TILES, joined, stage_budgets, stages_of
 
@@ -192,7 +192,7 @@ class ScopeSparsifier(MaskSparsifier):
         for component in plan.components:
             component.budget(self.groups, self._level_given)  # raise before any mask changes
         overridden = type(self).update_mask is not ScopeSparsifier.update_mask
-        if not overridden and any(self._live_mask(g).is_cuda for g in self.groups):
+        if not overridden and any(m.is_cuda or distributed.is_sharded(m) for m in map(self._live_mask, self.groups)):
             self._update_together(plan)
             return
         done: set[int] = set()
@@ -205,30 +205,40 @@ class ScopeSparsifier(MaskSparsifier):
                 self._update_family(plan, at, self.groups)
             done.update(i for component in plan.families[at] for _, i in component.leaves)
 
+    def _update_together(self, plan: Plan) -> None:
+        """All groups, stage by stage."""
+        for stage in sorted({component.stage for component in plan.components}):
+            self._choose([c for c in plan.components if c.stage == stage], self.groups)
+
     def _update_family(self, plan: Plan, at: int, groups: Sequence[TensorGroup]) -> None:
         """All stages of one group and of those that it is coupled to."""
         for component in plan.families[at]:
+            self._choose([component], groups)
+
+    def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
+        """Fill the masks of components that do not depend on each other; holds their dense weights at once.
+
+        On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
+        """
+        updates, jobs = [], []
+        for component in components:
+            scope, stage = component.scope, component.stage > 0
             values = component.values(lambda i: self._dense(groups[i]))
             masks = {leaf: self._live_mask(groups[i]) for leaf, i in component.leaves}
             keep = component.budget(groups, self._level_given)
-            component.scope.update_masks(masks, keep, values, norm=component.norm, stage=component.stage > 0)
-
-    def _update_together(self, plan: Plan) -> None:
-        """All groups, stage by stage, so that tensors of one kind share launches; holds every dense weight at once."""
-        for stage in sorted({component.stage for component in plan.components}):
-            updates = []
-            for component in plan.components:
-                if component.stage == stage:
-                    values = component.values(lambda i: self._dense(self.groups[i]))
-                    masks = {leaf: self._live_mask(self.groups[i]) for leaf, i in component.leaves}
-                    keep = component.budget(self.groups, self._level_given)
-                    update = component.scope.update_of(
-                        masks, keep, values, norm=component.norm, stage=component.stage > 0
+            if any(map(distributed.is_sharded, values.values())):
+                jobs.append(
+                    distributed.Job(
+                        scope=scope, masks=masks, values=values, keep=keep, norm=component.norm, stage=stage
                     )
-                    updates.append((component.scope, update, masks))
-            scope_masks([update for _, update, _ in updates])
-            for scope, update, masks in updates:
-                scope.write_back(update, masks)
+                )
+            else:
+                update = scope.update_of(masks, keep, values, norm=component.norm, stage=stage)
+                updates.append((scope, update, masks))
+        scope_masks([update for _, update, _ in updates])
+        for scope, update, masks in updates:
+            scope.write_back(update, masks)
+        distributed.update_masks(jobs)
 
     def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
         """The plan of these groups; kept while structure, shapes and strides stay the same."""
@@ -252,7 +262,7 @@ class ScopeSparsifier(MaskSparsifier):
         out = []
         for group in self.groups:
             module, name = self._module_in(model, group), group["tensor_name"]
-            found = masking.find_mask(module, name)
+            found = masking.live_mask(module, name, group["tensor_fqn"])
             out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
         return out
 

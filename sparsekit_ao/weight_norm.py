@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import masking
+from . import distributed, masking
 from .base import MaskSparsifier
 from .config import TensorGroup
 from .errors import SparsityError
@@ -84,14 +84,14 @@ class WeightNormSparsifier(MaskSparsifier):
             "zeros_per_block": zeros_per_block,
         }
         _check_entry(entry, f"{kwargs.get('tensor_fqn', tensor_name)}: ")
-        found = masking.find_mask(module, tensor_name)
+        found = masking.live_mask(module, tensor_name, kwargs.get("tensor_fqn", tensor_name))
         if found is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
         with torch.no_grad():
-            weight = masking.dense_weight(module, tensor_name)
-            saliency = _Saliency(_matrix(weight), _matrix(found.mask), self.norm_fn)
+            weight, mask = (distributed.whole(t) for t in (masking.dense_weight(module, tensor_name), found.mask))
+            saliency = _Saliency(_matrix(weight), _matrix(mask), self.norm_fn)
             keep = _keep(saliency, sparsity_level, _checked_shape(sparse_block_shape, ""), zeros_per_block)
-            found.mask.copy_(keep.reshape(found.mask.shape))
+            distributed.fill(found.mask, keep.reshape(found.mask.shape))
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
         if "sparse_block_shape" in own:

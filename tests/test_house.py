@@ -101,7 +101,7 @@ INSIDE = {
         "discover",
     ],
     "export": ["layers", "kept", "cut", "attributes", "norms", "manifest", "report", "verify", "compact"],
-    "distributed": ["placement", "tensors", "pieces", "together", "update"],
+    "distributed": ["placement", "tensors", "pieces", "together", "update", "fsdp"],
     "dynamic": [
         "draws",
         "masking",

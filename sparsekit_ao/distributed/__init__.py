@@ -4,8 +4,24 @@ Nothing here imports `torch.distributed.tensor` before a DTensor is seen; plain 
 this folder says how it works and why.
 """
 
+from .fsdp import bare, managed, refuse_gathered, refuse_sharded_first, rehome, reshard
 from .placement import is_sharded
-from .tensors import cut_like, fill, gathered_for, held_bytes, local, whole
+from .tensors import beside, fill, held_bytes, local, whole
 from .update import Job, update_masks
 
-__all__ = ["Job", "cut_like", "fill", "gathered_for", "held_bytes", "is_sharded", "local", "update_masks", "whole"]
+__all__ = [
+    "Job",
+    "bare",
+    "beside",
+    "fill",
+    "held_bytes",
+    "is_sharded",
+    "local",
+    "managed",
+    "refuse_gathered",
+    "refuse_sharded_first",
+    "rehome",
+    "reshard",
+    "update_masks",
+    "whole",
+]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SparsityError
 from .placement import box_of, is_sharded
 
-__all__ = ["cut_like", "fill", "gathered_for", "held_bytes", "local", "whole"]
+__all__ = ["beside", "fill", "held_bytes", "local", "whole"]
 
 
 def local(t: Any) -> Tensor:
@@ -57,48 +57,44 @@ def fill(target: Tensor, values: Tensor) -> None:
         target.copy_(whole(values))
 
 
-def cut_like(mask: Tensor, weight: Any) -> Tensor:
-    """The mask as it lies beside its weight: this rank's part of a whole one, where the weight is sharded.
+def beside(mask: Tensor, weight: Any) -> Tensor:
+    """The mask as it lies beside its weight, whichever of them is sharded.
 
-    Nothing is sent; every rank cuts what it holds already.
+    A whole mask is cut like a sharded weight, and nothing is sent. A sharded mask is gathered for a gathered weight,
+    over the mesh dimensions that the weight is no longer sharded over.
+
+    Args:
+        mask: of the weight's global shape.
+        weight: plain, or a DTensor on the mask's mesh or a part of it.
+
+    >>> mask = torch.ones(2, dtype=torch.bool)
+    >>> beside(mask, torch.zeros(2)) is mask
+    True
     """
-    if not is_sharded(weight) or is_sharded(mask):
-        return mask
+    if not is_sharded(mask):
+        return _cut(mask, weight) if is_sharded(weight) else mask
+    if not is_sharded(weight):
+        return whole(mask)
+    return mask if _placed_alike(mask, weight) else _replaced(mask, weight)
+
+
+def _cut(mask: Tensor, weight: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     part = part_of(mask.detach(), weight).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
-        part,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
+        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
 
 
-def gathered_for(mask: Tensor, weight: Tensor, where: str = "") -> Tensor:
-    """The mask as a weight needs it that was gathered for forward: whole, or on the mesh that is left.
-
-    Args:
-        mask: sharded as the weight is between steps.
-        weight: plain, or a DTensor over fewer mesh dimensions (tensor parallel), or sharded like the mask.
-    """
-    if not is_sharded(weight):
-        return whole(mask)
-    if _placed_alike(mask, weight):
-        return mask
-    return _replaced(mask, weight, where)
-
-
-def _replaced(mask: Any, weight: Any, where: str) -> Tensor:
+def _replaced(mask: Any, weight: Any) -> Tensor:
     """The mask gathered over the mesh dimensions that its weight is no longer sharded over."""
     from torch.distributed.tensor import DTensor, Replicate
 
     names, kept = mask.device_mesh.mesh_dim_names, weight.device_mesh.mesh_dim_names
     if not names or not kept or not set(kept) <= set(names):
         raise SparsityError(
-            f"{where}the mask is sharded over the mesh {mask.device_mesh}, its weight over {weight.device_mesh}, and "
+            f"the mask is sharded over the mesh {mask.device_mesh}, its weight over {weight.device_mesh}, and "
             "one is not part of the other. Name the dimensions of the meshes (mesh_dim_names)."
         )
     placements = [weight.placements[kept.index(n)] if n in kept else Replicate() for n in names]

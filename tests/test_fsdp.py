@@ -1,0 +1,304 @@
+"""FSDP2: prepare, then fully_shard; everything a sparsifier does, against one process."""
+
+import functools
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import distributed, nn
+from torch.nn import functional as F
+
+from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
+from sparsekit_ao.distributed import is_sharded, local, whole
+
+pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
+CONFIGS = {
+    "global": [{"tensor_fqn": "*.weight", "scope_coupling": "all"}],
+    "2:4": [{"tensor_fqn": "*.weight", "scope_shape": (1, 4), "edge": "partial"}],
+    "mixed": [
+        {"tensor_fqn": "0.weight", "block_coupling": "width", "block_shape": (1, -1)},
+        {"tensor_fqn": "2.weight", "block_coupling": "width", "block_shape": (-1, 1), "coupling_order": (1, 0)},
+        {"tensor_fqn": "4.weight", "stages": [{"nnz": 2, "scope_shape": (1, 4)}, {"scope_shape": ()}]},
+    ],
+}
+
+
+def mlp(device="cpu"):
+    """Rows that ranks cannot share evenly: 21, 8, 5."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(12, 21), nn.ReLU(), nn.Linear(21, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def batch(step, rows=8):
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 12, generator=g), torch.randint(5, (rows,), generator=g)
+
+
+def shard(model, **kwargs):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model[0], model[2]):
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def pair(config, make=ScopeSparsifier, **kwargs):
+    """A sharded model and one that is not, each with its sparsifier."""
+    plain, sharded = mlp(), mlp()
+    one, many = make(), make()
+    one.prepare(plain, config)
+    many.prepare(sharded, config)
+    shard(sharded, **kwargs)
+    return plain, one, sharded, many
+
+
+def assert_same_masks(one, many):
+    for g in one.groups:
+        name = g["tensor_fqn"]
+        assert torch.equal(whole(many.mask(name)), one.mask(name)), name
+
+
+def train(model, optimizer, step, rows=slice(None)):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x[rows]), y[rows])
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def mine():
+    """This rank's rows of a batch of eight."""
+    each = 8 // distributed.get_world_size()
+    return slice(each * distributed.get_rank(), each * (distributed.get_rank() + 1))
+
+
+def life(config):
+    plain, one, sharded, many = pair(CONFIGS[config])
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, sharded)]
+    x = batch(0)[0]
+    assert torch.equal(sharded(x), plain(x))  # all is kept, and masks are still whole
+    for step in range(6):
+        for sparsifier in (one, many):
+            for g in sparsifier.groups:
+                g["sparsity_level"] = min(0.3 + 0.1 * step, 0.6)
+            sparsifier.step()
+        assert_same_masks(one, many)
+        assert torch.equal(sharded(x), plain(x)) or step
+        torch.testing.assert_close(sharded(x), plain(x), rtol=1e-4, atol=1e-5)
+        loss = train(plain, optimizers[0], step)
+        mean = train(sharded, optimizers[1], step, mine())
+        distributed.all_reduce(mean)
+        torch.testing.assert_close(mean / distributed.get_world_size(), loss, rtol=1e-4, atol=1e-5)
+    assert many.check() == one.check()
+    held = [(r.mask_bytes, r.shape) for r in many.report()]
+    for r, (bytes_here, shape) in zip(one.report(), held, strict=True):
+        assert bytes_here <= -(-shape[0] // distributed.get_world_size()) * shape[1]
+        assert r.kept == many.report()[[q.tensor for q in many.report()].index(r.tensor)].kept
+    many.squash_mask()
+    one.squash_mask()
+    assert many.check() == one.check()
+    assert list(sharded.state_dict()) == list(plain.state_dict())
+    for name, w in plain.state_dict().items():
+        got = whole(sharded.state_dict()[name])
+        assert torch.equal(got != 0, w != 0), name
+        torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sharded(x), plain(x), rtol=1e-4, atol=1e-5)
+    train(sharded, optimizers[1], 9, mine())  # and it goes on training
+    train(plain, optimizers[0], 9)
+    torch.testing.assert_close(sharded(x), plain(x), rtol=1e-3, atol=1e-4)
+
+
+def one_byte_a_weight_over_the_ranks():
+    _, _, sharded, many = pair(CONFIGS["global"])
+    many.step()
+    found = [b for n, b in sharded.named_buffers() if n.endswith("mask")]
+    assert len(found) == 3 and all(is_sharded(b) and b.dtype == torch.bool for b in found)
+    for b in found:
+        assert local(b).untyped_storage().nbytes() <= -(-b.shape[0] // distributed.get_world_size()) * b.shape[1]
+    assert [n for n, _ in sharded.named_parameters()] == [
+        f"{k}.{n}" for k in "024" for n in ("bias", "parametrizations.weight.original")
+    ]
+
+
+def gradients_are_masked_and_hidden_nan_does_no_harm():
+    plain, one, sharded, many = pair(CONFIGS["global"])
+    for s in (one, many):
+        s.step()
+    for m, s in ((plain, one), (sharded, many)):
+        weight = m[0].parametrizations.weight.original
+        with torch.no_grad():
+            hidden = ~local(s.mask("0.weight"))
+            local(weight)[hidden] = float("nan")
+    x, _ = batch(1)
+    assert torch.equal(sharded(x), plain(x)) and bool(plain(x).isfinite().all())
+    for m in (plain, sharded):
+        m(x).square().mean().backward()
+    for k in (0, 2, 4):
+        got = whole(sharded[k].parametrizations.weight.original.grad)
+        torch.testing.assert_close(got, plain[k].parametrizations.weight.original.grad, rtol=1e-5, atol=1e-7)
+        assert torch.equal(got != 0, plain[k].parametrizations.weight.original.grad != 0)
+
+
+def mixed_precision():
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _, one, sharded, many = pair(CONFIGS["global"], mp_policy=policy)
+    for s in (one, many):
+        s.step()
+    assert_same_masks(one, many)  # chosen from the float32 weights
+    out = sharded(batch(0)[0])
+    assert out.dtype == torch.bfloat16
+    out.float().square().mean().backward()
+    weight = sharded[0].parametrizations.weight.original
+    assert weight.grad.dtype == torch.float32
+    assert not bool((whole(weight.grad) * ~whole(many.mask("0.weight"))).any())
+    reference = mlp().bfloat16()
+    for k in (0, 2, 4):
+        with torch.no_grad():
+            reference[k].weight.mul_(one.mask(f"{k}.weight"))
+    assert torch.equal(out, reference(batch(0)[0].bfloat16()))
+    many.step()
+    assert_same_masks(one, many)
+
+
+def meta_device(early):
+    """Masks that were asked for before there was memory are sharded before there is any."""
+    model = mlp("meta")
+    many = ScopeSparsifier()
+    many.prepare(model, CONFIGS["global"])
+    shard(model)
+    if early:
+        assert all(is_sharded(many.mask(g["tensor_fqn"])) for g in many.groups)
+    model.to_empty(device="cpu")
+    plain, one = mlp(), ScopeSparsifier()
+    one.prepare(plain, CONFIGS["global"])
+    names = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            from sparsekit_ao.distributed import fill
+
+            fill(p, names[name].detach())
+    x = batch(0)[0]
+    assert torch.equal(model(x), plain(x))
+    for s in (one, many):
+        s.step()
+    assert_same_masks(one, many)
+    assert torch.equal(model(x), plain(x))
+
+
+def wrong_order():
+    model = shard(mlp())
+    with pytest.raises(SparsityError, match=r"0.weight: fully_shard was applied to '0' already.*Call prepare first"):
+        ScopeSparsifier().prepare(model, None)
+    with pytest.raises(SparsityError, match=r"4.weight: fully_shard was applied to the model already"):
+        ScopeSparsifier().prepare(model, [{"tensor_fqn": "4.weight"}])
+    assert not hasattr(model[0], "parametrizations")
+
+
+def gathered_by_a_parent():
+    """An eval pass may leave the root's parameters gathered; a parent that the sparsifier cannot see, too."""
+    from torch.distributed.fsdp import fully_shard
+
+    inner = mlp()
+    outer = nn.Sequential(inner)
+    many = ScopeSparsifier()
+    many.prepare(inner, CONFIGS["global"])
+    fully_shard(outer)
+    many.step()
+    with torch.no_grad():
+        outer(batch(0)[0])
+    with pytest.raises(SparsityError, match=r"0.weight: its parameter is gathered.*reshard"):
+        many.step()
+    outer.reshard()
+    many.step()
+
+
+def after_an_eval_pass():
+    _, one, sharded, many = pair(CONFIGS["global"], reshard_after_forward=False)
+    with torch.no_grad():
+        sharded(batch(0)[0])
+    for s in (one, many):
+        s.step()
+    assert_same_masks(one, many)
+    assert all(is_sharded(m["mask"]) for m in many.state.values())
+
+
+def stock_arguments():
+    for make in (
+        functools.partial(WeightNormSparsifier, 0.6, (1, 4)),
+        functools.partial(WeightNormSparsifier, 0.5, (2, 3), 4),
+        functools.partial(NearlyDiagonalSparsifier, 3),
+    ):
+        _, one, _, many = pair(None, make)
+        for _ in range(2):
+            one.step()
+            many.step()
+        assert_same_masks(one, many)
+        assert [r.sparsity for r in one.report()] == [r.sparsity for r in many.report()]
+
+
+def one_tensor_by_hand():
+    _, one, _, many = pair(CONFIGS["mixed"])
+    for s in (one, many):
+        s.update_mask(**{**s.groups[2], "sparsity_level": 0.75})
+    assert_same_masks(one, many)
+
+
+def another_parametrization_below():
+    model = mlp()
+    nn.utils.parametrizations.weight_norm(model[0])
+    many = ScopeSparsifier()
+    many.prepare(model, CONFIGS["2:4"])
+    shard(model)
+    with pytest.raises(SparsityError, match=r"0.weight: _WeightNorm lies below its mask"):
+        many.step()
+
+
+def state_dicts():
+    _, one, sharded, many = pair(CONFIGS["global"])
+    for s in (one, many):
+        s.step()
+    saved = one.state_dict()
+    _, _, again, other = pair(CONFIGS["global"])
+    other.load_state_dict(saved)  # whole masks into sharded ones
+    assert_same_masks(one, other)
+    _, _, again, other = pair(CONFIGS["global"])
+    again.load_state_dict(sharded.state_dict()) if all(map(is_sharded, again.buffers())) else other.state
+    other.load_state_dict(many.state_dict())
+    again.load_state_dict(sharded.state_dict())
+    assert_same_masks(one, other)
+    back = ScopeSparsifier()
+    back.prepare(mlp(), CONFIGS["global"])
+    back.load_state_dict(many.state_dict())  # and sharded ones into whole ones
+    assert_same_masks(back, many)
+
+
+def cases():
+    for config in CONFIGS:
+        yield f"life {config}", functools.partial(life, config)
+    for early in (False, True):
+        yield f"meta {early}", functools.partial(meta_device, early)
+    for case in (
+        one_byte_a_weight_over_the_ranks,
+        gradients_are_masked_and_hidden_nan_does_no_harm,
+        mixed_precision,
+        wrong_order,
+        gathered_by_a_parent,
+        after_an_eval_pass,
+        stock_arguments,
+        one_tensor_by_hand,
+        another_parametrization_below,
+        state_dicts,
+    ):
+        yield case.__name__, case
+
+
+@pytest.mark.parametrize("world", [2])
+def test_sharded_by_fsdp(world, tmp_path):
+    found = run_ranks(world, tmp_path, cases)
+    failed = [f"{name}\n{text}" for name, text in found.items() if text]
+    assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed)
