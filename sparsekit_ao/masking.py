@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
-from .distributed import bare, beside, is_sharded, refuse_gathered
+from .distributed import bare, beside, is_beside, is_sharded, refuse_gathered
 from .errors import SparsityError
 from .select import select
 
@@ -27,6 +27,8 @@ class WeightMask(FakeSparsity):
     """
 
     mask: Tensor
+    #: whether it may be cut like a sharded weight, or the weight must be whole on every rank
+    may_be_cut = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The weight with dropped elements exactly zero; shape and dtype as given."""
@@ -41,6 +43,14 @@ class WeightMask(FakeSparsity):
         if was_meta and not self.mask.is_meta:
             self.mask.fill_(True)
         return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        """As any module's; a mask that was saved whole fits a sharded one, and the other way round."""
+        key = f"{prefix}mask"
+        saved = state_dict.get(key)
+        if isinstance(saved, Tensor) and saved.shape == self.mask.shape:
+            state_dict = {**state_dict, key: beside(saved, self.mask)}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def right_inverse(self, x: Tensor) -> Tensor:
         """Assigning to the masked weight sets the dense one."""
@@ -67,7 +77,8 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     """The mask on a tensor, or None; from now on sharded as the tensor is, if it has been sharded since.
 
     Raises:
-        SparsityError: another parametrization lies below the mask of a sharded tensor, or the tensor is gathered.
+        SparsityError: the tensor is sharded, and its mask cannot be or another parametrization lies below it; or it
+            is gathered at the moment.
     """
     found = find_mask(module, tensor_name)
     if found is None:
@@ -75,7 +86,12 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     chain = _chain(module, tensor_name)
     weight = _originals(chain)[0]
     refuse_gathered(tensor_fqn, weight, found.mask)
-    if is_sharded(weight) and not is_sharded(found.mask):
+    if is_sharded(weight) and not found.may_be_cut:
+        raise SparsityError(
+            f"{tensor_fqn}: its parameter is sharded over ranks (a DTensor, as fully_shard makes), and masks that move "
+            "in training are chosen among whole tensors. Use DistributedDataParallel."
+        )
+    if is_sharded(weight) and not is_beside(found.mask, weight):
         if _below(chain):
             raise SparsityError(
                 f"{tensor_fqn}: {type(_below(chain)[0]).__name__} lies below its mask, and its parameters are sharded "

@@ -50,7 +50,7 @@ def _rank(rank, world, folder, cases):
         try:
             case()
             found[name] = None
-        except Exception:
+        except BaseException:  # pytest.fail among them
             found[name] = f"rank {rank}: {traceback.format_exc()}"
         if _any_failed(found[name] is not None):
             found.setdefault(name, None)

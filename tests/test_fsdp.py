@@ -24,11 +24,11 @@ CONFIGS = {
 }
 
 
-def mlp(device="cpu"):
+def mlp(device="cpu", width=21):
     """Rows that ranks cannot share evenly: 21, 8, 5."""
     torch.manual_seed(0)
     with torch.device(device):
-        return nn.Sequential(nn.Linear(12, 21), nn.ReLU(), nn.Linear(21, 8), nn.Tanh(), nn.Linear(8, 5))
+        return nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
 def batch(step, rows=8):

@@ -6,7 +6,7 @@ this folder says how it works and why.
 
 from .fsdp import bare, managed, refuse_gathered, refuse_sharded_first, rehome, reshard
 from .placement import is_sharded
-from .tensors import beside, fill, held_bytes, local, whole
+from .tensors import beside, fill, held_bytes, is_beside, local, whole
 from .update import Job, update_masks
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "beside",
     "fill",
     "held_bytes",
+    "is_beside",
     "is_sharded",
     "local",
     "managed",

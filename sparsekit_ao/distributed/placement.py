@@ -21,9 +21,11 @@ __all__ = [
     "Box",
     "Window",
     "box_of",
+    "cuts_of",
+    "is_cut",
+    "is_part",
     "is_sharded",
     "reach_of",
-    "sharded_dims",
     "window_of",
 ]
 
@@ -62,9 +64,24 @@ def is_sharded(t: object) -> bool:
     return hasattr(t, "placements")
 
 
-def sharded_dims(t: Any) -> tuple[int, ...]:
-    """Mesh dimensions over which a DTensor is cut; over the others it is repeated."""
-    return tuple(k for k, p in enumerate(t.placements) if not p.is_replicate())
+def is_cut(t: Any) -> bool:
+    """Whether ranks hold different parts of a tensor."""
+    return is_sharded(t) and not all(p.is_replicate() for p in t.placements)
+
+
+def is_part(own: Any, mesh: Any) -> bool:
+    """Whether a mesh is another one, or made of some of its named dimensions."""
+    names, wider = own.mesh_dim_names, mesh.mesh_dim_names
+    return own == mesh or bool(names and wider and set(names) <= set(wider) and mesh[names] == own)
+
+
+def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
+    """The dimensions of a mesh over which a tensor, which lies on a part of it, is cut; it is repeated over others."""
+    if not is_sharded(t):
+        return ()
+    own = t.device_mesh
+    at = range(mesh.ndim) if own == mesh else [mesh.mesh_dim_names.index(n) for n in own.mesh_dim_names]
+    return tuple(k for k, p in zip(at, t.placements, strict=True) if not p.is_replicate())
 
 
 def box_of(t: Any) -> Box:

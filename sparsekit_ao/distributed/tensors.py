@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from .placement import box_of, is_sharded
+from .placement import box_of, is_part, is_sharded
 
-__all__ = ["beside", "fill", "held_bytes", "local", "whole"]
+__all__ = ["beside", "fill", "held_bytes", "is_beside", "local", "whole"]
 
 
 def local(t: Any) -> Tensor:
@@ -40,10 +40,10 @@ def held_bytes(t: Tensor) -> int:
     return held.numel() * held.element_size()
 
 
-def part_of(t: Tensor, like: Tensor) -> Tensor:
-    """Of a whole plain tensor the part that this rank holds of `like`."""
-    box = box_of(like)
-    return t[tuple(slice(at, at + n) for at, n in zip(box.start, box.size, strict=True))]
+def part_of(t: Any, like: Any) -> Tensor:
+    """Of what this rank holds of a tensor the part that it holds of `like`, which is cut further; a view."""
+    box, first = box_of(like), box_of(t).start if is_sharded(t) else (0,) * like.ndim
+    return local(t)[tuple(slice(at - f, at - f + n) for at, f, n in zip(box.start, first, box.size, strict=True))]
 
 
 @torch.no_grad()
@@ -57,50 +57,63 @@ def fill(target: Tensor, values: Tensor) -> None:
         target.copy_(whole(values))
 
 
-def beside(mask: Tensor, weight: Any) -> Tensor:
-    """The mask as it lies beside its weight, whichever of them is sharded.
+def beside(mask: Any, weight: Any) -> Tensor:
+    """The mask as it lies beside its weight, whichever of them is cut further.
 
-    A whole mask is cut like a sharded weight, and nothing is sent. A sharded mask is gathered for a gathered weight,
-    over the mesh dimensions that the weight is no longer sharded over.
+    A mask is cut like its weight, and nothing is sent; a mask that is cut further is gathered as its weight was.
 
     Args:
         mask: of the weight's global shape.
-        weight: plain, or a DTensor on the mask's mesh or a part of it.
+        weight: plain, or a DTensor; of their meshes one is the other's or a named part of it.
 
     >>> mask = torch.ones(2, dtype=torch.bool)
     >>> beside(mask, torch.zeros(2)) is mask
     True
     """
-    if not is_sharded(mask):
-        return _cut(mask, weight) if is_sharded(weight) else mask
     if not is_sharded(weight):
         return whole(mask)
-    return mask if _placed_alike(mask, weight) else _replaced(mask, weight)
+    if not is_sharded(mask):
+        return _like(part_of(mask, weight), weight)
+    if _placed_alike(mask, weight):
+        return mask
+    if mask.device_mesh != weight.device_mesh and is_part(mask.device_mesh, weight.device_mesh):
+        return _like(part_of(mask, weight), weight)
+    return _like(_gathered(mask, weight), weight)
 
 
-def _cut(mask: Tensor, weight: Any) -> Tensor:
+def is_beside(mask: Any, weight: Any) -> bool:
+    """Whether both are plain, or lie on the ranks alike."""
+    return is_sharded(mask) == is_sharded(weight) and (not is_sharded(mask) or _placed_alike(mask, weight))
+
+
+def _gathered(mask: Any, weight: Any) -> Tensor:
+    """This rank's part of a weight that was gathered over some dimensions of the mask's mesh."""
+    from torch.distributed.tensor import Replicate
+
+    own, kept = mask.device_mesh, weight.device_mesh
+    if own == kept:
+        return mask.redistribute(placements=weight.placements).to_local()
+    if not is_part(kept, own):
+        raise SparsityError(
+            f"the mask lies on the mesh {own}, its weight on {kept}, and neither is part of the other. Name the "
+            "dimensions of the meshes (mesh_dim_names)."
+        )
+    names = kept.mesh_dim_names
+    at = [weight.placements[names.index(n)] if n in names else Replicate() for n in own.mesh_dim_names]
+    return mask.redistribute(placements=at).to_local()
+
+
+def _like(part: Tensor, weight: Any) -> Tensor:
+    """A DTensor beside the weight, from a copy of this rank's part."""
     from torch.distributed.tensor import DTensor
 
-    part = part_of(mask.detach(), weight).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
-        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
-
-
-def _replaced(mask: Any, weight: Any) -> Tensor:
-    """The mask gathered over the mesh dimensions that its weight is no longer sharded over."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    names, kept = mask.device_mesh.mesh_dim_names, weight.device_mesh.mesh_dim_names
-    if not names or not kept or not set(kept) <= set(names):
-        raise SparsityError(
-            f"the mask is sharded over the mesh {mask.device_mesh}, its weight over {weight.device_mesh}, and "
-            "one is not part of the other. Name the dimensions of the meshes (mesh_dim_names)."
-        )
-    placements = [weight.placements[kept.index(n)] if n in kept else Replicate() for n in names]
-    here = mask.redistribute(placements=placements).to_local()
-    return DTensor.from_local(
-        here, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        part.detach().clone(memory_format=torch.contiguous_format),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
     )
 
 

@@ -19,7 +19,7 @@ from ..kernels.radix import BITS
 from ..layout import Shape
 from ..spec import BlockSpec, ScopeSpec, SparseScope
 from .pieces import Piece
-from .placement import AWKWARD, BLOCKS, SCOPES, box_of, is_sharded, reach_of, sharded_dims, window_of
+from .placement import AWKWARD, BLOCKS, SCOPES, box_of, cuts_of, is_cut, is_part, is_sharded, reach_of, window_of
 from .tensors import fill, local, whole
 from .together import choose_passes, run_together, sum_over
 
@@ -62,7 +62,7 @@ def update_masks(jobs: Sequence[Job]) -> None:
     for job in jobs:
         by_mesh.setdefault(_mesh_of(job), []).append(job)
     for mesh, found in by_mesh.items():
-        dims = sorted({d for j in found for leaf in j.leaves for d in _cuts(j.value_of(leaf))})
+        dims = sorted({d for j in found for leaf in j.leaves for d in cuts_of(j.value_of(leaf), mesh)})
         reaches = iter(_agreed(mesh, dims, found))
         ways = [[next(reaches) for _ in job.scope.scopes()] for job in found]
         for job, reach in zip(found, ways, strict=True):
@@ -76,24 +76,16 @@ def update_masks(jobs: Sequence[Job]) -> None:
 
 
 def _mesh_of(job: Job) -> Any:
-    """The mesh of the job's DTensors (the same one for all)."""
-    found: dict[str, Any] = {
-        str(leaf.name): job.value_of(leaf).device_mesh  # type: ignore[attr-defined]
-        for leaf in job.leaves
-        if is_sharded(job.value_of(leaf))
-    }
-    (name, mesh), *others = found.items()
-    for other, its in others:
-        if its != mesh:
+    """The widest mesh of the job's DTensors, of which those of the others are parts."""
+    found = [(leaf.name, job.value_of(leaf).device_mesh) for leaf in job.leaves if is_sharded(job.value_of(leaf))]  # type: ignore[attr-defined]
+    widest, mesh = max(found, key=lambda pair: pair[1].ndim)
+    for name, own in found:
+        if not is_part(own, mesh):
             raise SparsityError(
-                f"{other}: it lies on {its}, but {name}, with which it shares a budget or its blocks, on {mesh}. "
-                "Tensors that are chosen together must lie on one mesh."
+                f"{name}: it lies on {own}, but {widest}, with which it shares a budget or its blocks, on {mesh}. "
+                "Tensors that are chosen together must lie on one mesh, or on named parts of it."
             )
     return mesh
-
-
-def _cuts(t: Tensor) -> tuple[int, ...]:
-    return sharded_dims(t) if is_sharded(t) else ()
 
 
 def _agreed(mesh: Any, dims: Sequence[int], jobs: Sequence[Job]) -> list[int]:
@@ -115,7 +107,7 @@ def _agreed(mesh: Any, dims: Sequence[int], jobs: Sequence[Job]) -> list[int]:
 
 def _way_of(job: Job, reaches: Sequence[int]) -> int:
     """SCOPES: chosen on every rank by itself; BLOCKS: by histograms; AWKWARD: on the whole tensors."""
-    if reaches == [SCOPES] or not any(_cuts(job.value_of(leaf)) for leaf in job.leaves):
+    if reaches == [SCOPES] or not any(is_cut(job.value_of(leaf)) for leaf in job.leaves):
         return SCOPES
     scopes = job.scope.numscp()
     histograms = scopes * 2 * 8 << BITS
@@ -129,7 +121,7 @@ def _choose_here(job: Job) -> None:
     """Scopes that lie whole on this rank, or on every rank."""
     ((spec, order), *more) = job.scope.scopes()
     leaf = spec.block.blocks()[0]
-    if more or not _cuts(job.value_of(leaf)):
+    if more or not is_cut(job.value_of(leaf)):
         values = {p: local(v) for p, v in job.values.items()}
         masks = {leaf: local(m) for leaf, m in job.masks.items()}
         job.scope.update_masks(masks, job.keep, values, norm=job.norm, stage=job.stage)
@@ -164,7 +156,7 @@ def _choose_together(mesh: Any, dims: Sequence[int], jobs: Sequence[tuple[Job, l
         base = 0
         for (spec, order), reach in zip(job.scope.scopes(), reaches, strict=True):
             leaves = spec.block.blocks()
-            cuts = () if reach == AWKWARD else _cuts(job.value_of(leaves[0]))
+            cuts = () if reach == AWKWARD else cuts_of(job.value_of(leaves[0]), mesh)
             if not cuts:
                 gathered |= {leaf: (job.masks[leaf], _gathered(job.masks[leaf], leaf)) for leaf in leaves}
             members, start = _windows(job, leaves[0]) if cuts else _whole_windows(job, spec, gathered)

@@ -29,6 +29,7 @@ class DynamicMask(WeightMask):
         reach: also keep a backward mask, all True to begin with: straight-through and Top-KAST (arXiv 2106.03517).
     """
 
+    may_be_cut = False
     opened: Tensor
     backward_mask: Tensor | None
 

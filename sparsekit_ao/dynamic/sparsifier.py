@@ -172,6 +172,8 @@ class DynamicSparsifier(ScopeSparsifier):
         nothing has happened, the iteration is not counted, and `step` may be called again.
         """
         self._need_prepared("step")
+        for group in self.groups:
+            self._live_mask(group)  # raises where parameters were sharded since prepare
         if self.settings.updates and not self._tap.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         before = self.iteration, self._pending

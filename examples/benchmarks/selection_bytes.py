@@ -1,0 +1,107 @@
+"""One budget over weights that two ranks share: summing histograms against gathering the weights on every rank.
+
+    python examples/benchmarks/selection_bytes.py      # the table, and a CSV under examples/benchmarks/results/
+
+67M float32 weights of one layer, sharded by FSDP2 over gloo ranks on this machine, one thread each, half of the weights
+dropped. Both ways are the library's own selection and give the same mask; they are timed in one run, alternated, and
+the median is shown. `bytes` are what a rank hands to collectives.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from machine import RESULTS, show, write_csv
+from torch import distributed, nn
+
+from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec
+
+
+@contextmanager
+def bytes_sent() -> Iterator[Callable[[], int]]:
+    """Counts what all-reduces are handed."""
+    real, sent = distributed.all_reduce, []
+
+    def counted(tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+        sent.append(tensor.numel() * tensor.element_size())
+        return real(tensor, *args, **kwargs)
+
+    distributed.all_reduce = counted
+    try:
+        yield lambda: sum(sent)
+    finally:
+        distributed.all_reduce = real
+
+
+def by_gather(weight: torch.Tensor, level: float) -> torch.Tensor:
+    """Every rank gathers the weights and chooses from them as one process does."""
+    whole = weight.detach().full_tensor()  # type: ignore[attr-defined]
+    mask = torch.ones(whole.shape, dtype=torch.bool)
+    block = BlockSpec(whole)
+    scope = ScopeSpec(block)
+    scope.update_masks({block: mask}, scope.sparsity_to_nnz(level))
+    return mask
+
+
+def on_rank(rank: int, world: int, folder: str, size: int, repeat: int) -> None:
+    """Time both ways; the first rank tells."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(size, size, bias=False))
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, None)
+    fully_shard(model)
+    weight = model[0].parametrizations.weight.original  # type: ignore[index, union-attr]
+    times: dict[str, list[float]] = {"histograms": [], "gather": []}
+    for _ in range(repeat):
+        for way, found in times.items():
+            distributed.barrier()
+            start = time.perf_counter()
+            with bytes_sent() as count:
+                if way == "gather":
+                    mask = by_gather(weight, 0.5)
+                else:
+                    sparsifier.step()
+                    sent = count()
+            distributed.barrier()
+            found.append((time.perf_counter() - start) * 1e3)
+    assert torch.equal(sparsifier.mask("0.weight").full_tensor(), mask)  # type: ignore[attr-defined]
+    if rank == 0:
+        torch.save((times, {"histograms": sent, "gather": weight.numel() * 4}), f"{folder}/found.pt")
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Print the table, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="few weights, once, without CSV: does it run")
+    args = parser.parse_args()
+    size, repeat, world = (64, 1, 2) if args.tiny else (8192, 5, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn = multiprocessing.get_context("spawn")
+        ranks = [spawn.Process(target=on_rank, args=(k, world, folder, size, repeat)) for k in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            raise SystemExit("a rank failed")
+        times, sent = torch.load(f"{folder}/found.pt")
+    lines = [
+        show({"way": way, "weights": size * size, "bytes": sent[way], "ms": round(statistics.median(found), 1)})
+        for way, found in times.items()
+    ]
+    if not args.tiny:
+        write_csv(lines, RESULTS / "selection_bytes.csv")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Training over ranks: DDP, long runs, checkpoints that change the number of ranks, a rank that dies."""
+
+import functools
+import itertools
+import os
+import pathlib
+import sys
+import warnings
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_fsdp import CONFIGS, assert_same_masks, batch, mine, mlp, pair, shard, train
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsekit_ao import STE, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError
+from sparsekit_ao.distributed import local, whole
+from sparsekit_ao.schedules import cubic
+
+pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
+
+
+def follow(sparsifier, level):
+    for g in sparsifier.groups:
+        g["sparsity_level"] = level
+    sparsifier.step()
+
+
+def ddp(broadcast, config):
+    """Nobody sends masks in `step`. With `broadcast_buffers` DDP itself sends them, at every forward."""
+    plain, one = mlp(), ScopeSparsifier()
+    one.prepare(plain, CONFIGS[config])
+    model, many = mlp(), ScopeSparsifier()
+    many.prepare(model, CONFIGS[config])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it, torch 2.11 only this one
+        parallel = DistributedDataParallel(model, broadcast_buffers=broadcast)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, model)]
+    for step in range(8):
+        for s in (one, many):
+            follow(s, 0.1 * step)
+        assert_same_masks(one, many)
+        train(plain, optimizers[0], step)
+        train(parallel, optimizers[1], step, mine())
+    masks = [many.mask(g["tensor_fqn"]).clone() for g in many.groups]
+    for mask in masks:
+        everyone = [torch.empty_like(mask) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(everyone, mask)
+        assert all(torch.equal(m, mask) for m in everyone)
+
+
+def long_run():
+    """200 steps under a schedule: the same masks at every update, losses to float tolerance."""
+    plain, one, sharded, many = pair(CONFIGS["global"])
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (plain, sharded)]
+    worst, moved = 0.0, 0
+    for step in range(200):
+        if step % 10 == 0:
+            before = one.mask("0.weight").clone()
+            for s in (one, many):
+                follow(s, cubic(0.0, 0.8, 150)(step))
+            assert_same_masks(one, many)
+            moved += int((before & ~one.mask("0.weight")).sum() + (~before & one.mask("0.weight")).sum())
+        loss = train(plain, optimizers[0], step)
+        mean = train(sharded, optimizers[1], step, mine())
+        distributed.all_reduce(mean)
+        worst = max(worst, float(abs(mean / distributed.get_world_size() - loss) / loss))
+    assert worst < 1e-4 and moved > 100
+    assert_same_masks(one, many)
+    assert one.check() == many.check() == 1
+
+
+def made(config="global"):
+    model, sparsifier = mlp(), ScopeSparsifier()
+    sparsifier.prepare(model, CONFIGS[config])
+    if distributed.is_initialized():
+        shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    return model, sparsifier, optimizer
+
+
+def state_of(model, sparsifier, optimizer):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "sparsifier": sparsifier.state_dict()}
+
+
+def restore(folder, model, sparsifier, optimizer):
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = state_of(model, sparsifier, optimizer)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    sparsifier.load_state_dict(state["sparsifier"])
+
+
+def some_steps(model, sparsifier, optimizer, steps):
+    for step in steps:
+        follow(sparsifier, min(0.1 * step, 0.7))
+        train(model, optimizer, step, mine() if distributed.is_initialized() else slice(None))
+
+
+def save(folder, how):
+    from torch.distributed import checkpoint
+
+    run = made()
+    some_steps(*run, range(4))
+    if how == "save":
+        checkpoint.save(state_of(*run), checkpoint_id=f"{folder}/save")
+    else:
+        saved = checkpoint.async_save(state_of(*run), checkpoint_id=f"{folder}/async_save")
+        saved.result()
+    some_steps(*run, range(4, 6))
+    after = {g["tensor_fqn"]: whole(run[1].mask(g["tensor_fqn"])) for g in run[1].groups}
+    if distributed.get_rank() == 0:
+        torch.save(after, f"{folder}/{how}.pt")
+
+
+def load(folder, how):
+    """Goes on as the run that saved did: same masks after two more steps."""
+    run = made()
+    restore(f"{folder}/{how}", *run)
+    levels = {g["sparsity_level"] for g in run[1].groups}
+    assert levels == {0.1 * 3}
+    run[1].check()
+    some_steps(*run, range(4, 6))
+    for name, mask in torch.load(f"{folder}/{how}.pt").items():
+        assert torch.equal(whole(run[1].mask(name)), mask), name
+
+
+def dynamic_is_refused():
+    """Updates choose among whole tensors: refused as soon as an optimizer is there, whatever the order."""
+    model = mlp()
+    sparsifier = DynamicSparsifier(sparsity_level=0.5)
+    sparsifier.prepare(model, None)
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(SparsityError, match=r"0.weight: its parameter is sharded over ranks"):
+        sparsifier.attach(optimizer)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier = RigL(optimizer, 0.5, update_every=1, until=10)
+    sparsifier.prepare(model, None)
+    shard(model)
+    model(batch(0)[0]).square().mean().backward()
+    with pytest.raises(SparsityError, match=r"0.weight: its parameter is sharded over ranks"):
+        sparsifier.step()
+    model = mlp()
+    sparsifier = STE(sparsity_level=0.5)
+    sparsifier.prepare(model, None)
+    shard(model)
+    with pytest.raises(SparsityError, match=r"0.weight: its parameter is sharded over ranks.*DistributedDataParallel"):
+        sparsifier.step()
+
+
+def tensor_parallel(config, mesh):
+    """parallelize_module, then prepare; on a second mesh dimension then fully_shard."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plain, one = mlp(width=24), ScopeSparsifier()
+    one.prepare(plain, CONFIGS[config])
+    model, many = mlp(width=24), ScopeSparsifier()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    many.prepare(model, CONFIGS[config])
+    rows = slice(None)
+    if mesh.ndim > 1:
+        fully_shard(model, mesh=mesh["dp"])
+        rows = slice(4 * mesh["dp"].get_local_rank(), 4 * mesh["dp"].get_local_rank() + 4)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, model)]
+    for step in range(4):
+        for s in (one, many):
+            follow(s, 0.2 + 0.1 * step)
+        assert_same_masks(one, many)
+        train(plain, optimizers[0], step)
+        train(model, optimizers[1], step, rows)
+    assert one.check() == many.check()
+    torch.testing.assert_close(model(batch(0)[0]), plain(batch(0)[0]), rtol=1e-4, atol=1e-5)
+    one.squash_mask()
+    many.squash_mask()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for name, w in plain.state_dict().items():
+        got = whole(model.state_dict()[name])
+        torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5)
+        assert torch.equal(got == 0, w == 0)
+    torch.testing.assert_close(model(batch(0)[0]), plain(batch(0)[0]), rtol=1e-4, atol=1e-5)
+
+
+def hybrid(config, mesh):
+    """HSDP: shards over one mesh dimension, replicas over the other."""
+    plain, one, sharded, many = pair(CONFIGS[config], mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, sharded)]
+    for step in range(4):
+        for s in (one, many):
+            follow(s, 0.2 + 0.1 * step)
+        assert_same_masks(one, many)
+        train(plain, optimizers[0], step)
+        train(sharded, optimizers[1], step, mine())
+    many.squash_mask()
+    one.squash_mask()
+    torch.testing.assert_close(sharded(batch(0)[0]), plain(batch(0)[0]), rtol=1e-4, atol=1e-5)
+
+
+def other_meshes():
+    """Tensors that share a budget must lie on one mesh: the error names both."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+    for layer, mesh in zip(model, (line, square), strict=True):
+        at = [Shard(0)] * mesh.ndim
+        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, at))
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, CONFIGS["global"])
+    with pytest.raises(SparsityError, match=r"0.weight: it lies on .*, but 1.weight, with which it shares a budget"):
+        sparsifier.step()
+
+
+def cases_of_two():
+    folder = pathlib.Path(os.environ["SPARSEKIT_TEST_FOLDER"])
+    for broadcast, config in itertools.product((True, False), CONFIGS):
+        yield f"ddp broadcast_buffers={broadcast} {config}", functools.partial(ddp, broadcast, config)
+    yield "200 steps", long_run
+    yield "dynamic", dynamic_is_refused
+    for how in ("save", "async_save"):
+        yield how, functools.partial(save, folder, how)
+
+
+def cases_of_four():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    folder = pathlib.Path(os.environ["SPARSEKIT_TEST_FOLDER"])
+    for how in ("save", "async_save"):
+        yield f"load {how}", functools.partial(load, folder, how)
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for config in CONFIGS:
+        yield f"tensor parallel {config}", functools.partial(tensor_parallel, config, line)
+        yield f"tensor parallel and FSDP2 {config}", functools.partial(tensor_parallel, config, square)
+        yield f"HSDP {config}", functools.partial(hybrid, config, square)
+    yield "other meshes", other_meshes
+
+
+def report(found):
+    failed = [f"{name}\n{text}" for name, text in found.items() if text]
+    assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed)
+
+
+def test_two_ranks_then_four_then_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSEKIT_TEST_FOLDER", str(tmp_path))
+    for world, cases in ((2, cases_of_two), (4, cases_of_four)):
+        (tmp_path / str(world)).mkdir()
+        report(run_ranks(world, tmp_path / str(world), cases))
+    for how in ("save", "async_save"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that it loads in a single process
+            load(tmp_path, how)
+
+
+def until_a_rank_dies():
+    """A checkpoint every three steps; in the third one rank 1 dies."""
+    from torch.distributed import checkpoint
+
+    folder = pathlib.Path(os.environ["SPARSEKIT_TEST_FOLDER"])
+    run = made()
+    for done in (3, 6, 9):
+        some_steps(*run, range(done - 3, done))
+        if done == 9 and distributed.get_rank() == 1:
+            os._exit(3)
+        checkpoint.save(state_of(*run), checkpoint_id=folder / f"checkpoint{done}")
+
+
+def goes_on():
+    """From the last whole checkpoint; bit for bit as a run that nothing interrupted."""
+    folder = pathlib.Path(os.environ["SPARSEKIT_TEST_FOLDER"])
+    done = max(int(p.parent.name[10:]) for p in folder.glob("checkpoint*/.metadata"))
+    assert done == 6
+    run, other = made(), made()
+    restore(folder / f"checkpoint{done}", *run)
+    some_steps(*run, range(done, 12))
+    some_steps(*other, range(12))
+    for name, tensor in other[0].state_dict().items():
+        assert torch.equal(local(run[0].state_dict()[name]), local(tensor)), name
+    assert [g["sparsity_level"] for g in run[1].groups] == [g["sparsity_level"] for g in other[1].groups]
+
+
+def test_a_run_that_lost_a_rank_goes_on_from_its_last_whole_checkpoint(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SPARSEKIT_TEST_FOLDER", str(tmp_path))
+    for name, case in (("first", cases_until_a_rank_dies), ("second", cases_going_on)):
+        (tmp_path / name).mkdir()
+        if name == "first":
+            with pytest.raises(AssertionError, match=r"\(\[1, 3\]"):
+                run_ranks(2, tmp_path / name, case)
+        else:
+            report(run_ranks(2, tmp_path / name, case))
+
+
+def cases_until_a_rank_dies():
+    yield "until a rank dies", until_a_rank_dies
+
+
+def cases_going_on():
+    yield "goes on", goes_on
