@@ -44,7 +44,7 @@ def shard(model, **kwargs):
     return fully_shard(model, **kwargs)
 
 
-def pair(config, make=ScopeSparsifier, **kwargs):
+def pair(config, make=ScopeSparsifier, mlp=mlp, **kwargs):
     """A sharded model and one that is not, each with its sparsifier."""
     plain, sharded = mlp(), mlp()
     one, many = make(), make()
@@ -190,6 +190,40 @@ def meta_device(early):
     assert torch.equal(model(x), plain(x))
 
 
+def large_layers():
+    """From 32,768 elements on other code selects on CPU, before and after masks are sharded."""
+
+    def wide():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(256, 300), nn.Tanh(), nn.Linear(300, 8))
+
+    plain, one, sharded, many = pair(None, mlp=wide)
+    x = torch.ones(2, 256)
+    for _ in range(2):
+        for m in (plain, sharded):
+            m(x).square().mean().backward()
+        assert torch.equal(sharded(x), plain(x))
+        for s in (one, many):
+            s.step()
+        assert_same_masks(one, many)
+    assert int((plain[0].weight == 0).sum()) == 256 * 150
+
+
+def checkpointed_activations():
+    """Masks are gathered anew where the forward pass is run anew."""
+    from torch.utils.checkpoint import checkpoint
+
+    plain, one, sharded, many = pair(CONFIGS["global"])
+    for s in (one, many):
+        s.step()
+    x = batch(1)[0].requires_grad_()
+    plain(x).square().mean().backward()
+    want = x.grad.clone()
+    x.grad = None
+    checkpoint(sharded, x, use_reentrant=False).square().mean().backward()
+    torch.testing.assert_close(x.grad, want, rtol=1e-5, atol=1e-7)
+
+
 def wrong_order():
     model = shard(mlp())
     with pytest.raises(SparsityError, match=r"0.weight: fully_shard was applied to '0' already.*Call prepare first"):
@@ -286,6 +320,8 @@ def cases():
         one_byte_a_weight_over_the_ranks,
         gradients_are_masked_and_hidden_nan_does_no_harm,
         mixed_precision,
+        large_layers,
+        checkpointed_activations,
         wrong_order,
         gathered_by_a_parent,
         after_an_eval_pass,

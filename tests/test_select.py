@@ -156,3 +156,11 @@ def test_where_torch_has_no_word_for_transforms_everything_counts_as_seen(monkey
     monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
     assert module._is_seen(weight)
     assert same_bits(select(weight, mask), torch.where(mask, weight, 0))
+
+
+def test_the_weights_storage_can_still_be_resized(tier):
+    """As FSDP2 does with gathered weights."""
+    weight = torch.randn(SHAPE)
+    masked = select(weight, torch.ones(SHAPE, dtype=torch.bool))
+    weight.untyped_storage().resize_(0)
+    assert masked.untyped_storage().nbytes() > 0

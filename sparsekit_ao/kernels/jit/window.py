@@ -1,14 +1,17 @@
 """What the loops are handed: one window, lowered to three nests of integers over flat numpy arrays."""
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-__all__ = ["Ints", "Window", "compiled"]
+__all__ = ["Ints", "Window", "borrowed", "compiled"]
 
 Ints = NDArray[np.int64]
 
@@ -63,3 +66,12 @@ def _if_there_is_room(save: Callable[..., None]) -> Callable[..., None]:
             save(*args)
 
     return attempt
+
+
+def borrowed(t: Tensor) -> NDArray:
+    """A tensor's elements as a flat array, for as long as somebody holds the tensor.
+
+    `Tensor.numpy()` would forbid the storage to be resized ever after, which is how FSDP2 frees gathered weights.
+    """
+    kind = {torch.uint8: ctypes.c_uint8, torch.int16: ctypes.c_int16, torch.int32: ctypes.c_int32}[t.dtype]
+    return np.ctypeslib.as_array((kind * t.numel()).from_address(t.data_ptr()))
