@@ -77,6 +77,8 @@ class MaskSparsifier(BaseSparsifier):
     def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Put an all-keeping mask on every tensor that the config names, in place.
 
+        Over ranks: after `parallelize_module`, before `fully_shard` and before the optimizer is made.
+
         Args:
             model: modified in place; its Parameters stay the same objects, so optimizers stay valid.
             config: a list of dicts with `tensor_fqn` and any config key, or None for every Linear and convolution.

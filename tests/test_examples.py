@@ -40,7 +40,8 @@ def dense_minilm():
 
 
 def test_every_example_is_run_here():
-    run_here = {"quickstart.py", "prune_minilm.py", "rigl_digits.py", "dst_language_model.py", "shrink_minilm.py"}
+    pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
+    run_here = pruned | {"rigl_digits.py", "dst_language_model.py", "fsdp2.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
 
 
@@ -51,6 +52,15 @@ def test_quickstart_prints_both_accuracies_and_the_report(tmp_path):
     assert re.search(r"^2\.weight +10x128 .* 0\.5000 +0\.5000 +640 +1,280 ", done.stdout, re.MULTILINE)
     accuracies = re.search(r"accuracy: dense (\d\.\d{3}), sparse (\d\.\d{3})", done.stdout)
     assert accuracies is not None and all(0.2 < float(a) <= 1 for a in accuracies.groups())  # chance is 0.1
+
+
+def test_fsdp2_prunes_over_two_ranks_and_tells_the_bytes(tmp_path):
+    done = run("-m", "torch.distributed.run", "--nproc-per-node", 2, EXAMPLES / "fsdp2.py", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "13,312 weights, 0.8000 of them zero" in done.stdout
+    assert "held on this rank: 6,656 bytes of masks" in done.stdout
+    sent = re.search(r"sent for one selection: ([\d,]+) bytes; gathering would take 53,248", done.stdout)
+    assert sent is not None and int(sent[1].replace(",", "")) < 150_000
 
 
 def test_quickstart_stays_short():
@@ -210,6 +220,8 @@ BENCHMARKS = {
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
+    "selection_bytes.py": "way: histograms  weights: 4096",
+    "fsdp_masks.py": "masks: buffer  rows: 2",
 }
 
 
