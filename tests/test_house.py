@@ -150,6 +150,15 @@ def test_import_alone_loads_nothing_heavy():
     assert not [m for m in json.loads(out) if m in HEAVY]
 
 
+def test_plain_tensors_import_no_dtensor():
+    code = (
+        "import sys, torch, sparsekit_ao; m = torch.nn.Sequential(torch.nn.Linear(8, 4));"
+        "s = sparsekit_ao.ScopeSparsifier(); s.prepare(m, None); s.step(); m(torch.ones(1, 8)); s.check(); s.report();"
+        "s.load_state_dict(s.state_dict()); s.squash_mask(); sys.exit('torch.distributed.tensor' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def rung(path: pathlib.Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 

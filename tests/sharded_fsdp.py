@@ -1,18 +1,15 @@
-"""FSDP2: prepare, then fully_shard; everything a sparsifier does, against one process."""
+"""Cases for `test_sharded`. FSDP2: prepare, then fully_shard; everything a sparsifier does, against one process."""
 
 import functools
-import sys
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import distributed, nn
 from torch.nn import functional as F
 
 from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
-from sparsekit_ao.distributed import is_sharded, local, whole
+from sparsekit_ao.distributed import beside, is_sharded, local, whole
 
-pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
 CONFIGS = {
     "global": [{"tensor_fqn": "*.weight", "scope_coupling": "all"}],
     "2:4": [{"tensor_fqn": "*.weight", "scope_shape": (1, 4), "edge": "partial"}],
@@ -292,6 +289,39 @@ def another_parametrization_below():
         many.step()
 
 
+def what_torch_may_change():
+    """FSDP2's records elsewhere: an error before anything is written."""
+    from torch.distributed.fsdp import FSDPModule
+
+    _, _, sharded, many = pair(CONFIGS["global"])
+    many.step()
+    before = {name: local(t).clone() for name, t in sharded.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "_get_fsdp_state", lambda self: None)
+        patch.setattr(FSDPModule, "reshard", lambda self: None)
+        with pytest.raises(
+            SparsityError, match="cannot find what fully_shard keeps about its parameters in this torch"
+        ):
+            many.squash_mask()
+    assert all(torch.equal(local(t), before[name]) for name, t in sharded.state_dict().items())
+    many.squash_mask()
+
+
+def masks_of_other_meshes():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    world = distributed.get_world_size()
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world))
+    mask = distribute_tensor(torch.ones(6, 4, dtype=torch.bool), line, [Shard(0)])
+    weight = distribute_tensor(torch.ones(6, 4), square, [Replicate(), Shard(1)])
+    with pytest.raises(SparsityError, match=r"neither is part of the other. Name the dimensions"):
+        beside(mask, weight)
+    for to in ([Shard(1)], [Replicate()]):  # and on its own mesh a mask follows anywhere
+        weight = distribute_tensor(torch.ones(6, 4), line, to)
+        assert beside(mask, weight).placements == tuple(to)
+
+
 def state_dicts():
     _, one, sharded, many = pair(CONFIGS["global"])
     for s in (one, many):
@@ -329,12 +359,7 @@ def cases():
         one_tensor_by_hand,
         another_parametrization_below,
         state_dicts,
+        what_torch_may_change,
+        masks_of_other_meshes,
     ):
         yield case.__name__, case
-
-
-@pytest.mark.parametrize("world", [2])
-def test_sharded_by_fsdp(world, tmp_path):
-    found = run_ranks(world, tmp_path, cases)
-    failed = [f"{name}\n{text}" for name, text in found.items() if text]
-    assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed)

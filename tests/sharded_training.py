@@ -1,24 +1,23 @@
-"""Training over ranks: DDP, long runs, checkpoints that change the number of ranks, a rank that dies."""
+"""Cases for `test_sharded`. Training over ranks.
+
+DDP, long runs, checkpoints that change the number of ranks, a rank that dies, tensor parallel.
+"""
 
 import functools
 import itertools
 import os
 import pathlib
-import sys
 import warnings
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_fsdp import CONFIGS, assert_same_masks, batch, mine, mlp, pair, shard, train
+from sharded_fsdp import CONFIGS, assert_same_masks, batch, mine, mlp, pair, shard, train
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit_ao import STE, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError
 from sparsekit_ao.distributed import local, whole
 from sparsekit_ao.schedules import cubic
-
-pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
 
 
 def follow(sparsifier, level):
@@ -225,6 +224,7 @@ def cases_of_two():
     for broadcast, config in itertools.product((True, False), CONFIGS):
         yield f"ddp broadcast_buffers={broadcast} {config}", functools.partial(ddp, broadcast, config)
     yield "200 steps", long_run
+    yield "goes on after a rank died", goes_on
     yield "dynamic", dynamic_is_refused
     for how in ("save", "async_save"):
         yield how, functools.partial(save, folder, how)
@@ -243,22 +243,6 @@ def cases_of_four():
         yield f"tensor parallel and FSDP2 {config}", functools.partial(tensor_parallel, config, square)
         yield f"HSDP {config}", functools.partial(hybrid, config, square)
     yield "other meshes", other_meshes
-
-
-def report(found):
-    failed = [f"{name}\n{text}" for name, text in found.items() if text]
-    assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed)
-
-
-def test_two_ranks_then_four_then_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARSEKIT_TEST_FOLDER", str(tmp_path))
-    for world, cases in ((2, cases_of_two), (4, cases_of_four)):
-        (tmp_path / str(world)).mkdir()
-        report(run_ranks(world, tmp_path / str(world), cases))
-    for how in ("save", "async_save"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch says that it loads in a single process
-            load(tmp_path, how)
 
 
 def until_a_rank_dies():
@@ -288,20 +272,5 @@ def goes_on():
     assert [g["sparsity_level"] for g in run[1].groups] == [g["sparsity_level"] for g in other[1].groups]
 
 
-def test_a_run_that_lost_a_rank_goes_on_from_its_last_whole_checkpoint(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("SPARSEKIT_TEST_FOLDER", str(tmp_path))
-    for name, case in (("first", cases_until_a_rank_dies), ("second", cases_going_on)):
-        (tmp_path / name).mkdir()
-        if name == "first":
-            with pytest.raises(AssertionError, match=r"\(\[1, 3\]"):
-                run_ranks(2, tmp_path / name, case)
-        else:
-            report(run_ranks(2, tmp_path / name, case))
-
-
 def cases_until_a_rank_dies():
     yield "until a rank dies", until_a_rank_dies
-
-
-def cases_going_on():
-    yield "goes on", goes_on

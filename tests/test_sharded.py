@@ -1,0 +1,70 @@
+"""Over 2, 3 and 4 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn a number of ranks.
+
+The cases stand in `sharded_selection`, `sharded_fsdp` and `sharded_training`.
+"""
+
+import sys
+import warnings
+
+import pytest
+import sharded_fsdp
+import sharded_selection
+import sharded_training
+from ranks import run_ranks
+from torch import distributed
+
+pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
+
+
+def cases_of_two():
+    yield from sharded_selection.cases()
+    yield from sharded_fsdp.cases()
+    yield from sharded_training.cases_of_two()
+
+
+def cases_of_three():
+    yield from sharded_selection.cases()
+
+
+def cases_of_four():
+    yield from sharded_selection.cases()
+    yield from sharded_training.cases_of_four()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where what one number of ranks saved is found by the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = tmp_path_factory.mktemp("ranks")
+        patch.setenv("SPARSEKIT_TEST_FOLDER", str(found))
+        yield found
+
+
+def room(folder, name):
+    (folder / name).mkdir()
+    return folder / name
+
+
+def report(found):
+    failed = [f"{name}\n{text}" for name, text in found.items() if text]
+    assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed[:5])
+
+
+def test_a_rank_dies_between_two_checkpoints(folder, capfd):
+    """What it leaves behind is for the next test, which goes on from there."""
+    with pytest.raises(AssertionError, match=r", 3\], \[\]"):
+        run_ranks(2, room(folder, "dies"), sharded_training.cases_until_a_rank_dies)
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, cases_of_two), (3, cases_of_three), (4, cases_of_four)])
+def test_every_case(world, cases, folder):
+    found = run_ranks(world, room(folder, str(world)), cases)
+    report(found)
+    assert len(found) >= 96
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_one_process_loads_what_two_ranks_saved(how, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that it loads in a single process
+        sharded_training.load(folder, how)
