@@ -1,6 +1,7 @@
 """Cases for `test_sharded`. FSDP2: prepare, then fully_shard; everything a sparsifier does, against one process."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -221,6 +222,21 @@ def checkpointed_activations():
     torch.testing.assert_close(x.grad, want, rtol=1e-5, atol=1e-7)
 
 
+def compiled():
+    """Gathering a mask compiles, and a mask update is seen."""
+    plain, one, sharded, many = pair(CONFIGS["global"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        fast = torch.compile(sharded)
+        for level in (0.5, 0.7):
+            for s in (one, many):
+                for g in s.groups:
+                    g["sparsity_level"] = level
+                s.step()
+            x = batch(0)[0]
+            torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
 def wrong_order():
     model = shard(mlp())
     with pytest.raises(SparsityError, match=r"0.weight: fully_shard was applied to '0' already.*Call prepare first"):
@@ -352,6 +368,7 @@ def cases():
         mixed_precision,
         large_layers,
         checkpointed_activations,
+        compiled,
         wrong_order,
         gathered_by_a_parent,
         after_an_eval_pass,

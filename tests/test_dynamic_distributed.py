@@ -19,7 +19,7 @@ RULES = {
 }
 
 
-def train_rank(rank, folder, name, syncs):
+def train_rank(rank, folder, name, syncs, broadcasts):
     """Half of every batch, in two micro-batches of which the first does not synchronize unless `syncs`."""
     torch.distributed.init_process_group(
         "gloo",
@@ -37,7 +37,7 @@ def train_rank(rank, folder, name, syncs):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     sparsifier = kind(optimizer, 0.75, **arguments)
     sparsifier.prepare(model, None)
-    parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # nobody sends masks
+    parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcasts)  # off: nobody sends masks
     worst = 0.0
     for step in range(1, 7):
         want = dense_gradients(model, step)
@@ -59,10 +59,19 @@ def train_rank(rank, folder, name, syncs):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="needs gloo")
-@pytest.mark.parametrize(("name", "syncs"), [("RigL", True), ("RigL", False), ("SET", False), ("SNFS", False)])
-def test_two_ranks_agree(name, syncs, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "syncs", "broadcasts"),
+    [
+        ("RigL", True, False),
+        ("RigL", False, True),
+        ("RigL", False, False),
+        ("SET", False, False),
+        ("SNFS", False, False),
+    ],
+)
+def test_two_ranks_agree(name, syncs, broadcasts, tmp_path):
     spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=train_rank, args=(k, str(tmp_path), name, syncs)) for k in range(2)]
+    ranks = [spawn.Process(target=train_rank, args=(k, str(tmp_path), name, syncs, broadcasts)) for k in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

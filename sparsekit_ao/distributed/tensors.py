@@ -31,6 +31,8 @@ def whole(t: Any) -> Tensor:
     if not is_sharded(t):
         return t
     with torch.no_grad():
+        if t.dtype == torch.bool and torch.compiler.is_compiling():  # Inductor takes a gathered bool for an integer
+            return t.detach().to(torch.uint8).full_tensor() != 0
         return t.detach().full_tensor()
 
 
