@@ -1,7 +1,7 @@
 """What FSDP2 (`fully_shard`) needs of whoever changes a module: the class it wrapped, the parameters it swaps.
 
 Knows modules; asks `torch.distributed.fsdp` only where somebody has imported it. What FSDP2 keeps about a parameter
-is private to it, and only `rehome` looks there.
+is private to it, and only `managed` and `rehome` look there.
 """
 
 import sys
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
@@ -37,7 +38,9 @@ def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> 
 
 def reshard(model: nn.Module | None) -> None:
     """Give every module its sharded parameters back, which a forward pass may have left gathered."""
-    for module in () if model is None or _fsdp_class() is None else model.modules():
+    if model is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return  # without a process group nothing was sharded
+    for module in () if _fsdp_class() is None else model.modules():
         if _is_wrapped(module):
             module.reshard()  # type: ignore[operator]
 

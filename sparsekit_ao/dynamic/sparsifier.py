@@ -172,8 +172,6 @@ class DynamicSparsifier(ScopeSparsifier):
         nothing has happened, the iteration is not counted, and `step` may be called again.
         """
         self._need_prepared("step")
-        for group in self.groups:
-            self._live_mask(group)  # raises where parameters were sharded since prepare
         if self.settings.updates and not self._tap.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         before = self.iteration, self._pending
@@ -270,6 +268,8 @@ class DynamicSparsifier(ScopeSparsifier):
             )
         self._pending = (self._pending or is_due) and not is_late
         if self._pending:
+            for group in self.groups:
+                self._live_mask(group)  # raises where parameters were sharded since prepare
             momenta = self._tap.momenta() if s.needs_momentum else {}
             if self._tap.is_ready(s.needs_gradient, momenta):
                 self._update(momenta)

@@ -115,7 +115,7 @@ def _histogram(source: KeyRows, row: int, prefix: int, shift: int, low: int, liv
             digits = (keys >> low) & (bins - 1)
         else:
             digits = _digits(keys, source.bits, low)
-        counts += torch.bincount(digits, minlength=bins)
+        counts += torch.bincount(digits, minlength=bins).to(counts.device)
     return counts
 
 
