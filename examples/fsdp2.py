@@ -122,6 +122,7 @@ def main() -> None:
         print(f"loss {loss.item():.3f}; {weights:,} weights, {report.sparsity:.4f} of them zero")
         print(f"held on this rank: {sum(r.mask_bytes for r in report):,} bytes of masks")
         print(f"sent for one selection: {sent.total // updates:,} bytes; gathering would take {4 * weights:,}")
+    distributed.barrier()  # nobody leaves while another still reads
     distributed.destroy_process_group()
 
 

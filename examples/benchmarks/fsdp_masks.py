@@ -60,6 +60,7 @@ def on_rank(rank: int, world: int, folder: str, size: int, rows: list[int], repe
             models[kind].zero_grad()
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
+    distributed.barrier()  # nobody leaves while another still reads
     distributed.destroy_process_group()
 
 

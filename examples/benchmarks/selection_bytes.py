@@ -76,6 +76,7 @@ def on_rank(rank: int, world: int, folder: str, size: int, repeat: int) -> None:
     assert torch.equal(sparsifier.mask("0.weight").full_tensor(), mask)  # type: ignore[attr-defined]
     if rank == 0:
         torch.save((times, {"histograms": sent, "gather": weight.numel() * 4}), f"{folder}/found.pt")
+    distributed.barrier()  # nobody leaves while another still reads
     distributed.destroy_process_group()
 
 
