@@ -467,3 +467,11 @@ def test_roots_are_rounded_alike_in_every_implementation():
     for mask, impl in zip(both, ("jit", "reference"), strict=True):
         scope_mask([as_scopes(near, mask, (1, 4), (-1, -1))], 16_384, impl=impl)
     assert torch.equal(*both)
+
+
+def test_the_weights_storage_can_still_be_resized():
+    """As FSDP2 does with gathered weights."""
+    values, mask = torch.randn(64, 64, generator=generator()), torch.ones(64, 64, dtype=torch.bool)
+    scope_mask([as_scopes(values, mask, (1, 1), (1, 4))], 2, impl="jit")
+    for tensor in (values, mask):
+        tensor.untyped_storage().resize_(0)

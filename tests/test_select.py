@@ -158,7 +158,7 @@ def test_where_torch_has_no_word_for_transforms_everything_counts_as_seen(monkey
     assert same_bits(select(weight, mask), torch.where(mask, weight, 0))
 
 
-def test_the_weights_storage_can_still_be_resized(tier):
+def test_the_weights_storage_can_still_be_resized():
     """As FSDP2 does with gathered weights."""
     weight = torch.randn(SHAPE)
     masked = select(weight, torch.ones(SHAPE, dtype=torch.bool))

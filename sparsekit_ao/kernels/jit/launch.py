@@ -159,7 +159,7 @@ def _lie_apart(window: "Window") -> bool:
 
 
 def _window(group: Scopes, norm: int, *, signed: bool, stage: bool) -> "Window":
-    from .window import Window
+    from .window import Window, borrowed
 
     only, nests = group.members[0], lower(group)
     element = nests.elements[0]
@@ -167,8 +167,8 @@ def _window(group: Scopes, norm: int, *, signed: bool, stage: bool) -> "Window":
     kind = KINDS[only.values.dtype]
     side_by_side = bool(element.sizes) and all(steps[-1] == 1 for steps in element.strides)
     return Window(
-        bits=_flat(only.values).view(torch.int16 if kind else torch.int32).numpy(),
-        mask=_flat(only.mask).view(torch.uint8).numpy(),
+        bits=borrowed(_flat(only.values).view(torch.int16 if kind else torch.int32)),
+        mask=borrowed(_flat(only.mask).view(torch.uint8)),
         scope=_ints([nests.scope.sizes, *nests.scope.strides]),
         block=_ints([nests.block.sizes, *nests.block.strides]),
         elements=torch.stack([addresses(element.sizes, steps) for steps in element.strides]).numpy(),
