@@ -15,7 +15,7 @@ from torch import Tensor
 from . import radix, reference, sample
 from .keys import KEY_DTYPES, absent, key_bits, order_keys
 from .radix import CHUNK, Reduce
-from .threads import pieces, run_all
+from .threads import pieces, run_all, run_apart
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
 
 __all__ = ["block_scores", "keep_mask", "scope_mask"]
@@ -71,17 +71,21 @@ def keep_mask(
     if reduce is not None or source.width >= WIDE:
         _keep_wide(out, source, keep, index, reduce)
     else:
-        way = _keep_pairs if source.width <= PAIRS else _keep_kth
         step = max(1, CHUNK // source.width)
         for start in range(0, source.rows, step):
             part = slice(start, start + step)
-            way(out[part], source.block(part), keep[part] if isinstance(keep, Tensor) else keep)
+            _keep_keys(out[part], source.block(part), keep[part] if isinstance(keep, Tensor) else keep)
     return out if candidates is None else out.logical_and_(candidates)
+
+
+def _keep_keys(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
+    """Keep slots of rows whose keys are all at hand, [rows, slots]."""
+    (_keep_pairs if keys.shape[1] <= PAIRS else _keep_kth)(out, keys, keep)
 
 
 def _keep_pairs(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
     """Rank by comparing every pair of slots: slot i beats a later slot j unless j is strictly higher."""
-    slots = keys.unbind(1)
+    slots = torch.from_numpy(keys.numpy().T.copy()).unbind(0)  # whole vectors of like slots; by torch half as fast
     beaten = [torch.full(keys.shape[:1], len(slots) - 1 - i, dtype=torch.int8) for i in range(len(slots))]
     for i in range(len(slots)):
         for j in range(i + 1, len(slots)):
@@ -108,11 +112,13 @@ def _keep_kth(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
 def _kth_largest(keys: Tensor, k: Tensor) -> Tensor:
     """The k-th largest key of each row [rows, 1]; k is [rows, 1], or [1, 1] for all."""
     rows, width = keys.shape
-    if k.numel() == 1 and width > SORTED:
-        return keys.kthvalue(width + 1 - int(k), dim=1, keepdim=True).values
     ordered = keys.clone(memory_format=torch.contiguous_format)
-    array = ordered.numpy()  # which sorts short rows with whole vectors
-    run_all([partial(array[start:stop].sort, axis=1) for start, stop in pieces(rows, width)])
+    array = ordered.numpy()  # which sorts and partitions with whole vectors
+    parts = [array[start:stop] for start, stop in pieces(rows, width)]
+    if k.numel() == 1 and width > SORTED:
+        run_all([partial(part.partition, width - int(k), axis=1) for part in parts])
+    else:
+        run_all([partial(part.sort, axis=1) for part in parts])
     return ordered[:, width - int(k), None] if k.numel() == 1 else ordered.gather(1, width - k)
 
 
@@ -257,11 +263,13 @@ def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm, *, stag
     if only.values is None or only.mask is None or only.mask.dtype != torch.bool or only.values.numel() == 0:
         return False
     unit = tuple(b * g for b, g in zip(only.shape, scopes.shape, strict=True))
+    work = []
     for place, values in _cut(only.values, unit):
         mask = only.mask[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
         part = replace(only, values=values, mask=mask)
         own = keep[place].reshape(-1) if isinstance(keep, Tensor) else keep
-        (_stage_part if stage else _mask_part)(scopes.with_members([part]), own, norm)
+        work.append(partial(_stage_part if stage else _mask_part, scopes.with_members([part]), own, norm))
+    run_apart(work)
     return True
 
 
@@ -281,10 +289,15 @@ def _mask_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None
     assert part.values is not None and part.mask is not None
     single = all(b == 1 for b in part.shape) and part.values.dtype in KEY_DTYPES
     grid = part.values if single else block_scores((part,), norm, part.values.ndim)
-    rows = to_scopes(grid, scopes, 0.0)
+    whole = math.prod(scopes.shape) >= WIDE
+    # keys of shorter scopes are made where the window lies: turning it over first would miss the cache
+    rows = to_scopes(grid if whole else order_keys(grid, magnitude=True), scopes, 0.0)
     direct = to_scopes(part.mask, scopes, False) if single else None
-    if direct is not None and direct.data_ptr() == part.mask.data_ptr():  # the mask's own memory: fill it there
-        keep_mask(rows, keep, magnitude=True, out=direct)
-        return
-    kept = keep_mask(rows, keep, magnitude=True)
-    reference.fill_mask((part,), from_scopes(kept, scopes))
+    inside = direct is not None and direct.data_ptr() == part.mask.data_ptr()  # the mask's own memory: fill it there
+    kept = direct if direct is not None and inside else torch.empty(rows.shape, dtype=torch.bool)
+    if whole:
+        keep_mask(rows, keep, magnitude=True, out=kept)
+    else:
+        _keep_keys(kept, rows, keep)
+    if not inside:
+        reference.fill_mask((part,), from_scopes(kept, scopes).contiguous())
