@@ -5,7 +5,6 @@ it. Scores of single elements are never stored: their keys are made from the wei
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ from . import radix, reference, sample
 from .keys import KEY_DTYPES, absent, key_bits, order_keys
 from .radix import CHUNK, Reduce
 from .threads import pieces, run_all, run_apart
-from .tiling import Blocks, Scopes, from_scopes, to_scopes
+from .tiling import Blocks, Scopes, cut_parts, from_scopes, to_scopes
 
 __all__ = ["block_scores", "keep_mask", "scope_mask"]
 
@@ -219,30 +218,12 @@ def block_scores(members: tuple[Blocks, ...], norm: reference.Norm, ndim: int, a
         return reference.block_scores(members, norm, ndim, as_mean)
     own = replace(first, order=())
     out: Tensor | None = None
-    for place, part in _cut(own.window, first.shape):
+    for place, part in cut_parts(own.window, first.shape, CHUNK):
         scores = reference.block_scores((replace(own, values=part, mask=None),), norm, part.ndim, as_mean)
         out = scores.new_empty(first.grid) if out is None else out
         out[place].copy_(scores)
     assert out is not None
     return reference.to_aligned(out, first.order, ndim)
-
-
-def _cut(window: Tensor, unit: tuple[int, ...]) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Cut a window into cache-sized parts of whole units; each with its place in the grid of units."""
-    counts = [s // u for s, u in zip(window.shape, unit, strict=True)]
-    todo = [tuple(slice(0, c) for c in counts)]
-    while todo:
-        place = todo.pop()
-        sizes = [p.stop - p.start for p in place]
-        numel = math.prod(sizes) * math.prod(unit)
-        widest = next((k for k, size in enumerate(sizes) if size > 1), None)
-        if numel <= CHUNK or widest is None:
-            yield place, window[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
-            continue
-        step = max(1, CHUNK * sizes[widest] // numel)
-        begin, end = place[widest].start, place[widest].stop
-        parts = [slice(at, min(at + step, end)) for at in range(begin, end, step)]
-        todo.extend((*place[:widest], part, *place[widest + 1 :]) for part in reversed(parts))
 
 
 def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm, *, stage: bool = False) -> bool:
@@ -264,7 +245,7 @@ def scope_mask(scopes: Scopes, keep: int | Tensor, norm: reference.Norm, *, stag
         return False
     unit = tuple(b * g for b, g in zip(only.shape, scopes.shape, strict=True))
     work = []
-    for place, values in _cut(only.values, unit):
+    for place, values in cut_parts(only.values, unit, CHUNK):
         mask = only.mask[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
         part = replace(only, values=values, mask=mask)
         own = keep[place].reshape(-1) if isinstance(keep, Tensor) else keep
@@ -277,27 +258,41 @@ def _stage_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> Non
     """Choose among what the mask of a part still holds, scored by what it left of the values."""
     part, n = scopes.members[0], len(scopes.shape)
     assert part.values is not None and part.mask is not None
-    left = replace(part, values=torch.where(part.mask, part.values, 0))
-    rows = to_scopes(reference.block_scores((left,), norm, n), scopes, 0.0)
-    candidates = to_scopes(reference.candidates_of((part,), n), scopes, False)
-    kept = keep_mask(rows, keep, candidates, magnitude=True)
+    if _single(part) and math.prod(scopes.shape) < WIDE:
+        # what is gone ranks below every magnitude, and a stage only removes
+        keys = order_keys(part.values, magnitude=True).bitwise_or_(part.mask.view(torch.int8) - 1)
+        kept = _keep_whole(to_scopes(keys, scopes, 0), keep)
+    else:
+        left = replace(part, values=torch.where(part.mask, part.values, 0))
+        rows = to_scopes(reference.block_scores((left,), norm, n), scopes, 0.0)
+        candidates = to_scopes(reference.candidates_of((part,), n), scopes, False)
+        kept = keep_mask(rows, keep, candidates, magnitude=True)
     reference.fill_mask((part,), from_scopes(kept, scopes), stage=True)
 
 
 def _mask_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:
     part = scopes.members[0]
     assert part.values is not None and part.mask is not None
-    single = all(b == 1 for b in part.shape) and part.values.dtype in KEY_DTYPES
-    grid = part.values if single else block_scores((part,), norm, part.values.ndim)
-    whole = math.prod(scopes.shape) >= WIDE
-    # keys of shorter scopes are made where the window lies: turning it over first would miss the cache
-    rows = to_scopes(grid if whole else order_keys(grid, magnitude=True), scopes, 0.0)
-    direct = to_scopes(part.mask, scopes, False) if single else None
+    grid = part.values if _single(part) else block_scores((part,), norm, part.values.ndim)
+    direct = to_scopes(part.mask, scopes, False) if _single(part) else None
     inside = direct is not None and direct.data_ptr() == part.mask.data_ptr()  # the mask's own memory: fill it there
-    kept = direct if direct is not None and inside else torch.empty(rows.shape, dtype=torch.bool)
-    if whole:
-        keep_mask(rows, keep, magnitude=True, out=kept)
+    out = direct if inside else None
+    if math.prod(scopes.shape) < WIDE:
+        # keys are made where the window lies: turning it over first would miss the cache
+        kept = _keep_whole(to_scopes(order_keys(grid, magnitude=True), scopes, 0), keep, out)
     else:
-        _keep_keys(kept, rows, keep)
+        kept = keep_mask(to_scopes(grid, scopes, 0.0), keep, magnitude=True, out=out)
     if not inside:
         reference.fill_mask((part,), from_scopes(kept, scopes).contiguous())
+
+
+def _single(part: Blocks) -> bool:
+    """Whether blocks are single elements whose own bits rank them."""
+    return all(b == 1 for b in part.shape) and part.window.dtype in KEY_DTYPES
+
+
+def _keep_whole(keys: Tensor, keep: int | Tensor, out: Tensor | None = None) -> Tensor:
+    """The mask of rows whose keys are all at hand, in `out` if given."""
+    kept = torch.empty(keys.shape, dtype=torch.bool) if out is None else out
+    _keep_keys(kept, keys.contiguous(), keep)
+    return kept

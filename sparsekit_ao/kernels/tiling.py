@@ -5,7 +5,7 @@ is padded first, so that everything after it is regular.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "Blocks",
     "Scopes",
     "aligned_grid",
+    "cut_parts",
     "from_aligned",
     "from_scopes",
     "pad_to",
@@ -112,6 +113,24 @@ def pad_to(t: Tensor, tile: Sequence[int], value: float | bool) -> Tensor:
 def crop(t: Tensor, sizes: Sequence[int]) -> Tensor:
     """The low corner of t, as a view."""
     return t[tuple(slice(0, s) for s in sizes)]
+
+
+def cut_parts(window: Tensor, unit: Shape, most: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Cut a window into parts of whole units, of at most `most` elements or one unit; each with its place in the grid."""
+    counts = [s // u for s, u in zip(window.shape, unit, strict=True)]
+    todo = [tuple(slice(0, c) for c in counts)]
+    while todo:
+        place = todo.pop()
+        sizes = [p.stop - p.start for p in place]
+        numel = math.prod(sizes) * math.prod(unit)
+        widest = next((k for k, size in enumerate(sizes) if size > 1), None)
+        if numel <= most or widest is None:
+            yield place, window[tuple(slice(p.start * u, p.stop * u) for p, u in zip(place, unit, strict=True))]
+            continue
+        step = max(1, most * sizes[widest] // numel)
+        begin, end = place[widest].start, place[widest].stop
+        parts = [slice(at, min(at + step, end)) for at in range(begin, end, step)]
+        todo.extend((*place[:widest], part, *place[widest + 1 :]) for part in reversed(parts))
 
 
 def aligned_grid(grid: Sequence[int], order: Sequence[int], ndim: int) -> Shape:
