@@ -116,7 +116,7 @@ def crop(t: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def cut_parts(window: Tensor, unit: Shape, most: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Cut a window into parts of whole units, of at most `most` elements or one unit; each with its place in the grid."""
+    """Cut a window into parts of whole units, of `most` elements if they can be; each with its place in the grid."""
     counts = [s // u for s, u in zip(window.shape, unit, strict=True)]
     todo = [tuple(slice(0, c) for c in counts)]
     while todo:
