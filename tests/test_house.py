@@ -85,7 +85,7 @@ INSIDE = {
     ],
     "kernels/jit": ["window", "loops", "wide", "launch"],
     "spec": ["axes", "view", "threshold", "in_place", "block", "budget", "sparse_scope", "scope", "coupling"],
-    "groups": ["names", "bound", "group", "discovery", "ready"],
+    "groups": ["names", "values", "bound", "group", "discovery", "ready"],
     "groups/ready": ["layouts", "transformer", "resnet", "for_model"],
     "groups/discovery": [
         "factors",

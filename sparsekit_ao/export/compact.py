@@ -38,23 +38,26 @@ def compact(
     `squash_mask`. Whatever the groups say, masked and compacted model are run on the example inputs and compared.
 
     Args:
-        model: squashed; it is not changed.
+        model: squashed; neither it nor the inputs change, since copies run.
         groups: one or several; a tensor may be in several.
-        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. They are the check, so give
+            them as in use: sequences of more than one token, values that are not zero, masks that mask. Tensors are
+            compared in tuples, mappings and dataclasses of the output; other objects (a cache, say) are told.
         multiple_of: units kept of a scope are rounded up to a multiple (or to all) by keeping some dropped ones; a
             number, or {group name: number} for some. At least one unit is kept.
         attrs: {integer attribute: the axes whose product it holds}, as `Group(attrs=)`; for the one group that has
             these axes.
-        tolerance: largest difference of an output tensor, relative to its largest value. What is known not to be
-            exact (a LayerNorm over a pruned axis) needs a larger one. Models of 16-bit floats are compared as float32
-            copies; where rounding alone makes more than the tolerance, float64 copies decide.
+        tolerance: largest difference of an output tensor, relative to the largest of its values that differ; whole
+            numbers must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one.
+            Models of 16-bit floats are compared as float32 copies; where the masked model differs as much from its own
+            float64 copy, float64 copies decide.
 
     Returns:
         The smaller model, and a `Compaction`.
 
     Raises:
-        SparsityError: outputs differ (the group that makes them is named); a tensor still has a mask; a name, axis
-            or attribute that does not fit.
+        SparsityError: outputs differ (the group that makes them is named), are all zero or hold nan; a tensor still
+            has a mask; a name, axis or attribute that does not fit.
         CouplingError: scopes of a group, or groups that share a tensor, leave no rectangle.
 
     >>> from sparsekit_ao import ScopeSparsifier
@@ -88,6 +91,7 @@ def compact(
         difference=found.difference,
         in_float64=found.in_float64,
         notes=tuple(made.notes),
+        not_compared=tuple(reference.opaque),
         likely=tuple(likely_sizes(made.model, cuts, made.changes)),
         manifest=make_manifest(cuts, made.changes, made.shapes),
     )
@@ -147,7 +151,7 @@ def _compared(reference: Reference, made: _Made, tolerance: float) -> Comparison
     if found.decided <= tolerance:
         return found
     finite = found.decided < float("inf")
-    how = f"a relative difference of {found.difference:.1e}" if finite else "other shapes, or inf and nan"
+    how = f"a relative difference of {found.difference:.1e}" if finite else "other shapes, whole numbers, inf or nan"
     return f"gives other outputs: {how}"
 
 

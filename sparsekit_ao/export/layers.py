@@ -28,7 +28,8 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, cuts: Cuts) -> dict[s
         cuts: (axes, units kept of a scope) of all that was taken from it.
 
     Raises:
-        SparsityError: a grouped convolution or normalization that loses parts of its groups.
+        SparsityError: a grouped convolution or normalization that loses parts of its groups; an embedding that loses
+            rows.
 
     >>> sizes_of(torch.nn.Linear(4, 8), "weight", torch.zeros(5, 4), [])
     {'out_features': 5, 'in_features': 4}
@@ -46,6 +47,8 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, cuts: Cuts) -> dict[s
         groups = _groups_left(module, module.groups, cuts)
         ends = (shape[0], shape[1] * groups) if module.transposed else (shape[1] * groups, shape[0])
         return {"groups": groups, **dict(zip(("in_channels", "out_channels"), ends, strict=True))}
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        _check_rows(module, shape[0], cuts)
     return dict(zip(_matrix_sizes(module), shape, strict=False))
 
 
@@ -60,6 +63,17 @@ def _matrix_sizes(module: nn.Module) -> tuple[str, ...]:
     if type(module).__name__ == "Conv1D" and {"nx", "nf"} <= vars(module).keys():
         return "nx", "nf"  # transformers' Linear that lies transposed
     return ()
+
+
+def _check_rows(module: nn.Embedding | nn.EmbeddingBag, rows: int, cuts: Cuts) -> None:
+    """Rows are read by index: without some, all later indices mean others, which example inputs need not show."""
+    if rows != module.num_embeddings:
+        pattern = next(p for p, _ in cuts if p.dimension_of(p.unit[-1]) == 0)
+        raise SparsityError(
+            f"{pattern.where}axes {pattern.axes!r} would leave {rows} of the {module.num_embeddings} rows of an "
+            f"{type(module).__name__}. Those are read by index, so the later ones would change places; cut it along "
+            "its second dimension, or leave it out."
+        )
 
 
 def _groups_left(module: nn.Module, groups: int, cuts: Cuts) -> int:

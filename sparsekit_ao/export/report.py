@@ -55,9 +55,10 @@ class Compaction:
     Attributes:
         groups: one row a coupled group.
         before, after: sizes of the model.
-        difference: largest difference of an output on the example inputs, relative to the output's largest value.
-        in_float64: the same of float64 copies, where rounding made more of it than the tolerance.
+        difference: largest difference of an output on the example inputs, relative to the largest value that differs.
+        in_float64: the same of float64 copies, where rounding explains why it is more than the tolerance.
         notes: what is not exact, in words.
+        not_compared: objects in the output that were not looked into, so tensors in them were not compared.
         likely: integers that seem to hold a removed size and are in no group's `attrs`.
         manifest: what `cut_to` needs, plain data.
     """
@@ -68,6 +69,7 @@ class Compaction:
     difference: float
     in_float64: float | None = None
     notes: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
     likely: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
@@ -84,5 +86,6 @@ class Compaction:
         lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
         lines += [f"not exact: {note}" for note in self.notes]
+        lines += [f"not looked into, hence not compared: {text}" for text in self.not_compared]
         lines += [f"likely a size that is gone (list it in attrs): {text}" for text in self.likely]
         return "\n".join(lines)

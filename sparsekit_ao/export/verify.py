@@ -5,19 +5,22 @@ Knows models as functions.
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from ..errors import SparsityError
+from ..groups.values import opaque_in, tensors_in
 
 __all__ = ["Comparison", "Reference"]
 
 Outputs = list[tuple[str, Tensor]]
+
+_ROUNDINGS = 16  # times its own rounding that a model may differ by for float64 to be asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,10 @@ class Comparison:
     """A compacted model against the masked one.
 
     Attributes:
-        difference: the largest of an output tensor, relative to its largest value; inf where shapes differ or a
-            number is not one.
-        in_float64: the same of float64 copies, where `difference` is more than rounding should make.
+        difference: the largest of an output tensor, relative to the largest value that differs; inf where shapes or
+            whole numbers differ, or a number is not one.
+        in_float64: the same of float64 copies, where `difference` is more than rounding should make, but no more than
+            it does make.
         flops: of one forward.
     """
 
@@ -44,57 +48,106 @@ class Comparison:
 class Reference:
     """The masked model and what it gives on the example inputs.
 
-    Models of 16-bit floats are run as float32 copies: their rounding would hide what is to be seen. Even that of
-    float32 may grow through many layers, so a difference that is too large is looked at again in float64.
+    Every run is one of copies, so neither models nor inputs change. Models of 16-bit floats are run as float32 copies:
+    their rounding would hide what is to be seen. Even that of float32 may grow through many layers, so a difference
+    that is too large is looked at again in float64, if the masked model itself is about as far from its own float64
+    copy.
 
     Args:
         model: the masked model.
         inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
 
+    Attributes:
+        flops: of one forward.
+        opaque: objects in the output that are not looked into, in words.
+
     Raises:
-        SparsityError: it does not run, or returns no tensor.
+        SparsityError: it does not run, returns no tensor, only zeros, or a nan.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
         self._model, self._inputs, self._dtype = model, inputs, torch.float32 if half else None
         try:
-            self._outputs, self.flops = _run(model, inputs, self._dtype)
+            output, self.flops = _run(model, inputs, self._dtype)
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
-        if not self._outputs:
-            raise SparsityError("the model returned no tensor, so there is nothing to compare")
+        self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
+        self._check()
 
     def compare(self, small: nn.Module, tolerance: float) -> Comparison:
         """Run the compacted model; in float64 too, where it differs by more than the tolerance."""
-        outputs, flops = _run(small, self._inputs, self._dtype)
+        output, flops = _run(small, self._inputs, self._dtype)
+        outputs = list(tensors_in("output", output))
         apart = _difference(self._outputs, outputs)
-        again = self._in_float64(small) if tolerance < apart < float("inf") else None
+        again = self._in_float64(small, outputs) if tolerance < apart < float("inf") else None
         return Comparison(difference=apart, in_float64=again, flops=flops)
 
-    def _in_float64(self, small: nn.Module) -> float | None:
+    def _check(self) -> None:
+        if not self._outputs:
+            raise SparsityError("the model returned no tensor, so there is nothing to compare")
+        for place, tensor in self._outputs:
+            if bool(tensor.isnan().any()):
+                raise SparsityError(
+                    f"the masked model's {place} holds nan on example_inputs, and nan equals nothing. Give inputs and "
+                    "masks for which every output is a number."
+                )
+        if not any(bool(tensor.any()) for _, tensor in self._outputs):
+            raise SparsityError(
+                "the masked model gives nothing but zeros on example_inputs, so any model could pass for it. Give "
+                "inputs as in use."
+            )
+
+    def _in_float64(self, small: nn.Module, found: Outputs) -> float | None:
+        """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
-            want, found = (_run(model, self._inputs, torch.float64)[0] for model in (self._model, small))
+            exact, again = (
+                list(tensors_in("output", _run(model, self._inputs, torch.float64)[0]))
+                for model in (self._model, small)
+            )
         except Exception:  # a device or a model that has no float64: then float32 decides
             return None
-        return _difference(want, found)
+        outputs = zip(self._outputs, found, exact, strict=True)
+        if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in outputs):
+            return None
+        return _difference(exact, again)
 
 
 @torch.no_grad()
-def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None) -> tuple[Outputs, int]:
-    """The output tensors of one forward in eval mode, and its FLOPs; a copy is run if a dtype is given."""
+def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None) -> tuple[Any, int]:
+    """The output of one forward of a copy in eval mode, and its FLOPs; as another dtype if one is given."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
+    model, inputs = copy.deepcopy(model), copy.deepcopy(_pytree.tree_map_only(Tensor, _leaf, inputs))
     if dtype is not None:
-        model, inputs = copy.deepcopy(model).to(dtype), _as_dtype(inputs, dtype)
-    cards = {p.device.index for p in model.parameters() if p.is_cuda}
-    with _eval(model), torch.random.fork_rng(devices=cards), FlopCounterMode(display=False) as counter:
-        torch.manual_seed(0)
+        model, inputs = model.to(dtype), _as_dtype(inputs, dtype)
+    with _seeded([*model.parameters(), *model.buffers(), *_inputs_of(inputs)]), FlopCounterMode(display=False) as count:
+        model.eval()
         if isinstance(inputs, Mapping):
             output = model(**inputs)
         else:
             output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-    return list(_tensors("output", output)), counter.get_total_flops()
+    return output, count.get_total_flops()
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_leaf else tensor.detach()  # others cannot be copied
+
+
+def _inputs_of(inputs: Any) -> list[Tensor]:
+    return [tensor for _, tensor in tensors_in("input", inputs)]
+
+
+@contextlib.contextmanager
+def _seeded(tensors: list[Tensor]) -> Iterator[None]:
+    """Random numbers that start alike, on the CPU and the cards of the tensors; all other generators stay."""
+    cards = sorted({t.device.index for t in tensors if t.is_cuda})
+    with torch.random.fork_rng(devices=cards):
+        torch.default_generator.manual_seed(0)
+        for card in cards:
+            with torch.cuda.device(card):
+                torch.cuda.manual_seed(0)
+        yield
 
 
 def _as_dtype(inputs: Any, dtype: torch.dtype) -> Any:
@@ -112,37 +165,31 @@ def _difference(want: Outputs, found: Outputs) -> float:
 
 
 def _relative(want: Tensor, found: Tensor) -> float:
-    if not want.numel():
-        return 0.0
-    a, b = want.double(), found.double()
+    """The largest difference over the largest value that differs: equal numbers, however large, hide nothing."""
+    if not (want.is_floating_point() or want.is_complex()):
+        return 0.0 if torch.equal(want, found) else float("inf")
+    a, b = _real(want), _real(found)
     away = torch.where(a == b, 0.0, (a - b).abs())
     if not bool(away.isfinite().all()):
         return float("inf")
-    largest = float(torch.where(a.isfinite(), a.abs(), 0.0).max())
-    return float(away.max()) / largest if largest else float(away.max())
+    apart, largest = (float(t.max()) if t.numel() else 0.0 for t in (away, _that_differ(a, b)))
+    return apart / largest if largest else apart
 
 
-def _tensors(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in tuples, mappings and dataclasses; other objects (a cache, say) are not looked into."""
-    if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(f"{place}.{key}", item)
-    elif isinstance(value, (tuple, list)):
-        for at, item in enumerate(value):
-            yield from _tensors(f"{place}[{at}]", item)
-    elif dataclasses.is_dataclass(value):
-        for f in dataclasses.fields(value):
-            yield from _tensors(f"{place}.{f.name}", getattr(value, f.name))
+def _that_differ(a: Tensor, b: Tensor) -> Tensor:
+    """Sizes of what differs, 0 elsewhere."""
+    return torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
 
 
-@contextlib.contextmanager
-def _eval(model: nn.Module) -> Iterator[None]:
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+def _is_rounding(want: Tensor, found: Tensor, exact: Tensor) -> bool:
+    """Whether two outputs differ about as the first one does from its float64 copy, among values as large."""
+    a, b, wide = _real(want), _real(found), _real(exact)
+    if torch.equal(a, b):
+        return True
+    near = a.abs() <= _that_differ(a, b).max()
+    own = torch.where(near, (a - wide).abs(), 0.0)
+    return float(torch.where(a == b, 0.0, (a - b).abs()).max()) <= _ROUNDINGS * float(own.max())
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()

@@ -23,17 +23,21 @@ class Discovery:
         groups: one for each kind of unit, layers folded into stars.
         counts: for each, how many coupled groups it stands for and how many units each has.
         frozen: axes that nothing may be removed from, with the reason, and how many are alike.
+        opaque: objects in the output that were not looked into, so tensors in them are not frozen.
     """
 
     groups: tuple[Group, ...]
     counts: tuple[tuple[int, int], ...]
     frozen: tuple[tuple[Frozen, int], ...]
+    opaque: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [line for group, n in zip(self.groups, self.counts, strict=True) for line in _group_lines(group, *n)]
         notes = [line for frozen, count in self.frozen for line in _frozen_lines(frozen, count)]
         header = ["", "# Frozen, nothing is removed there:"] if notes else []
-        return "\n".join(["groups = [", *lines, "]", *header, *notes])
+        unseen = [f"#   {text}" for text in self.opaque]
+        unseen = ["", "# Not looked into, tensors in there are not frozen:", *unseen] if unseen else []
+        return "\n".join(["groups = [", *lines, "]", *header, *notes, *unseen])
 
     __repr__ = __str__
 
@@ -44,9 +48,10 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     Every operation says how the axes of its operands and its result belong together; a reshape splits and merges them.
     What is left free can be removed as a unit, as soon as the parameters of the unit are zero. Frozen are the
     dimensions of inputs and outputs, what LayerNorm or softmax goes over, what is read by index, and all that an
-    operation touches that is not understood; the answer says which and where. Names are einops axes: `u` the unit,
-    scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read it, keep the lines you
-    want. Tied parameters go by their first name.
+    operation touches that is not understood; the answer says which and where. Outputs are looked for in tuples,
+    mappings and dataclasses; objects of other kinds (a cache, say) are named and not looked into. Names are einops
+    axes: `u` the unit, scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read it,
+    keep the lines you want. Tied parameters go by their first name.
 
     Args:
         model: not changed, not moved, not run: a copy without values is, in eval mode.
@@ -74,7 +79,8 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     """
     if not isinstance(model, nn.Module):
         raise SparsityError(f"discover needs a model (an nn.Module), got {type(model).__name__}")
-    free, frozen = ties(trace(model, example_inputs), [name for name, _ in model.named_parameters()])
+    found = trace(model, example_inputs)
+    free, frozen = ties(found, [name for name, _ in model.named_parameters()])
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     folded = fold(free, names)
@@ -82,6 +88,7 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
         groups=tuple(_group(tie) for tie, _ in folded),
         counts=tuple((count, tie.units) for tie, count in folded),
         frozen=tuple(fold_frozen(frozen)),
+        opaque=tuple(found.opaque),
     )
 
 

@@ -4,6 +4,7 @@ torch tags its elementwise operators. What one of them makes of zeros (relu(0) =
 0 + x is not) is not written down here: it is run on a few numbers.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -62,12 +63,14 @@ def _combined(axes: Sequence[Axis], stays: Any, why: str) -> Axis:
 
 
 def _zero_stays(call: Call, zeros: tuple[bool, ...]) -> bool:
-    """Whether the result is 0 whenever the tensors marked in `zeros` are."""
-    return all(_run(call, zeros, value) == 0 for value in _PROBES)
+    """Whether the result is 0 whenever the tensors marked in `zeros` are; masks are tried both ways."""
+    masks = sum(t.dtype == torch.bool and not zero for t, zero in zip(call.tensors, zeros, strict=True))
+    tries = itertools.product(_PROBES, itertools.product((True, False), repeat=masks))
+    return all(_run(call, zeros, value, flags) == 0 for value, flags in tries)
 
 
-def _run(call: Call, zeros: tuple[bool, ...], value: float) -> float:
-    at = iter(zeros)
+def _run(call: Call, zeros: tuple[bool, ...], value: float, flags: Sequence[bool]) -> float:
+    at, flag = iter(zeros), iter(flags)
 
     def number(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -75,6 +78,8 @@ def _run(call: Call, zeros: tuple[bool, ...], value: float) -> float:
         # Each tensor gets a number of its own, so that x - y or x == y is not zero by chance.
         zero, own = next(at), value * (1 + len(taken) / 8)
         taken.append(own)
+        if x.dtype == torch.bool:
+            return torch.tensor(not zero and next(flag))
         return torch.tensor(0.0 if zero else own).to(x.dtype)
 
     taken: list[float] = []

@@ -6,7 +6,6 @@ FakeTensorMode: shapes and types on the meta device, no memory).
 
 import contextlib
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import SparsityError
+from ..values import opaque_in, tensors_in
 from .call import Call, Label
 from .factors import Factor, Part, fixed, freeze, leaves
 from .rules import rule_of
@@ -41,6 +41,7 @@ class Trace(TorchDispatchMode):
         named: {name of a parameter or buffer: its axes}; a tensor with several names has the first.
         seen: the axes of every tensor that came up.
         used: names of the tensors that took part.
+        opaque: objects in the output that are not looked into, in words.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class Trace(TorchDispatchMode):
         self.named: dict[str, Label] = {}
         self.seen: list[Label] = []
         self.used: set[str] = set()
+        self.opaque: list[str] = []
         self._labels = WeakIdKeyDictionary()
         self._names = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
@@ -62,7 +64,7 @@ class Trace(TorchDispatchMode):
 
     def fix(self, value: Any, why: str) -> None:
         """Freeze every dimension of the tensors in an input or output."""
-        for place, tensor in _tensors_in(value, why):
+        for place, tensor in tensors_in(why, value):
             for axis in self._labels.setdefault(tensor, tuple(fixed(n, place) for n in tensor.shape)):
                 freeze(axis, place)
 
@@ -184,6 +186,7 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
         with mode, found:
             out = _forward(twin, args, kwargs, found)
         found.fix(out, "output")
+        found.opaque = opaque_in("output", out)
     found.freeze_unused()
     return found
 
@@ -213,21 +216,6 @@ def _plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in tuples, mappings and dataclasses; other objects (a cache, say) are state, not looked into."""
-    if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors_in(item, f"{place}.{key}")
-    elif isinstance(value, (tuple, list)):
-        for at, item in enumerate(value):
-            yield from _tensors_in(item, f"{place}[{at}]")
-    elif dataclasses.is_dataclass(value):
-        for f in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, f.name), f"{place}.{f.name}")
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor, bool]]:

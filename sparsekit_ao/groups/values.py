@@ -1,0 +1,49 @@
+"""What a model takes and returns: tensors in tuples, mappings and dataclasses.
+
+Knows containers; other objects (a cache, say) are not looked into, and can be named.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["opaque_in", "tensors_in"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, torch.dtype, torch.device, torch.Size)
+
+
+def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor, with its place.
+
+    >>> [place for place, _ in tensors_in("output", {"a": [torch.ones(1)], "b": 3})]
+    ['output.a[0]']
+    """
+    return ((at, leaf) for at, leaf in _leaves(place, value) if isinstance(leaf, Tensor))
+
+
+def opaque_in(place: str, value: Any) -> list[str]:
+    """The objects that are not looked into, in words; they may hold tensors.
+
+    >>> opaque_in("output", (torch.ones(1), None, iter([])))
+    ['output[2], a list_iterator']
+    """
+    leaves = ((at, leaf) for at, leaf in _leaves(place, value) if not isinstance(leaf, (Tensor, *_PLAIN)))
+    return [f"{at}, a {type(leaf).__name__}" for at, leaf in leaves]
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{place}.{key}", item)
+    elif isinstance(value, (tuple, list)):
+        for at, item in enumerate(value):
+            yield from _leaves(f"{place}[{at}]", item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from _leaves(f"{place}.{f.name}", getattr(value, f.name))
+    else:
+        yield place, value

@@ -1,0 +1,193 @@
+"""What compact's comparison must see: each case gives other outputs, or changes what it is given, if it does not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_compact import PAIR, dropping, pair, refusal, x
+from torch import nn
+
+from sparsekit_ao import Group, SparsityError
+from sparsekit_ao.export import compact
+from sparsekit_ao.groups import discover
+
+WRITERS = Group({"a.weight": "u i", "a.bias": "u"}, name="writers")
+WHOLE = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"}, name="hidden")
+
+
+class Sums(nn.Module):
+    """Every unit adds sigmoid(0) = 1/2 where it is zero, so none can be removed; `last` makes the output of it."""
+
+    def __init__(self, last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.c, self.last = nn.Linear(4, 8), nn.Linear(4, 5), last
+        with torch.no_grad():
+            self.a.weight[::2] = 0
+            self.a.bias[::2] = 0
+
+    def forward(self, x):
+        return self.last(self.c(x) + torch.sigmoid(self.a(x)).sum(-1, keepdim=True))
+
+
+class Pair(nn.Module):
+    """The pair in a model that does something else besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dropping(pair(), 1, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+def masked_out(y):
+    return y.masked_fill(torch.arange(5) > 3, torch.finfo(y.dtype).min)
+
+
+def as_integers(y):
+    return torch.cat([torch.full((3, 1), 200_000), (10 * y).long()], 1)
+
+
+@pytest.mark.parametrize("last", [masked_out, as_integers, lambda y: y * 1j + 1])
+def test_no_number_hides_a_difference_of_another(last):
+    says = refusal(SparsityError, Sums(last), WRITERS, x())
+    assert "group 'writers' by itself gives other outputs" in says
+
+
+def test_numbers_that_are_masked_out_are_no_difference():
+    model = nn.Sequential(*dropping(pair(), 1), nn.Linear(2, 5))
+    model[3].register_forward_hook(lambda *args: masked_out(args[-1]))
+    assert compact(model, PAIR, x())[1].groups[0].kept == 7
+
+
+def test_float64_decides_only_where_rounding_explains_the_difference():
+    class Mean(nn.Module):
+        """In float32 over the units that there are, otherwise over those that there were."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(4, 8), nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = self.a(x)
+            n = h.shape[-1] if x.dtype == torch.float32 else 8
+            return self.c(x) * h.square().sum(-1, keepdim=True) / n
+
+    torch.manual_seed(0)
+    model = Mean()
+    with torch.no_grad():
+        model.a.weight[::2] = 0
+        model.a.bias[::2] = 0
+    assert "gives other outputs: a relative difference of 1.0e+00" in refusal(SparsityError, model, WRITERS, x())
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(3, 4), torch.zeros(0, 4)])
+def test_outputs_of_zeros_check_nothing(inputs):
+    model = dropping(pair(), 1)
+    with torch.no_grad():
+        model[0].bias.zero_()
+        model[2].bias.zero_()
+    assert refusal(SparsityError, model, PAIR, inputs) == (
+        "the masked model gives nothing but zeros on example_inputs, so any model could pass for it. Give inputs as in "
+        "use."
+    )
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_are_read_by_index_stay(layer):
+    model = nn.Sequential(layer(20, 8), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].weight[[10, 12]] = 0
+    says = refusal(SparsityError, model, Group({"0.weight": "u i"}), torch.arange(8)[None])
+    assert says == (
+        f"0.weight: axes 'u i' would leave 18 of the 20 rows of an {layer.__name__}. Those are read by index, so the "
+        "later ones would change places; cut it along its second dimension, or leave it out."
+    )
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Holding(Pair):
+    def forward(self, x):
+        return self.net(x), Held(x), None
+
+
+def test_outputs_in_other_objects_are_told():
+    model = Holding()
+    report = compact(model, WHOLE, x())[1]
+    assert report.not_compared == ("output[1], a Held",)
+    assert "\nnot looked into, hence not compared: output[1], a Held" in str(report)
+    found = discover(model, x())
+    assert found.opaque == ("output[1], a Held",)
+    assert str(found).endswith("# Not looked into, tensors in there are not frozen:\n#   output[1], a Held")
+
+
+class Counting(Pair):
+    """Changes its input and its buffer, and gives outputs that depend on how often it ran."""
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x.mul_(2)) + self.calls
+
+
+def test_models_and_inputs_that_a_forward_changes_stay_as_they_are():
+    model, inputs = Counting(), x()
+    report = compact(model, WHOLE, (inputs,))[1]
+    assert report.difference <= 1e-5 and model.calls == 0
+    assert torch.equal(inputs, x())
+
+
+class Cache:
+    def __init__(self):
+        self.held = []
+
+
+class Caching(Pair):
+    def forward(self, x, cache):
+        cache.held.append(x)
+        return self.net(torch.cat(cache.held))
+
+
+def test_a_cache_among_the_inputs_is_filled_by_no_run():
+    cache = Cache()
+    compact(Caching(), WHOLE, (x(), cache))
+    assert not cache.held
+
+
+def test_inputs_that_were_computed_will_do():
+    assert compact(dropping(pair(), 1), PAIR, nn.Linear(4, 4)(x()))[1].groups[0].kept == 7
+
+
+def test_random_numbers_of_cards_that_take_no_part_stay(monkeypatch):
+    model, seeded = dropping(pair(), 1), []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    compact(model, PAIR, x())
+    assert not seeded
+
+
+def test_a_mask_that_is_true_in_the_example_may_be_false():
+    class Where(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(4, 8), nn.Linear(4, 3)
+
+        def forward(self, x, mask):
+            return self.c(x) + torch.where(mask[:, None], self.a(x), 1.0).sum(-1, keepdim=True)
+
+    mask = torch.ones(3, dtype=torch.bool)
+    assert not discover(Where(), (x(), mask)).groups
+    assert "sum in the model: what it sums over is not zero where a unit is" in str(discover(Where(), (x(), mask)))
+
+
+def test_masks_that_keep_zeros_zero_do():
+    class Filled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x, mask):
+            y = self.a(x).masked_fill(mask[:, None], 0.0)
+            return self.b(torch.where(mask[:, None], 0.0, F.relu(y)) * mask[:, None])
+
+    assert len(discover(Filled(), (x(), torch.ones(3, dtype=torch.bool))).groups) == 1
