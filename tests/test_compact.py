@@ -239,6 +239,50 @@ def test_cut_to_refuses_other_models_and_changes_nothing():
         cut_to(pair(), {**report.manifest, "version": 7})
 
 
+def test_cut_to_refuses_other_attributes_and_changes_nothing():
+    make, group, inputs = CASES["packed qkv"]
+    _, report = compact(pruned(make(), [group]), group, inputs(), attrs={"num_heads": "u"} if not group.attrs else None)
+    other = make()
+    other.num_heads = 8
+    before = repr(other)
+    with pytest.raises(SparsityError, match="^cut_to: 'num_heads' is 8, but the dense model's was 4; make the model"):
+        cut_to(other, report.manifest)
+    del other.num_heads
+    with pytest.raises(SparsityError, match="^cut_to: the model has no attribute 'num_heads'"):
+        cut_to(other, report.manifest)
+    assert repr(other) == before and other.qkv.weight.shape == make().qkv.weight.shape
+
+
+def test_weights_that_lie_channels_last_do_so_when_cut():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    group = Group({"0.weight": "u i h w", "0.bias": "u", "2.weight": "o u h w"})
+    model = pruned(model, [group]).to(memory_format=torch.channels_last)
+    small, _ = compact(model, group, torch.randn(1, 3, 9, 9))
+    for at in (0, 2):
+        assert small[at].weight.is_contiguous(memory_format=torch.channels_last), at
+        assert not small[at].weight.is_contiguous(), at
+
+
+@pytest.mark.parametrize("tolerance", [-1, "x", True, float("nan"), None])
+def test_a_tolerance_is_a_number(tolerance):
+    assert refusal(SparsityError, dropping(pair(), 1), PAIR, x(), tolerance=tolerance) == (
+        f"tolerance must be a number that is not negative, got {tolerance!r}"
+    )
+
+
+def test_attributes_that_cannot_be_set_are_refused_before_anything_runs():
+    class Told(Residual):
+        hidden = property(lambda self: self.layers[0].up_proj.out_features)
+
+    model = Told(GatedMLP())
+    group = Group(MLP, name="mlp", attrs={"hidden": "u"})
+    assert refusal(SparsityError, pruned(model, [group]), group, torch.randn(2, 6)) == (
+        "group 'mlp 0': attrs 'hidden' is a property that cannot be set; list what it is computed from"
+    )
+    says = refusal(SparsityError, pruned(model, [group]), group, torch.randn(2, 6), attrs={3: "u"})
+    assert says == "attrs must be a dict {name of an attribute: axes} of strs, got {3: 'u'}"
+
+
 def test_masks_must_be_squashed_first():
     model, sparsifier = pair(), ScopeSparsifier()
     sparsifier.prepare(model, PAIR.entries(model))

@@ -1,5 +1,7 @@
 """discover: what a forward says about axes, the lines it writes, what it freezes and why, and that it is right."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -471,3 +473,10 @@ def test_tied_axes_have_the_same_factors_or_are_frozen(a, b):
     tie([left, right], "a reason")
     roots = [[f for part in axis for f in part.factor.leaves()] for axis in (left, right)]
     assert roots[0] == roots[1] or all(f.frozen == "a reason: its factors do not line up" for r in roots for f in r)
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    model = nn.Linear(4, 6)
+    model.lock = threading.Lock()
+    with pytest.raises(SparsityError, match="^discover: the model cannot be copied: TypeError: .*Take away first what"):
+        discover(model, ROWS)

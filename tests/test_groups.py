@@ -280,3 +280,28 @@ def test_coupled_members_must_agree_on_their_scores_and_masks_that_move_have_non
     moving = DynamicSparsifier(torch.optim.SGD(model.parameters()), 0.5, init="uniform")
     with pytest.raises(SparsityError, match="weight: member_scores='mean' is not for masks that move"):
         moving.prepare(model, entries)
+
+
+KINDS = [
+    ({"unit": 3}, "a group's unit must be a str, got 3"),
+    ({"scope": 3}, "a group's scope must be a str, got 3"),
+    ({"name": 3}, "a group's name must be a str, got 3"),
+    ({"sizes": [1]}, "group 'w': sizes must be a dict {axis: length}, got [1]"),
+    ({"attrs": [1]}, "group 'w': attrs must be a dict {name of an attribute: axes} of strs, got [1]"),
+    ({"attrs": {"heads": 3}}, "group 'w': attrs must be a dict {name of an attribute: axes} of strs, got {'heads': 3}"),
+    ({"sizes": {"v": 3}}, "group 'w': sizes has 'v', but no member has that axis; the members' are i, u"),
+]
+
+
+@pytest.mark.parametrize(("keys", "says"), KINDS, ids=range(len(KINDS)))
+def test_arguments_of_a_wrong_kind_are_refused(keys, says):
+    with pytest.raises(SparsityError) as e:
+        Group({"w": "u i"}, **keys)
+    assert str(e.value) == says
+
+
+def test_a_size_that_was_given_and_does_not_fit_is_said_to_be_given():
+    model = nn.Sequential(nn.Linear(2, 6), nn.Linear(6, 2))
+    with pytest.raises(SparsityError, match=r"^0.weight: .*99") as e:
+        Group({"0.weight": "u i", "1.weight": "o u"}, sizes={"u": 99}).bind(model)
+    assert not isinstance(e.value, CouplingError) and "0.weight has" not in str(e.value)

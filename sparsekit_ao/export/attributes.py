@@ -12,11 +12,12 @@ from torch import nn
 
 from ..errors import SparsityError
 from ..groups import Group
+from ..groups.group import check_attrs
 from ..groups.names import filled, matched, stars
 from .kept import Cut
 from .layers import sizes_of
 
-__all__ = ["Change", "apply_changes", "changes_of", "likely_sizes", "with_attrs"]
+__all__ = ["Change", "apply_changes", "changes_of", "check_held", "likely_sizes", "with_attrs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ def with_attrs(groups: Sequence[Group], attrs: Mapping[str, str]) -> list[Group]
         SparsityError: no group has them, or several.
     """
     out = list(groups)
+    check_attrs("", attrs)
     for path, axes in attrs.items():
         fits = [at for at, group in enumerate(out) if _speaks_of(group, path, axes)]
         if len(fits) != 1:
@@ -73,7 +75,7 @@ def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
         for pattern, axes in cut.group.attrs.items():
             path = filled(pattern, cut.group.captured) if stars(pattern) else pattern
             for full, holder, name in _holders(model, path, where):
-                _check_value(full, getattr(holder, name), axes, cut, where)
+                _check_value(full, getattr(holder, name), holder, axes, cut, where)
                 key = (id(holder), name)
                 first = shrunk.setdefault((*key, cut.source), cut)
                 if first.kept * cut.of != cut.kept * first.of:
@@ -92,6 +94,22 @@ def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
                         )
                     found[key] = replace(was, now=was.now // cut.of * cut.kept)
     return list(found.values())
+
+
+def check_held(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Whether every attribute holds what it held when the changes were made.
+
+    Raises:
+        SparsityError: there is no such attribute, or it holds something else.
+    """
+    for change in changes:
+        for full, holder, name in _holders(model, change.path, "cut_to: "):
+            held = getattr(holder, name)
+            if held != change.was:
+                raise SparsityError(
+                    f"cut_to: {full!r} is {held!r}, but the dense model's was {change.was!r}; make the model as the "
+                    "dense one was made"
+                )
 
 
 def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
@@ -132,8 +150,15 @@ def _integers_near(model: nn.Module, cut: Cut) -> Iterator[tuple[str, int]]:
                 yield f"{prefix}.{name}".removeprefix("."), value
 
 
-def _check_value(path: str, value: object, axes: str, cut: Cut, where: str) -> None:
+def _check_settable(path: str, holder: object, where: str) -> None:
+    own = getattr(type(holder), path.rpartition(".")[2], None)
+    if isinstance(own, property) and own.fset is None:
+        raise SparsityError(f"{where}{path!r} is a property that cannot be set; list what it is computed from")
+
+
+def _check_value(path: str, value: object, holder: object, axes: str, cut: Cut, where: str) -> None:
     sizes, names = cut.group.sizes, axes.split()
+    _check_settable(path, holder, where)
     for axis in names:
         if axis not in sizes:
             raise SparsityError(f"{where}{path!r} = {axes!r}: the group knows the sizes of {', '.join(sizes)} only")

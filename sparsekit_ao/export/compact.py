@@ -77,6 +77,8 @@ def compact(
     flops: 960 -> 240 (0.250)
     largest relative difference on the example inputs: ...
     """
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise SparsityError(f"tolerance must be a number that is not negative, got {tolerance!r}")
     cuts = _cuts(model, with_attrs(_checked(groups), attrs or {}), multiple_of)
     changes = changes_of(model, cuts)
     reference = Reference(model, example_inputs)

@@ -102,13 +102,22 @@ def _smaller(tensor: Tensor, own: Sequence[tuple[Member, Cut]]) -> Tensor:
         data = tensor.new_empty(shape)
     else:
         data = _taken(tensor.detach(), *own[0]) if len(own) == 1 else _taken_by_all(tensor.detach(), own, shape)
+    data = data.contiguous(memory_format=_format_of(tensor))
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def _format_of(tensor: Tensor) -> torch.memory_format:
+    """How the tensor lies: channels last, if it does and not plainly as well."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
 
 
 def _taken(tensor: Tensor, member: Member, cut: Cut) -> Tensor:
     view = member.pattern(tensor)
     units = view[cut.keep.to(tensor.device)]
-    return member.pattern.undo(units.reshape(*cut.keep.shape[:-1], cut.kept, *units.shape[1:])).contiguous()
+    return member.pattern.undo(units.reshape(*cut.keep.shape[:-1], cut.kept, *units.shape[1:]))
 
 
 def _taken_by_all(tensor: Tensor, own: Sequence[tuple[Member, Cut]], shape: Sequence[int]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import SparsityError
 from ..groups import BoundGroup, Member
 from ..spec import AxisPattern
-from .attributes import Change, apply_changes
+from .attributes import Change, apply_changes, check_held
 from .cut import cut_model, members_of
 from .kept import Cut
 
@@ -63,7 +63,7 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
         The model itself.
 
     Raises:
-        SparsityError: a manifest of another version, or a model of other shapes; nothing is then changed.
+        SparsityError: a manifest of another version, or a model of other shapes or attributes; nothing is then changed.
 
     >>> from sparsekit_ao import Group
     >>> from sparsekit_ao.export import compact
@@ -81,6 +81,7 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
         raise SparsityError(f"cut_to: the manifest has version {data.get('version')!r}, this library reads {VERSION}")
     _check_shapes(fresh_model, data["tensors"])
     changes = [Change(**change) for change in data["attributes"]]
+    check_held(fresh_model, changes)
     cut_model(fresh_model, [_cut(group, data["tensors"]) for group in data["groups"]])
     apply_changes(fresh_model, changes)
     return fresh_model

@@ -97,13 +97,14 @@ def _solved(
 ) -> dict[str, int]:
     """Every size that follows: a dimension with one open axis gives its length, again until nothing new follows."""
     said_by: dict[str, str] = {}
+    given = set(sizes)
     while True:
         before = len(sizes)
         for fqn, axes, shape, _ in tensors:
             for axis, size in _follows(axes, shape, sizes, f"{fqn}: "):
-                if axis not in shared:
-                    continue  # such a name is the member's own: h and w of two kernels need not agree
-                if sizes.setdefault(axis, size) != size and axis in said_by:
+                if axis not in shared or axis in given:
+                    continue  # a member's own axis (h and w of two kernels need not agree); one the pattern checks
+                if sizes.setdefault(axis, size) != size:
                     raise CouplingError(
                         f"group {name!r}: {fqn} has {axis}={size}, but {said_by[axis]} has {axis}={sizes[axis]}. Units "
                         "must correspond one to one; mend the axes, or give the sizes of the axes inside a unit."

@@ -16,7 +16,7 @@ from ..spec import dimensions_of
 from .bound import BoundGroup, bind, lacking
 from .names import filled, matched, stars
 
-__all__ = ["Group"]
+__all__ = ["Group", "check_attrs"]
 
 _OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 
@@ -63,7 +63,13 @@ class Group:
     def __post_init__(self) -> None:
         if not isinstance(self.members, Mapping) or not self.members:
             raise SparsityError(f"a group's members must be a dict {{name: axes}}, got {self.members!r}")
-        object.__setattr__(self, "name", self.name or next(iter(self.members)))
+        for key in ("unit", "scope", "name"):
+            if not isinstance(getattr(self, key), str):
+                raise SparsityError(f"a group's {key} must be a str, got {getattr(self, key)!r}")
+        object.__setattr__(self, "name", self.name or str(next(iter(self.members))))
+        check_attrs(self._where, self.attrs)
+        if not isinstance(self.sizes, Mapping):
+            raise SparsityError(f"{self._where}sizes must be a dict {{axis: length}}, got {self.sizes!r}")
         for key in ("members", "sizes", "attrs"):
             object.__setattr__(self, key, dict(getattr(self, key)))
         if self.scores not in ("sum", "mean"):
@@ -75,6 +81,7 @@ class Group:
             raise SparsityError(f"{self._where}unit must be one axis that scope has not, got {self.unit!r}")
         for member, axes in self.members.items():
             self._check_member(member, axes)
+        self._check_sizes()
         first = next(iter(self.members))
         for pattern in (*self.members, *self.attrs):
             if stars(pattern) != stars(first) and (pattern in self.members or stars(pattern)):
@@ -128,6 +135,15 @@ class Group:
     def _where(self) -> str:
         return f"group {self.name!r}: "
 
+    def _check_sizes(self) -> None:
+        known = {axis for axes in self.members.values() for dimension in dimensions_of(axes) for axis in dimension}
+        for axis in self.sizes:
+            if axis not in known:
+                raise SparsityError(
+                    f"{self._where}sizes has {axis!r}, but no member has that axis; the members' are "
+                    f"{', '.join(sorted(known))}"
+                )
+
     def _check_member(self, member: object, axes: object) -> None:
         if not isinstance(member, str) or not isinstance(axes, str):
             raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
@@ -171,6 +187,12 @@ class Group:
             entry |= {"block_coupling": bound.name} if len(masked) > 1 else {}
             entry |= {"member_scores": self.scores} if self.scores != "sum" and len(masked) > 1 else {}
             yield entry | dict(keys)
+
+
+def check_attrs(where: str, attrs: object) -> None:
+    """Whether attributes are said as {name: axes}; `where` begins the error."""
+    if not isinstance(attrs, Mapping) or not all(isinstance(text, str) for pair in attrs.items() for text in pair):
+        raise SparsityError(f"{where}attrs must be a dict {{name of an attribute: axes}} of strs, got {attrs!r}")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:

@@ -54,7 +54,7 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     keep the lines you want. Tied parameters go by their first name.
 
     Args:
-        model: not changed, not moved, not run: a copy without values is, in eval mode.
+        model: not changed, not moved, not run: a copy without values is, in eval mode; its hooks run with it.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter.
 
     Raises:

@@ -179,7 +179,7 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
         for name, tensor, zero in _tensors(model):
             memo[id(tensor)] = fake = _fake(tensor, mode)
             found.name(name, fake, zero=zero)
-        twin = copy.deepcopy(model, memo).eval()
+        twin = _copied(model, memo).eval()
         found.watch(twin)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
         found.fix(args or kwargs, "input")  # arguments() gives one of both
@@ -240,6 +240,16 @@ def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as e:
+        raise SparsityError(
+            f"discover: the model cannot be copied: {type(e).__name__}: {e}. Take away first what cannot be: weights "
+            "that are computed (torch.nn.utils.remove_weight_norm), open files, locks."
+        ) from e
 
 
 def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Trace) -> Any:
