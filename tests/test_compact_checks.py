@@ -1,9 +1,12 @@
 """What compact's comparison must see: each case gives other outputs, or changes what it is given, if it does not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from test_compact import PAIR, dropping, pair, refusal, x
+from test_compact_exact import pruned
 from torch import nn
 
 from sparsekit_ao import Group, SparsityError
@@ -191,3 +194,81 @@ def test_masks_that_keep_zeros_zero_do():
             return self.b(torch.where(mask[:, None], 0.0, F.relu(y)) * mask[:, None])
 
     assert len(discover(Filled(), (x(), torch.ones(3, dtype=torch.bool))).groups) == 1
+
+
+class Centred(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(width) + 0.5), 1e-5
+
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) * self.weight
+
+
+class GatedNorm(Centred):
+    def forward(self, x, gate):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight * F.silu(gate)
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.z, self.norm, self.b = nn.Linear(4, 8), nn.Linear(4, 8), norm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x), self.z(x)) if isinstance(self.norm, GatedNorm) else self.norm(self.a(x)))
+
+
+def test_a_mean_that_is_subtracted_is_no_root_mean_square():
+    found = discover(Normed(Centred), x())
+    assert not found.groups and "8 in a.weight[0] and 3 more: mean in norm" in str(found)
+
+
+def test_a_gated_norm_is_folded():
+    group = discover(Normed(GatedNorm), x()).groups[0]
+    model = pruned(Normed(GatedNorm), [group])
+    small, report = compact(model, group, x())
+    assert report.difference <= 1e-5 and not report.notes and small.norm.eps == 2e-5
+
+
+def test_a_norm_that_cannot_be_tried_is_said_to_be_so():
+    class Picky(GatedNorm):
+        def forward(self, x, gate):
+            if gate.shape[0] != 3:
+                raise ValueError("a batch of 3")
+            return super().forward(x, gate)
+
+    group = discover(Normed(GatedNorm), x()).groups[0]
+    says = refusal(SparsityError, pruned(Normed(Picky), [group]), group, x())
+    assert "not exact: norm.weight: a Picky could not be tried, so it was not folded (a batch of 3)" in says
+
+
+def test_a_group_norm_whose_groups_get_narrower_is_said_not_to_be_exact():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16), nn.Conv2d(16, 4, 1))
+    names = {"0.weight": "(g u) i h w", "0.bias": "(g u)", "1.weight": "(g u)", "1.bias": "(g u)"}
+    group = Group({**names, "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 4})
+    says = refusal(SparsityError, pruned(model, [group]), group, torch.randn(2, 3, 5, 5))
+    assert "not exact: 1: a GroupNorm whose groups lose channels takes its statistics of fewer values" in says
+
+
+def test_a_norm_without_weights_is_named_as_likely():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(8, 16, affine=False), nn.Conv2d(16, 4, 1))
+    inputs = torch.randn(2, 3, 5, 5)
+    group = discover(model, inputs).groups[0]
+    model = pruned(model, [group])
+    says = refusal(SparsityError, model, group, inputs)
+    assert "1.num_groups = 8, as '0.weight' had" in says and "1.num_channels = 16, as '0.weight' had" in says
+    attrs = {"1.num_groups": "u", "1.num_channels": "u d"}
+    assert compact(model, group, inputs, attrs=attrs)[1].difference <= 1e-5
+
+
+def test_small_numbers_of_a_config_are_not_likely_sizes():
+    model = dropping(pair(2), 1)
+    model.config = SimpleNamespace(num_layers=2, eos_token_id=2)
+    assert compact(model, PAIR, x())[1].likely == ()
+    model = dropping(pair(6), 1)
+    model.config = SimpleNamespace(hidden=6)
+    assert compact(model, PAIR, x())[1].likely == ("config.hidden = 6, as 'hidden' had",)

@@ -130,24 +130,32 @@ def likely_sizes(small: nn.Module, cuts: Sequence[Cut], done: Sequence[Change]) 
         for member in cut.group.members:
             dimension = next(d for d in member.pattern.dimensions if cut.group.unit in d)
             gone.add(math.prod(member.pattern.sizes.get(axis, 0) for axis in dimension))
-        for path, value in _integers_near(small, cut):
-            if value in gone and path not in known:
+        for path, value, least in _integers_near(small, cut):
+            if value in gone and value >= least and path not in known:
                 found.setdefault(path, f"{path} = {value}, as {cut.group.name!r} had")
     return list(found.values())
 
 
-def _integers_near(model: nn.Module, cut: Cut) -> Iterator[tuple[str, int]]:
-    """Integers of the modules that hold members, of the modules around those, and of the config; no layer's own."""
+def _integers_near(model: nn.Module, cut: Cut) -> Iterator[tuple[str, int, int]]:
+    """Integers of the modules that hold members, of the modules around those, and of the config; no layer's own.
+
+    Also of modules beside them that hold no tensor (a GroupNorm without weights). Those, as a config, hold many small
+    numbers that are no sizes (2 layers, a stride of 2), so with each comes the least value that says anything.
+    """
     holders: dict[str, set[str]] = {"config": set()} if hasattr(model, "config") else {}
     for member in cut.group.members:
         prefix, _, name = member.fqn.rpartition(".")
         module = model.get_submodule(prefix)
         holders.setdefault(prefix, set()).update(sizes_of(module, name, getattr(module, name), ()))
         holders.setdefault(prefix.rpartition(".")[0], set())
+    modules = {name: module for name, module in model.named_modules() if not [*module.parameters(), *module.buffers()]}
+    beside = {name for name in modules if name.rpartition(".")[0] in holders} - holders.keys()
+    holders.update({name: set() for name in beside})
     for prefix, own in holders.items():
         for name, value in getattr(_reached(model, prefix), "__dict__", {}).items():
             if isinstance(value, int) and not isinstance(value, bool) and name not in own and not name.startswith("_"):
-                yield f"{prefix}.{name}".removeprefix("."), value
+                told = prefix == "config" or prefix in beside
+                yield f"{prefix}.{name}".removeprefix("."), value, 4 if told else 0
 
 
 def _check_settable(path: str, holder: object, where: str) -> None:

@@ -16,7 +16,7 @@ from .attributes import Change, apply_changes, changes_of, likely_sizes, with_at
 from .cut import cut_model, members_of
 from .kept import Cut, make_cut
 from .manifest import make_manifest
-from .norms import cut_norms, fold
+from .norms import cut_norms, fold, narrower_groups
 from .report import Compaction, KeptUnits, Size
 from .verify import Comparison, Reference
 
@@ -134,7 +134,7 @@ def _make(model: nn.Module, cuts: Sequence[Cut], changes: Sequence[Change]) -> _
     small = copy.deepcopy(model)
     cut_model(small, cuts)
     apply_changes(small, changes)
-    all_changes, notes = list(changes), list[str]()
+    all_changes, notes = list(changes), narrower_groups(model, small)
     for norm in cut_norms(model, cuts):
         folded, note = fold(model, small, norm)
         all_changes += folded

@@ -5,6 +5,7 @@ weight times sqrt(n / m) give the same output. A LayerNorm subtracts a mean and 
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from .attributes import Change
 from .cut import kept_elements, owner_of
 from .kept import Cut
 
-__all__ = ["NormCut", "cut_norms", "fold"]
+__all__ = ["NormCut", "cut_norms", "fold", "narrower_groups"]
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
@@ -64,16 +65,22 @@ def fold(model: nn.Module, small: nn.Module, norm: NormCut) -> tuple[list[Change
     (dense, _), (cut, _) = owner_of(model, norm.fqn), owner_of(small, norm.fqn)
     weight = cut.weight
     assert isinstance(weight, nn.Parameter)
+    if isinstance(dense, nn.LayerNorm):
+        return [], f"{norm.fqn}: a LayerNorm over a pruned axis takes its statistics of fewer values"
     eps_name = next(name for name in _EPS if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = norm.keep.numel() / int(norm.keep.sum())
     eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
-    for shift in () if isinstance(dense, nn.LayerNorm) else (0.0, 1.0):
+    try:
+        wanted = _tried(copy.deepcopy(dense), weight, norm.keep, whole=True)[..., norm.keep.to(weight.device)]
+    except Exception as e:
+        return [], f"{norm.fqn}: a {type(dense).__name__} could not be tried, so it was not folded ({e})"
+    for shift in (0.0, 1.0):
         scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
         trial = copy.deepcopy(cut)
         trial.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
         setattr(trial, eps_name, eps)
-        if _same(dense, trial, norm.keep, weight):
+        if _gives(trial, wanted, weight, norm.keep):
             weight.data.copy_(scaled)
             setattr(cut, eps_name, eps)
             change = Change(path=f"{norm.fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)
@@ -88,13 +95,33 @@ def _takes_statistics(module: nn.Module) -> bool:
     return any(isinstance(vars(module).get(name), float) for name in _EPS) or isinstance(module, nn.RMSNorm)
 
 
+def narrower_groups(model: nn.Module, small: nn.Module) -> list[str]:
+    """GroupNorms that lost channels inside their groups, in words."""
+    return [
+        f"{name}: a GroupNorm whose groups lose channels takes its statistics of fewer values"
+        for (name, dense), cut in zip(model.named_modules(), small.modules(), strict=True)
+        if isinstance(dense, nn.GroupNorm)
+        and isinstance(cut, nn.GroupNorm)
+        and dense.num_channels * cut.num_groups != cut.num_channels * dense.num_groups
+    ]
+
+
 @torch.no_grad()
-def _same(dense: nn.Module, cut: nn.Module, keep: Tensor, like: Tensor) -> bool:
-    """Whether both give the same on random values, zeros where the dense one has more."""
-    x = torch.randn(4, keep.numel(), generator=torch.Generator().manual_seed(0)) * keep
-    x, keep = x.to(like), keep.to(like.device)
+def _tried(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Tensor:
+    """What it gives for random values that are zero where units go, or for those that stay; a gate is random too."""
+    needed = [p for p in inspect.signature(norm.forward).parameters.values() if p.default is p.empty]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        (torch.randn(4, keep.numel(), generator=generator) * keep).to(like)
+        for _ in range(max(1, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)))
+    ]
+    out: Tensor = norm(*(x if whole else x[..., keep.to(like.device)] for x in inputs))
+    return out
+
+
+def _gives(norm: nn.Module, want: Tensor, like: Tensor, keep: Tensor) -> bool:
     try:
-        want, found = dense(x)[..., keep], cut(x[..., keep])
-    except Exception:  # it takes other arguments than one tensor
+        found = _tried(norm, like, keep, whole=False)
+    except Exception:  # it knows its size from elsewhere
         return False
-    return torch.allclose(want.double(), found.double(), rtol=8 * torch.finfo(like.dtype).eps, atol=1e-6)
+    return torch.allclose(want.double(), found.double(), rtol=8 * torch.finfo(want.dtype).eps, atol=1e-6)

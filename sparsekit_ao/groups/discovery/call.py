@@ -29,7 +29,7 @@ class Call:
         out: what it returned: a tensor, or a tuple or list of them.
         module: name of the module that ran it.
         label_of: the axes of a tensor.
-        is_norm: whether the module that ran it is a root-mean-square norm over exactly these axes.
+        is_norm: whether a tensor holds squares, and the module that ran it norms exactly this axis.
     """
 
     func: Any
@@ -38,7 +38,7 @@ class Call:
     out: Any
     module: str
     label_of: Callable[[Tensor], Label]
-    is_norm: Callable[[Sequence[Part]], bool]
+    is_norm: Callable[[Tensor, Sequence[Part]], bool]
 
     @property
     def name(self) -> str:
@@ -49,6 +49,13 @@ class Call:
     def why(self) -> str:
         """The reason given for what the operation freezes."""
         return f"{self.name} in {self.module}"
+
+    @property
+    def is_square(self) -> bool:
+        """Whether it squares a tensor: `x**2`, `x.square()`, `x * x`."""
+        if self.name == "mul":
+            return self["self"] is self["other"]
+        return self.name == "square" or (self.name == "pow" and self.get("exponent") == 2)
 
     @cached_property
     def _bound(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def reduce(call: Call) -> Label | list[Label]:
     label = call.label("self")
     dims = call.dims("dim", len(label))
     for d in dims:
-        if call.name in _SUMS or (call.name == "mean" and call.is_norm(label[d])):
+        if call.name in _SUMS or (call.name == "mean" and call.is_norm(call["self"], label[d])):
             _needs_zeros(call, label[d])
         else:
             call.freeze(label[d])

@@ -52,6 +52,7 @@ class Trace(TorchDispatchMode):
         self.opaque: list[str] = []
         self._labels = WeakIdKeyDictionary()
         self._names = WeakIdKeyDictionary()
+        self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._modules: list[tuple[str, nn.Module]] = []
 
@@ -123,6 +124,8 @@ class Trace(TorchDispatchMode):
             return parts(*args, **kwargs) if out is NotImplemented and parts else out
 
     def _apply(self, rule: Callable[[Call], Label | list[Label]] | None, call: Call) -> None:
+        if call.is_square:
+            self._squares.update(dict.fromkeys(call.outs, True))
         before = self.label_of(call.tensors[0]) if call.func._schema.is_mutable else None
         labels = rule(call) if rule else self._not_understood(call)
         labels = labels if isinstance(labels, list) else [labels]
@@ -153,8 +156,10 @@ class Trace(TorchDispatchMode):
             for axis in self.label_of(tensor):
                 call.freeze(axis, what)
 
-    def _is_norm(self, axis: Sequence[Part]) -> bool:
-        """Whether the running module norms this axis: it has a weight along exactly it, and an epsilon."""
+    def _is_norm(self, squares: Tensor, axis: Sequence[Part]) -> bool:
+        """Whether the running module norms this axis of squares: it has a weight along exactly it, and an epsilon."""
+        if squares not in self._squares:
+            return False  # a mean that is subtracted, say
         module = self._modules[-1][1] if self._modules else None
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or not (hasattr(module, "eps") or hasattr(module, "variance_epsilon")):
