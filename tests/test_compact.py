@@ -387,16 +387,39 @@ def test_attributes_that_do_not_fit_are_refused(attrs, says):
     assert refusal(SparsityError, pruned(make(), [group]), group, inputs()).startswith(says)
 
 
-def test_two_groups_cannot_both_hold_the_whole_of_one_number():
+def layer_groups(model, *levels):
+    """A group a layer, which all list one number; each is pruned to its level."""
     groups = [
         Group({n.replace("*", str(k)): a for n, a in MLP.items()}, name=f"mlp {k}", attrs={"hidden": "u"})
-        for k in (0, 1)
+        for k in range(len(levels))
     ]
-    model = Residual(GatedMLP(), GatedMLP())
+    for group, level in zip(groups, levels, strict=True):
+        pruned(model, [group], level=level)
+    return groups
+
+
+def test_groups_of_several_layers_that_agree_shrink_one_number_once():
+    model, inputs = Residual(GatedMLP(), GatedMLP(), GatedMLP()), torch.randn(2, 5, 6)
     model.hidden = 12
-    assert refusal(SparsityError, pruned(model, groups), groups, torch.randn(2, 5, 6)) == (
-        "group 'mlp 1': attrs 'hidden' is 12, and other groups that list it leave 6, no multiple of the 12 units here. "
-        "Each group must count a factor of its own; if all hold the same number, list it in one of them."
+    small, report = compact(model, layer_groups(model, 0.5, 0.5, 0.5), inputs)
+    assert small.hidden == 6 and [c["now"] for c in report.manifest["attributes"]] == [6]
+    other = Residual(GatedMLP(), GatedMLP())
+    other.hidden = 12
+    assert refusal(SparsityError, other, layer_groups(other, 0.5, 0.25), inputs) == (
+        "group 'mlp 1': attrs 'hidden' is one number for several layers, but 'mlp 0' keeps 6 of 12 and 'mlp 1' 9 of "
+        "12. Keep equal numbers, or do not list it."
+    )
+    assert other.hidden == 12
+
+
+def test_two_groups_of_one_tensor_cannot_both_hold_the_whole_of_one_number():
+    model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
+    model.hidden = 12
+    first = Group({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="first", attrs={"hidden": "u"})
+    second = Group({"2.weight": "u i", "2.bias": "u", "4.weight": "o u"}, name="second", attrs={"hidden": "u"})
+    assert refusal(SparsityError, pruned(model, [first, second]), [first, second], x()) == (
+        "group 'second': attrs 'hidden' is 12, and other groups that list it leave 6, no multiple of the 12 units "
+        "here. Each group must count a factor of its own; if all hold the same number, list it in one of them."
     )
     assert model.hidden == 12
 

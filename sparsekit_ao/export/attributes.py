@@ -14,6 +14,7 @@ from ..errors import SparsityError
 from ..groups import Group
 from ..groups.group import check_attrs
 from ..groups.names import filled, matched, stars
+from .cut import members_of
 from .kept import Cut
 from .layers import sizes_of
 
@@ -62,14 +63,17 @@ def _speaks_of(group: Group, path: str, axes: str) -> bool:
 
 
 def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
-    """New values of all attributes that the groups list; what several groups shrink is shrunk by each.
+    """New values of all attributes that the groups list.
+
+    Groups that share a tensor each shrink a factor of their own. Those that share none and list the same axes are
+    layers that hold the same number: they must agree, and it shrinks once.
 
     Raises:
-        SparsityError: there is no such attribute, it holds another number, the layers of one group ask for
-            different ones, or several groups count the same factor of it.
+        SparsityError: there is no such attribute, it holds another number, layers ask for different ones, or several
+            groups of one tensor count the same factor of it.
     """
     found: dict[tuple[int, str], Change] = {}
-    shrunk: dict[tuple[int, str, int], Cut] = {}
+    counted: dict[tuple[int, str], list[tuple[Cut, str]]] = {}
     for cut in cuts:
         where = f"group {cut.group.name!r}: attrs "
         for pattern, axes in cut.group.attrs.items():
@@ -77,7 +81,7 @@ def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
             for full, holder, name in _holders(model, path, where):
                 _check_value(full, getattr(holder, name), holder, axes, cut, where)
                 key = (id(holder), name)
-                first = shrunk.setdefault((*key, cut.source), cut)
+                first = _counted_by(model, counted.setdefault(key, []), cut, axes)
                 if first.kept * cut.of != cut.kept * first.of:
                     raise SparsityError(
                         f"{where}{full!r} is one number for several layers, but {first.group.name!r} keeps "
@@ -94,6 +98,19 @@ def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
                         )
                     found[key] = replace(was, now=was.now // cut.of * cut.kept)
     return list(found.values())
+
+
+def _counted_by(model: nn.Module, counted: list[tuple[Cut, str]], cut: Cut, axes: str) -> Cut:
+    """The cut that shrinks the factor that this one counts: an earlier one of another layer, or itself."""
+    for first, said in counted:
+        if first.source == cut.source or (said == axes and not _tensors(model, first) & _tensors(model, cut)):
+            return first
+    counted.append((cut, axes))
+    return cut
+
+
+def _tensors(model: nn.Module, cut: Cut) -> set[int]:
+    return {id(tensor) for tensor in members_of(model, [m.fqn for m in cut.group.members]).values()}
 
 
 def check_held(model: nn.Module, changes: Sequence[Change]) -> None:
