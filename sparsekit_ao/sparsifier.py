@@ -124,8 +124,7 @@ class ScopeSparsifier(MaskSparsifier):
             raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
         groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
         plan = self._planned(groups)
-        for component in plan.families[at]:
-            component.budget(groups, self._level_given)  # raise before any mask changes
+        self._check_components(plan.families[at], groups)
         with torch.no_grad():
             self._update_family(plan, at, groups)
 
@@ -153,6 +152,7 @@ class ScopeSparsifier(MaskSparsifier):
         """
         if self._phase not in ("prepared", "squashed"):
             self._need_prepared("check")
+        distributed.reshard(self.model if model is None else model)
         plan = self._planned(self.groups, model)
         return report.check_masks(plan, self.groups, self._masks(model), self._level_given)
 
@@ -189,8 +189,7 @@ class ScopeSparsifier(MaskSparsifier):
 
     def _update_all(self) -> None:
         plan = self._planned(self.groups)
-        for component in plan.components:
-            component.budget(self.groups, self._level_given)  # raise before any mask changes
+        self._check_components(plan.components, self.groups)
         overridden = type(self).update_mask is not ScopeSparsifier.update_mask
         if not overridden and any(m.is_cuda or distributed.is_sharded(m) for m in map(self._live_mask, self.groups)):
             self._update_together(plan)
@@ -204,6 +203,12 @@ class ScopeSparsifier(MaskSparsifier):
             else:
                 self._update_family(plan, at, self.groups)
             done.update(i for component in plan.families[at] for _, i in component.leaves)
+
+    def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
+        """Raise before any mask changes: on a budget that does not fit, and on meshes that have nothing in common."""
+        for component in components:
+            component.budget(groups, self._level_given)
+            distributed.common_mesh([(leaf.name, self._live_mask(groups[i])) for leaf, i in component.leaves])
 
     def _update_together(self, plan: Plan) -> None:
         """All groups, stage by stage."""

@@ -274,6 +274,21 @@ def after_an_eval_pass():
     assert all(is_sharded(m["mask"]) for m in many.state.values())
 
 
+def check_after_an_eval_pass():
+    """Wrapped as a whole, the model stays gathered after an eval pass; `check` makes no call of its own before."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, many = mlp(), ScopeSparsifier()
+    many.prepare(model, CONFIGS["global"])
+    fully_shard(model)
+    many.step()
+    for leave in (many.squash_mask, lambda: None):
+        with torch.no_grad():
+            model(batch(0)[0])
+        assert many.check() == 1
+        leave()
+
+
 def stock_arguments():
     for make in (
         functools.partial(WeightNormSparsifier, 0.6, (1, 4)),
@@ -338,6 +353,45 @@ def masks_of_other_meshes():
         assert beside(mask, weight).placements == tuple(to)
 
 
+def other_strides():
+    """A shard made by hand need not be contiguous; neither is the mask beside it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    whole_weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    for place, part in ((Shard(0), whole_weight.chunk(world)[rank]), (Replicate(), whole_weight)):
+        for settings in ({"sparsity_level": 0.5}, {"scope_shape": (1, 2), "nnz": 1}):
+            plain, sharded = (nn.Linear(6, 8, bias=False) for _ in range(2))
+            plain.weight = nn.Parameter(whole_weight.clone())
+            columns = part.t().contiguous().t()
+            columns = DTensor.from_local(columns, mesh, [place], shape=(8, 6), stride=(6, 1))
+            sharded.weight = nn.Parameter(columns)
+            one, many = ScopeSparsifier(**settings), ScopeSparsifier(**settings)
+            for s, model in ((one, plain), (many, sharded)):
+                s.prepare(model, None)
+                s.step()
+            assert_same_masks(one, many)
+
+
+def meshes_are_checked_first():
+    """No mask changes before the error, not even one of a plain tensor that has nothing to do with it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    world = distributed.get_world_size()
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world), mesh_dim_names=("a", "b"))
+    model, many = mlp(), ScopeSparsifier()
+    for at, mesh in ((2, line), (4, square["b"])):
+        model[at].weight = nn.Parameter(distribute_tensor(model[at].weight.detach(), mesh, [Shard(0)]))
+    apart = [{"tensor_fqn": "0.weight"}]
+    many.prepare(model, apart + [{"tensor_fqn": f"{at}.weight", "scope_coupling": "both"} for at in (2, 4)])
+    with pytest.raises(SparsityError, match=r"with which it shares a budget or its blocks, on"):
+        many.step()
+    assert all(bool(local(many.mask(g["tensor_fqn"])).all()) for g in many.groups)
+
+
 def state_dicts():
     _, one, sharded, many = pair(CONFIGS["global"])
     for s in (one, many):
@@ -372,6 +426,9 @@ def cases():
         wrong_order,
         gathered_by_a_parent,
         after_an_eval_pass,
+        check_after_an_eval_pass,
+        other_strides,
+        meshes_are_checked_first,
         stock_arguments,
         one_tensor_by_hand,
         another_parametrization_below,

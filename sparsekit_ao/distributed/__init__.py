@@ -7,12 +7,13 @@ this folder says how it works and why.
 from .fsdp import bare, managed, refuse_gathered, refuse_sharded_first, rehome, reshard
 from .placement import is_sharded
 from .tensors import beside, fill, held_bytes, is_beside, local, whole
-from .update import Job, update_masks
+from .update import Job, common_mesh, update_masks
 
 __all__ = [
     "Job",
     "bare",
     "beside",
+    "common_mesh",
     "fill",
     "held_bytes",
     "is_beside",

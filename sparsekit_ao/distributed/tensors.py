@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SparsityError
 from .placement import box_of, is_part, is_sharded
 
-__all__ = ["beside", "fill", "held_bytes", "is_beside", "local", "whole"]
+__all__ = ["beside", "fill", "held_bytes", "is_beside", "local", "own_copy", "whole"]
 
 
 def local(t: Any) -> Tensor:
@@ -40,6 +40,11 @@ def held_bytes(t: Tensor) -> int:
     """Bytes of a tensor on this rank."""
     held = local(t)
     return held.numel() * held.element_size()
+
+
+def own_copy(t: Any) -> Tensor:
+    """A copy of a DTensor whose part on this rank is contiguous; nothing is sent."""
+    return _like(local(t), t)
 
 
 def part_of(t: Any, like: Any) -> Tensor:

@@ -7,7 +7,7 @@ neither (the tensor is gathered, for as long as it takes). The masks are those o
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from ..layout import Shape
 from ..spec import BlockSpec, ScopeSpec, SparseScope
 from .pieces import Piece
 from .placement import AWKWARD, BLOCKS, SCOPES, box_of, cuts_of, is_cut, is_part, is_sharded, reach_of, window_of
-from .tensors import fill, local, whole
+from .tensors import fill, local, own_copy, whole
 from .together import choose_passes, run_together, sum_over
 
-__all__ = ["Job", "update_masks"]
+__all__ = ["Job", "common_mesh", "update_masks"]
 
 FEW = 32  # scopes whose histograms are summed without asking whether the weights would be fewer bytes
 
@@ -59,8 +59,10 @@ def update_masks(jobs: Sequence[Job]) -> None:
         SparsityError: tensors of one job that lie on different meshes.
     """
     by_mesh: dict[Any, list[Job]] = {}
+    copies: list[tuple[Tensor, Tensor]] = []
     for job in jobs:
-        by_mesh.setdefault(_mesh_of(job), []).append(job)
+        mesh = common_mesh([(leaf.name, job.value_of(leaf)) for leaf in job.leaves])
+        by_mesh.setdefault(mesh, []).append(_in_row_order(job, copies))
     for mesh, found in by_mesh.items():
         dims = sorted({d for j in found for leaf in j.leaves for d in cuts_of(j.value_of(leaf), mesh)})
         reaches = iter(_agreed(mesh, dims, found))
@@ -73,11 +75,25 @@ def update_masks(jobs: Sequence[Job]) -> None:
         together = [(j, r) for j, r in zip(found, ways, strict=True) if _way_of(j, r) == BLOCKS]
         if together:
             _choose_together(mesh, dims, together)
+    for mask, filled in copies:
+        fill(mask, filled)
 
 
-def _mesh_of(job: Job) -> Any:
-    """The widest mesh of the job's DTensors, of which those of the others are parts."""
-    found = [(leaf.name, job.value_of(leaf).device_mesh) for leaf in job.leaves if is_sharded(job.value_of(leaf))]  # type: ignore[attr-defined]
+def common_mesh(tensors: Sequence[tuple[str, Any]]) -> Any:
+    """The widest mesh of those of the tensors that are DTensors, of which the meshes of the others are parts.
+
+    Args:
+        tensors: (name, tensor) of what is chosen together.
+
+    Returns:
+        None where all of them are plain.
+
+    Raises:
+        SparsityError: two of them lie on meshes of which neither is a part of the other.
+    """
+    found = [(name, t.device_mesh) for name, t in tensors if is_sharded(t)]
+    if not found:
+        return None
     widest, mesh = max(found, key=lambda pair: pair[1].ndim)
     for name, own in found:
         if not is_part(own, mesh):
@@ -86,6 +102,16 @@ def _mesh_of(job: Job) -> Any:
                 "Tensors that are chosen together must lie on one mesh, or on named parts of it."
             )
     return mesh
+
+
+def _in_row_order(job: Job, copies: list[tuple[Tensor, Tensor]]) -> Job:
+    """The job, whose windows can be aliases; a mask whose part here lies otherwise goes into `copies` with its copy."""
+    masks = dict(job.masks)
+    for leaf, mask in job.masks.items():
+        if is_cut(mask) and not local(mask).is_contiguous():
+            masks[leaf] = own_copy(mask)
+            copies.append((mask, masks[leaf]))
+    return replace(job, masks=masks)
 
 
 def _agreed(mesh: Any, dims: Sequence[int], jobs: Sequence[Job]) -> list[int]:
