@@ -135,13 +135,17 @@ class MaskSparsifier(BaseSparsifier):
                 sparsifier then goes on with its own.
 
         Raises:
-            SparsityError: not prepared, unknown names, or a mask that another parametrization cannot express.
+            SparsityError: not prepared, unknown names, a mask that another parametrization cannot express, or a model
+                that `fully_shard` wrapped only as a part of another one. Nothing is then changed.
         """
         self._need_prepared("squash_mask")
         kept = self._params_to_keep(params_to_keep, params_to_keep_per_layer)
         for group in self.groups:
             self._live_mask(group, model)
-        records = distributed.managed(self.model if model is None else model)
+        squashed = self.model if model is None else model
+        assert squashed is not None
+        distributed.refuse_wrapped_outside(squashed, [(g["tensor_fqn"], g["module_fqn"]) for g in self.groups])
+        records = distributed.managed(squashed)
         modules = [self._module_in(model, g) for g in self.groups]
         names = [g["tensor_name"] for g in self.groups]
         self._sync_state()

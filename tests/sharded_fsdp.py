@@ -8,7 +8,13 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
+from sparsekit_ao import (
+    DynamicSparsifier,
+    NearlyDiagonalSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    WeightNormSparsifier,
+)
 from sparsekit_ao.distributed import beside, is_sharded, local, whole
 
 CONFIGS = {
@@ -246,6 +252,52 @@ def wrong_order():
     assert not hasattr(model[0], "parametrizations")
 
 
+def wrong_order_from_inside():
+    """The module that was wrapped lies around the one that is prepared, which bears no sign of FSDP2's class."""
+    from torch.distributed.fsdp import fully_shard
+
+    inner = mlp()
+    fully_shard(nn.Sequential(inner))
+    for model, name in ((inner, "0.weight"), (inner[0], "weight")):
+        with pytest.raises(SparsityError, match=f"{name}: fully_shard was applied to a module around the model"):
+            ScopeSparsifier().prepare(model, [{"tensor_fqn": name}])
+    assert not hasattr(inner[0], "parametrizations")
+
+
+def squash_of_a_part():
+    """FSDP2 would not hear that the weight moved: an error before anything is written."""
+    from torch.distributed.fsdp import fully_shard
+
+    inner = mlp()
+    outer = nn.Sequential(inner)
+    many = ScopeSparsifier()
+    many.prepare(inner, CONFIGS["global"])
+    fully_shard(outer)
+    many.step()
+    x = batch(0)[0]
+    before = outer(x)
+    outer.reshard()
+    with pytest.raises(SparsityError, match=r"0.weight was sharded by .* around the prepared model.*that you wrap"):
+        many.squash_mask()
+    assert torch.equal(outer(x), before)
+    back = ScopeSparsifier()
+    plain = mlp()
+    back.prepare(plain, CONFIGS["global"])
+    outer.reshard()
+    back.load_state_dict(many.state_dict())
+    back.squash_mask()
+    assert torch.equal(plain(x), before)
+
+
+def masks_that_move():
+    """Refused in the first forward pass, before anything was trained."""
+    model, moving = mlp(), DynamicSparsifier(None, 0.5)
+    moving.prepare(model, None)
+    shard(model)
+    with pytest.raises(SparsityError, match=r"the weight \(21, 12\) is sharded.*Use DistributedDataParallel"):
+        model(batch(0)[0])
+
+
 def gathered_by_a_parent():
     """An eval pass may leave the root's parameters gathered; a parent that the sparsifier cannot see, too."""
     from torch.distributed.fsdp import fully_shard
@@ -424,6 +476,9 @@ def cases():
         checkpointed_activations,
         compiled,
         wrong_order,
+        wrong_order_from_inside,
+        squash_of_a_part,
+        masks_that_move,
         gathered_by_a_parent,
         after_an_eval_pass,
         check_after_an_eval_pass,

@@ -4,7 +4,16 @@ Nothing here imports `torch.distributed.tensor` before a DTensor is seen; plain 
 this folder says how it works and why.
 """
 
-from .fsdp import bare, managed, refuse_gathered, refuse_sharded_first, rehome, reshard
+from .fsdp import (
+    bare,
+    is_managed,
+    managed,
+    refuse_gathered,
+    refuse_sharded_first,
+    refuse_wrapped_outside,
+    rehome,
+    reshard,
+)
 from .placement import is_sharded
 from .tensors import beside, fill, held_bytes, is_beside, local, whole
 from .update import Job, common_mesh, update_masks
@@ -17,11 +26,13 @@ __all__ = [
     "fill",
     "held_bytes",
     "is_beside",
+    "is_managed",
     "is_sharded",
     "local",
     "managed",
     "refuse_gathered",
     "refuse_sharded_first",
+    "refuse_wrapped_outside",
     "rehome",
     "reshard",
     "update_masks",

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from ..errors import SparsityError
 from .placement import is_sharded
 
-__all__ = ["bare", "managed", "refuse_gathered", "refuse_sharded_first", "rehome", "reshard"]
+__all__ = [
+    "bare",
+    "is_managed",
+    "managed",
+    "refuse_gathered",
+    "refuse_sharded_first",
+    "refuse_wrapped_outside",
+    "rehome",
+    "reshard",
+]
 
 
 def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
@@ -25,14 +34,29 @@ def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> 
         model: looked through.
         names: (tensor, its module) by name.
     """
-    wrapped = [name for name, module in model.named_modules() if _is_wrapped(module)]
     for tensor, module in names:
-        inside = [w for w in wrapped if w == "" or module == w or module.startswith(f"{w}.")]
-        if inside:
-            which = repr(inside[-1]) if inside[-1] else "the model"
+        inside = _wrapped_around(model, module)
+        if inside or is_managed(model.get_submodule(module)):
+            which = "a module around the model" if not inside else repr(inside[-1]) if inside[-1] else "the model"
             raise SparsityError(
                 f"{tensor}: fully_shard was applied to {which} already, and it would not see the "
                 "mask. Call prepare first, then fully_shard, then make the optimizer."
+            )
+
+
+def refuse_wrapped_outside(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
+    """Raise if a parameter is in the hands of a module outside of the model, which cannot be told that it moves.
+
+    Args:
+        model: looked through.
+        names: (tensor, its module) by name.
+    """
+    for tensor, module in names:
+        if is_managed(model.get_submodule(module)) and not _wrapped_around(model, module):
+            raise SparsityError(
+                f"squash_mask: {tensor} was sharded by fully_shard on a module around the prepared model, which would "
+                "lose it. Prepare the model that you wrap; this one can be squashed where it is not sharded: load its "
+                "checkpoint there."
             )
 
 
@@ -102,6 +126,17 @@ def refuse_gathered(tensor: str, weight: Tensor, mask: Tensor) -> None:
             f"{tensor}: its parameter is gathered at the moment, by a module that fully_shard wrapped outside of the "
             "prepared model. Call reshard() on that module first."
         )
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module or to one around it; it leaves this mark for the compiler."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def _wrapped_around(model: nn.Module, module: str) -> list[str]:
+    """The names of those of the model's modules that `fully_shard` wrapped and the module lies in, outermost first."""
+    wrapped = [name for name, m in model.named_modules() if _is_wrapped(m)]
+    return [w for w in wrapped if w == "" or module == w or module.startswith(f"{w}.")]
 
 
 def _fsdp_class() -> type | None:

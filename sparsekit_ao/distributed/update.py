@@ -79,7 +79,7 @@ def update_masks(jobs: Sequence[Job]) -> None:
         fill(mask, filled)
 
 
-def common_mesh(tensors: Sequence[tuple[str, Any]]) -> Any:
+def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
     """The widest mesh of those of the tensors that are DTensors, of which the meshes of the others are parts.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import is_managed, is_sharded
 from ..errors import SparsityError
 from ..masking import WeightMask, find_mask
 from ..select import select
@@ -46,7 +47,16 @@ class DynamicMask(WeightMask):
             self.opened.fill_(is_open)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The weight with dropped elements exactly zero; shape and dtype as given."""
+        """The weight with dropped elements exactly zero; shape and dtype as given.
+
+        Raises:
+            SparsityError: the weight is sharded over ranks, which it is between two forward passes at least.
+        """
+        if is_managed(self) or is_sharded(x):
+            raise SparsityError(
+                f"the weight {tuple(x.shape)} is sharded over ranks (a DTensor, as fully_shard makes), and masks that "
+                "move in training are chosen among whole tensors. Use DistributedDataParallel."
+            )
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
         if not torch.is_grad_enabled():
