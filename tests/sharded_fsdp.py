@@ -8,13 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from sparsekit_ao import (
-    DynamicSparsifier,
-    NearlyDiagonalSparsifier,
-    ScopeSparsifier,
-    SparsityError,
-    WeightNormSparsifier,
-)
+from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
 from sparsekit_ao.distributed import beside, is_sharded, local, whole
 
 CONFIGS = {
@@ -289,15 +283,6 @@ def squash_of_a_part():
     assert torch.equal(plain(x), before)
 
 
-def masks_that_move():
-    """Refused in the first forward pass, before anything was trained."""
-    model, moving = mlp(), DynamicSparsifier(None, 0.5)
-    moving.prepare(model, None)
-    shard(model)
-    with pytest.raises(SparsityError, match=r"the weight \(21, 12\) is sharded.*Use DistributedDataParallel"):
-        model(batch(0)[0])
-
-
 def gathered_by_a_parent():
     """An eval pass may leave the root's parameters gathered; a parent that the sparsifier cannot see, too."""
     from torch.distributed.fsdp import fully_shard
@@ -478,7 +463,6 @@ def cases():
         wrong_order,
         wrong_order_from_inside,
         squash_of_a_part,
-        masks_that_move,
         gathered_by_a_parent,
         after_an_eval_pass,
         check_after_an_eval_pass,
