@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 
-from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError
+from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
 from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
 from sparsekit_ao.kernels import triton as gpu
 from sparsekit_ao.kernels.triton import Limits, launch, ready, reasons, select
@@ -289,6 +289,24 @@ def test_blocks_that_share_one_fate(way):
     gate, down = integers((16, 32)), integers((32, 16), seed=1)  # sizes that vectors divide, a stride of 1 in one only
     members = (blocks_of(gate, (1, 32)), blocks_of(down, (32, 1), (1, 0)))
     agree([Scopes(members=members, shape=(8, 1))], 3, WAYS[way])
+
+
+def windows_of_unlike_loops():
+    """Blocks of 4 rows of 16 (two loops over elements) coupled with blocks of one row of 24 (one loop)."""
+    weights = integers((8, 64)), integers((2, 32), seed=1)
+    windows = View(weights[0], (8, 16), (64, 1)), View(weights[1], (2, 24), (32, 1))
+    return weights, BlockCoupling([BlockSpec(windows[0], (4, 16)), BlockSpec(windows[1], (1, 24))])
+
+
+def test_every_element_of_coupled_blocks_with_unlike_loops_is_read_and_written():
+    for impl in ("triton", "reference"):
+        (_, two), blocks = windows_of_unlike_loops()
+        masks = {spec: torch.zeros_like(spec.view.param, dtype=torch.bool) for spec in blocks.blocks()}
+        ScopeSpec(blocks, (2, 1)).update_masks(masks, 1, impl=impl)
+        assert sorted(int(m[:, :24].sum()) for m in masks.values()) == [24, 64]
+        before = two.clone()
+        blocks.hard_threshold(1e3, impl=impl)
+        assert not two[:, :24].any() and torch.equal(two[:, 24:], before[:, 24:])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -800,6 +818,9 @@ def test_what_cannot_be_thresholded_is_refused_before_anything_changes():
             lambda: block.hard_threshold(1.0, impl="cpu"),
             "impl must be one of .'auto', 'reference', 'triton'., got 'cpu'",
         ),
+        (lambda: block.hard_threshold(1.0, ones, impl="bogus"), "impl must be one of .*, got 'bogus'"),
+        (lambda: scope.hard_threshold(nnz=1, impl="bogus"), "impl must be one of .*, got 'bogus'"),
+        (lambda: scope.hard_threshold(9.0, values=ones, impl="bogus"), "impl must be one of .*, got 'bogus'"),
     ):
         with pytest.raises(SparsityError, match=said):
             act()

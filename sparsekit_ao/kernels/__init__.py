@@ -2,7 +2,7 @@
 
 from .api import IMPLS, block_scores, fill_mask, keep_mask, scope_mask, scope_scores
 from .batch import scope_masks
-from .proximal import condition_path, threshold_path
+from .proximal import check_impl, condition_path, threshold_path
 from .radix import CHUNK
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
@@ -16,6 +16,7 @@ __all__ = [
     "Scopes",
     "Update",
     "block_scores",
+    "check_impl",
     "condition_path",
     "fill_mask",
     "from_scopes",

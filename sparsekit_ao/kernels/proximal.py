@@ -7,9 +7,15 @@ from ..errors import SparsityError
 from .gpu import gpu_path
 from .tiling import Scopes
 
-__all__ = ["condition_path", "threshold_path"]
+__all__ = ["check_impl", "condition_path", "threshold_path"]
 
 IMPLS = ("auto", "reference", "triton")
+
+
+def check_impl(impl: str) -> None:
+    """Refuse what names no way to threshold."""
+    if impl not in IMPLS:
+        raise SparsityError(f"thresholding: impl must be one of {IMPLS}, got {impl!r}")
 
 
 def threshold_path(groups: Sequence[Scopes], impl: str = "auto") -> ModuleType | None:
@@ -31,6 +37,5 @@ def condition_path(groups: Sequence[Scopes], *, atol: float, impl: str = "auto")
 
 
 def _path(groups: Sequence[Scopes], impl: str, reasons_of: Callable[[ModuleType], list[str]]) -> ModuleType | None:
-    if impl not in IMPLS:
-        raise SparsityError(f"thresholding: impl must be one of {IMPLS}, got {impl!r}")
+    check_impl(impl)
     return gpu_path(impl, groups[0].members[0].window.device, reasons_of)

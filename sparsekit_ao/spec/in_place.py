@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..kernels import Scopes, condition_path, threshold_path
+from ..kernels import Scopes, check_impl, condition_path, threshold_path
 from ..layout import Shape
 
 __all__ = ["Settings", "negative_threshold", "on_grid", "refuse_triton", "shrink_in_place", "threshold_in_place"]
@@ -111,7 +111,8 @@ def on_grid(thresholds: Tensor | float, grid: Shape, where: str, what: str = "gr
 
 
 def refuse_triton(impl: str, what: str, where: str) -> None:
-    """Refuse the kernels where they were asked for by name and there is none for `what`."""
+    """Refuse the kernels where they were asked for by name and there is none for `what`, and any unknown `impl`."""
+    check_impl(impl)
     if impl == "triton":
         raise SparsityError(f'{where}impl="triton" has no {what}. Use impl="auto".')
 

@@ -134,7 +134,8 @@ class Part:
             for sizes, units in ((self.scope_sizes, self.units[:2]), (self.block_sizes, self.units[2:4]))
             if len(sizes) > 1 and any(units)
         ]
-        runs += [m.elements.sizes[-1] for m in self.members if len(m.elements.sizes) > 1 and any(self.units[4:])]
+        if self.nests[2] > 1 and any(self.units[4:]):  # a member of fewer loops is walked by as many as the widest
+            runs += [m.elements.sizes[-1] for m in self.members if m.elements.sizes]
         return gcd(16, *(d for walk in read for d in walk), *runs)
 
 
