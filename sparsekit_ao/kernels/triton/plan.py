@@ -123,12 +123,13 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
 
 def _places(update: Update, at: int, limits: Limits) -> list[Place]:
     """An update's parts, and where each stands in a row."""
-    parts = [to_part(g, big=limits.big) for g in update.groups]
-    width = sum(p.width for p in parts)
-    columns = accumulate((p.width for p in parts[:-1]), initial=0)
+    parts = [(to_part(g, big=limits.big), g) for g in update.groups]
+    parts = [(p, g) for p, g in parts if p.width] or parts[:1]  # a part without blocks gets no program and no sample
+    width = sum(p.width for p, _ in parts)
+    columns = accumulate((p.width for p, _ in parts[:-1]), initial=0)
     return [
         Place(part=p, starts=starts_of(g), update=at, width=width, column=c)
-        for p, g, c in zip(parts, update.groups, columns, strict=True)
+        for (p, g), c in zip(parts, columns, strict=True)
     ]
 
 

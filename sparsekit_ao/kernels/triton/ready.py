@@ -128,7 +128,8 @@ def prepared(key: tuple, budgets: Sequence[Budget], device: torch.device, make: 
                 raise SparsityError(
                     "a CUDA graph is being captured, but these tensors and budgets were never updated before, so "
                     "their table is not in device memory. Update the same tensors once before the capture; give "
-                    "budgets that are to change as an int64 tensor on the device."
+                    "budgets that are to change as an int64 tensor on the device, and masks that lie like their "
+                    "parameters (torch.zeros_like): what is copied first lies elsewhere at every step."
                 )
             ready = _plans[key] = _made_ready(make(), budgets, device)
             _forget()

@@ -25,11 +25,13 @@ def reasons_of(update: Update) -> list[str]:
     key = (update.norm, *((g.shape, g.order, *map(_layout, g.members)) for g in update.groups))
     if callable(update.norm):  # refused anyway, and nothing to be kept alive
         return _reasons_of(update)
-    if key not in _known:
+    found = _known.get(key)
+    if found is None:
+        found = _reasons_of(update)
         if len(_known) >= KNOWN:
-            _known.clear()
-        _known[key] = _reasons_of(update)
-    return _known[key]
+            _known.clear()  # perhaps while another thread looks, which therefore holds what it found
+        _known[key] = found
+    return list(found)
 
 
 def _layout(m: Blocks) -> tuple:

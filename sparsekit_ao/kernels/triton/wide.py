@@ -65,7 +65,7 @@ THRESHOLD = tl.constexpr(16)  # the k-th largest key
 NEED = tl.constexpr(17)  # how many keys equal to it are kept
 STATE_FIELDS = tl.constexpr(18)
 
-# Columns of a span's record, int32 and zero at first.
+# Columns of a span's record, int32; each is written before it is read.
 GATHERED = tl.constexpr(0)
 SPAN_HIGH = tl.constexpr(1)
 SPAN_LOW = tl.constexpr(2)
