@@ -506,19 +506,47 @@ def test_two_threads_make_one_table(plans):
     assert len(made) == 1 and len(plans) == 1
 
 
-def test_another_stream_waits_for_the_upload_and_a_capture_takes_no_new_numbers(monkeypatch):
+def test_another_stream_waits_for_the_upload_and_then_numbers_stay(monkeypatch):
     said = []
     memory = SimpleNamespace(device="cuda", record_stream=lambda stream: said.append("record"))
     other = SimpleNamespace(wait_event=lambda event: said.append(event))
     table = ready.Ready(slots=0, fused=(), scored=(), rows=(), wide=(), memory=memory, numbers=[2], written="uploaded")
-    table.stream = object()
-    for stream, expected in ((table.stream, []), (other, ["uploaded", "record"])):
+    table.stream = own = object()
+    monkeypatch.setattr(ready, "_upload", lambda table, content, numbers: said.append(numbers))
+    for stream, numbers, followed, expected in (
+        (own, [2], True, []),
+        (other, [3], False, []),  # kernels of the first stream may not have read the 2 yet
+        (other, [2], True, ["uploaded", "record"]),
+        (own, [3], False, []),  # nor those of the other
+    ):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
-        ready._follow(table, [2], capturing=False)
+        assert ready._follow(table, numbers) is followed
         assert said == expected
-    ready._follow(table, [2], capturing=True)
+        said.clear()
+    assert table.numbers == [2]
+
+
+def test_numbers_that_a_graph_reads_stay(plans):
+    update = one_of(integers((4, 8)), 2)
+    gpu.scope_masks([update])
+    (captured,) = plans.values()
+    assert ready._for_graph(captured, [2]) is captured
+    gpu.scope_masks([Update(groups=update.groups, keep=3)])
+    (newer,) = plans.values()
+    assert (captured.numbers, int(captured.memory[0])) == ([2], 2)
+    assert (newer.numbers, int(newer.memory[0])) == ([3], 3)
+    gpu.scope_masks([Update(groups=update.groups, keep=1)])
+    assert list(plans.values()) == [newer] and newer.numbers == [1]
     with pytest.raises(SparsityError, match="captured with other numbers for budgets .* Update with these once before"):
-        ready._follow(table, [3], capturing=True)
+        ready._for_graph(newer, [3])
+    with pytest.raises(SparsityError, match=r"never updated before.* masks that lie like .*torch.zeros_like"):
+        ready._for_graph(None, [3])
+
+
+def test_scores_of_one_shape_share_a_table_only_with_the_same_number(plans):
+    for keep in (2, 5, 2):
+        gpu.keep_mask(integers((8, 32)), keep, None, magnitude=False)
+    assert sorted(int(table.memory[0]) for table in plans.values()) == [2, 5]
 
 
 def test_layouts_that_were_looked_at_are_not_looked_at_again(monkeypatch):

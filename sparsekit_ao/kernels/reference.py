@@ -1,8 +1,8 @@
 """The oracle: the three verbs in the plainest torch, on any device, with a stable sort for selection.
 
-Every other implementation must give these bits; triton/README.md ("Sums") names the one exception, long blocks. A block's sum is taken in one fixed order (a halving tree along each
-dimension of the block, first dimension first), made of elementwise operations only, so it does not depend on
-chunking, threads or device.
+Every other implementation must give these bits; triton/README.md ("Sums") names the one exception, norms of long
+blocks. A block's sum is taken in one fixed order (a halving tree along each dimension of the block, first dimension
+first), made of elementwise operations only, so it does not depend on chunking, threads or device.
 """
 
 from collections.abc import Callable, Sequence

@@ -75,7 +75,9 @@ def keep_mask(
     if kept.numel():
         with on(device):
             level, stage, budget = scores.data_ptr() % 16 == 0, candidates is not None, budget_of(keep, device)
-            key = (limits, device, scores.shape, scores.stride(), scores.dtype, level, stage, magnitude, budget.key)
+            # any scores of this shape may take the table, so its number is never another
+            own = (level, stage, magnitude, budget.key, budget.number)
+            key = (limits, device, scores.shape, scores.stride(), scores.dtype, *own)
             rows, width = scores.shape
             part = strided_part(rows, width, scores.stride(), dtype=scores.dtype, big=limits.big, level=level)
             ready = prepared(key, [budget], device, lambda: rows_plan(part, keep, stage, not magnitude, limits))

@@ -65,7 +65,7 @@ class Ready:
     """A plan made ready for one set of tensors; see `plan.Plan`.
 
     `memory` holds `numbers` (budgets given as such), then the tables; `written` is recorded on `stream` behind the
-    last upload.
+    last upload. Once `shared`, with a graph or another stream, its numbers stay: nobody knows when they are read.
     """
 
     slots: int
@@ -77,6 +77,7 @@ class Ready:
     numbers: list[int] = field(default_factory=list)
     stream: Any = None
     written: Any = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +90,7 @@ class Budget:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What a table depends on: not on a number, which is written in place."""
+        """What a table depends on: not on a number, which is written in place while nobody else reads it."""
         return self.step, 0 if self.values is None else self.values.data_ptr()
 
 
@@ -121,23 +122,16 @@ def prepared(key: tuple, budgets: Sequence[Budget], device: torch.device, make: 
         SparsityError: a CUDA graph is being captured, and there is none yet, or with other numbers for budgets.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    numbers = [b.number for b in budgets]
     with _lock:
         ready = _plans.get(key)
-        if ready is None:
-            if capturing:
-                raise SparsityError(
-                    "a CUDA graph is being captured, but these tensors and budgets were never updated before, so "
-                    "their table is not in device memory. Update the same tensors once before the capture; give "
-                    "budgets that are to change as an int64 tensor on the device, and masks that lie like their "
-                    "parameters (torch.zeros_like): what is copied first lies elsewhere at every step."
-                )
+        if capturing:
+            ready = _for_graph(ready, numbers)
+            _captured[id(ready)] = ready
+        elif ready is None or not _follow(ready, numbers):
             ready = _plans[key] = _made_ready(make(), budgets, device)
             _forget()
-        else:
-            _follow(ready, [b.number for b in budgets], capturing)
         _plans.move_to_end(key)
-        if capturing:
-            _captured[id(ready)] = ready
     return ready
 
 
@@ -147,23 +141,40 @@ def _forget() -> None:
         _plans.popitem(last=False)
 
 
-def _follow(ready: Ready, numbers: list[int], capturing: bool) -> None:
-    """Order this stream behind the last upload, and write numbers that have changed."""
-    if capturing:  # a capture may not wait for what stands outside of it; to enter it, the device is synchronised
-        if numbers != ready.numbers:
-            raise SparsityError(
-                "a CUDA graph is being captured with other numbers for budgets than those of the last update. Update "
-                "with these once before the capture, or give budgets that are to change as an int64 tensor on the "
-                "device."
-            )
-        return
-    if ready.stream is not None:
-        stream = torch.cuda.current_stream(ready.memory.device)
-        if stream != ready.stream:
-            stream.wait_event(ready.written)
-            ready.memory.record_stream(stream)
+def _for_graph(ready: Ready | None, numbers: list[int]) -> Ready:
+    """The table as a graph reads it from now on; a capture can neither upload nor wait for what was launched before."""
+    if ready is None:
+        raise SparsityError(
+            "a CUDA graph is being captured, but these tensors and budgets were never updated before, so "
+            "their table is not in device memory. Update the same tensors once before the capture; give "
+            "budgets that are to change as an int64 tensor on the device, and masks that lie like their "
+            "parameters (torch.zeros_like): what is copied first lies elsewhere at every step."
+        )
+    if numbers != ready.numbers:
+        raise SparsityError(
+            "a CUDA graph is being captured with other numbers for budgets than those of the last update. Update "
+            "with these once before the capture, or give budgets that are to change as an int64 tensor on the "
+            "device."
+        )
+    ready.shared = True
+    return ready
+
+
+def _follow(ready: Ready, numbers: list[int]) -> bool:
+    """Order this stream behind the last upload, and write numbers that have changed; False where others may read them.
+
+    On one stream, a write stands behind all that was launched with the old numbers.
+    """
+    stream: Any = None if ready.stream is None else torch.cuda.current_stream(ready.memory.device)
+    if numbers != ready.numbers and (ready.shared or stream != ready.stream):
+        return False
+    if stream != ready.stream:
+        stream.wait_event(ready.written)
+        ready.memory.record_stream(stream)
+        ready.shared = True
     if numbers != ready.numbers:
         _upload(ready, numbers, numbers)
+    return True
 
 
 def _upload(ready: Ready, content: list[int], numbers: list[int]) -> None:
