@@ -243,6 +243,23 @@ def test_the_gpu_benchmark_runs_in_the_interpreter_and_shows_no_figure(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    import gpu_step
+
+    gpu_step.refuse_cached(8192, 60 << 20)
+    with pytest.raises(
+        SystemExit, match="4 weights in turn are 32 MiB, .* twice the cache of 60 MiB .* Take --size 3966"
+    ):
+        gpu_step.refuse_cached(2048, 60 << 20)
+    gpu_step.refuse_cached(3966, 60 << 20)
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: copied.append((target, source)))
+    monkeypatch.setattr(gpu_step, "captured_ms", lambda work, copies, _: [work(i) for i in range(copies)] and 1.0)
+    gpu_step.copy_rate(8, "cpu", 1)
+    assert len({t.data_ptr() for pair in copied for t in pair}) == 2 * gpu_step.COPIES
+
+
 def test_every_benchmark_is_run_here():
     shared = {"machine.py", "contenders.py", "gpu_step.py"}
     assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

@@ -1,7 +1,7 @@
 """One mask update on a GPU: the Triton kernels against torch.ao, torch's own selection, and torchao's PAT constraints.
 
     python examples/benchmarks/gpu_step.py                # the table, and a CSV under examples/benchmarks/results/
-    python examples/benchmarks/gpu_step.py --size 4096 --no-csv
+    python examples/benchmarks/gpu_step.py --size 16384 --no-csv
     python examples/benchmarks/gpu_step.py --tiny         # all of it under Triton's interpreter on CPU; no times
 
 Masks are checked before anything is timed: exact counts, and the reference's mask bit for bit where scores are exact.
@@ -43,7 +43,7 @@ ROWS = {
 }
 HIDDEN, INNER, LAYERS = 4096, 11008, 32  # Llama-7B: 7 weights a layer
 DTYPE = torch.bfloat16
-COPIES = 4  # weights in turn, together larger than the cache
+COPIES = 4  # weights in turn, together larger than the cache, or nothing is timed
 
 
 def update_of(weight: Tensor, mask: Tensor, row: str) -> Update:
@@ -190,9 +190,20 @@ def whole_model(row: str, weights: list[Tensor]) -> Work:
 
 def copy_rate(size: int, device: str, repeat: int) -> float:
     """Bytes read plus bytes written a millisecond by a device copy."""
-    source = torch.randn(size, size, device=device, dtype=DTYPE)
-    targets = [torch.empty_like(source) for _ in range(COPIES)]
-    return 2 * source.numel() * source.element_size() / captured_ms(lambda i: targets[i].copy_(source), COPIES, repeat)
+    sources = [torch.randn(size, size, device=device, dtype=DTYPE) for _ in range(COPIES)]
+    targets = [torch.empty_like(source) for source in sources]
+    moved = 2 * sources[0].numel() * DTYPE.itemsize
+    return moved / captured_ms(lambda i: targets[i].copy_(sources[i]), COPIES, repeat)
+
+
+def refuse_cached(size: int, cache: int) -> None:
+    """Refuse sizes of which the cache holds a good part until their turn comes again: nothing of it would be read."""
+    least = math.isqrt(2 * cache // (COPIES * DTYPE.itemsize)) + 1
+    if size < least:
+        raise SystemExit(
+            f"--size {size}: {COPIES} weights in turn are {COPIES * size * size * DTYPE.itemsize >> 20} MiB, and must "
+            f"be more than twice the cache of {cache >> 20} MiB to be read from memory. Take --size {least} or more."
+        )
 
 
 def measure(args: argparse.Namespace, device: str) -> list[dict]:
@@ -269,6 +280,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("gpu_step.py needs a CUDA device; --tiny runs it without one, untimed")
+    refuse_cached(args.size, torch.cuda.get_device_properties("cuda").L2_cache_size)
     lines = measure(args, "cuda")
     if not args.no_csv:
         write_csv(lines, Path(__file__).parent / "results" / "gpu_step.csv", torch.cuda.get_device_name())
