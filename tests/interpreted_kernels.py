@@ -16,7 +16,7 @@ from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
 from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
 from sparsekit_ao.kernels import triton as gpu
-from sparsekit_ao.kernels.triton import Limits, launch, ready, reasons, select
+from sparsekit_ao.kernels.triton import Limits, launch, plan, ready, reasons, select
 from sparsekit_ao.kernels.triton.plan import make_plan
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -641,6 +641,22 @@ def test_many_tensors_share_launches_and_equal_one_by_one(way):
     for update, groups in zip(updates, expected, strict=True):
         assert torch.equal(update.groups[0].members[0].mask, groups[0].members[0].mask)
     assert launches(make_plan(many(5), WAYS[way])) == launches(make_plan(many(1), WAYS[way]))
+
+
+@pytest.mark.parametrize("way", ["fused", "narrowed"])
+def test_more_parts_than_a_launch_takes_are_several_launches(way, monkeypatch):
+    (batches,) = {len(make_plan([by_row((4, 8), 4)] * n, FUSED).fused) for n in (513, 1024)}
+    assert batches == 2
+    monkeypatch.setattr(plan, "MOST_PARTS", 2)
+    updates = many(3)
+    expected = [copied(u.groups) for u in updates]
+    gpu.scope_masks(updates, WAYS[way])
+    assert sum(launches(make_plan(updates, WAYS[way]))) > sum(launches(make_plan(updates[:6], WAYS[way])))
+    for update, groups in zip(updates, expected, strict=True):
+        scope_mask(groups, update.keep, impl="reference")
+        assert torch.equal(update.groups[0].members[0].mask, groups[0].members[0].mask)
+    coupled = [scopes(integers((4, 12), seed=k), (1, 1), (4, 12)) for k in range(5)]
+    agree(coupled, 100, WAYS[way])  # parts of one row in several launches
 
 
 def test_the_door_takes_many_at_once_too():

@@ -21,6 +21,7 @@ from .table import Place
 __all__ = ["Batch", "Family", "Plan", "make_plan", "rows_plan", "score_plan"]
 
 NOWHERE = ((0, 0),)  # stored rows have no address of their own
+MOST_PARTS = 512  # of a launch: each of its programs reads where all of them start, 4 KiB then
 MOST_TILES = 1023  # of a span: its counts are kept in ten bits
 
 
@@ -179,7 +180,11 @@ def _batched(found: Row, way: str, length: int = 0) -> tuple[Batch, ...]:
     by_form: dict[Form, list[Place]] = {}
     for form, place in found:
         by_form.setdefault(form, []).append(place)
-    return tuple(Batch(form=f, places=tuple(places), way=way, length=length) for f, places in by_form.items())
+    return tuple(
+        Batch(form=form, places=tuple(places[at : at + MOST_PARTS]), way=way, length=length)
+        for form, places in by_form.items()
+        for at in range(0, len(places), MOST_PARTS)
+    )
 
 
 def _families(rows: Sequence[Row], limits: Limits) -> tuple[Family, ...]:
