@@ -64,6 +64,12 @@ def update(shape, dtype, block, scope, norm=2, stage=False, stride=None, big=Fal
     return lambda: gpu.scope_masks([Update(groups=(group,), keep=1, norm=norm, stage=stage)], gpu.Limits(big=big))
 
 
+def many(count):
+    """2:4 over as many tensors as one launch takes."""
+    groups = [Scopes(members=(blocks((512, 512), (1, 1), BF16),), shape=(1, 4)) for _ in range(count)]
+    return lambda: gpu.scope_masks([Update(groups=(group,), keep=2) for group in groups])
+
+
 def hidden_units(dtype, big, stage=False):
     """Rows of gate and up, columns of down: one fate."""
     gate, up = (blocks((11008, 4096), (1, 4096), dtype) for _ in range(2))
@@ -116,6 +122,7 @@ CASES = {
 }
 # the same kernels in other forms: for the architecture in the middle only, to save time
 FURTHER = {
+    "2:4 of 512 tensors": many(512),
     "rows of 8,192, float32": update(WHOLE, F32, (1, 1), (1, 8192)),
     "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),
     "1x1 over a tensor beyond 2^31": update((65536, 65536), BF16, (1, 1), (65536, 65536)),
