@@ -68,3 +68,40 @@ def test_the_benchmark_table_is_the_csv():
         times = [(f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x") for r in (jit, plain)]
         expected = [f"{float(stock['ms']):.0f} ms", *times[0], jit["times one copy"], *times[1]]
         assert cells == expected + memory
+
+
+def test_the_worst_patterns_and_the_masked_layer_are_the_csvs():
+    with (ROOT / "examples/benchmarks/results/cpu_patterns.csv").open() as file:
+        rows = [r for r in csv.DictReader(file) if r["dtype"] == "float32"]
+    text = " ".join(README.split())
+    partial = next(r for r in rows if "partial" in r["pattern"])
+    table = [r for r in rows if r is not partial]
+    jit, plain = (max(float(r[f"{tier}: times one copy"]) for r in table) for tier in ("ours", "plain"))
+    assert f"the worst with the JIT extra is {jit} copies" in text
+    assert f"or {partial['ours: times one copy']} with blocks that are cut at an edge" in text
+    assert f"on a plain install {plain} (" in text
+    with (ROOT / "examples/benchmarks/results/masked_linear.csv").open() as file:
+        ratio = {(r["mode"], r["layer"]): r["ratio"] for r in csv.DictReader(file)}
+    assert f"take {ratio['eager', 'bool mask']} of torch.ao's FakeSparsity in eager mode" in text
+    assert f"({ratio['eager', 'float mask']} with a float mask" in text
+    compiled = [ratio["compiled", f"{kind} mask"] for kind in ("bool", "float")]
+    assert "ours cost {} times the dense layer with a bool mask and {} times with a float one".format(*compiled) in text
+
+
+def test_the_bytes_sent_for_a_selection_are_the_csv():
+    with (ROOT / "examples/benchmarks/results/selection_bytes.csv").open() as file:
+        ours, gather = csv.DictReader(file)
+    sent = f"by sending {int(ours['bytes']) // 1000} KB, not {int(gather['bytes']) // 10**6} MB"
+    assert sent in " ".join(README.split())
+    assert f"two ranks: {float(ours['ms']) / float(gather['ms']):.1f} of the time of a gather" in " ".join(
+        README.split()
+    )
+
+
+def test_the_figures_of_the_shrunk_minilm_are_the_csv():
+    with (ROOT / "examples/results/shrink_minilm.csv").open() as file:
+        dense, small = csv.DictReader(file)
+    flops, size = (int(small[k]) / int(dense[k]) for k in ("flops", "file bytes"))
+    said = f"{flops:.2f} of the FLOPs, {float(small['of dense']):.2f} of the time of a batch, {size:.2f} of the file"
+    text = " ".join(README.split())
+    assert said in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text
