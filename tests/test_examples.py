@@ -261,5 +261,5 @@ def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
 
 
 def test_every_benchmark_is_run_here():
-    shared = {"machine.py", "contenders.py", "gpu_step.py"}
+    shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py"}
     assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

@@ -9,14 +9,12 @@ has no masks.
 """
 
 import argparse
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 
 import torch
 from machine import RESULTS, show, write_csv
+from ranks import on_ranks
 from torch import distributed, nn
 
 from sparsekit_ao import ScopeSparsifier, WeightMask
@@ -44,10 +42,8 @@ def model_of(kind: str, size: int) -> nn.Module:
     return model
 
 
-def on_rank(rank: int, world: int, folder: str, size: int, rows: list[int], repeat: int) -> None:
-    """Time all kinds; the first rank tells."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+def measure(size: int, rows: list[int], repeat: int) -> dict:
+    """Time all kinds."""
     models = {kind: model_of(kind, size) for kind in KINDS}
     found: dict[tuple[int, str], list[float]] = {(n, kind): [] for n in rows for kind in KINDS}
     for _ in range(repeat):
@@ -59,10 +55,7 @@ def on_rank(rank: int, world: int, folder: str, size: int, rows: list[int], repe
             distributed.barrier()
             times.append((time.perf_counter() - start) * 1e3)
             models[kind].zero_grad()
-    if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    distributed.barrier()  # nobody leaves while another still reads
-    os._exit(0)  # gloo's threads now and then abort a process that takes itself apart
+    return found
 
 
 def main() -> None:
@@ -71,16 +64,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small layers, once, without CSV: does it run")
     args = parser.parse_args()
     size, rows, repeat = (32, [2], 1) if args.tiny else (2048, [16, 512], 9)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn = multiprocessing.get_context("spawn")
-        ranks = [spawn.Process(target=on_rank, args=(k, 2, folder, size, rows, repeat)) for k in range(2)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit("a rank failed")
-        found = torch.load(f"{folder}/found.pt")
+    found = on_ranks(2, measure, size, rows, repeat)
     lines = [
         show({"masks": kind, "rows": n, "ms": round(statistics.median(times), 1)}) for (n, kind), times in found.items()
     ]

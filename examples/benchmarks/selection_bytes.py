@@ -8,16 +8,14 @@ the median is shown. `bytes` are what a rank hands to collectives.
 """
 
 import argparse
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from machine import RESULTS, show, write_csv
+from ranks import on_ranks
 from torch import distributed, nn
 
 from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec
@@ -49,12 +47,10 @@ def by_gather(weight: torch.Tensor, level: float) -> torch.Tensor:
     return mask
 
 
-def on_rank(rank: int, world: int, folder: str, size: int, repeat: int) -> None:
-    """Time both ways; the first rank tells."""
+def measure(size: int, repeat: int) -> tuple[dict, dict]:
+    """Time both ways."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, size, bias=False))
     sparsifier = ScopeSparsifier(0.5)
@@ -75,10 +71,7 @@ def on_rank(rank: int, world: int, folder: str, size: int, repeat: int) -> None:
             distributed.barrier()
             found.append((time.perf_counter() - start) * 1e3)
     assert torch.equal(sparsifier.mask("0.weight").full_tensor(), mask)  # type: ignore[attr-defined]
-    if rank == 0:
-        torch.save((times, {"histograms": sent, "gather": weight.numel() * 4}), f"{folder}/found.pt")
-    distributed.barrier()  # nobody leaves while another still reads
-    os._exit(0)  # gloo's threads now and then abort a process that takes itself apart
+    return (times, {"histograms": sent, "gather": weight.numel() * 4})
 
 
 def main() -> None:
@@ -87,16 +80,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="few weights, once, without CSV: does it run")
     args = parser.parse_args()
     size, repeat, world = (64, 1, 2) if args.tiny else (8192, 5, 2)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn = multiprocessing.get_context("spawn")
-        ranks = [spawn.Process(target=on_rank, args=(k, world, folder, size, repeat)) for k in range(world)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit("a rank failed")
-        times, sent = torch.load(f"{folder}/found.pt")
+    times, sent = on_ranks(world, measure, size, repeat)
     lines = [
         show({"way": way, "weights": size * size, "bytes": sent[way], "ms": round(statistics.median(found), 1)})
         for way, found in times.items()
