@@ -52,6 +52,7 @@ INSIDE = {
         "keys",
         "radix",
         "sample",
+        "cores",
         "threads",
         "reference",
         "cpu",

@@ -1,11 +1,19 @@
 """Parts of a window on threads of our own: the reference's masks, torch's thread count, errors and modes."""
 
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
 import pytest
 import torch
 
-from sparsekit_ao.kernels import threads
+from sparsekit_ao.kernels import cores, threads
 from sparsekit_ao.kernels.api import scope_mask
 from sparsekit_ao.kernels.tiling import Blocks, Scopes
+
+MAPS = pathlib.Path("/proc/self/maps")
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +70,70 @@ def test_the_first_error_is_raised_and_later_calls_work():
     done = []
     threads.run_apart([lambda: done.append(1)] * 3)
     assert done == [1, 1, 1]
+
+
+def test_every_piece_is_called_once_and_results_come_in_order():
+    called = []
+    found = threads.run_all([lambda i=i: called.append(i) or i * i for i in range(50)])
+    assert found == [i * i for i in range(50)]
+    assert sorted(called) == list(range(50))
+
+
+def test_an_error_of_one_round_does_not_show_in_the_next():
+    def fail():
+        raise ValueError("this round")
+
+    with pytest.raises(ValueError, match="this round"):
+        threads.run_all([fail] * 4)
+    assert threads.run_all([lambda: 1] * 4) == [1] * 4
+
+
+def test_a_round_inside_a_round_stays_on_its_thread():
+    seen = []
+
+    def inner():
+        threads.run_apart([lambda: seen.append(threading.get_ident())] * 3)
+        return threads.run_all([threading.get_ident] * 3)
+
+    found = []
+    threads.run_apart([lambda: found.append(inner())] * 4)
+    assert all(len(set(one)) == 1 for one in found)
+    assert set(seen) == {one[0] for one in found}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be placed here")
+def test_a_thread_is_placed_on_the_wanted_cores_and_nowhere_without_any():
+    allowed, waiting = os.sched_getaffinity(0), threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    others, here = cores.around()
+    assert others | here == allowed and len(here) == 1
+    cores.place(thread.native_id, here)
+    assert os.sched_getaffinity(thread.native_id) == here
+    cores.place(thread.native_id, set())
+    assert os.sched_getaffinity(thread.native_id) == here
+    assert os.sched_getaffinity(0) == allowed
+    waiting.set()
+    thread.join()
+
+
+LETTING_GO = """
+import os, time, torch
+from sparsekit_ao.kernels import cores
+torch.set_num_threads(2)
+alone = len(os.listdir("/proc/self/task"))
+before = torch.ones(1 << 20).add(1).sum().item()
+assert len(os.listdir("/proc/self/task")) == alone + 1
+cores.let_go()
+cores.let_go()
+end = time.monotonic() + 60
+while len(os.listdir("/proc/self/task")) > alone:
+    assert time.monotonic() < end
+    time.sleep(0.01)
+assert torch.ones(1 << 20).add(1).sum().item() == before
+"""
+
+
+@pytest.mark.skipif(not MAPS.exists() or "libgomp" not in MAPS.read_text(), reason="counts the threads of GNU OpenMP")
+def test_openmp_threads_let_go_and_come_back():
+    subprocess.run([sys.executable, "-c", LETTING_GO], check=True, timeout=120)

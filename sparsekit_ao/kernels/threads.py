@@ -1,18 +1,21 @@
-"""Threads of our own for loops that run without the GIL.
+"""Threads of our own for loops that run without the GIL, and for torch operations that are to use one thread each.
 
 Work is cut into more pieces than there are threads and each thread takes the next piece when it is free, so a core
-that another program holds slows one piece, not all of them.
+that another program holds slows one piece, not all of them. How the threads get cores to run on is the business of
+`cores.py`.
 """
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
-from threading import Barrier
-from typing import TypeVar
+from functools import lru_cache, partial
+from queue import SimpleQueue
+from threading import Condition, Lock, Thread
+from typing import Generic, TypeVar
 
 import torch
+
+from . import cores
 
 __all__ = ["PIECE", "pieces", "run_all", "run_apart"]
 
@@ -32,41 +35,10 @@ def run_all(work: Sequence[Callable[[], T]]) -> list[T]:
 
     The first error is raised once nothing runs any more: nothing may write into masks after the caller has it.
     """
-    todo, found = deque(enumerate(work)), {}
-
-    def take() -> None:
-        try:
-            for at, piece in _taken(todo):
-                found[at] = piece()
-        except BaseException:
-            todo.clear()
-            raise
-
     others = min(torch.get_num_threads(), len(work)) - 1
-    helpers = [_pool(os.getpid(), others).submit(take) for _ in range(others)]
-    try:
-        take()
-    finally:
-        wait([helper for helper in helpers if not helper.cancel()])  # one that has not begun has nothing left to do
-    for helper in helpers:
-        if not helper.cancelled():
-            helper.result()
-    return [found[at] for at in range(len(work))]
-
-
-def _taken(todo: deque[T]) -> Iterator[T]:
-    """What is left, one at a time; other threads take from the same."""
-    while True:
-        try:
-            yield todo.popleft()
-        except IndexError:
-            return
-
-
-@lru_cache(maxsize=2)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """One pool a process, since threads do not survive a fork."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="sparsekit_ao")
+    if others < 1:
+        return [piece() for piece in work]
+    return _Round(work).run(_helpers(others), joining=True)
 
 
 def run_apart(work: Sequence[Callable[[], None]]) -> None:
@@ -80,36 +52,94 @@ def run_apart(work: Sequence[Callable[[], None]]) -> None:
         for piece in work:
             piece()
         return
-    todo, inference = deque(work), torch.is_inference_mode_enabled()
+    as_here = torch.is_inference_mode_enabled()
+    _Round([partial(_without_grad, as_here, piece) for piece in work]).run(_helpers(min(threads, len(work))))
 
-    def take() -> None:
+
+def _without_grad(inference: bool, piece: Callable[[], None]) -> None:
+    with torch.inference_mode(inference), torch.set_grad_enabled(False):
+        piece()
+
+
+class _Round(Generic[T]):
+    """Pieces of work that several threads take from, and what became of them."""
+
+    def __init__(self, work: Sequence[Callable[[], T]]) -> None:
+        self._count = len(work)
+        self._todo = deque(enumerate(work))
+        self._found: dict[int, T] = {}
+        self._errors: list[BaseException] = []
+        self._busy, self._change = 0, Condition()
+
+    def run(self, helpers: "Sequence[_Helper]", *, joining: bool = False) -> list[T]:
+        """Hand the work to helpers, and do some of it here if `joining`; the results in order."""
+        cores.let_go()
+        others, here = cores.around() or (set(), set())
+        for at, helper in enumerate(helpers):
+            helper.wake(self._help, others if joining or at else here)
+        if joining:
+            self._take()
+        with self._change:  # a helper that has not begun has nothing left to do
+            self._change.wait_for(lambda: not self._todo and not self._busy)
+        if self._errors:
+            raise self._errors[0]
+        return [self._found[at] for at in range(self._count)]
+
+    def _help(self) -> None:
+        with self._change:
+            self._busy += 1
+        self._take()
+        with self._change:
+            self._busy -= 1
+            self._change.notify()
+
+    def _take(self) -> None:
         try:
-            with torch.inference_mode(inference), torch.set_grad_enabled(False):
-                for piece in _taken(todo):
-                    piece()
-        except BaseException:
-            todo.clear()
-            raise
-
-    helpers = [_alone(os.getpid(), threads).submit(take) for _ in range(min(threads, len(work)))]
-    wait(helpers)
-    for helper in helpers:
-        helper.result()
+            while True:
+                try:
+                    at, piece = self._todo.popleft()
+                except IndexError:
+                    return
+                self._found[at] = piece()
+        except BaseException as e:
+            self._todo.clear()
+            self._errors.append(e)
 
 
-@lru_cache(maxsize=2)
-def _alone(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads whose torch operations use no further threads."""
-    ready = Barrier(threads + 1)
+class _Helper:
+    """A thread that waits for calls and does one after the other; torch operations in it use no further threads."""
 
-    def begin() -> None:
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        begun, threads = Lock(), torch.get_num_threads()
+        begun.acquire()
+        self._thread = Thread(target=self._live, args=(begun,), name="sparsekit_ao", daemon=True)
+        self._thread.start()
+        begun.acquire()
+        torch.set_num_threads(threads)
+
+    def wake(self, call: Callable[[], None], wanted: set[int]) -> None:
+        """Let it do a call, on one of these cores."""
+        cores.place(self._thread.native_id, wanted)
+        self._calls.put(call)
+
+    def _live(self, begun: Lock) -> None:
         torch.get_num_threads()  # takes the process's number over, once a thread
         torch.set_num_threads(1)  # of this thread, and of threads that begin later
-        ready.wait()
+        begun.release()
+        while True:
+            self._calls.get()()
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="sparsekit_ao")
-    for _ in range(threads):
-        pool.submit(begin)
-    ready.wait()
-    torch.set_num_threads(threads)
-    return pool
+
+@lru_cache(maxsize=1)
+def _all_helpers(process: int) -> tuple[Lock, list[_Helper]]:
+    """Those of one process, since threads do not survive a fork; made when they are first needed."""
+    return Lock(), []
+
+
+def _helpers(count: int) -> list[_Helper]:
+    lock, made = _all_helpers(os.getpid())
+    with lock:
+        while len(made) < count:
+            made.append(_Helper())
+        return made[:count]
