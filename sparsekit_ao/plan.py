@@ -6,7 +6,7 @@ because schedulers write there.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from .layout import row_major
 from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
 from .structure import Stage, stage_budgets
 
-__all__ = ["Component", "Plan", "make_plan"]
+__all__ = ["Component", "Plan", "batches", "make_plan"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Component:
     """Scopes that are chosen together in one stage: one tensor's, or those of coupled tensors.
 
@@ -111,6 +111,26 @@ def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]]
         for label, members in _budget_units(rules, _fate_units(rules, specs)):
             out.append(_component(label, members, rules, specs, stage))
     return Plan(components=tuple(out), families=_families(out, len(groups)))
+
+
+def batches(components: Sequence[Component], most: int | None) -> Iterator[list[Component]]:
+    """Components that do not depend on each other, earlier stages first.
+
+    Args:
+        components: any.
+        most: elements that those of a batch have together (one that has more comes alone), or None for whole stages.
+    """
+    for stage in sorted({c.stage for c in components}):
+        batch: list[Component] = []
+        held = 0
+        for component in (c for c in components if c.stage == stage):
+            size = sum(leaf.view.numel() for leaf, _ in component.leaves)
+            if batch and most is not None and held + size > most:
+                yield batch
+                batch, held = [], 0
+            batch.append(component)
+            held += size
+        yield batch
 
 
 def _families(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:

@@ -15,11 +15,14 @@ from .base import MaskSparsifier
 from .config import TensorGroup, copied
 from .errors import SparsityError
 from .kernels import scope_masks
-from .plan import Component, Plan, make_plan
+from .plan import Component, Plan, batches, make_plan
 from .spec import sparsity_to_nnz
+from .spec.budget import Budget
 from .structure import AXES, STRUCTURE, TILES, joined, stage_budgets, stages_of
 
 __all__ = ["ScopeSparsifier"]
+
+AT_ONCE = 1 << 24  # elements on CPU whose masks are chosen together, since copies may be held of what lies otherwise
 
 
 class ScopeSparsifier(MaskSparsifier):
@@ -123,10 +126,9 @@ class ScopeSparsifier(MaskSparsifier):
         if unknown:
             raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
         groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
-        plan = self._planned(groups)
-        self._check_components(plan.families[at], groups)
+        components = self._planned(groups).families[at]
         with torch.no_grad():
-            self._update_family(plan, at, groups)
+            self._fill(components, groups, {i: self._dense(groups[i]) for c in components for _, i in c.leaves})
 
     def report(self) -> report.Report:
         """What every mask holds now; see `report.Report`."""
@@ -188,66 +190,83 @@ class ScopeSparsifier(MaskSparsifier):
             self._level_given = {g["tensor_fqn"]: g["sparsity_level"] for g in groups}
 
     def _update_all(self) -> None:
-        plan = self._planned(self.groups)
-        self._check_components(plan.components, self.groups)
-        overridden = type(self).update_mask is not ScopeSparsifier.update_mask
-        if not overridden and any(m.is_cuda or distributed.is_sharded(m) for m in map(self._live_mask, self.groups)):
-            self._update_together(plan)
+        weights = [self._dense(g) for g in self.groups]
+        plan = self._planned(self.groups, weights=weights)
+        if type(self).update_mask is ScopeSparsifier.update_mask:
+            self._fill(plan.components, self.groups, dict(enumerate(weights)))
             return
+        self._checked(plan.components, self.groups, self._masks_of(plan.components))
         done: set[int] = set()
         for at, group in enumerate(self.groups):
-            if at in done:
-                continue
-            if overridden:
+            if at not in done:
                 self.update_mask(**group)
-            else:
-                self._update_family(plan, at, self.groups)
-            done.update(i for component in plan.families[at] for _, i in component.leaves)
+                done.update(i for component in plan.families[at] for _, i in component.leaves)
 
-    def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
-        """Raise before any mask changes: on a budget that does not fit, and on meshes that have nothing in common."""
+    def _fill(
+        self, components: Sequence[Component], groups: Sequence[TensorGroup], weights: Mapping[int, Tensor]
+    ) -> None:
+        """Fill the masks of components, stage by stage, by the dense weights of their groups."""
+        masks = self._masks_of(components)
+        budgets = self._checked(components, groups, masks)
+        at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks.values())
+        for part in batches(components, None if at_once else AT_ONCE):
+            self._choose(part, budgets, weights, masks)
+        self._follow(components, groups, weights)
+
+    def _follow(
+        self, components: Sequence[Component], groups: Sequence[TensorGroup], weights: Mapping[int, Tensor]
+    ) -> None:
+        """What else changes with the masks of components: nothing here."""
+
+    def _masks_of(self, components: Sequence[Component]) -> dict[int, Tensor]:
+        """The live mask of every group that takes part, by its index."""
+        return {i: self._live_mask(self.groups[i]) for i in {i for c in components for _, i in c.leaves}}
+
+    def _checked(
+        self, components: Sequence[Component], groups: Sequence[TensorGroup], masks: Mapping[int, Tensor]
+    ) -> dict[Component, Budget]:
+        """Every budget now. Raises on one that does not fit, and on meshes that have nothing in common."""
         for component in components:
-            component.budget(groups, self._level_given)
-            distributed.common_mesh([(leaf.name, self._live_mask(groups[i])) for leaf, i in component.leaves])
+            distributed.common_mesh([(leaf.name, masks[i]) for leaf, i in component.leaves])
+        return {component: component.budget(groups, self._level_given) for component in components}
 
-    def _update_together(self, plan: Plan) -> None:
-        """All groups, stage by stage."""
-        for stage in sorted({component.stage for component in plan.components}):
-            self._choose([c for c in plan.components if c.stage == stage], self.groups)
-
-    def _update_family(self, plan: Plan, at: int, groups: Sequence[TensorGroup]) -> None:
-        """All stages of one group and of those that it is coupled to."""
-        for component in plan.families[at]:
-            self._choose([component], groups)
-
-    def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
-        """Fill the masks of components that do not depend on each other; holds their dense weights at once.
+    def _choose(
+        self,
+        components: Sequence[Component],
+        budgets: Mapping[Component, Budget],
+        weights: Mapping[int, Tensor],
+        masks: Mapping[int, Tensor],
+    ) -> None:
+        """Fill the masks of components that do not depend on each other.
 
         On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
         """
         updates, jobs = [], []
         for component in components:
-            scope, stage = component.scope, component.stage > 0
-            values = component.values(lambda i: self._dense(groups[i]))
-            masks = {leaf: self._live_mask(groups[i]) for leaf, i in component.leaves}
-            keep = component.budget(groups, self._level_given)
+            scope, stage, keep = component.scope, component.stage > 0, budgets[component]
+            values = component.values(lambda i: weights[i])
+            own = {leaf: masks[i] for leaf, i in component.leaves}
             if any(map(distributed.is_sharded, values.values())):
                 jobs.append(
-                    distributed.Job(
-                        scope=scope, masks=masks, values=values, keep=keep, norm=component.norm, stage=stage
-                    )
+                    distributed.Job(scope=scope, masks=own, values=values, keep=keep, norm=component.norm, stage=stage)
                 )
             else:
-                update = scope.update_of(masks, keep, values, norm=component.norm, stage=stage)
-                updates.append((scope, update, masks))
+                update = scope.update_of(own, keep, values, norm=component.norm, stage=stage)
+                updates.append((scope, update, own))
         scope_masks([update for _, update, _ in updates])
-        for scope, update, masks in updates:
-            scope.write_back(update, masks)
+        for scope, update, own in updates:
+            scope.write_back(update, own)
         distributed.update_masks(jobs)
 
-    def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
-        """The plan of these groups; kept while structure, shapes and strides stay the same."""
-        tensors = [self._dense(g, model) for g in groups]
+    def _planned(
+        self,
+        groups: Sequence[TensorGroup],
+        model: nn.Module | None = None,
+        *,
+        weights: Sequence[Tensor] | None = None,
+    ) -> Plan:
+        """The plan of these groups, kept while structure, shapes and strides stay; `weights` are theirs, if at hand."""
+        tensors = [self._dense(g, model) for g in groups] if weights is None else weights
         key = [
             (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, *AXES, "stages")], tuple(t.shape), t.stride())
             for g, t in zip(groups, tensors, strict=True)

@@ -515,23 +515,21 @@ def test_check_and_report_as_numbers():
         sparsifier.check()
 
 
-def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch):
-    """What a step does on a GPU, where layers of one kind share launches."""
+@pytest.mark.parametrize("most", [None, 150])
+def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch, most):
+    """What a step does on a GPU, where layers of one kind share launches, and on CPU with few elements at once."""
     config = [
         {"tensor_fqn": "0.weight", **patterns.v_n_m(4, 2, 8)},
         {"tensor_fqn": "2.weight", "scope_coupling": "g"},
         {"tensor_fqn": "4.weight", "scope_coupling": "g", "block_shape": (1, 2)},
     ]
     masks = []
-    for together in (False, True):
+    for at_once in (0, most):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         sparsifier = ScopeSparsifier(0.75)
         sparsifier.prepare(model, config)
-        if together:
-            monkeypatch.setattr(
-                sparsifier, "_update_all", lambda s=sparsifier: s._update_together(s._planned(s.groups))
-            )
+        monkeypatch.setattr("sparsekit_ao.sparsifier.AT_ONCE", at_once)
         sparsifier.step()
         assert sparsifier.check() > 2
         masks.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
 from ..errors import SparsityError
-from ..plan import Plan
+from ..plan import Component
 from ..sparsifier import ScopeSparsifier
 from .decay import DecayTap
 from .masking import DynamicMask, find_dynamic
@@ -109,10 +109,11 @@ class StraightThrough(ScopeSparsifier):
         mask = DynamicMask(self._new_mask(group), reach=True)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 
-    def _update_family(self, plan: Plan, at: int, groups: Sequence[TensorGroup]) -> None:
-        super()._update_family(plan, at, groups)
-        for component in plan.families[at] if self.backward_level else ():
-            values = component.values(lambda i: self._dense(groups[i]))
+    def _follow(
+        self, components: Sequence[Component], groups: Sequence[TensorGroup], weights: Mapping[int, Tensor]
+    ) -> None:
+        for component in components if self.backward_level else ():
+            values = component.values(lambda i: weights[i])
             found = {leaf: find_dynamic(groups[i]["module"], groups[i]["tensor_name"]) for leaf, i in component.leaves}
             masks = {leaf: mask.backward_mask for leaf, mask in found.items() if mask.backward_mask is not None}
             keep = component.scope.sparsity_to_nnz(self.backward_level)

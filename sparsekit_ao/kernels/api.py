@@ -20,7 +20,7 @@ from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, real_slots, to_scopes
 from .update import Update
 
-__all__ = ["IMPLS", "block_scores", "check_update", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
+__all__ = ["IMPLS", "block_scores", "carry_out", "check_update", "fill_mask", "keep_mask", "scope_mask", "scope_scores"]
 
 IMPLS = ("auto", "reference", "cpu", "jit", "triton")
 JIT_FROM = 1 << 16  # elements from which the JIT tier is worth its start
@@ -154,6 +154,12 @@ def scope_mask(
     """
     update = Update(groups=tuple(groups), keep=keep, norm=norm, stage=stage)
     check_update(update, impl)
+    carry_out(update, impl)
+
+
+def carry_out(update: Update, impl: str = "auto") -> None:
+    """`scope_mask` of an update that `check_update` has passed."""
+    groups, keep, norm, stage = update.groups, update.keep, update.norm, update.stage
     device = groups[0].members[0].window.device
     gpu = gpu_path(impl, device, lambda path: path.reasons_of(update))
     if gpu is not None:

@@ -1,15 +1,20 @@
-"""Many mask updates at once: on a GPU those of one kind share launches."""
+"""Many mask updates at once: on a GPU those of one kind share launches, on CPU small ones run side by side."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 
 import torch
 
-from .api import check_update, scope_mask
+from .api import carry_out, check_update
 from .gpu import gpu_path
+from .threads import PIECE, run_apart
 from .update import Update
 
 __all__ = ["scope_masks"]
+
+FEW = 8  # pieces a thread, for which a window is worth cutting
+EACH = 2  # windows a thread at least, for which they are not
 
 
 def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
@@ -34,8 +39,34 @@ def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
         path = _path_of(found[0], device, impl)
         assert path is not None
         path.scope_masks(found)
+    small = _side_by_side(alone)
+    run_apart([partial(carry_out, update, impl) for update in small])
+    done = set(small)
     for update in alone:
-        scope_mask(update.groups, update.keep, update.norm, stage=update.stage, impl=impl)
+        if update not in done:
+            carry_out(update, impl)
+
+
+def _side_by_side(updates: Sequence[Update]) -> list[Update]:
+    """Those that are better done whole, a thread each, than one after the other, each cut over all threads.
+
+    Largest first, so that threads end at about the same time. Callables stay on this thread, as one would expect.
+    """
+    threads = torch.get_num_threads()
+    sizes = {u: _elements(u) for u in updates if _is_plain(u)}
+    small = sorted((u for u, n in sizes.items() if n <= PIECE * FEW * threads), key=lambda u: -sizes[u])
+    left = sum(sizes[u] for u in small)
+    while small and sizes[small[0]] * threads * EACH > left:
+        left -= sizes[small.pop(0)]
+    return small
+
+
+def _is_plain(update: Update) -> bool:
+    return not callable(update.norm) and update.groups[0].members[0].window.device.type == "cpu"
+
+
+def _elements(update: Update) -> int:
+    return sum(m.window.numel() for g in update.groups for m in g.members)
 
 
 def _path_of(update: Update, device: torch.device, impl: str) -> ModuleType | None:

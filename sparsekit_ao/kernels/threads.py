@@ -48,7 +48,7 @@ def run_apart(work: Sequence[Callable[[], None]]) -> None:
     threads out of it, which spin after every operation and hold the cores.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or len(work) == 1:
+    if threads == 1 or len(work) < 2:
         for piece in work:
             piece()
         return

@@ -7,6 +7,7 @@ is padded first, so that everything after it is regular.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,12 +53,12 @@ class Blocks:
         assert found is not None, "Blocks needs values or a mask"
         return found
 
-    @property
+    @cached_property
     def grid(self) -> Shape:
         """Blocks along each dimension of the window."""
         return grid_of(self.window.shape, self.shape)
 
-    @property
+    @cached_property
     def is_partial(self) -> bool:
         """Whether some last block is smaller than the others."""
         return any(s % b for s, b in zip(self.window.shape, self.shape, strict=True))
@@ -77,12 +78,12 @@ class Scopes:
     shape: Shape
     order: Shape = field(default=())
 
-    @property
+    @cached_property
     def grid(self) -> Shape:
         """The aligned block grid."""
         return aligned_grid(self.members[0].grid, self.members[0].order, len(self.shape))
 
-    @property
+    @cached_property
     def scope_grid(self) -> Shape:
         """Scopes along each aligned scope dimension."""
         own = grid_of(self.grid, self.shape)

@@ -9,20 +9,20 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...layout import addresses, cosize
-from ..nests import lower
+from ...layout import Shape, addresses, cosize
+from ..nests import Nests, lower
 from ..reference import Norm
 from ..threads import pieces, run_all
 from ..tiling import Blocks, Scopes
 
 if TYPE_CHECKING:
-    from .window import Window
+    from .window import Ints, Window
 
 __all__ = ["keep_mask", "problem", "refusal", "scope_mask", "scores_refusal"]
 
@@ -161,23 +161,36 @@ def _lie_apart(window: "Window") -> bool:
 def _window(group: Scopes, norm: int, *, signed: bool, stage: bool) -> "Window":
     from .window import Window, borrowed
 
-    only, nests = group.members[0], lower(group)
-    element = nests.elements[0]
+    only = group.members[0]
     assert only.values is not None and only.mask is not None
     kind = KINDS[only.values.dtype]
-    side_by_side = bool(element.sizes) and all(steps[-1] == 1 for steps in element.strides)
+    scope, block, elements, run, tree = _arrays(lower(group), only.shape)
     return Window(
         bits=borrowed(_flat(only.values).view(torch.int16 if kind else torch.int32)),
         mask=borrowed(_flat(only.mask).view(torch.uint8)),
-        scope=_ints([nests.scope.sizes, *nests.scope.strides]),
-        block=_ints([nests.block.sizes, *nests.block.strides]),
-        elements=torch.stack([addresses(element.sizes, steps) for steps in element.strides]).numpy(),
-        run=element.sizes[-1] if side_by_side else 1,
-        tree=_ints(only.shape),
+        scope=scope,
+        block=block,
+        elements=elements,
+        run=run,
+        tree=tree,
         kind=kind,
         norm=norm,
         signed=signed,
         stage=stage,
+    )
+
+
+@lru_cache(maxsize=4096)  # as many as nests are kept; a model has many tensors of few shapes
+def _arrays(nests: Nests, tree: Shape) -> "tuple[Ints, Ints, Ints, int, Ints]":
+    """What a `Window` says of its nests: scope, block, elements, run, tree."""
+    element = nests.elements[0]
+    side_by_side = bool(element.sizes) and all(steps[-1] == 1 for steps in element.strides)
+    return (
+        _ints([nests.scope.sizes, *nests.scope.strides]),
+        _ints([nests.block.sizes, *nests.block.strides]),
+        torch.stack([addresses(element.sizes, steps) for steps in element.strides]).numpy(),
+        element.sizes[-1] if side_by_side else 1,
+        _ints(tree),
     )
 
 
