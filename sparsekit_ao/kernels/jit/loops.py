@@ -601,16 +601,17 @@ def count_digits(window, scope, start, stop, base, shift, low, prefix, again, st
 
 @compiled
 def sample(window, scope, start, stop, keys):
-    """Keys of blocks start .. stop of one scope, spread evenly, each drawn at random from a stretch of its own."""
-    table_x, table_m, here = np.empty(keys.size, np.uint64), np.empty(keys.size, np.uint64), np.zeros(1, np.int64)
-    at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
-    stretch, state = (stop - start) // keys.size, np.uint32(start + 1)
+    """Keys of blocks start .. stop of one scope, spread evenly, each drawn at random from a stretch of its own.
+
+    Not for a stage: the mask is not looked at.
+    """
+    table, here = np.empty(keys.size, np.uint64), np.zeros(1, np.int64)
+    at, stretch, state = address_of(window.scope, 0, scope, 0), (stop - start) // keys.size, np.uint32(start + 1)
     for i in range(keys.size):
         state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))  # Numerical Recipes' generator
-        block = start + i * stretch + np.int64(state >> np.uint32(8)) % stretch
-        table_x[i] = address_of(window.block, 0, block, at_x)
-        table_m[i] = address_of(window.block, 1, block, at_m)
-    fill_keys(window, table_x, NO_STEP, here, table_m, NO_STEP, here, keys.size, keys.reshape((1, keys.size)))
+        block = start + i * stretch + ((np.int64(state >> np.uint32(8)) * stretch) >> 24)
+        table[i] = address_of(window.block, 0, block, at)
+    fill_keys(window, table, NO_STEP, here, table, NO_STEP, here, keys.size, keys.reshape((1, keys.size)))
 
 
 @compiled

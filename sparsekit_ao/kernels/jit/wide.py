@@ -5,7 +5,7 @@ those between, among which the choice is made. Where the sample was wrong, or ma
 follows: count the leading digit of every key, take the digit in which the last kept one lies, and go on inside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = ["select_wide"]
 
 BITS = 13  # of a digit: exponent and five bits of mantissa (four under a sign), in a histogram that fits into L1
 TOP = 0x7FFFFFFE  # no key reaches it
+MANY = 1 << 16  # blocks at scattered addresses, which threads share out
 NOTHING: NDArray[Any] = np.empty(0, np.int32)
 
 
@@ -74,7 +75,10 @@ def _bracket(work: Sequence[Piece], sizes: Sequence[int], budget: int) -> tuple[
     """Two keys between which the budget-th largest one probably lies."""
     stretch = max(STRETCH, sum(sizes) // DRAWN)
     keys = [np.empty(max(1, size // stretch), np.int32) for size in sizes]
-    run_all([partial(sample, p.window, p.scope, p.start, p.stop, own) for p, own in zip(work, keys, strict=True)])
+    _run(
+        [partial(sample, p.window, p.scope, p.start, p.stop, own) for p, own in zip(work, keys, strict=True)],
+        sum(k.size for k in keys),
+    )
     drawn = sum(k.size for k in keys)
     upper, lower = ranks(drawn, budget, sum(sizes))
     most, least = bracket(np.concatenate(keys), max(upper, 1), min(lower, drawn))
@@ -163,4 +167,16 @@ def _finish(
     kept = np.empty(keys.size, np.uint8)
     choose(keys, need, absent, kept)
     parts = np.split(kept, np.cumsum([s.size for s in slots])[:-1])
-    run_all([partial(place, p.window, p.scope, p.start, s, k) for p, s, k in zip(work, slots, parts, strict=True)])
+    _run(
+        [partial(place, p.window, p.scope, p.start, s, k) for p, s, k in zip(work, slots, parts, strict=True)],
+        keys.size,
+    )
+
+
+def _run(work: Sequence[Callable[[], None]], blocks: int) -> None:
+    """Single blocks here and there: few of them are not worth waking threads for."""
+    if blocks < MANY:
+        for piece in work:
+            piece()
+    else:
+        run_all(work)
