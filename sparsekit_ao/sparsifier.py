@@ -17,7 +17,6 @@ from .errors import SparsityError
 from .kernels import scope_masks
 from .plan import Component, Plan, batches, make_plan
 from .spec import sparsity_to_nnz
-from .spec.budget import Budget
 from .structure import AXES, STRUCTURE, TILES, joined, stage_budgets, stages_of
 
 __all__ = ["ScopeSparsifier"]
@@ -128,7 +127,7 @@ class ScopeSparsifier(MaskSparsifier):
         groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
         components = self._planned(groups).families[at]
         with torch.no_grad():
-            self._fill(components, groups, {i: self._dense(groups[i]) for c in components for _, i in c.leaves})
+            self._update_components(components, groups)
 
     def report(self) -> report.Report:
         """What every mask holds now; see `report.Report`."""
@@ -190,83 +189,72 @@ class ScopeSparsifier(MaskSparsifier):
             self._level_given = {g["tensor_fqn"]: g["sparsity_level"] for g in groups}
 
     def _update_all(self) -> None:
-        weights = [self._dense(g) for g in self.groups]
-        plan = self._planned(self.groups, weights=weights)
+        plan = self._planned(self.groups)
         if type(self).update_mask is ScopeSparsifier.update_mask:
-            self._fill(plan.components, self.groups, dict(enumerate(weights)))
+            self._update_components(plan.components, self.groups)
             return
-        self._checked(plan.components, self.groups, self._masks_of(plan.components))
+        self._check_components(plan.components, self.groups)
         done: set[int] = set()
         for at, group in enumerate(self.groups):
             if at not in done:
                 self.update_mask(**group)
                 done.update(i for component in plan.families[at] for _, i in component.leaves)
 
-    def _fill(
-        self, components: Sequence[Component], groups: Sequence[TensorGroup], weights: Mapping[int, Tensor]
-    ) -> None:
-        """Fill the masks of components, stage by stage, by the dense weights of their groups."""
-        masks = self._masks_of(components)
-        budgets = self._checked(components, groups, masks)
-        at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks.values())
+    def _update_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
+        """Fill the masks of components, earlier stages first."""
+        masks = self._check_components(components, groups)
+        at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks)
         for part in batches(components, None if at_once else AT_ONCE):
-            self._choose(part, budgets, weights, masks)
-        self._follow(components, groups, weights)
+            self._choose(part, groups)
 
-    def _follow(
-        self, components: Sequence[Component], groups: Sequence[TensorGroup], weights: Mapping[int, Tensor]
-    ) -> None:
-        """What else changes with the masks of components: nothing here."""
-
-    def _masks_of(self, components: Sequence[Component]) -> dict[int, Tensor]:
-        """The live mask of every group that takes part, by its index."""
-        return {i: self._live_mask(self.groups[i]) for i in {i for c in components for _, i in c.leaves}}
-
-    def _checked(
-        self, components: Sequence[Component], groups: Sequence[TensorGroup], masks: Mapping[int, Tensor]
-    ) -> dict[Component, Budget]:
-        """Every budget now. Raises on one that does not fit, and on meshes that have nothing in common."""
+    def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> list[Tensor]:
+        """Their masks. Raises, before any changes, on a budget that does not fit or meshes with nothing in common."""
+        masks = []
         for component in components:
-            distributed.common_mesh([(leaf.name, masks[i]) for leaf, i in component.leaves])
-        return {component: component.budget(groups, self._level_given) for component in components}
+            component.budget(groups, self._level_given)
+            own = [(leaf.name, self._live_mask(groups[i])) for leaf, i in component.leaves]
+            distributed.common_mesh(own)
+            masks += [mask for _, mask in own]
+        return masks
 
-    def _choose(
+    def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
+        """Fill the masks of components that do not depend on each other; holds their dense weights at once."""
+        self._fill(components, groups, self._live_mask, lambda c: c.budget(groups, self._level_given))
+
+    def _fill(
         self,
         components: Sequence[Component],
-        budgets: Mapping[Component, Budget],
-        weights: Mapping[int, Tensor],
-        masks: Mapping[int, Tensor],
+        groups: Sequence[TensorGroup],
+        mask_of: Callable[[TensorGroup], Tensor],
+        keep_of: Callable[[Component], int | Tensor],
     ) -> None:
-        """Fill the masks of components that do not depend on each other.
+        """As `_choose`, with masks and budgets given.
 
         On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
         """
         updates, jobs = [], []
         for component in components:
-            scope, stage, keep = component.scope, component.stage > 0, budgets[component]
-            values = component.values(lambda i: weights[i])
-            own = {leaf: masks[i] for leaf, i in component.leaves}
+            scope, stage = component.scope, component.stage > 0
+            values = component.values(lambda i: self._dense(groups[i]))
+            masks = {leaf: mask_of(groups[i]) for leaf, i in component.leaves}
+            keep = keep_of(component)
             if any(map(distributed.is_sharded, values.values())):
                 jobs.append(
-                    distributed.Job(scope=scope, masks=own, values=values, keep=keep, norm=component.norm, stage=stage)
+                    distributed.Job(
+                        scope=scope, masks=masks, values=values, keep=keep, norm=component.norm, stage=stage
+                    )
                 )
             else:
-                update = scope.update_of(own, keep, values, norm=component.norm, stage=stage)
-                updates.append((scope, update, own))
+                update = scope.update_of(masks, keep, values, norm=component.norm, stage=stage)
+                updates.append((scope, update, masks))
         scope_masks([update for _, update, _ in updates])
-        for scope, update, own in updates:
-            scope.write_back(update, own)
+        for scope, update, masks in updates:
+            scope.write_back(update, masks)
         distributed.update_masks(jobs)
 
-    def _planned(
-        self,
-        groups: Sequence[TensorGroup],
-        model: nn.Module | None = None,
-        *,
-        weights: Sequence[Tensor] | None = None,
-    ) -> Plan:
-        """The plan of these groups, kept while structure, shapes and strides stay; `weights` are theirs, if at hand."""
-        tensors = [self._dense(g, model) for g in groups] if weights is None else weights
+    def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
+        """The plan of these groups; kept while structure, shapes and strides stay the same."""
+        tensors = [self._dense(g, model) for g in groups]
         key = [
             (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, *AXES, "stages")], tuple(t.shape), t.stride())
             for g, t in zip(groups, tensors, strict=True)

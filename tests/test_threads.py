@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from sparsekit_ao.kernels import cores, threads
+from sparsekit_ao.kernels import Update, batch, cores, scope_masks, threads
 from sparsekit_ao.kernels.api import scope_mask
 from sparsekit_ao.kernels.tiling import Blocks, Scopes
 
@@ -52,6 +52,48 @@ def test_several_parts_give_the_reference_masks(steps, dtype, ties):
     with torch.inference_mode():
         found = masks_of(weight, steps, "cpu")
     assert torch.equal(found, masks_of(weight, steps, "reference"))
+
+
+def updates_of(sizes, norms):
+    """N:4 updates of 4 columns each, their masks kept."""
+    weights = [torch.randn(size, 4, generator=torch.Generator().manual_seed(size)) for size in sizes]
+    groups = [
+        Scopes(members=(Blocks(shape=(1, 1), values=w, mask=torch.ones(w.shape, dtype=torch.bool)),), shape=(1, 4))
+        for w in weights
+    ]
+    return [Update(groups=(g,), keep=2, norm=norm) for g, norm in zip(groups, norms, strict=True)]
+
+
+@pytest.mark.parametrize("impl", ["auto", "cpu"])
+def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch, impl):
+    seen, carry_out, me = {}, batch.carry_out, threading.get_ident()
+
+    def watched(update, impl):
+        here = threading.get_ident() == me
+        seen[update.groups[0].members[0].window.shape[0]] = "here" if here else torch.get_num_threads()
+        carry_out(update, impl)
+
+    monkeypatch.setattr(batch, "PIECE", 25_000)  # so that 4 * 110_000 elements count as large
+    monkeypatch.setattr(batch, "carry_out", watched)
+    small = list(range(20_000, 20_012))
+    updates = updates_of([*small, 110_000, 30_000], [2] * 13 + [torch.abs])
+    scope_masks(updates, impl=impl)
+    assert seen == {**dict.fromkeys(small, 1), 110_000: "here", 30_000: "here"}
+    for update in updates:
+        (member,) = update.groups[0].members
+        want = torch.ones_like(member.mask)
+        group = Scopes(members=(Blocks(shape=(1, 1), values=member.values, mask=want),), shape=(1, 4))
+        scope_mask([group], 2, update.norm, impl="reference")
+        assert torch.equal(member.mask, want)
+
+
+def test_updates_that_would_leave_threads_idle_are_cut_instead():
+    updates = updates_of([8, 9, 10, 100], [2] * 4)
+    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == []
+    updates = updates_of([8, 9, 10, 11, 100], [2] * 5)
+    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == []
+    updates = updates_of([8, 9, 10, 11, 12, 100], [2] * 6)
+    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == [12, 11, 10, 9, 8]
 
 
 def test_torch_is_kept_to_one_thread_inside_and_to_its_own_number_after():

@@ -109,12 +109,13 @@ class StraightThrough(ScopeSparsifier):
         mask = DynamicMask(self._new_mask(group), reach=True)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 
-    def _follow(
-        self, components: Sequence[Component], groups: Sequence[TensorGroup], weights: Mapping[int, Tensor]
-    ) -> None:
-        for component in components if self.backward_level else ():
-            values = component.values(lambda i: weights[i])
-            found = {leaf: find_dynamic(groups[i]["module"], groups[i]["tensor_name"]) for leaf, i in component.leaves}
-            masks = {leaf: mask.backward_mask for leaf, mask in found.items() if mask.backward_mask is not None}
-            keep = component.scope.sparsity_to_nnz(self.backward_level)
-            component.scope.update_masks(masks, keep, values, norm=component.norm)
+    def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
+        super()._choose(components, groups)
+        if self.backward_level:
+            self._fill(components, groups, _reach, lambda c: c.scope.sparsity_to_nnz(self.backward_level))
+
+
+def _reach(group: TensorGroup) -> Tensor:
+    found = find_dynamic(group["module"], group["tensor_name"]).backward_mask
+    assert found is not None
+    return found
