@@ -21,7 +21,7 @@ from .structure import AXES, STRUCTURE, TILES, joined, stage_budgets, stages_of
 
 __all__ = ["ScopeSparsifier"]
 
-AT_ONCE = 1 << 24  # elements on CPU whose masks are chosen together, since copies may be held of what lies otherwise
+AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together, since copies may be held of what lies otherwise
 
 
 class ScopeSparsifier(MaskSparsifier):

@@ -73,12 +73,11 @@ def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch
         seen[update.groups[0].members[0].window.shape[0]] = "here" if here else torch.get_num_threads()
         carry_out(update, impl)
 
-    monkeypatch.setattr(batch, "PIECE", 25_000)  # so that 4 * 110_000 elements count as large
     monkeypatch.setattr(batch, "carry_out", watched)
     small = list(range(20_000, 20_012))
-    updates = updates_of([*small, 110_000, 30_000], [2] * 13 + [torch.abs])
+    updates = updates_of([*small, 100_000, 30_000], [2] * 13 + [torch.abs])
     scope_masks(updates, impl=impl)
-    assert seen == {**dict.fromkeys(small, 1), 110_000: "here", 30_000: "here"}
+    assert seen == {**dict.fromkeys(small, 1), 100_000: "here", 30_000: "here"}
     for update in updates:
         (member,) = update.groups[0].members
         want = torch.ones_like(member.mask)

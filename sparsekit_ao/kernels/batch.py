@@ -8,13 +8,12 @@ import torch
 
 from .api import carry_out, check_update
 from .gpu import gpu_path
-from .threads import PIECE, run_apart
+from .threads import run_apart
 from .update import Update
 
 __all__ = ["scope_masks"]
 
-FEW = 8  # pieces a thread, for which a window is worth cutting
-EACH = 2  # windows a thread at least, for which they are not
+EACH = 2  # windows a thread, from which on they are not cut
 
 
 def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
@@ -52,10 +51,9 @@ def _side_by_side(updates: Sequence[Update]) -> list[Update]:
 
     Largest first, so that threads end at about the same time. Callables stay on this thread, as one would expect.
     """
-    threads = torch.get_num_threads()
     sizes = {u: _elements(u) for u in updates if _is_plain(u)}
-    small = sorted((u for u, n in sizes.items() if n <= PIECE * FEW * threads), key=lambda u: -sizes[u])
-    left = sum(sizes[u] for u in small)
+    small = sorted(sizes, key=lambda u: -sizes[u])
+    left, threads = sum(sizes.values()), torch.get_num_threads()
     while small and sizes[small[0]] * threads * EACH > left:
         left -= sizes[small.pop(0)]
     return small

@@ -20,12 +20,18 @@ from . import cores
 __all__ = ["PIECE", "pieces", "run_all", "run_apart"]
 
 PIECE = 1 << 17  # elements of the smallest piece of work
+SHARE = 8  # pieces of each thread, where they are large enough
 T = TypeVar("T")
 
 
 def pieces(count: int, weight: int) -> Iterator[tuple[int, int]]:
-    """Cut 0 .. count, each of `weight` elements, into pieces: several a thread, none but the last below PIECE."""
-    step = max(-(-PIECE // weight), -(-count // (8 * torch.get_num_threads())))
+    """Cut 0 .. count, each of `weight` elements, into pieces: several a thread, none but the last below PIECE.
+
+    One thread alone gets larger ones: each costs a call, and a turn of Python's lock.
+    """
+    threads = torch.get_num_threads()
+    least = PIECE if threads > 1 else PIECE * SHARE
+    step = max(-(-least // weight), -(-count // (SHARE * threads)))
     for start in range(0, count, step):
         yield start, min(start + step, count)
 
