@@ -12,7 +12,7 @@ __all__ = ["DRAWN", "ROOM", "STRETCH", "ranks", "slots"]
 
 STRETCH = 64  # keys for which one is drawn ...
 DRAWN = 1 << 16  # ... but no more than this
-DEVIATIONS = 4  # of the sampled rank, to either side: one guess in some ten thousand is wrong
+DEVIATIONS = 3  # of the sampled rank, to either side: one guess in some four hundred is wrong
 ROOM = 8  # one key in so many may lie in a bracket that is of use
 
 
@@ -22,7 +22,7 @@ def ranks(drawn: int, keep: int, members: int) -> tuple[int, int]:
     The first may be below 1 and the second above `drawn`: the sample sets no limit there.
 
     >>> ranks(10_000, keep=500_000, members=1_000_000)
-    (4799, 5201)
+    (4849, 5151)
     """
     share = keep / members
     spread = DEVIATIONS * math.sqrt(drawn * share * (1 - share)) + 1
