@@ -55,6 +55,8 @@ INSIDE = {
         "cores",
         "threads",
         "reference",
+        "rows",
+        "long",
         "cpu",
         "jit",
         "update",

@@ -28,13 +28,15 @@ from sparsekit_ao.kernels import (
     fill_mask,
     from_scopes,
     keep_mask,
+    long,
     scope_mask,
     scope_scores,
     to_scopes,
 )
-from sparsekit_ao.kernels.cpu import PAIRS, SORTED, WIDE
+from sparsekit_ao.kernels.cpu import WIDE
 from sparsekit_ao.kernels.keys import absent, key_bits, order_keys
 from sparsekit_ao.kernels.radix import CHUNK
+from sparsekit_ao.kernels.rows import PAIRS, SORTED
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,14 +113,14 @@ def test_rows_larger_than_a_chunk_equal_the_reference(width, dtype, kind):
 
 @pytest.mark.parametrize("found", [(0, 1), (1 << 30, 1 << 30), (0, 0x7F800001), (5, 4), (1 << 30, 1 << 31 - 1)])
 def test_a_sample_that_misleads_costs_time_only(found, monkeypatch):
-    monkeypatch.setattr(cpu, "_bracket", lambda *_: found)
+    monkeypatch.setattr(long, "_bracket", lambda *_: found)
     scores = scores_like("random", 1, CHUNK + 99, torch.float32)
     for keep in (1, CHUNK // 3, CHUNK + 98):
         assert torch.equal(keep_mask(scores, keep, impl="cpu"), keep_mask(scores, keep, impl="reference"))
 
 
 def test_a_good_sample_is_used(monkeypatch):
-    monkeypatch.setattr(cpu, "_keep_by_digits", None)
+    monkeypatch.setattr(cpu, "keep_digits", None)
     scores = torch.randn(2, CHUNK + 99, generator=torch.Generator().manual_seed(0))
     assert keep_mask(scores, 100_000, impl="cpu").sum(1).tolist() == [100_000] * 2
 

@@ -171,7 +171,7 @@ def carry_out(update: Update, impl: str = "auto") -> None:
     if _takes_jit(impl, chosen, numel, lambda: jit.refusal(groups, norm)):
         jit.scope_mask(groups, keep, norm, stage=stage)
         return
-    if chosen == "cpu" and len(groups) == 1 and cpu.scope_mask(groups[0], keep, norm, stage=stage):
+    if chosen == "cpu" and cpu.scope_mask(groups, keep, norm, stage=stage):
         return
     scored = [g.with_members([_left(m) for m in g.members]) for g in groups] if stage else groups
     as_mean = any(m.is_partial for g in groups for m in g.members)  # competitors are scored alike

@@ -13,7 +13,7 @@ from torch import Tensor
 from .keys import absent, order_keys
 from .tiling import Blocks, from_aligned, pad_to, split, tile_volumes, to_aligned
 
-__all__ = ["Norm", "block_scores", "candidates_of", "element_counts", "fill_mask", "keep_mask", "reduce_blocks"]
+__all__ = ["Norm", "block_scores", "candidates_of", "element_counts", "fill_mask", "keep_mask", "reduce_blocks", "root"]
 
 Norm = float | Callable[[Tensor], Tensor]
 UNROLL = 16  # longest last dimension that is reduced slice by slice
@@ -32,11 +32,23 @@ def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None) -> 
     return mask if candidates is None else mask & candidates
 
 
-def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
+def root(t: Tensor) -> Tensor:
+    """The correctly rounded root: torch's own of float32 may be a bit off, depending on the machine."""
+    return t.double().sqrt().to(t.dtype)
+
+
+def block_scores(
+    members: Sequence[Blocks],
+    norm: Norm,
+    ndim: int,
+    as_mean: bool | None = None,
+    root: Callable[[Tensor], Tensor] = root,
+) -> Tensor:
     """One score a block of the aligned grid: the norm of the union of the members' blocks.
 
     With `as_mean` (by default: where some block is partial) a score is the mean of |x|^p before the root, so that
     blocks of fewer elements compare; a callable `norm` gives a saliency per element, of which the mean is the score.
+    A quicker `root` must round as this one.
     """
     as_mean = callable(norm) or (any(m.is_partial for m in members) if as_mean is None else as_mean)
     first = members[0]
@@ -52,7 +64,7 @@ def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool
     assert total is not None
     if as_mean and norm != float("inf"):
         total = total / count
-    return _sqrt(total) if norm == 2 else total
+    return root(total) if norm == 2 else total
 
 
 def fill_mask(members: Sequence[Blocks], keep: Tensor, *, stage: bool = False) -> None:
@@ -114,11 +126,6 @@ def _halve_slices(parts: list[Tensor], join: Callable[[Tensor, Tensor], Tensor])
         low = (len(parts) + 1) // 2
         parts = [join(a, b) for a, b in zip(parts, parts[low:], strict=False)] + parts[len(parts) - low : low]
     return parts[0]
-
-
-def _sqrt(t: Tensor) -> Tensor:
-    """The correctly rounded root: torch's own of float32 may be a bit off, depending on the machine."""
-    return t.double().sqrt().to(t.dtype)
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def ranks(drawn: int, keep: int, members: int) -> tuple[int, int]:
     return math.floor(drawn * share - spread), math.ceil(drawn * share + spread)
 
 
-def slots(members: int) -> Tensor:
+def slots(members: int, stretch: int | None = None) -> Tensor:
     """The slots of a sample, int64, ascending: one from each stretch of the row, drawn at random but ever the same."""
-    stretch = max(STRETCH, members // DRAWN)
+    stretch = max(STRETCH, members // DRAWN) if stretch is None else stretch
     starts = torch.arange(0, members - stretch + 1, stretch, device="cpu")
     return starts + torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(0), device="cpu")

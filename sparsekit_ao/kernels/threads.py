@@ -24,13 +24,13 @@ SHARE = 8  # pieces of each thread, where they are large enough
 T = TypeVar("T")
 
 
-def pieces(count: int, weight: int) -> Iterator[tuple[int, int]]:
+def pieces(count: int, weight: int, least: int | None = None) -> Iterator[tuple[int, int]]:
     """Cut 0 .. count, each of `weight` elements, into pieces: several a thread, none but the last below PIECE.
 
-    One thread alone gets larger ones: each costs a call, and a turn of Python's lock.
+    One thread alone gets larger ones: each costs a call, and a turn of Python's lock. No piece is below `least`.
     """
     threads = torch.get_num_threads()
-    least = PIECE if threads > 1 else PIECE * SHARE
+    least = max(least or 0, PIECE if threads > 1 else PIECE * SHARE)
     step = max(-(-least // weight), -(-count // (SHARE * threads)))
     for start in range(0, count, step):
         yield start, min(start + step, count)
