@@ -27,8 +27,6 @@ class WeightMask(FakeSparsity):
     """
 
     mask: Tensor
-    #: whether it may be cut like a sharded weight, or the weight must be whole on every rank
-    may_be_cut = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The weight with dropped elements exactly zero; shape and dtype as given."""
@@ -46,11 +44,15 @@ class WeightMask(FakeSparsity):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """As any module's; a mask that was saved whole fits a sharded one, and the other way round."""
-        key = f"{prefix}mask"
-        saved = state_dict.get(key)
-        if isinstance(saved, Tensor) and saved.shape == self.mask.shape:
-            state_dict = {**state_dict, key: beside(saved, self.mask)}
+        for name, own in self.named_buffers():
+            saved = state_dict.get(f"{prefix}{name}")
+            if isinstance(saved, Tensor) and saved.shape == own.shape:
+                state_dict = {**state_dict, f"{prefix}{name}": beside(saved, own)}
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def lie_beside(self, weight: Tensor) -> None:
+        """Cut the mask over the ranks as its weight is."""
+        self.mask = beside(self.mask, weight)
 
     def right_inverse(self, x: Tensor) -> Tensor:
         """Assigning to the masked weight sets the dense one."""
@@ -77,8 +79,8 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     """The mask on a tensor, or None; from now on sharded as the tensor is, if it has been sharded since.
 
     Raises:
-        SparsityError: the tensor is sharded, and its mask cannot be or another parametrization lies below it; or it
-            is gathered at the moment.
+        SparsityError: the tensor is sharded, and another parametrization lies below its mask; or it is gathered at
+            the moment.
     """
     found = find_mask(module, tensor_name)
     if found is None:
@@ -86,18 +88,13 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     chain = _chain(module, tensor_name)
     weight = _originals(chain)[0]
     refuse_gathered(tensor_fqn, weight, found.mask)
-    if is_sharded(weight) and not found.may_be_cut:
-        raise SparsityError(
-            f"{tensor_fqn}: its parameter is sharded over ranks (a DTensor, as fully_shard makes), and masks that move "
-            "in training are chosen among whole tensors. Use DistributedDataParallel."
-        )
     if is_sharded(weight) and not is_beside(found.mask, weight):
         if _below(chain):
             raise SparsityError(
                 f"{tensor_fqn}: {type(_below(chain)[0]).__name__} lies below its mask, and its parameters are sharded "
                 "over ranks. Remove that parametrization before fully_shard, or leave the tensor out."
             )
-        found.mask = beside(found.mask, weight)
+        found.lie_beside(weight)
     return found
 
 

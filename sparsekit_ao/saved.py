@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .config import TensorGroup, copied
 from .errors import SparsityError
+from .masking import find_mask
 
 __all__ = ["check_saved", "merged_group", "plain"]
 
@@ -40,7 +41,7 @@ def check_saved(
         raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
     masks = {fqn: s["mask"] for fqn, s in state_dict["state"].items() if s.get("mask") is not None}
     saved = {g["tensor_fqn"]: g for g in state_dict["groups"]}
-    own = {g["tensor_fqn"]: getattr(g["module"], g["tensor_name"]).shape for g in groups}
+    own = {g["tensor_fqn"]: _shape(g) for g in groups}
     if strict and (set(own) != set(masks) or set(own) != set(saved)):
         missing, unexpected = sorted(set(own) - set(masks)), sorted((set(masks) | set(saved)) - set(own))
         raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
@@ -50,6 +51,11 @@ def check_saved(
                 f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, the weight {tuple(shape)}"
             )
     return masks, saved
+
+
+def _shape(group: TensorGroup) -> tuple[int, ...]:
+    found = find_mask(group["module"], group["tensor_name"])
+    return tuple(getattr(group["module"], group["tensor_name"]).shape if found is None else found.mask.shape)
 
 
 def merged_group(

@@ -15,7 +15,7 @@ from sharded_fsdp import CONFIGS, assert_same_masks, batch, life, mine, mlp, pai
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsekit_ao import STE, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError
+from sparsekit_ao import ScopeSparsifier, SparsityError
 from sparsekit_ao.distributed import local, whole
 from sparsekit_ao.schedules import cubic
 
@@ -130,32 +130,6 @@ def load(folder, how):
         assert torch.equal(whole(run[1].mask(name)), mask), name
 
 
-def dynamic_is_refused():
-    """Updates choose among whole tensors: refused in the first forward pass, by whatever is called before it."""
-    model = mlp()
-    sparsifier = DynamicSparsifier(sparsity_level=0.5)
-    sparsifier.prepare(model, None)
-    shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(SparsityError, match=r"0.weight: its parameter is sharded over ranks"):
-        sparsifier.attach(optimizer)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier = RigL(optimizer, 0.5, update_every=1, until=10)
-    sparsifier.prepare(model, None)
-    shard(model)
-    with pytest.raises(SparsityError, match=r"the weight \(21, 12\) is sharded.*Use DistributedDataParallel"):
-        model(batch(0)[0])
-    with pytest.raises(SparsityError, match=r"0.weight: its parameter is sharded over ranks"):
-        sparsifier.step()
-    model = mlp()
-    sparsifier = STE(sparsity_level=0.5)
-    sparsifier.prepare(model, None)
-    shard(model)
-    with pytest.raises(SparsityError, match=r"0.weight: its parameter is sharded over ranks.*DistributedDataParallel"):
-        sparsifier.step()
-
-
 def tensor_parallel(config, mesh):
     """parallelize_module, then prepare; on a second mesh dimension then fully_shard."""
     from torch.distributed.fsdp import fully_shard
@@ -226,7 +200,6 @@ def cases_of_two():
         yield f"ddp broadcast_buffers={broadcast} {config}", functools.partial(ddp, broadcast, config)
     yield "200 steps", long_run
     yield "goes on after a rank died", goes_on
-    yield "dynamic", dynamic_is_refused
     for how in ("save", "async_save"):
         yield how, functools.partial(save, folder, how)
 

@@ -167,22 +167,3 @@ def test_the_last_update_that_is_lost_is_told():
         else:
             sparsifier.step()
     assert sparsifier.last_update is None
-
-
-def test_sharded_parameters_are_refused(tmp_path):
-    import torch.distributed as dist
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    try:
-        model = mlp()
-        sparsifier = DynamicSparsifier(None, 0.75)
-        sparsifier.prepare(model, None)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(SparsityError, match="0.weight: its parameter is sharded over ranks .a DTensor"):
-            sparsifier.attach(OPTIMIZERS["adam"](model.parameters()))
-    finally:
-        dist.destroy_process_group()

@@ -4,9 +4,10 @@ Nothing here imports `torch.distributed.tensor` before a DTensor is seen; plain 
 this folder says how it works and why.
 """
 
+from .agreement import all_agree, total
 from .fsdp import (
     bare,
-    is_managed,
+    has_ranks,
     managed,
     refuse_gathered,
     refuse_sharded_first,
@@ -15,19 +16,21 @@ from .fsdp import (
     reshard,
 )
 from .placement import is_sharded
-from .tensors import beside, fill, held_bytes, is_beside, local, whole
+from .tensors import beside, fill, held_bytes, is_beside, like, local, whole
 from .update import Job, common_mesh, update_masks
 
 __all__ = [
     "Job",
+    "all_agree",
     "bare",
     "beside",
     "common_mesh",
     "fill",
+    "has_ranks",
     "held_bytes",
     "is_beside",
-    "is_managed",
     "is_sharded",
+    "like",
     "local",
     "managed",
     "refuse_gathered",
@@ -35,6 +38,7 @@ __all__ = [
     "refuse_wrapped_outside",
     "rehome",
     "reshard",
+    "total",
     "update_masks",
     "whole",
 ]

@@ -17,6 +17,7 @@ from .placement import is_sharded
 
 __all__ = [
     "bare",
+    "has_ranks",
     "is_managed",
     "managed",
     "refuse_gathered",
@@ -60,10 +61,15 @@ def refuse_wrapped_outside(model: nn.Module, names: Sequence[tuple[str, str]]) -
             )
 
 
+def has_ranks() -> bool:
+    """Whether there is a process group, without which nothing was sharded."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def reshard(model: nn.Module | None) -> None:
     """Give every module its sharded parameters back, which a forward pass may have left gathered."""
-    if model is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return  # without a process group nothing was sharded
+    if model is None or not has_ranks():
+        return
     for module in () if _fsdp_class() is None else model.modules():
         if _is_wrapped(module):
             module.reshard()  # type: ignore[operator]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SparsityError
 from .placement import box_of, is_part, is_sharded
 
-__all__ = ["beside", "fill", "held_bytes", "is_beside", "local", "own_copy", "whole"]
+__all__ = ["beside", "fill", "held_bytes", "is_beside", "like", "local", "own_copy", "whole"]
 
 
 def local(t: Any) -> Tensor:
@@ -44,7 +44,7 @@ def held_bytes(t: Tensor) -> int:
 
 def own_copy(t: Any) -> Tensor:
     """A copy of a DTensor whose part on this rank is contiguous; nothing is sent."""
-    return _like(local(t), t)
+    return _copy_like(local(t), t)
 
 
 def part_of(t: Any, like: Any) -> Tensor:
@@ -80,12 +80,12 @@ def beside(mask: Any, weight: Any) -> Tensor:
     if not is_sharded(weight):
         return whole(mask)
     if not is_sharded(mask):
-        return _like(part_of(mask, weight), weight)
+        return _copy_like(part_of(mask, weight), weight)
     if _placed_alike(mask, weight):
         return mask
     if mask.device_mesh != weight.device_mesh and is_part(mask.device_mesh, weight.device_mesh):
-        return _like(part_of(mask, weight), weight)
-    return _like(_gathered(mask, weight), weight)
+        return _copy_like(part_of(mask, weight), weight)
+    return _copy_like(_gathered(mask, weight), weight)
 
 
 def is_beside(mask: Any, weight: Any) -> bool:
@@ -110,18 +110,29 @@ def _gathered(mask: Any, weight: Any) -> Tensor:
     return mask.redistribute(placements=at).to_local()
 
 
-def _like(part: Tensor, weight: Any) -> Tensor:
-    """A DTensor beside the weight, from a copy of this rank's part."""
+def like(part: Tensor, weight: Any) -> Tensor:
+    """What this rank holds, as a tensor that lies as another does; nothing is copied.
+
+    >>> t = torch.ones(2)
+    >>> like(t, torch.zeros(2)) is t
+    True
+    """
+    if not is_sharded(weight):
+        return part
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        part.detach().clone(memory_format=torch.contiguous_format),
+        part,
         weight.device_mesh,
         weight.placements,
         run_check=False,
         shape=weight.shape,
         stride=weight.stride(),
     )
+
+
+def _copy_like(part: Tensor, weight: Any) -> Tensor:
+    return like(part.detach().clone(memory_format=torch.contiguous_format), weight)
 
 
 def _placed_alike(a: Any, b: Any) -> bool:

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from ..config import TensorGroup
 from .budgets import distribute, overall_level, spread
+from .parts import Kept, Part
 from .settings import Settings
-from .update import Part, drop, grow, redistribute
+from .update import drop, grow, redistribute
 
 __all__ = ["choose"]
 
 
 def choose(
     parts: Sequence[Part], settings: Settings, groups: Sequence[TensorGroup], iteration: int, fraction: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The new rows of every part, and how many blocks each of its scopes then holds.
+) -> tuple[list[Kept], list[Tensor]]:
+    """What every part keeps, and how many blocks each of its scopes then holds.
 
     Args:
         parts: every component as it is now.
@@ -30,7 +31,7 @@ def choose(
         fraction: of the active blocks to drop.
 
     Returns:
-        bool rows and int64 [scopes], one each a part.
+        What is kept and int64 [scopes], one each a part.
     """
     components = [p.slots.component for p in parts]
     total = None
@@ -43,10 +44,10 @@ def choose(
             parts = _with_budgets(parts, spread(components, wanted, high=_ceilings(parts, settings)))
     kept = drop(parts, settings.prune, fraction, total=total, regrows=settings.grow is not None)
     if settings.grow is None:
-        new = [k if p.is_open else p.slots.active for k, p in zip(kept, parts, strict=True)]
-        return new, [rows.sum(1) for rows in new]
+        new = [k if p.is_open else p.keep(p.slots.active) for k, p in zip(kept, parts, strict=True)]
+        return new, [k.count for k in new]
     if total is not None:
-        low = {k: int(rows.sum(1).max()) for k, rows in enumerate(kept)}
+        low = {k: int(found.count.max()) for k, found in enumerate(kept)}
         parts = _with_budgets(parts, spread(components, wanted, low=low))
     budgets = [p.budget for p in parts]
     if settings.redistribute is not None:
@@ -58,7 +59,11 @@ def _ceilings(parts: Sequence[Part], settings: Settings) -> dict[int, int] | Non
     """Without growth nothing can hold more than it does now."""
     if settings.grow is not None:
         return None
-    return {k: int(p.slots.active[0].sum()) for k, p in enumerate(parts)}
+    out = {}
+    for k, part in enumerate(parts):
+        out[k] = int(part.slots.active[0].sum())
+        part.forget()
+    return out
 
 
 def _with_budgets(parts: Sequence[Part], nnz: dict[int, int]) -> list[Part]:

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
+from ..distributed import local, reshard
 from .hooks import after_closure
 from .masking import find_dynamic
-from .trained import original, plain_optimizer, trained_by
+from .trained import original, placed_gradient, plain_optimizer, trained_by
 
 __all__ = ["DecayTap"]
 
@@ -31,6 +32,7 @@ class DecayTap:
     def __init__(self, decay: float) -> None:
         self.optimizers: list[Optimizer] = []
         self.groups: Sequence[TensorGroup] = ()
+        self.model: nn.Module | None = None
         self.decay = decay
         self._handles: list[Any] = []
 
@@ -57,13 +59,17 @@ class DecayTap:
 
     @torch.no_grad()
     def _add(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        reshard(self.model)
         for group in trained_by(optimizer, self.groups):
-            weight, found = original(group), find_dynamic(group["module"], group["tensor_name"])
-            if weight.grad is None:
+            parameter, found = original(group), find_dynamic(group["module"], group["tensor_name"])
+            grad = placed_gradient(parameter)
+            if grad is None:
                 continue
-            dropped = found.mask == 0 if found.backward_mask is None else (found.mask == 0) & found.backward_mask
-            added = torch.where(dropped, weight, 0) * self.decay
-            weight.grad.add_(added if scale is None else added * scale)
+            dropped = local(found.mask) == 0
+            if found.backward_mask is not None:
+                dropped &= local(found.backward_mask)
+            added = torch.where(dropped, local(parameter), 0) * self.decay
+            local(grad).add_(added if scale is None else added * scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_handles"}

@@ -10,20 +10,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
+from ..distributed import all_agree, like, local, reshard
 from ..errors import SparsityError
 from ..select import select
 from .hooks import after_closure
 from .masking import DynamicMask, find_dynamic
 from .optimizer_state import momentum_of
-from .trained import original, plain_optimizer, trained_by
+from .trained import original, placed_gradient, plain_optimizer, trained_by
 
 __all__ = ["GradientTap"]
 
 _NOT_COPIED = ("_handles", "_earlier", "_held")
+Version = tuple[int, int] | None
 
 
 class GradientTap:
@@ -41,6 +43,7 @@ class GradientTap:
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self.groups: Sequence[TensorGroup] = ()
+        self.model: nn.Module | None = None
         self.gradients: dict[str, Tensor] = {}
         self.stepped: list[bool] = []
         self.is_open = False
@@ -52,8 +55,8 @@ class GradientTap:
 
     def _forget_marks(self) -> None:
         self._handles: list[Any] = []
-        self._earlier: dict[str, tuple[Any, int]] = {}  # gradients made before masks opened
-        self._held: dict[str, tuple[Tensor | None, int]] = {}  # gradients as a closure found them
+        self._earlier: dict[str, tuple[Any, Version]] = {}  # gradients made before masks opened
+        self._held: dict[str, tuple[Tensor | None, Version]] = {}  # gradients as a closure found them
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Put hooks on these optimizers instead of those before."""
@@ -75,9 +78,9 @@ class GradientTap:
             handle.remove()
         self._handles, self.optimizers, self.stepped = [], [], []
 
-    def watch(self, groups: Sequence[TensorGroup]) -> None:
-        """Look after these groups, whose masks are new and closed."""
-        self.groups, self.is_open = groups, False
+    def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
+        """Look after these groups of a model, whose masks are new and closed."""
+        self.groups, self.model, self.is_open = groups, model, False
 
     def restore(self, gradients: Mapping[str, Tensor], stepped: Sequence[bool]) -> None:
         """Go on in the middle of an iteration, with the optimizers that are attached, or will be in this iteration."""
@@ -110,7 +113,7 @@ class GradientTap:
             return
         if is_open:
             found = [(g["tensor_fqn"], original(g).grad) for g in self.groups]
-            self._earlier = {n: (weakref.ref(g), g._version) for n, g in found if g is not None}
+            self._earlier = {n: (weakref.ref(g), _version(g)) for n, g in found if g is not None}
         self.is_open = is_open
         for group in self.groups:
             find_dynamic(group["module"], group["tensor_name"]).set_open(is_open)
@@ -127,24 +130,26 @@ class GradientTap:
         Taking again adds what came in between.
         """
         for name, parameter, mask in self._with_gradients(optimizer):
-            dense = parameter.grad.clone()
-            before = self._before_now(name, parameter.grad)
-            self.gradients[name] = dense if before is None else torch.where(mask.mask != 0, dense, before + dense)
-            parameter.grad.copy_(select(parameter.grad, mask.mask))
+            grad, live = local(parameter.grad), local(mask.mask)
+            dense, before = grad.clone(), self._before_now(name, parameter.grad)
+            dense = dense if before is None else torch.where(live != 0, dense, before + dense)
+            self.gradients[name] = like(dense, parameter)
+            grad.copy_(select(grad, live))
 
     @torch.no_grad()
     def _hand_over(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
         """Leave in `.grad` what the optimizer's own step is to see; what it hides is aside."""
         for name, parameter, mask in self._with_gradients(optimizer):
-            grad, kept = parameter.grad, mask.mask != 0
+            grad, live = local(parameter.grad), local(mask.mask)
+            kept = live != 0
             dense = grad.clone() if scale is None else grad / scale
-            before = self._before_now(name, grad)
+            before = self._before_now(name, parameter.grad)
             if before is not None:  # kept elements may have been clipped since
                 dense = torch.where(kept, before, before + dense)
             if self.keep:
-                self.gradients[name] = dense
+                self.gradients[name] = like(dense, parameter)
             if self.masked:
-                grad.copy_(select(grad, mask.mask))
+                grad.copy_(select(grad, live))
             else:  # one bad number would stay in the momentum for good
                 hidden = torch.where(dense.isfinite(), dense, 0)
                 grad.copy_(torch.where(kept, grad, hidden if scale is None else hidden * scale))
@@ -153,43 +158,51 @@ class GradientTap:
         """(name, parameter, mask) of what has a gradient while masks are open."""
         if not self.is_open:
             return []
-        groups = self.groups if optimizer is None else trained_by(optimizer, self.groups)
+        groups = self._trained(optimizer)
         found = [(g, original(g)) for g in groups]
         for group, parameter in found:
             self._refuse_earlier(group["tensor_fqn"], parameter.grad)
         return [
-            (g["tensor_fqn"], p, find_dynamic(g["module"], g["tensor_name"])) for g, p in found if p.grad is not None
+            (g["tensor_fqn"], p, find_dynamic(g["module"], g["tensor_name"]))
+            for g, p in found
+            if placed_gradient(p) is not None
         ]
+
+    def _trained(self, optimizer: Optimizer | None) -> Sequence[TensorGroup]:
+        """The groups of one optimizer, or all, once the model holds the parameters that optimizers do."""
+        reshard(self.model)
+        return self.groups if optimizer is None else trained_by(optimizer, self.groups)
 
     def _refuse_earlier(self, name: str, grad: Tensor | None) -> None:
         """A gradient from before masks opened has nothing of hidden weights, and growth would take zeros for it."""
-        made, version = self._earlier.get(name, (None, 0))
-        if grad is not None and made is not None and made() is grad and grad._version == version:
+        made, version = self._earlier.get(name, (None, None))
+        if grad is not None and made is not None and made() is grad and _version(grad) == version:
             raise SparsityError(
                 f"{name}: its gradient was made before the masks were opened for the coming update. Call "
                 "sparsifier.step() after optimizer.step(), and backward before the next one."
             )
 
     def _before_now(self, name: str, grad: Tensor) -> Tensor | None:
-        """What was taken of the gradient that is there now; None if it was made anew since."""
+        """What was taken of the gradient that is there now, on this rank; None if it was made anew since."""
         held = self._held.pop(name, None)
-        is_new = held is not None and (held[0] is not grad or held[1] != grad._version)
+        is_new = held is not None and (held[0] is not grad or held[1] != _version(grad))
         if is_new or name in self._used:
             self._used.discard(name)
             return None
-        return self.gradients.get(name)
+        return local(self.gradients[name]) if name in self.gradients else None
 
     def momenta(self) -> dict[str, Tensor | None]:
         """{tensor_fqn: what its optimizer keeps as momentum, if anything yet}."""
         return {g["tensor_fqn"]: momentum_of(self.optimizers, original(g)) for g in self.groups}
 
     def is_ready(self, needs_gradient: bool, momenta: Mapping[str, Tensor | None]) -> bool:
-        """Whether every optimizer has stepped and all that an update looks at is there and finite."""
-        names = [g["tensor_fqn"] for g in self.groups]
-        if not all(self.stepped) or (needs_gradient and any(n not in self.gradients for n in names)):
-            return False
+        """Whether every optimizer has stepped and all that an update looks at is there and finite, on every rank."""
         found = [*self.gradients.values(), *momenta.values()]
-        return all(t is not None and all(bool(x.isfinite()) for x in t.aminmax()) for t in found)
+        is_there = all(self.stepped) and (
+            not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups)
+        )
+        is_ready = is_there and all(t is not None and _is_finite(local(t)) for t in found)
+        return all_agree(is_ready, map(original, self.groups))
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not self.is_open:
@@ -202,14 +215,14 @@ class GradientTap:
 
     def _hold(self, optimizer: Optimizer) -> None:
         """Look at gradients before a closure: what was taken of them stands, unless the closure makes new ones."""
-        for group in trained_by(optimizer, self.groups):
+        for group in self._trained(optimizer):
             grad = original(group).grad
-            self._held[group["tensor_fqn"]] = (grad, -1 if grad is None else grad._version)
+            self._held[group["tensor_fqn"]] = (grad, None if grad is None else _version(grad))
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._held = {}
         if self.is_open:  # stepping again in this iteration is with another gradient
-            self._used.update(g["tensor_fqn"] for g in trained_by(optimizer, self.groups))
+            self._used.update(g["tensor_fqn"] for g in self._trained(optimizer))
         skipped = getattr(optimizer, "found_inf", None)
         skipped = skipped if self.keep else None  # looking waits for the device, so look only where it matters
         at = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
@@ -223,3 +236,12 @@ class GradientTap:
         self.__dict__.update(state)
         self._forget_marks()
         self._put_hooks()
+
+
+def _version(grad: Tensor) -> Version:
+    """What changes when a gradient is changed in place, be it through what this rank holds of it."""
+    return grad._version, local(grad)._version
+
+
+def _is_finite(t: Tensor) -> bool:
+    return t.numel() == 0 or all(bool(x.isfinite()) for x in t.aminmax())

@@ -14,11 +14,22 @@ from torch import Tensor
 from .. import densities
 from ..config import TensorGroup
 from ..densities import Densities
+from ..distributed import whole
 from ..errors import SparsityError
 from ..kernels import keep_mask
 from .slots import Slots
 
-__all__ = ["INITS", "Init", "as_init", "given_mask", "lottery_ticket", "random", "resume", "start_rows"]
+__all__ = [
+    "INITS",
+    "Init",
+    "as_init",
+    "given_mask",
+    "lottery_ticket",
+    "memory_of",
+    "random",
+    "resume",
+    "start_rows",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,12 +120,23 @@ def given_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> 
     found = state.get(fqn, {}).get("mask") if isinstance(state, Mapping) else None
     for key in (f"{prefix}parametrizations.{group['tensor_name']}.0.mask", fqn):
         found = masks.get(key) if found is None else found
-    found = weight if not masks else found
+    if not masks:
+        if weight.is_meta:
+            raise SparsityError(
+                f"{fqn}: it is on the meta device and has no zeros to go on with; give resume the saved masks, or load "
+                "the weights before prepare"
+            )
+        found = weight
     if not isinstance(found, Tensor):
         raise SparsityError(f"{fqn}: the saved masks hold none for it; they hold {sorted(map(str, masks))[:5]}")
     if found.shape != weight.shape:
         raise SparsityError(f"{fqn}: the saved mask is {tuple(found.shape)}, the weight {tuple(weight.shape)}")
-    return (found != 0).to(weight.device)
+    return (whole(found) != 0).to(memory_of(weight))
+
+
+def memory_of(weight: Tensor) -> torch.device:
+    """Where masks of a weight are made: the CPU where it has no memory yet."""
+    return torch.device("cpu") if weight.is_meta else weight.device
 
 
 def start_rows(slots: Slots, init: Init, budget: Callable[[], Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import is_managed, is_sharded
+from ..distributed import beside, fill, is_sharded
 from ..errors import SparsityError
 from ..masking import WeightMask, find_mask
 from ..select import select
@@ -28,17 +28,18 @@ class DynamicMask(WeightMask):
     Args:
         mask: of the weight's shape; the forward mask, only ever filled in place.
         reach: also keep a backward mask, all True to begin with: straight-through and Top-KAST (arXiv 2106.03517).
+        is_drawn: False where its places are still to be drawn, since the weight has no memory yet (meta device).
     """
 
-    may_be_cut = False
     opened: Tensor
     backward_mask: Tensor | None
 
-    def __init__(self, mask: Tensor, *, reach: bool = False) -> None:
+    def __init__(self, mask: Tensor, *, reach: bool = False, is_drawn: bool = True) -> None:
         super().__init__(mask)
         self.register_buffer("backward_mask", torch.ones_like(mask, dtype=torch.bool) if reach else None)
         self.register_buffer("opened", torch.zeros((), dtype=torch.bool, device=mask.device), persistent=False)
         self.is_open = False
+        self.is_drawn = is_drawn
 
     def set_open(self, is_open: bool) -> None:
         """Let gradients reach every element from the next forward pass on, or the kept ones alone."""
@@ -50,22 +51,48 @@ class DynamicMask(WeightMask):
         """The weight with dropped elements exactly zero; shape and dtype as given.
 
         Raises:
-            SparsityError: the weight is sharded over ranks, which it is between two forward passes at least.
+            SparsityError: its places are still to be drawn.
         """
-        if is_managed(self) or is_sharded(x):
+        if not self.is_drawn:
             raise SparsityError(
-                f"the weight {tuple(x.shape)} is sharded over ranks (a DTensor, as fully_shard makes), and masks that "
-                "move in training are chosen among whole tensors. Use DistributedDataParallel."
+                f"the mask of a weight {tuple(x.shape)} was prepared on the meta device and is still to be drawn. "
+                "Initialise the weights, then call sparsifier.attach(optimizer), or load a checkpoint."
             )
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
+        mask = beside(self.mask, x)
         if not torch.is_grad_enabled():
-            return select(x, self.mask)
+            return select(x, mask)
+        reach = None if self.backward_mask is None else beside(self.backward_mask, x)
         if torch.compiler.is_compiling():
-            return _fused(x, self.mask != 0, self.opened if self.backward_mask is None else self.backward_mask)
-        if self.backward_mask is None and not self.is_open:
-            return select(x, self.mask)
-        return _TwoSided.apply(x, self.mask, self.backward_mask)
+            return _fused(x, mask != 0, self.opened if reach is None else reach)
+        return select(x, mask) if reach is None and not self.is_open else _TwoSided.apply(x, mask, reach)
+
+    def lie_beside(self, weight: Tensor) -> None:
+        """Cut both masks over the ranks as the weight is; one byte a weight, as they are gathered in every forward."""
+        self.mask = beside(self.mask != 0, weight)
+        if self.backward_mask is not None:
+            self.backward_mask = beside(self.backward_mask, weight)
+
+    def draw(self, kept: Tensor) -> None:
+        """Fill the mask (bool, True where kept) that could not be drawn when it was made."""
+        fill(self.mask, kept)
+        self.is_drawn = True
+
+    def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """As any mask's; what was on the meta device had no values there."""
+        was_meta = self.opened.is_meta
+        super()._apply(*args, **kwargs)
+        if was_meta and not self.opened.is_meta:
+            self.opened.fill_(self.is_open)
+            if self.backward_mask is not None:
+                self.backward_mask.fill_(True)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        """As any mask's; a loaded mask needs no drawing."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.is_drawn |= f"{prefix}mask" in state_dict and not self.mask.is_meta
 
 
 def _fused(x: Tensor, mask: Tensor, reach: Tensor) -> Tensor:
@@ -109,5 +136,8 @@ def starting_mask(weight: Tensor, kept: Tensor | None) -> Tensor:
 
     In eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory.
     """
-    mask = torch.ones_like(weight, dtype=weight.dtype if weight.device.type == "cpu" else torch.bool)
-    return mask if kept is None else mask.copy_(kept)
+    is_float = weight.device.type == "cpu" and not is_sharded(weight)
+    mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
+    if kept is not None:
+        fill(mask, kept)
+    return mask

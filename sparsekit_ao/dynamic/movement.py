@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
+from ..distributed import beside, fill, local, total, whole
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..select import select
@@ -49,7 +50,7 @@ def move(
     iteration: int,
     fraction: float,
 ) -> Movement:
-    """Put new masks (bool, one a group) in the place of the live ones, in place.
+    """Put new masks (bool, one a group, beside its weight) in the place of the live ones, in place.
 
     Born and gone weights become zero (or `new_values`), and so does what optimizers remember of them.
     """
@@ -57,27 +58,23 @@ def move(
     if settings.state_init == "grad":
         moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) for g in groups]
     values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
-    born_count, gone_count = {}, {}
+    counts = {}
     for group, new, value, second in zip(groups, masks, values, moments, strict=True):
         weight, fqn, mask = original(group), group["tensor_fqn"], _mask(group)
         old = mask != 0
-        born, changed = new & ~old, new ^ old
-        weight.detach().masked_fill_(changed, 0)
+        born, gone = new & ~old, old & ~new
+        held = local(weight)
+        held.masked_fill_(local(born | gone), 0)
         if value is not None:
-            weight.detach().copy_(torch.where(born, value, weight.detach()))
-        reset_state(optimizers, weight, changed)
+            held.copy_(torch.where(local(born), local(value), held))
+        reset_state(optimizers, weight, born | gone)
         if second:
             start_second_moments(second, born, gradients[fqn])
-        mask.copy_(new)
-        born_count[fqn], gone_count[fqn] = born.sum(), (old & ~new).sum()
-    kept = {g["tensor_fqn"]: int(m.sum()) for g, m in zip(groups, masks, strict=True)}
-    return Movement(
-        iteration=iteration,
-        fraction=fraction,
-        born={n: int(c) for n, c in born_count.items()},
-        gone={n: int(c) for n, c in gone_count.items()},
-        kept=kept,
-    )
+        fill(mask, new)
+        counts[fqn] = total(torch.stack([local(t).sum() for t in (born, gone, new)]), weight)
+    found = {fqn: c.tolist() for fqn, c in counts.items()}
+    born_counts, gone_counts, kept = ({fqn: c[k] for fqn, c in found.items()} for k in range(3))
+    return Movement(iteration=iteration, fraction=fraction, born=born_counts, gone=gone_counts, kept=kept)
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
@@ -85,22 +82,22 @@ def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: 
     if settings.new_values is None:
         return None
     weight, fqn = original(group).detach(), group["tensor_fqn"]
-    moved = weight.masked_fill(new ^ (_mask(group) != 0), 0)
+    moved = whole(weight).masked_fill(whole(new) ^ (whole(_mask(group)) != 0), 0)
     found = settings.new_values(moved, generator(settings.seed, fqn, iteration, "values"))
     if not isinstance(found, Tensor) or found.shape != weight.shape:
         what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise SparsityError(
             f"{fqn}: new_values must return a tensor of the weight's shape {tuple(weight.shape)}, got {what}"
         )
-    return found.to(weight)
+    return beside(found.to(moved), weight)
 
 
 @torch.no_grad()
 def zero_dropped(groups: Sequence[TensorGroup]) -> None:
     """Make every weight zero that its mask hides, in place."""
     for group in groups:
-        weight = original(group).detach()
-        weight.copy_(select(weight, _mask(group)))
+        weight = local(original(group))
+        weight.copy_(select(weight, local(_mask(group))))
 
 
 def forget_dropped(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer]) -> None:
@@ -114,7 +111,8 @@ def settle(held: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer
     """Leave no gradient and no memory where (parameter, mask) drops: the mask is gone, and zeros are to stay."""
     for parameter, mask in held:
         if parameter.grad is not None:
-            parameter.grad.copy_(select(parameter.grad, mask))
+            grad = local(parameter.grad)
+            grad.copy_(select(grad, local(mask)))
         reset_state(optimizers, parameter, mask == 0)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..distributed import beside, local
 from ..errors import SparsityError
 
 __all__ = [
@@ -109,7 +110,7 @@ def reset_state(optimizers: Sequence[Optimizer], parameter: Tensor, where: Tenso
     for optimizer in optimizers:
         for tensor in _tensors(optimizer.state.get(parameter, {})):
             if tensor.shape == parameter.shape:
-                tensor.masked_fill_(where.to(tensor.device), 0)
+                local(tensor).masked_fill_(local(beside(where, tensor)).to(tensor.device), 0)
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:
@@ -128,4 +129,5 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 def start_second_moments(moments: Sequence[Tensor], born: Tensor, gradient: Tensor) -> None:
     """Set running squares to the squared gradient where weights are new, in place."""
     for tensor in moments:
-        tensor.copy_(torch.where(born, gradient.to(tensor.dtype).square(), tensor))
+        held = local(tensor)
+        held.copy_(torch.where(local(born), local(gradient).to(held.dtype).square(), held))

@@ -4,29 +4,39 @@ Knows plain data; changes nothing. In the middle of an update window that includ
 """
 
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import TensorGroup
+from ..distributed import beside
 from ..errors import SparsityError
 from .gradients import GradientTap
 from .trained import original
 
-__all__ = ["checked_progress", "progress_of"]
+__all__ = ["checked_progress", "progress_of", "warn_of_missed"]
 
 _KINDS = {"iteration": int, "pending": bool, "level_given": Mapping, "stepped": Sequence, "gradients": Mapping}
 
 
-def progress_of(iteration: int, pending: bool, level_given: Mapping[str, float], tap: GradientTap) -> dict[str, Any]:
-    """A plain dict of copies."""
+def progress_of(
+    iteration: int, pending: bool, level_given: Mapping[str, float], tap: GradientTap, *, room: bool = False
+) -> dict[str, Any]:
+    """A plain dict of copies.
+
+    With `room` it holds zeros for gradients that were not taken, which do not count.
+    """
+    blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in tap.groups} if room else {}
     return {
         "iteration": iteration,
         "pending": pending,
         "level_given": dict(level_given),
         "stepped": tap.progress(),
-        "gradients": {fqn: g.detach().clone() for fqn, g in tap.gradients.items()},
+        "taken": list(tap.gradients),
+        "gradients": {**blank, **{fqn: g.detach().clone() for fqn, g in tap.gradients.items()}},
     }
 
 
@@ -51,7 +61,17 @@ def checked_progress(state_dict: object, groups: Sequence[TensorGroup], tap: Gra
         raise SparsityError(f"load_state_dict: 'stepped' needs a bool for each optimizer, got {saved['stepped']!r}")
     _check_levels(saved["level_given"])
     tap.check_restorable(saved["stepped"])
-    return {**saved, "gradients": _gradients(saved["gradients"], groups)}
+    counts = {n: g for n, g in saved["gradients"].items() if n in saved.get("taken", saved["gradients"])}
+    return {**saved, "gradients": _gradients(counts, groups)}
+
+
+def warn_of_missed(iteration: int) -> None:
+    """Warn, from a method that `step` calls, that an update was given up."""
+    warnings.warn(
+        f"the mask update due in iteration {iteration} never happened: an optimizer took no step, or a gradient was "
+        "missing or not finite, in every iteration since",
+        stacklevel=4,
+    )
 
 
 def _check_levels(levels: Mapping[str, Any]) -> None:
@@ -72,5 +92,5 @@ def _gradients(saved: Mapping[str, Any], groups: Sequence[TensorGroup]) -> dict[
             raise SparsityError(
                 f"load_state_dict: {name}: the saved gradient is {shape}, the weight {tuple(weight.shape)}"
             )
-        out[name] = found.detach().clone().to(weight.device)
+        out[name] = beside(found.detach().clone().to(weight.device), weight)
     return out

@@ -4,13 +4,14 @@ Knows one component of a plan with its weights, masks and gradients at one momen
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..distributed import whole
 from ..errors import SparsityError
 from ..kernels import Norm, fill_mask, from_scopes, scope_scores, to_scopes
 from ..kernels.reference import candidates_of
@@ -19,7 +20,26 @@ from ..plan import Component
 from ..spec import BlockSpec
 from .draws import draw, generator
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "Wholes"]
+
+
+class Wholes(Mapping[BlockSpec, Tensor]):
+    """Tensors by block spec; those cut over ranks are gathered whenever they are looked at, and let go afterwards.
+
+    Looking is collective then: every rank looks at the same ones, in the same order.
+    """
+
+    def __init__(self, held: Mapping[BlockSpec, Tensor]) -> None:
+        self._held = held
+
+    def __getitem__(self, spec: BlockSpec) -> Tensor:
+        return whole(self._held[spec])
+
+    def __iter__(self) -> Iterator[BlockSpec]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,8 +51,9 @@ class Slots:
     Attributes:
         component: the scopes and how their blocks are scored.
         weights, gradients, momenta: {block: parameter-shaped tensor}; the last two are empty where nothing asked for
-            them.
+            them. Always whole, however the ranks hold them.
         masks: {block: mask}.
+        device: where all of these are.
         step: the training iteration.
         seed: what random numbers are keyed by, besides name and step.
     """
@@ -40,6 +61,7 @@ class Slots:
     component: Component
     weights: Mapping[BlockSpec, Tensor]
     masks: Mapping[BlockSpec, Tensor]
+    device: torch.device
     step: int = 0
     seed: int = 0
     gradients: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
@@ -58,12 +80,18 @@ class Slots:
     @cached_property
     def real(self) -> Tensor:
         """Which slots hold a block: all but the padding of a partial scope; bool rows."""
-        groups = self.component.scope.groups({s.view.param: w for s, w in self.weights.items()}, None)
-        found = real_slots(groups)
-        width = sum(math.prod(g.shape) for g in groups)
-        device = groups[0].members[0].window.device
-        full = torch.ones(self.component.scope.numscp(), width, dtype=torch.bool, device=device)
-        return full if found is None else found
+        found = real_slots(self.component.scope.groups(None, None), self.device)
+        return torch.ones(self.shape, dtype=torch.bool, device=self.device) if found is None else found
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Scopes, and slots of each."""
+        return self.component.scope.numscp(), self.component.scope.numblk_per_scope()
+
+    def forget(self) -> None:
+        """Let go of rows that were made on the way; they are made again when they are asked for."""
+        for name in ("active", "real"):
+            vars(self).pop(name, None)
 
     def scores(self, values: Mapping[BlockSpec, Tensor], norm: Norm | None = None) -> Tensor:
         """Block scores of parameter-shaped values; float rows, padding 0.
@@ -83,7 +111,7 @@ class Slots:
     def random(self, purpose: str) -> Tensor:
         """Uniform numbers in [0, 1), the same on every rank and after a resume; float64 rows."""
         source = generator(self.seed, self.name, self.step, purpose)
-        return draw(self.real.shape, source, self.real.device)
+        return draw(self.shape, source, self.device)
 
     def mean_active(self, values: Mapping[BlockSpec, Tensor]) -> float:
         """The mean magnitude of the values over active blocks."""

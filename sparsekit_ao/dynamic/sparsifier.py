@@ -1,10 +1,9 @@
 """DynamicSparsifier: masks that move while training goes on, at constant cost, through torch.ao's interface.
 
-`step()` counts iterations and says when; what happens in an update is `update`'s, which gradients it sees
-`gradients`', and where it starts `inits`' business.
+`step()` counts iterations and says when; what happens in an update is `turnover`'s, which gradients it sees
+`gradients`', and where it starts `start`'s business.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,19 +13,20 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
+from ..distributed import has_ranks
 from ..errors import SparsityError
 from ..sparsifier import ScopeSparsifier
-from .budgets import overall_level, refuse_two, set_budget
-from .choice import choose
+from .arrival import meet, refuse_meta
+from .budgets import overall_level, refuse_two
 from .gradients import GradientTap
-from .masking import DynamicMask, starting_mask
-from .movement import Movement, forget_dropped, move, settle, zero_dropped
+from .masking import DynamicMask, find_dynamic, starting_mask
+from .movement import Movement, forget_dropped, settle, zero_dropped
 from .optimizer_state import leaves_zeros
-from .parts import gather
-from .progress import checked_progress, progress_of
-from .settings import NewValues, make_settings, value_at
-from .start import refuse_parametrized, start_masks
+from .progress import checked_progress, progress_of, warn_of_missed
+from .settings import NewValues, make_settings
+from .start import refuse_means, refuse_parametrized, start_masks
 from .trained import check_optimizers, original, plain_optimizer
+from .turnover import turn_over
 
 __all__ = ["DynamicSparsifier"]
 
@@ -120,18 +120,25 @@ class DynamicSparsifier(ScopeSparsifier):
         self.last_update: Movement | None = None
         self._pending = self._resumes = False
         self._starts: dict[str, Tensor] = {}
+        self._known: list[int] = []  # parameters that optimizers were looked through for
         self._tap = GradientTap()
         if optimizer is not None:
             self.attach(optimizer)
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Watch the steps of the optimizer, or of several, that train the sparsified parameters."""
+        """Watch the steps of the optimizer, or of several, that train the sparsified parameters.
+
+        Over ranks: after `fully_shard`, with the optimizer made since. Masks are cut like their weights then, and drawn
+        where `prepare` found no memory (meta device).
+        """
         given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not given:
             raise SparsityError("attach: no optimizer given")
         optimizers = [plain_optimizer(o) for o in given]
         is_prepared = self._phase == "prepared"
-        check_optimizers(optimizers, self.groups if is_prepared else (), self.settings)
+        if is_prepared:
+            self._need_prepared("attach")
+            self._meet(optimizers)
         self._tap.attach(optimizers)
         if is_prepared and self._tap.masked:
             forget_dropped(self.groups, optimizers)
@@ -151,17 +158,21 @@ class DynamicSparsifier(ScopeSparsifier):
     def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Put the initial masks on, in place, and zero the weights that they drop; see `ScopeSparsifier.prepare`.
 
+        On the meta device that waits for `attach`.
+
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
         """
         self._resumes = self._phase == "detached" and config is None
         super().prepare(model, config)
-        self._tap.watch(self.groups)
-        self._starts = {}
+        self._tap.watch(self.groups, model)
+        self._known = []
         if not self._resumes:
             self.iteration, self._pending, self.last_update = 0, False, None
             zero_dropped(self.groups)
             forget_dropped(self.groups, self._tap.optimizers)
+        if not any(original(g).is_meta for g in self.groups):
+            self._starts = {}
         self._set_gates()
 
     def step(self, use_path: bool = True) -> None:
@@ -174,6 +185,8 @@ class DynamicSparsifier(ScopeSparsifier):
         self._need_prepared("step")
         if self.settings.updates and not self._tap.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
+        if not self._known or (has_ranks() and self._known != [id(original(g)) for g in self.groups]):
+            self._meet(self._tap.optimizers)
         before = self.iteration, self._pending
         self.iteration += 1
         was_masked = self._tap.masked
@@ -207,9 +220,14 @@ class DynamicSparsifier(ScopeSparsifier):
             settle(held, self._tap.optimizers)
             self._tap.detach()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Masks, groups, and where in its schedule training is; see `MaskSparsifier.state_dict`."""
-        return {**super().state_dict(), "dynamic": self._progress()}
+    def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
+        """Masks, groups, and where in its schedule training is; see `MaskSparsifier.state_dict`.
+
+        Args:
+            with_gradients: hold room for the gradient of every tensor, which is part of a state that was saved between
+                an optimizer's step and this one's: `torch.distributed.checkpoint` loads only what there is room for.
+        """
+        return {**super().state_dict(), "dynamic": self._progress(with_gradients)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Go on exactly where `state_dict` was taken, in the middle of an update too."""
@@ -219,6 +237,9 @@ class DynamicSparsifier(ScopeSparsifier):
         self.iteration, self._pending = saved["iteration"], saved["pending"]
         self._level_given = {**self._level_given, **saved["level_given"]}
         self._tap.restore(saved["gradients"], saved["stepped"])
+        for group in self.groups:
+            mask = find_dynamic(group["module"], group["tensor_name"])
+            mask.is_drawn |= group["tensor_fqn"] in state_dict["state"] and not mask.mask.is_meta
         self._set_gates()
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
@@ -226,29 +247,29 @@ class DynamicSparsifier(ScopeSparsifier):
         return {**super()._complete(own, where), "fixed": bool(budgeted) or "nnz" in self.defaults}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        for g in groups:
-            if g["member_scores"] != "sum":
-                raise SparsityError(
-                    f"{g['tensor_fqn']}: member_scores={g['member_scores']!r} is not for masks that move, whose rules "
-                    "score weights, gradients and momenta by norms of their own; leave it out"
-                )
+        refuse_means(groups)
         if self._phase != "prepared":
             refuse_parametrized(groups)
             if self._tap.optimizers:
                 check_optimizers(self._tap.optimizers, groups, self.settings)
-            if not self._resumes:
-                weights = [self._dense(g) for g in groups]
-                components = self._planned(groups).components
-                self._starts = start_masks(components, groups, weights, self.settings, self.defaults["sparsity_level"])
+            if self._resumes:
+                refuse_meta(groups, "Unpickled masks have no place there: give the weights memory before prepare.")
+            else:
+                components, level = self._planned(groups).components, self.defaults["sparsity_level"]
+                self._starts = start_masks(components, groups, self.settings, level)
         super()._check_groups(groups)
 
-    def _new_mask(self, group: TensorGroup) -> Tensor:
-        weight = getattr(group["module"], group["tensor_name"]).detach()
-        return starting_mask(weight, self._starts.get(group["tensor_fqn"]))
-
     def _install(self, group: TensorGroup) -> None:
-        mask = DynamicMask(self._new_mask(group))
+        weight, kept = original(group).detach(), self._starts.get(group["tensor_fqn"])
+        mask = DynamicMask(starting_mask(weight, kept), is_drawn=not weight.is_meta)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
+
+    def _meet(self, optimizers: Sequence[Optimizer]) -> None:
+        """Look at weights and optimizers as they are now, which may be sharded or have memory only since `prepare`."""
+        for group in self.groups:
+            self._live_mask(group)
+        meet(self._planned(self.groups).components, self.groups, optimizers, self.settings, self._starts)
+        self._starts, self._known = {}, [id(original(g)) for g in self.groups]
 
     def _set_gates(self) -> None:
         """Open masks if the coming iteration feeds an update, or always where rules look at momentum."""
@@ -261,41 +282,19 @@ class DynamicSparsifier(ScopeSparsifier):
         s = self.settings
         is_due, is_late = s.is_due(self.iteration), not s.may_update(self.iteration)
         if self._pending and (is_due or is_late):
-            warnings.warn(
-                f"the mask update due in iteration {s.due_before(self.iteration)} never happened: an "
-                "optimizer took no step, or a gradient was missing or not finite, in every iteration since",
-                stacklevel=3,
-            )
+            warn_of_missed(s.due_before(self.iteration))
         self._pending = (self._pending or is_due) and not is_late
         if self._pending:
-            for group in self.groups:
-                self._live_mask(group)  # raises where parameters were sharded since prepare
             momenta = self._tap.momenta() if s.needs_momentum else {}
             if self._tap.is_ready(s.needs_gradient, momenta):
-                self._update(momenta)
+                components, given = self._planned(self.groups).components, self._level_given
+                done = turn_over(components, self.groups, s, self._tap, momenta, given, self.iteration)
+                self.last_update, levels = done
+                self._level_given.update(levels)
                 self._pending = False
 
-    def _update(self, momenta: Mapping[str, Tensor | None]) -> None:
-        s, components = self.settings, self._planned(self.groups).components
-        fraction = (
-            0.0
-            if s.grow is None and s.target is not None
-            else value_at(s.update_fraction, self.iteration, "update_fraction")
-        )
-        taken = self._tap.gradients
-        values = {"gradients": taken, "momenta": momenta}
-        parts = gather(components, self.groups, values, self._level_given, self.iteration, s.seed)
-        rows, held = choose(parts, s, self.groups, self.iteration, fraction)
-        new = [self._live_mask(g) != 0 for g in self.groups]
-        for part, kept in zip(parts, rows, strict=True):
-            part.slots.write(kept, {spec: new[at] for spec, at in part.slots.component.leaves})
-        self.last_update = move(self.groups, new, s, self._tap.optimizers, taken, self.iteration, fraction)
-        for part, count in zip(parts, held, strict=True):
-            if part.is_open:
-                self._level_given.update(set_budget(part.slots.component, self.groups, int(count[0])))
-
-    def _progress(self) -> dict[str, Any]:
-        return progress_of(self.iteration, self._pending, self._level_given, self._tap)
+    def _progress(self, room: bool = False) -> dict[str, Any]:
+        return progress_of(self.iteration, self._pending, self._level_given, self._tap, room=room)
 
     def _pickled(self) -> dict[str, Any]:
         return {**super()._pickled(), "dynamic": self._progress()}

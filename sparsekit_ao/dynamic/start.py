@@ -1,6 +1,7 @@
 """The masks that training starts with: budgets spread over components, places drawn or taken from saved masks.
 
-Knows a plan, groups and the init; writes budgets into the groups, and changes no model.
+Knows a plan, groups and the init; writes budgets into the groups, and changes no model. Places of weights without
+memory (meta device) are drawn once they have it.
 """
 
 import math
@@ -11,29 +12,29 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..config import TensorGroup
+from ..distributed import beside
 from ..errors import SparsityError
 from ..plan import Component
 from .budgets import budget_rows, distribute, is_fixed, overall_level, refuse_uneven, set_budget, sizes, spread
-from .inits import given_mask, start_rows
+from .inits import given_mask, memory_of, start_rows
 from .settings import Settings
 from .slots import Slots
+from .trained import original
 
-__all__ = ["refuse_parametrized", "start_masks"]
+__all__ = ["component_masks", "refuse_means", "refuse_parametrized", "start_masks"]
 
 
 def start_masks(
     components: Sequence[Component],
     groups: Sequence[TensorGroup],
-    weights: Sequence[Tensor],
     settings: Settings,
     sparsity_level: float,
 ) -> dict[str, Tensor]:
-    """The initial mask of every group, {tensor_fqn: bool}.
+    """The initial mask of every group, {tensor_fqn: bool, beside its weight}; not of those drawn on the meta device.
 
     Args:
         components: of the plan of these groups.
         groups: open ones get their budgets written.
-        weights: dense, one a group.
         settings: how to start.
         sparsity_level: the overall one, unless a target says otherwise.
     """
@@ -48,25 +49,38 @@ def start_masks(
         for k, nnz in spread(components, distribute(components, groups, settings, level)).items():
             set_budget(components[k], groups, nnz)
     masks: dict[str, Tensor] = {}
+    weights = [original(g).detach() for g in groups]
     for component in components:
-        masks.update(_component_masks(component, groups, weights, settings))
+        if settings.init.masks is not None or not any(weights[at].is_meta for _, at in component.leaves):
+            masks.update(component_masks(component, groups, weights, settings))
     return masks
 
 
-def _component_masks(
+def component_masks(
     component: Component, groups: Sequence[TensorGroup], weights: Sequence[Tensor], settings: Settings
 ) -> Mapping[str, Tensor]:
-    init, own = settings.init, {spec: weights[at] for spec, at in component.leaves}
-    saved = {}
+    """The initial masks of one component's groups; see `start_masks`."""
+    init, saved = settings.init, {}
     if init.masks is not None:
         saved = {spec: given_mask(groups[at], weights[at], init.masks) for spec, at in component.leaves}
-    slots = Slots(component=component, weights=own, masks=saved, seed=settings.seed)
+    fresh = {spec: _keeping_all(weights[at]) for spec, at in component.leaves}
+    device = next(iter(fresh.values())).device
+    slots = Slots(component=component, weights=fresh, masks=saved, device=device, seed=settings.seed)
     rows = start_rows(slots, init, lambda: budget_rows(component, groups, {}))
     if init.masks is not None:
         _take_budget(component, groups, rows)
-    fresh = {spec: torch.ones_like(w, dtype=torch.bool) for spec, w in own.items()}
     slots.write(rows, fresh)
-    return {groups[at]["tensor_fqn"]: fresh[spec] for spec, at in component.leaves}
+    return {groups[at]["tensor_fqn"]: _placed(fresh[spec], weights[at]) for spec, at in component.leaves}
+
+
+def _keeping_all(weight: Tensor) -> Tensor:
+    """A whole mask that lies in memory as the weight does."""
+    mask = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bool, device=memory_of(weight))
+    return mask.fill_(True)
+
+
+def _placed(mask: Tensor, weight: Tensor) -> Tensor:
+    return mask if weight.is_meta else beside(mask, weight)
 
 
 def _take_budget(component: Component, groups: Sequence[TensorGroup], rows: Tensor) -> None:
@@ -91,6 +105,16 @@ def _fix_dense(component: Component, groups: Sequence[TensorGroup]) -> None:
     set_budget(component, groups, component.scope.numblk_per_scope())
     for _, at in component.leaves:
         groups[at]["fixed"] = True
+
+
+def refuse_means(groups: Sequence[TensorGroup]) -> None:
+    """Raise where coupled tensors are to count the same however many elements they have."""
+    for group in groups:
+        if group["member_scores"] != "sum":
+            raise SparsityError(
+                f"{group['tensor_fqn']}: member_scores={group['member_scores']!r} is not for masks that move, whose "
+                "rules score weights, gradients and momenta by norms of their own; leave it out"
+            )
 
 
 def refuse_parametrized(groups: Sequence[TensorGroup]) -> None:

@@ -15,11 +15,13 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
+from ..distributed import has_ranks
 from ..errors import SparsityError
 from ..plan import Component
 from ..sparsifier import ScopeSparsifier
 from .decay import DecayTap
 from .masking import DynamicMask, find_dynamic
+from .trained import plain_optimizer, refuse_replaced
 
 __all__ = ["StraightThrough"]
 
@@ -59,16 +61,24 @@ class StraightThrough(ScopeSparsifier):
         self._tap = DecayTap(decay)
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Add the decay in the steps of the optimizer, or of several, that train the sparsified parameters."""
+        """Add the decay in the steps of the optimizer, or of several, that train the sparsified parameters.
+
+        Over ranks: after `fully_shard`, with the optimizer made since.
+        """
         given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not given:
             raise SparsityError("attach: no optimizer given")
+        if self.decay and self._phase == "prepared":
+            self._need_prepared("attach")
+            refuse_replaced([plain_optimizer(o) for o in given], self.groups)
+            for group in self.groups:
+                self._live_mask(group)
         self._tap.attach(given if self.decay else [])
 
     def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Put masks on that keep everything until the first `step`; see `ScopeSparsifier.prepare`."""
         super().prepare(model, config)
-        self._tap.groups = self.groups
+        self._tap.groups, self._tap.model = self.groups, model
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew from the weights.
@@ -79,6 +89,8 @@ class StraightThrough(ScopeSparsifier):
         self._need_prepared("step")
         if self.decay and not self._tap.optimizers:
             raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
+        if self.decay and has_ranks():
+            refuse_replaced(self._tap.optimizers, self.groups)
         super().step(use_path)
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:

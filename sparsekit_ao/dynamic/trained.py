@@ -10,20 +10,51 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
+from ..distributed import beside, is_beside, is_sharded, refuse_gathered
 from ..errors import SparsityError
 from ..masking import find_mask
 from .optimizer_state import holds, momentum_of, refuse_without_second_moments
 from .settings import Settings
 
-__all__ = ["check_optimizers", "original", "plain_optimizer", "trained_by", "training"]
+__all__ = [
+    "check_optimizers",
+    "original",
+    "placed_gradient",
+    "plain_optimizer",
+    "refuse_replaced",
+    "trained_by",
+    "training",
+]
+
+_ORDER = (
+    "fully_shard puts a sharded parameter in its place: call prepare, then fully_shard, then make the optimizer, then "
+    "sparsifier.attach(optimizer)."
+)
 
 
 def original(group: TensorGroup) -> Tensor:
-    """The parameter under a group's mask."""
+    """The parameter under a group's mask.
+
+    Raises:
+        SparsityError: a module outside of the prepared model has it gathered, so it is not what optimizers hold.
+    """
     module, name = group["module"], group["tensor_name"]
-    if find_mask(module, name) is None:
+    found = find_mask(module, name)
+    if found is None:
         return module._parameters[name]
-    return module.parametrizations[name].original
+    parameter = module.parametrizations[name].original
+    refuse_gathered(group["tensor_fqn"], parameter, found.mask)
+    return parameter
+
+
+def placed_gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient, which from now on lies on the ranks as its parameter does.
+
+    Tensor parallel layers may leave it as parts that are yet to be summed.
+    """
+    if parameter.grad is not None and not is_beside(parameter.grad, parameter):
+        parameter.grad = beside(parameter.grad, parameter)
+    return parameter.grad
 
 
 def plain_optimizer(optimizer: object) -> Optimizer:
@@ -57,13 +88,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[TensorGro
     held: set[int] = set()
     for group in groups:
         parameter, name = original(group), group["tensor_fqn"]
-        _refuse_distributed(parameter, name)
         found = [(k, holds(o, parameter)) for k, o in enumerate(optimizers)]
         found = [(k, g) for k, g in found if g is not None]
         if len(found) != 1:
             raise SparsityError(
                 f"{name}: one optimizer must train it, but {len(found)} of the {len(optimizers)} given do. "
-                "Give its optimizer, or leave the tensor out of the config."
+                + (_ORDER if is_sharded(parameter) else "Give its optimizer, or leave the tensor out of the config.")
             )
         at, options = found[0]
         held.add(at)
@@ -89,9 +119,9 @@ def _check_memory(
         refuse_without_second_moments(optimizer, parameter, options, name)
 
 
-def _refuse_distributed(parameter: Tensor, name: str) -> None:
-    if hasattr(parameter, "placements"):  # asked for by name, since importing DTensor takes long
-        raise SparsityError(
-            f"{name}: its parameter is sharded over ranks (a DTensor, as fully_shard makes), and updates choose among "
-            "whole tensors. Use DistributedDataParallel."
-        )
+def refuse_replaced(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
+    """Raise where a parameter was sharded, so that another object stands in its place than the optimizers hold."""
+    for group in groups:
+        parameter = original(group)
+        if is_sharded(parameter) and all(holds(o, parameter) is None for o in optimizers):
+            raise SparsityError(f"{group['tensor_fqn']}: none of the optimizers given trains it. {_ORDER}")

@@ -1,13 +1,13 @@
-"""One update of the masks: drop, redistribute, grow. Rows in, rows out; nothing is changed here.
+"""One update of the masks: drop, redistribute, grow. Nothing is changed here.
 
-Knows slots, budgets and rules; no optimizer and no model. Every choice goes through the one selection rule, so counts
-are exact in every scope.
+Knows parts, budgets and rules; no optimizer and no model. Every choice goes through the one selection rule, so counts
+are exact in every scope. One part after the other is looked at, and of each only what it keeps is held meanwhile; where
+all tensors compete, all are looked at together.
 """
 
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,43 +15,16 @@ from torch import Tensor
 from ..densities import allocate, shares
 from ..errors import SparsityError
 from ..kernels import keep_mask
+from .parts import Kept, Part
 from .rules import Rule
 from .slots import Slots
 
-__all__ = ["Part", "drop", "exchange", "grow", "redistribute"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """A component in an update.
-
-    Attributes:
-        slots: its blocks and what is known of them.
-        budget: int64 [scopes], blocks that each scope holds after the update, unless they are redistributed.
-        is_open: it takes part in redistribution and in competition over all tensors: all its scopes are alike, and
-            its budget is the sparsifier's to set.
-        size: elements of a block, in units that all parts share.
-    """
-
-    slots: Slots
-    budget: Tensor
-    is_open: bool
-    size: int = 1
-
-    @property
-    def scopes(self) -> int:
-        """Number of scopes."""
-        return self.slots.active.shape[0]
-
-    @property
-    def unit(self) -> int:
-        """Elements that one more block in every scope costs."""
-        return self.size * self.scopes
+__all__ = ["drop", "exchange", "grow", "redistribute"]
 
 
 def drop(
     parts: Sequence[Part], rule: Rule, fraction: float, *, total: int | None = None, regrows: bool = True
-) -> list[Tensor]:
+) -> list[Kept]:
     """Which active slots stay: all but exactly floor(fraction * active) in every part.
 
     Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
@@ -63,24 +36,30 @@ def drop(
         fraction: of the active blocks, in [0, 1).
         total: with a global rule, blocks that all open parts hold at most.
         regrows: scopes grow to their budgets afterwards; else all scopes of a part lose alike.
-
-    Returns:
-        bool rows for each part.
     """
     if not 0 <= fraction < 1:
         raise SparsityError(f"the update fraction must lie in [0, 1), so that no layer is emptied; got {fraction!r}")
+    together = {k: p for k, p in enumerate(parts) if p.is_open and rule.is_global}
+    even = total is not None or not regrows
+    found = dict(zip(together, _drop_together(list(together.values()), rule, fraction, total, even), strict=True))
+    return [found[k] if k in found else _drop_alone(p, rule, fraction, regrows) for k, p in enumerate(parts)]
+
+
+def _drop_alone(part: Part, rule: Rule, fraction: float, regrows: bool) -> Kept:
+    scores, active = _scores(rule, part.slots), part.slots.active
+    rows = keep_mask(scores, torch.minimum(_after(active.sum(1), fraction), part.budget), candidates=active)
+    return part.keep(_without_weakest(part, scores, rows, fraction) if regrows else rows)
+
+
+def _drop_together(parts: Sequence[Part], rule: Rule, fraction: float, total: int | None, even: bool) -> list[Kept]:
+    if not parts:
+        return []
     scored = [_scores(rule, p.slots) for p in parts]
-    keep = [torch.minimum(_after(p.slots.active.sum(1), fraction), p.budget) for p in parts]
-    out = [keep_mask(s, n, candidates=p.slots.active) for s, n, p in zip(scored, keep, parts, strict=True)]
-    if regrows:
-        out = [_without_weakest(p, s, k, fraction) for p, s, k in zip(parts, scored, out, strict=True)]
-    at = [k for k, p in enumerate(parts) if p.is_open and rule.is_global]
-    if at:
-        even = total is not None or not regrows
-        found = _compete([parts[k] for k in at], [scored[k] for k in at], fraction, total, even)
-        for k, rows in zip(at, found, strict=True):  # a scheduler may have lowered a budget
-            out[k] = keep_mask(scored[k], torch.minimum(rows.sum(1), parts[k].budget), candidates=rows)
-    return out
+    found = _compete(parts, scored, fraction, total, even)
+    return [  # a scheduler may have lowered a budget
+        p.keep(keep_mask(s, torch.minimum(rows.sum(1), p.budget), candidates=rows))
+        for p, s, rows in zip(parts, scored, found, strict=True)
+    ]
 
 
 def _after(count: Tensor, fraction: float) -> Tensor:
@@ -129,7 +108,7 @@ def _compete(
     return [keep_mask(s, n // m, candidates=a) for s, n, m, a in zip(scored, whole, scopes, active, strict=True)]
 
 
-def redistribute(parts: Sequence[Part], kept: Sequence[Tensor], rule: Rule) -> list[Tensor]:
+def redistribute(parts: Sequence[Part], kept: Sequence[Kept], rule: Rule) -> list[Tensor]:
     """Budgets after what was dropped is shared out anew over the open parts; they sum to what they did.
 
     Shares are in proportion to the rule's number. Where a block more costs the same in all open parts the largest
@@ -141,15 +120,15 @@ def redistribute(parts: Sequence[Part], kept: Sequence[Tensor], rule: Rule) -> l
     at = [k for k, p in enumerate(parts) if p.is_open]
     open_ = [parts[k] for k in at]
     units = [p.unit for p in open_]
-    left = [int(kept[k].sum()) * parts[k].size for k in at]
+    left = [int(kept[k].count.sum()) * parts[k].size for k in at]
     now = [int(p.budget.sum()) * p.size for p in open_]
-    room = [p.slots.active.numel() * p.size - n for p, n in zip(open_, left, strict=True)]
-    weights = [_statistic(rule, p.slots) for p in open_]
+    room = [math.prod(p.slots.shape) * p.size - n for p, n in zip(open_, left, strict=True)]
+    weights = [_statistic(rule, p) for p in open_]
     if not any(math.isfinite(w) and w > 0 for w in weights):
         weights = [float(b - n) for b, n in zip(now, left, strict=True)]
     given = shares(weights, sum(now) - sum(left), room)
     ideals = [n + g for n, g in zip(left, given, strict=True)]
-    low = [int(kept[k].sum(1).max()) * parts[k].unit for k in at]
+    low = [int(kept[k].count.max()) * parts[k].unit for k in at]
     full = [n + r for n, r in zip(left, room, strict=True)]
     even = len(set(units)) == 1
     whole = allocate(ideals, sum(now), low, full, units) if even else exchange(now, ideals, low, full, units)
@@ -179,13 +158,13 @@ def exchange(
     return out
 
 
-def grow(parts: Sequence[Part], kept: Sequence[Tensor], budgets: Sequence[Tensor], rule: Rule) -> list[Tensor]:
-    """The new masks: kept, and the highest inactive slots up to each budget; bool rows for each part."""
+def grow(parts: Sequence[Part], kept: Sequence[Kept], budgets: Sequence[Tensor], rule: Rule) -> list[Kept]:
+    """What each part holds then: what it kept, and its highest inactive slots up to its budget."""
     out = []
-    for part, stay, budget in zip(parts, kept, budgets, strict=True):
-        missing = budget.to(stay.device) - stay.sum(1)
+    for part, found, budget in zip(parts, kept, budgets, strict=True):
+        stay, missing = part.rows(found), budget.to(found.count.device) - found.count
         born = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
-        out.append(stay | born)
+        out.append(part.keep(stay | born))
     return out
 
 
@@ -198,12 +177,13 @@ def _scores(rule: Rule, slots: Slots) -> Tensor:
     return found
 
 
-def _statistic(rule: Rule, slots: Slots) -> float:
-    found = rule.score(slots)
+def _statistic(rule: Rule, part: Part) -> float:
+    found = rule.score(part.slots)
+    part.forget()
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()
     if isinstance(found, bool) or not isinstance(found, numbers.Real):
         raise SparsityError(
-            f"{slots.name}: rule {rule.name!r} must return one number for redistribution, got {found!r}"
+            f"{part.slots.name}: rule {rule.name!r} must return one number for redistribution, got {found!r}"
         )
     return float(found)

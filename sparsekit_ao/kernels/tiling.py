@@ -189,9 +189,12 @@ def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device
     return volume
 
 
-def real_slots(groups: Sequence[Scopes]) -> Tensor | None:
-    """Which slots of the groups' joined rows hold a block; None where all do, because no scope is partial."""
+def real_slots(groups: Sequence[Scopes], device: torch.device | None = None) -> Tensor | None:
+    """Which slots of the groups' joined rows hold a block; None where all do, because no scope is partial.
+
+    On the windows' own device unless another is given.
+    """
     if not any(g % n for s in groups for g, n in zip(s.grid, s.shape, strict=True)):
         return None
-    device = groups[0].members[0].window.device
+    device = groups[0].members[0].window.device if device is None else device
     return torch.cat([to_scopes(torch.ones(g.grid, dtype=torch.bool, device=device), g, False) for g in groups], dim=1)
