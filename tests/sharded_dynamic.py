@@ -1,17 +1,22 @@
 """Cases for `test_sharded`. Masks that move, under FSDP2, HSDP and tensor parallel, against one process.
 
-Every rank gets the same whole batch where results are compared bit for bit: the mean of equal gradients over two or four
-ranks is exact. Where sums are split otherwise (tensor parallel), gradients are written by hand.
+Every rank gets the same whole batch where results are compared bit for bit: the mean of equal gradients over two or
+four ranks is exact. Where sums are split otherwise (tensor parallel), gradients are written by hand.
 """
 
 import functools
+import os
+import warnings
 
+import pytest
 import torch
-from sharded_fsdp import batch, mlp, shard
+from sharded_fsdp import batch, mine, mlp, shard
+from torch import distributed
 from torch.nn import functional as F
 
-from sparsekit_ao import GMP, SET, SNFS, DynamicSparsifier
-from sparsekit_ao.distributed import beside, is_sharded, local, whole
+from sparsekit_ao import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, SparsityError, TopKAST
+from sparsekit_ao.distributed import beside, fill, is_sharded, local, whole
+from sparsekit_ao.dynamic import inits
 from sparsekit_ao.schedules import cubic
 
 
@@ -120,7 +125,8 @@ def everything(run):
     for name, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
             found[f"{name} {key}"] = whole(value.detach()) if isinstance(value, torch.Tensor) else torch.tensor(-1.0)
-    return found, ([(g.get("nnz"), g["sparsity_level"]) for g in sparsifier.groups], sparsifier.last_update)
+    budgets = [(g.get("nnz"), g["sparsity_level"]) for g in sparsifier.groups]
+    return found, (budgets, getattr(sparsifier, "last_update", None))
 
 
 def assert_same(one, many):
@@ -133,7 +139,8 @@ def assert_same(one, many):
 
 def as_one_process(method, put=sharded, iteration=train):
     one, many = twins(method, put)
-    assert all(is_sharded(m["mask"]) and m["mask"].dtype == torch.bool for m in many[2].state.values())
+    cut = [m["mask"] for m in many[2].state.values() if is_sharded(m["mask"])]
+    assert cut and all(m.dtype == torch.bool for m in cut)
     moved = 0
     for step in range(1, 8):
         for run in (one, many):
@@ -143,6 +150,319 @@ def as_one_process(method, put=sharded, iteration=train):
             moved += sum(one[2].last_update.gone.values())
     assert moved > 10
     assert one[2].check() == many[2].check()
+
+
+def in_micro_batches(run, step):
+    """Two backward passes, of which FSDP2 reduces the last alone."""
+    model, optimizer, sparsifier = run
+    x, y = batch(step)
+    optimizer.zero_grad()
+    for part in (slice(0, 4), slice(4, 8)):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(part.start > 0)
+        F.cross_entropy(model(x[part]), y[part]).backward()
+    optimizer.step()
+    sparsifier.step()
+
+
+def taken_first(run, step):
+    """Gradients are taken before they would be clipped, kept in memory between steps, and gathered after backward."""
+    model, optimizer, sparsifier = run
+    x, y = batch(step)
+    optimizer.zero_grad(set_to_none=False)
+    if hasattr(model, "set_reshard_after_backward"):
+        model.set_reshard_after_backward(False)
+    F.cross_entropy(model(x), y).backward()
+    sparsifier.take_gradients()
+    optimizer.step()
+    sparsifier.step()
+
+
+def by_closure(run, step):
+    model, optimizer, sparsifier = run
+    x, y = batch(step)
+
+    def loss():
+        optimizer.zero_grad()
+        found = F.cross_entropy(model(x), y)
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    sparsifier.step()
+
+
+def gradients_of_one_rank_are_not_finite():
+    """The update waits on every rank, and happens in the next iteration."""
+    one, many = twins("RigL", sharded)
+    for step in (1, 2, 3):
+        for model, optimizer, sparsifier in (one, many):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if step == 2:  # one hidden element, in the first row and so on the first rank
+                hidden = (local(sparsifier.mask("0.weight")) == 0).nonzero()[0]
+                weight = model[0].parametrizations.weight.original
+                if not is_sharded(weight) or distributed.get_rank() == 0:
+                    local(weight.grad)[tuple(hidden)] = float("inf")
+            optimizer.step()
+            sparsifier.step()
+        assert_same(one, many)
+        assert [bool(run[2].last_update) for run in (one, many)] == [step == 3] * 2
+
+
+def skipped_by_a_scaler():
+    """Gradient scaling finds what is not finite on one rank, and no rank steps or updates."""
+    one, many = twins("SNFS", sharded)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    for step in (1, 2, 3):
+        for (model, optimizer, sparsifier), scaler in zip((one, many), scalers, strict=True):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            weight = model[0].parametrizations.weight.original
+            if step == 2 and (not is_sharded(weight) or distributed.get_rank() == 0):
+                local(weight.grad)[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            sparsifier.step()
+        assert_same(one, many)
+        assert scalers[0].get_scale() == scalers[1].get_scale() == (64.0 if step == 1 else 32.0)
+        assert [bool(run[2].last_update) for run in (one, many)] == [step == 3] * 2
+
+
+def each_rank_its_data():
+    one, many = twins("RigL", sharded)
+    for step in range(1, 8):
+        loss, mean = train(one, step), train(many, step, mine())
+        distributed.all_reduce(mean)
+        torch.testing.assert_close(mean / distributed.get_world_size(), loss, rtol=1e-4, atol=1e-5)
+        said = [None] * distributed.get_world_size()
+        distributed.all_gather_object(said, many[2].last_update)
+        assert all(update == said[0] for update in said)
+        if step % 2 == 0:
+            assert said[0].iteration == step and sum(said[0].gone.values()) > 0
+            kept = {name: int(whole(found["mask"]).sum()) for name, found in many[2].state.items()}
+            assert said[0].kept == kept == one[2].last_update.kept
+    assert many[2].check() == one[2].check()
+
+
+def mixed_precision():
+    """As FSDP2 over one rank has it; gradients are reduced in float32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    alone = init_device_mesh("cpu", (distributed.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
+    runs = [twins("RigL", functools.partial(sharded, mp_policy=policy, **own))[1] for own in ({}, {"mesh": alone})]
+    for step in range(1, 6):
+        for run in runs:
+            train(run, step)
+        assert_same(*runs)
+    assert runs[0][2].last_update.iteration == 4 and sum(runs[0][2].last_update.gone.values()) > 10
+
+
+def compiled():
+    """One process, compiled and sharded, open and closed: the same masks, weights to the compiler's rounding."""
+    one, many = twins("RigL", sharded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        fast = (torch.compile(many[0]), *many[1:])
+        for step in range(1, 5):
+            losses = [train(run, step) for run in (one, fast)]
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    tensors, others = everything(one)[0], everything(many)[0]
+    assert one[2].last_update == many[2].last_update
+    torch.testing.assert_close(others, tensors, rtol=1e-3, atol=1e-4)
+
+
+def on_meta(init):
+    """Masks are drawn once there is memory, as they would have been in prepare."""
+    level = {"init": init, "sparsity_level": 0.6 if init == "erk" else None}
+    plain, one = mlp(), RIGL(**level)
+    one.prepare(plain, None)
+    model, many = mlp("meta"), RIGL(**level)
+    many.prepare(model, None)
+    shard(model)
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialise"):
+        many.attach(ADAM(model.parameters()))
+    model.to_empty(device="cpu")
+    fresh = dict(mlp().named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            fill(p, fresh[name.replace("parametrizations.", "").replace(".original", "")].detach())
+    runs = [(plain, ADAM(plain.parameters()), one), (model, ADAM(model.parameters()), many)]
+    for _, optimizer, sparsifier in runs:
+        sparsifier.attach(optimizer)
+    for step in range(1, 5):
+        for run in runs:
+            train(run, step)
+        assert_same(*runs)
+
+
+def too_early_on_meta():
+    model, sparsifier = mlp("meta"), RIGL()
+    sparsifier.prepare(model, None)
+    shard(model)
+    model.to_empty(device="cpu")
+    with pytest.raises(SparsityError, match=r"\(21, 12\) was prepared on the meta device.*call sparsifier.attach"):
+        model(batch(0)[0])
+    model = mlp("meta")
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device and has no zeros to go on with"):
+        DynamicSparsifier(init="resume").prepare(model, None)
+    assert not hasattr(model[0], "parametrizations")
+
+
+def wrong_orders():
+    order = r"call prepare, then fully_shard, then make the optimizer, then sparsifier.attach\(optimizer\)"
+    none = r"0.weight: one optimizer must train it, but 0 of the 1 given do.*"
+    model = mlp()
+    optimizer = ADAM(model.parameters())
+    sparsifier = RIGL(optimizer)
+    sparsifier.prepare(model, None)
+    shard(model)
+    model(batch(0)[0]).sum().backward()
+    optimizer.step()
+    with pytest.raises(SparsityError, match=none + order):
+        sparsifier.step()
+    with pytest.raises(SparsityError, match=none + order):
+        sparsifier.attach(optimizer)
+    sparsifier.attach(ADAM(model.parameters()))
+    sparsifier.step()
+    assert sparsifier.iteration == 1
+    model = mlp()
+    optimizer = ADAM(model.parameters())
+    sparsifier = SRSTE(sparsity_level=0.5)
+    sparsifier.attach(optimizer)
+    sparsifier.prepare(model, None)
+    shard(model)
+    for call in (sparsifier.step, functools.partial(sparsifier.attach, optimizer)):
+        with pytest.raises(SparsityError, match=r"0.weight: none of the optimizers given trains it.*" + order):
+            call()
+
+
+def squashed():
+    """Zeros are written into shards; no memory moves them afterwards."""
+    one, many = twins("RigL", sharded)
+    for step in range(1, 4):
+        for run in (one, many):
+            train(run, step)
+    for model, _, sparsifier in (one, many):
+        sparsifier.squash_mask()
+        assert not any("parametrizations" in name for name in model.state_dict())
+        model(batch(0)[0]).sum().backward()
+    for (name, p), q in zip(one[0].named_parameters(), many[0].parameters(), strict=True):
+        assert torch.equal(whole(q.detach()), p), name
+        for key, value in one[1].state[p].items():
+            assert torch.equal(whole(many[1].state[q][key]), value), (name, key)
+    assert int((one[0][0].weight == 0).sum()) > 100
+
+
+def from_one_kind_to_the_other():
+    """One process has float masks on CPU, ranks have bool ones: each loads the other's, model and sparsifier."""
+    one, many = twins("RigL", sharded)
+    for run in (one, many):
+        train(run, 1)
+        train(run, 2)
+    fresh, cut = twins("RigL", sharded)
+    saved = [(run[0].state_dict(), run[2].state_dict()) for run in (one, many)]
+    for target, (weights, state) in ((cut, saved[0]), (fresh, saved[1])):
+        for key, value in weights.items():
+            own = target[0].state_dict()[key]
+            weights[key] = beside(value, own)
+        target[0].load_state_dict(weights)
+        target[2].load_state_dict(state)
+        for name, found in one[2].state.items():
+            assert torch.equal(whole(target[2].mask(name)) != 0, found["mask"] != 0)
+        assert target[2].iteration == 2
+    assert fresh[2].mask("0.weight").dtype == torch.float32 and cut[2].mask("0.weight").dtype == torch.bool
+
+
+STRAIGHT = {
+    "STE": (functools.partial(STE, scope_shape=(1, -1), sparsity_level=0.5), None, MOMENTUM),
+    "SR-STE": (functools.partial(SRSTE, sparsity_level=0.5, decay=0.1), COUPLED, ADAM),
+    "Top-KAST": (functools.partial(TopKAST, sparsity_level=0.8, backward_level=0.5), PIECES[:2], ADAM),
+    "Top-KAST, one budget": (functools.partial(TopKAST, 0.8, 0.5, scope_coupling="all"), None, MOMENTUM),
+}
+
+
+def straight_through(method, put=None, iteration=train):
+    one, many = twins(STRAIGHT[method], put or sharded)
+    before = whole(many[2].mask("0.weight")).clone()
+    for step in range(1, 6):
+        for run in (one, many):
+            iteration(run, step)
+        for kind in ("mask", "backward_mask"):
+            for g, h in zip(one[2].groups, many[2].groups, strict=True):
+                a, b = (getattr(x["module"].parametrizations.weight[0], kind) for x in (g, h))
+                assert torch.equal(whole(b), a), (g["tensor_fqn"], kind)
+                if kind == "backward_mask":
+                    assert bool(a.all()) == (not method.startswith("Top"))
+        assert_same(one, many)
+    assert not torch.equal(whole(many[2].mask("0.weight")), before)
+
+
+def resumable():
+    """A run that has taken the gradients of the update in its fourth iteration, but has not made it."""
+    model, sparsifier = mlp(), RIGL()
+    sparsifier.prepare(model, None)
+    if distributed.is_initialized():
+        shard(model)
+    optimizer = ADAM(model.parameters())
+    sparsifier.attach(optimizer)
+    return model, optimizer, sparsifier
+
+
+def stepped(run, step):
+    model, optimizer, _ = run
+    x, y = batch(step)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def state_of(run, **kwargs):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(run[0], run[1])
+    return {"model": weights, "optimizer": moments, "sparsifier": run[2].state_dict(**kwargs)}
+
+
+def save(folder):
+    from torch.distributed import checkpoint
+
+    run = resumable()
+    for step in (1, 2, 3):
+        train(run, step)
+    stepped(run, 4)
+    checkpoint.save(state_of(run), checkpoint_id=f"{folder}/dynamic")
+    run[2].step()
+    for step in range(5, 8):
+        train(run, step)
+    found = everything(run)
+    if distributed.get_rank() == 0:
+        torch.save(found[0], f"{folder}/dynamic.pt")
+
+
+def load(folder):
+    """Makes the update that is due, and goes on as the run that saved did."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    run = resumable()
+    stepped(run, 9)  # the optimizer has its state
+    state = state_of(run, with_gradients=True)
+    checkpoint.load(state, checkpoint_id=f"{folder}/dynamic")
+    set_state_dict(run[0], run[1], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    run[2].load_state_dict(state["sparsifier"])
+    assert run[2].iteration == 3
+    run[2].step()
+    assert run[2].last_update.iteration == 4
+    for step in range(5, 8):
+        train(run, step)
+    want, found = torch.load(f"{folder}/dynamic.pt"), everything(run)[0]
+    assert list(want) == list(found)
+    assert not [n for n in want if not torch.equal(want[n], found[n])]
 
 
 def parallel(mesh, model, sparsifier, config):
@@ -172,6 +492,31 @@ def parallel_forward(mesh):
 def cases_of_two():
     for method in METHODS:
         yield f"dynamic {method}", functools.partial(as_one_process, method)
+    for iteration in (in_micro_batches, taken_first, by_closure):
+        yield f"dynamic {iteration.__name__}", functools.partial(as_one_process, "RigL", iteration=iteration)
+    for method in STRAIGHT:
+        yield f"dynamic {method}", functools.partial(straight_through, method)
+    for init in ("erk", lottery()):
+        yield f"dynamic meta {init if isinstance(init, str) else init.name}", functools.partial(on_meta, init)
+    for case in (
+        gradients_of_one_rank_are_not_finite,
+        skipped_by_a_scaler,
+        each_rank_its_data,
+        mixed_precision,
+        compiled,
+        too_early_on_meta,
+        wrong_orders,
+        squashed,
+        from_one_kind_to_the_other,
+    ):
+        yield f"dynamic {case.__name__}", case
+    yield "dynamic save", functools.partial(save, os.environ["SPARSEKIT_TEST_FOLDER"])
+
+
+def lottery():
+    source = torch.Generator().manual_seed(0)
+    shapes = {f"{k}.weight": layer.weight.shape for k, layer in enumerate(mlp()) if hasattr(layer, "weight")}
+    return inits.lottery_ticket({name: torch.rand(shape, generator=source) > 0.7 for name, shape in shapes.items()})
 
 
 def cases_of_four():
@@ -179,12 +524,13 @@ def cases_of_four():
 
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for method in METHODS:
+    for method in ("RigL", "SNFS", "pieces", "coupled"):
         yield f"dynamic {method}", functools.partial(as_one_process, method)  # of five rows one rank has none
-    for method in ("pieces", "coupled", "global", "SNFS"):
-        for name, mesh in (("line", line), ("square", square)):
-            put = functools.partial(parallel, mesh)
-            yield f"dynamic {name} {method}", functools.partial(as_one_process, method, put, feed)
     for name, mesh in (("line", line), ("square", square)):
+        put = functools.partial(parallel, mesh)
+        for method in ("pieces", "coupled", "SNFS"):
+            yield f"dynamic {name} {method}", functools.partial(as_one_process, method, put, feed)
+        yield f"dynamic {name} Top-KAST", functools.partial(straight_through, "Top-KAST", put, feed)
         yield f"dynamic forward {name}", functools.partial(parallel_forward, mesh)
     yield "dynamic HSDP", functools.partial(as_one_process, "SNFS", functools.partial(sharded, mesh=square))
+    yield "dynamic load", functools.partial(load, os.environ["SPARSEKIT_TEST_FOLDER"])

@@ -1,11 +1,9 @@
 """What is refused: targets out of reach, arguments without effect, answers of rules that are no answers."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
-from growing import OPTIMIZERS, loss_of, mlp, prepared, train
+from growing import loss_of, mlp, prepared, train
 from torch import nn
 
 from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, Static, densities, schedules
