@@ -1,12 +1,13 @@
 """Over 2, 3 and 4 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn a number of ranks.
 
-The cases stand in `sharded_selection`, `sharded_fsdp` and `sharded_training`.
+The cases stand in `sharded_selection`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
 """
 
 import sys
 import warnings
 
 import pytest
+import sharded_dynamic
 import sharded_fsdp
 import sharded_selection
 import sharded_training
@@ -20,6 +21,7 @@ def cases_of_two():
     yield from sharded_selection.cases()
     yield from sharded_fsdp.cases()
     yield from sharded_training.cases_of_two()
+    yield from sharded_dynamic.cases_of_two()
 
 
 def cases_of_three():
@@ -29,6 +31,7 @@ def cases_of_three():
 def cases_of_four():
     yield from sharded_selection.cases()
     yield from sharded_training.cases_of_four()
+    yield from sharded_dynamic.cases_of_four()
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +66,8 @@ def test_every_case(world, cases, folder):
     assert len(found) >= 96
 
 
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("how", ["save", "async_save", "dynamic"])
 def test_one_process_loads_what_two_ranks_saved(how, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that it loads in a single process
-        sharded_training.load(folder, how)
+        sharded_dynamic.load(folder) if how == "dynamic" else sharded_training.load(folder, how)
