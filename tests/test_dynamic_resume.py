@@ -177,3 +177,19 @@ def test_new_values_of_another_shape_are_refused(values):
     with pytest.raises(SparsityError, match="0.weight: new_values must return a tensor of the weight's shape"):
         sparsifier.step()
     assert sparsifier.iteration == 1
+
+
+def test_room_for_gradients_that_were_not_taken_does_not_count():
+    runs = [in_the_middle(), in_the_middle()]
+    runs[0][2].step()
+    state = runs[0][2].state_dict(with_gradients=True)
+    assert all(not bool(g.any()) for g in state["dynamic"]["gradients"].values())
+    assert list(state["dynamic"]["gradients"]) == [g["tensor_fqn"] for g in runs[0][2].groups]
+    other = in_the_middle()[2]
+    other.load_state_dict(state)
+    assert other.state_dict()["dynamic"]["gradients"] == {}
+    state = runs[1][2].state_dict(with_gradients=True)["dynamic"]
+    assert all(
+        torch.equal(g, state["gradients"][n]) for n, g in runs[1][2].state_dict()["dynamic"]["gradients"].items()
+    )
+    assert state["taken"] == list(state["gradients"])

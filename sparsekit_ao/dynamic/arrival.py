@@ -18,7 +18,7 @@ from .settings import Settings
 from .start import component_masks
 from .trained import check_optimizers, original
 
-__all__ = ["meet", "refuse_meta"]
+__all__ = ["mark_drawn", "meet", "refuse_meta"]
 
 
 def meet(
@@ -54,6 +54,13 @@ def meet(
             find_dynamic(g["module"], g["tensor_name"]).draw(masks[g["tensor_fqn"]])
     zero_dropped(waiting)
     forget_dropped(waiting, optimizers)
+
+
+def mark_drawn(groups: Sequence[TensorGroup]) -> None:
+    """Masks that were loaded need no drawing, if they had the memory to be loaded into."""
+    for group in groups:
+        found = find_dynamic(group["module"], group["tensor_name"])
+        found.is_drawn |= not found.mask.is_meta
 
 
 def refuse_meta(groups: Sequence[TensorGroup], advice: str) -> None:

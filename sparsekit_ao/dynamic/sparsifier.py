@@ -16,16 +16,16 @@ from ..config import TensorGroup
 from ..distributed import has_ranks
 from ..errors import SparsityError
 from ..sparsifier import ScopeSparsifier
-from .arrival import meet, refuse_meta
+from .arrival import mark_drawn, meet, refuse_meta
 from .budgets import overall_level, refuse_two
 from .gradients import GradientTap
-from .masking import DynamicMask, find_dynamic, starting_mask
+from .masking import DynamicMask, starting_mask
 from .movement import Movement, forget_dropped, settle, zero_dropped
 from .optimizer_state import leaves_zeros
 from .progress import checked_progress, progress_of, warn_of_missed
 from .settings import NewValues, make_settings
 from .start import refuse_means, refuse_parametrized, start_masks
-from .trained import check_optimizers, original, plain_optimizer
+from .trained import check_optimizers, original, plain_optimizer, plain_optimizers
 from .turnover import turn_over
 
 __all__ = ["DynamicSparsifier"]
@@ -131,10 +131,7 @@ class DynamicSparsifier(ScopeSparsifier):
         Over ranks: after `fully_shard`, with the optimizer made since. Masks are cut like their weights then, and drawn
         where `prepare` found no memory (meta device).
         """
-        given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        if not given:
-            raise SparsityError("attach: no optimizer given")
-        optimizers = [plain_optimizer(o) for o in given]
+        optimizers = plain_optimizers(optimizer)
         is_prepared = self._phase == "prepared"
         if is_prepared:
             self._need_prepared("attach")
@@ -237,9 +234,7 @@ class DynamicSparsifier(ScopeSparsifier):
         self.iteration, self._pending = saved["iteration"], saved["pending"]
         self._level_given = {**self._level_given, **saved["level_given"]}
         self._tap.restore(saved["gradients"], saved["stepped"])
-        for group in self.groups:
-            mask = find_dynamic(group["module"], group["tensor_name"])
-            mask.is_drawn |= group["tensor_fqn"] in state_dict["state"] and not mask.mask.is_meta
+        mark_drawn([g for g in self.groups if g["tensor_fqn"] in state_dict["state"]])
         self._set_gates()
 
     def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
@@ -287,10 +282,8 @@ class DynamicSparsifier(ScopeSparsifier):
         if self._pending:
             momenta = self._tap.momenta() if s.needs_momentum else {}
             if self._tap.is_ready(s.needs_gradient, momenta):
-                components, given = self._planned(self.groups).components, self._level_given
-                done = turn_over(components, self.groups, s, self._tap, momenta, given, self.iteration)
-                self.last_update, levels = done
-                self._level_given.update(levels)
+                plan, given = self._planned(self.groups), self._level_given
+                self.last_update = turn_over(plan, self.groups, s, self._tap, momenta, given, self.iteration)
                 self._pending = False
 
     def _progress(self, room: bool = False) -> dict[str, Any]:

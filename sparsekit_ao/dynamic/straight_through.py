@@ -21,7 +21,7 @@ from ..plan import Component
 from ..sparsifier import ScopeSparsifier
 from .decay import DecayTap
 from .masking import DynamicMask, find_dynamic
-from .trained import plain_optimizer, refuse_replaced
+from .trained import plain_optimizers, refuse_replaced
 
 __all__ = ["StraightThrough"]
 
@@ -65,12 +65,10 @@ class StraightThrough(ScopeSparsifier):
 
         Over ranks: after `fully_shard`, with the optimizer made since.
         """
-        given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        if not given:
-            raise SparsityError("attach: no optimizer given")
+        given = plain_optimizers(optimizer)
         if self.decay and self._phase == "prepared":
             self._need_prepared("attach")
-            refuse_replaced([plain_optimizer(o) for o in given], self.groups)
+            refuse_replaced(given, self.groups)
             for group in self.groups:
                 self._live_mask(group)
         self._tap.attach(given if self.decay else [])

@@ -21,6 +21,7 @@ __all__ = [
     "original",
     "placed_gradient",
     "plain_optimizer",
+    "plain_optimizers",
     "refuse_replaced",
     "trained_by",
     "training",
@@ -64,6 +65,14 @@ def plain_optimizer(optimizer: object) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise SparsityError(f"optimizer must be a torch optimizer or several, got {type(optimizer).__name__}")
     return optimizer
+
+
+def plain_optimizers(given: object) -> list[Optimizer]:
+    """One optimizer, or a sequence of them, out of their wrappers."""
+    found = [plain_optimizer(o) for o in (given if isinstance(given, Sequence) else [given])]
+    if not found:
+        raise SparsityError("attach: no optimizer given")
+    return found
 
 
 def trained_by(optimizer: Optimizer, groups: Sequence[TensorGroup]) -> list[TensorGroup]:

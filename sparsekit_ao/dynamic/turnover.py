@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..config import TensorGroup
-from ..plan import Component
+from ..plan import Plan
 from .budgets import set_budget
 from .choice import choose
 from .gradients import GradientTap
@@ -20,32 +20,29 @@ __all__ = ["turn_over"]
 
 
 def turn_over(
-    components: Sequence[Component],
+    plan: Plan,
     groups: Sequence[TensorGroup],
     settings: Settings,
     tap: GradientTap,
     momenta: Mapping[str, Tensor | None],
-    level_given: Mapping[str, float],
+    level_given: dict[str, float],
     iteration: int,
-) -> tuple[Movement, dict[str, float]]:
+) -> Movement:
     """Move masks, weights and optimizer state; if a rule raises, nothing has changed.
 
     Args:
-        components: of the plan of these groups.
+        plan: of these groups.
         groups: of a prepared model; those that share a budget get their new one written.
         settings: by which rules.
         tap: the gradients taken, and the optimizers.
         momenta: by tensor_fqn, where a rule looks at them.
-        level_given: see `ScopeSparsifier`.
+        level_given: see `ScopeSparsifier`; the levels of new budgets are written here too.
         iteration: now.
-
-    Returns:
-        What moved, and {tensor_fqn: level} of the budgets written.
     """
     is_growth_free = settings.grow is None and settings.target is not None
     fraction = 0.0 if is_growth_free else value_at(settings.update_fraction, iteration, "update_fraction")
     values = {"gradients": tap.gradients, "momenta": momenta}
-    parts = gather(components, groups, values, level_given, iteration, settings.seed)
+    parts = gather(plan.components, groups, values, level_given, iteration, settings.seed)
     chosen, held = choose(parts, settings, groups, iteration, fraction)
     new: dict[int, Tensor] = {}
     for part, kept in zip(parts, chosen, strict=True):
@@ -53,8 +50,7 @@ def turn_over(
         new.update({at: masks[spec] for spec, at in part.slots.component.leaves})
     moved = [new[at] for at in range(len(groups))]
     done = move(groups, moved, settings, tap.optimizers, tap.gradients, iteration, fraction)
-    levels: dict[str, float] = {}
     for part, count in zip(parts, held, strict=True):
         if part.is_open:
-            levels.update(set_budget(part.slots.component, groups, int(count[0])))
-    return done, levels
+            level_given.update(set_budget(part.slots.component, groups, int(count[0])))
+    return done

@@ -1,0 +1,91 @@
+"""Masks of a model on the meta device: budgets in `prepare`, places once there is memory."""
+
+import pickle
+
+import pytest
+import torch
+from growing import OPTIMIZERS, batch, mlp, prepared, train
+
+from sparsekit_ao import DynamicSparsifier, SparsityError, Static, TopKAST
+
+
+def on_meta(kind=DynamicSparsifier, **arguments):
+    with torch.device("meta"):
+        model = mlp()
+    sparsifier = kind(None, **{"sparsity_level": 0.75, "update_every": 2, **arguments})
+    sparsifier.prepare(model, None)
+    return model, sparsifier
+
+
+def initialise(model):
+    model.to_empty(device="cpu")
+    given = dict(mlp().named_parameters())
+    with torch.no_grad():
+        for name, own in model.named_parameters():
+            own.copy_(given[name.replace("parametrizations.", "").replace(".original", "")])
+
+
+def masks(sparsifier):
+    return {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) != 0 for g in sparsifier.groups}
+
+
+def assert_same_masks(one, other):
+    assert all(torch.equal(m, masks(other)[n]) for n, m in masks(one).items())
+
+
+def test_masks_are_drawn_when_the_optimizer_is_attached():
+    plain, optimizer, one = prepared("adam")
+    model, sparsifier = on_meta()
+    assert [g["nnz"] for g in sparsifier.groups] == [g["nnz"] for g in one.groups]
+    initialise(model)
+    own = OPTIMIZERS["adam"](model.parameters())
+    sparsifier.attach(own)
+    assert_same_masks(one, sparsifier)
+    train(plain, optimizer, one, range(1, 5))
+    train(model, own, sparsifier, range(1, 5))
+    assert one.last_update == sparsifier.last_update and one.last_update.iteration == 4
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_without_an_optimizer_they_are_drawn_in_the_first_step():
+    model, sparsifier = on_meta(Static, update_every=None)
+    initialise(model)
+    sparsifier.step()
+    assert_same_masks(prepared("adam", kind=Static, update_every=None)[2], sparsifier)
+
+
+@pytest.mark.parametrize("by", ["model", "sparsifier"])
+def test_loaded_masks_are_not_drawn_over(by):
+    plain, _, one = prepared("adam", seed=7)
+    model, sparsifier = on_meta()
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict()) if by == "model" else sparsifier.load_state_dict(one.state_dict())
+    sparsifier.attach(OPTIMIZERS["adam"](model.parameters()))
+    assert_same_masks(one, sparsifier)
+
+
+def test_what_comes_too_early_is_refused():
+    model, sparsifier = on_meta()
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialise"):
+        sparsifier.attach(OPTIMIZERS["adam"](model.parameters()))
+    model.to_empty(device="cpu")
+    with pytest.raises(SparsityError, match=r"weight \(16, 12\) was prepared on the meta.*call sparsifier.attach"):
+        model(batch(1)[0])
+    again = pickle.loads(pickle.dumps(prepared("adam")[2]))
+    with torch.device("meta"):
+        other = mlp()
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Unpickled masks have no place there"):
+        again.prepare(other)
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device and has no zeros to go on with"):
+        DynamicSparsifier(init="resume").prepare(other)
+
+
+def test_a_backward_mask_reaches_everything_until_it_is_chosen():
+    with torch.device("meta"):
+        model = mlp()
+    sparsifier = TopKAST(0.75, 0.5)
+    sparsifier.prepare(model, None)
+    initialise(model)
+    model(batch(1)[0]).sum().backward()
+    mask = model[0].parametrizations.weight[0]
+    assert bool(mask.mask.all()) and bool(mask.backward_mask.all()) and not bool(mask.opened)
