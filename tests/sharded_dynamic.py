@@ -7,6 +7,7 @@ four ranks is exact. Where sums are split otherwise (tensor parallel), gradients
 import functools
 import os
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sharded_fsdp import batch, mine, mlp, shard
 from torch import distributed
 from torch.nn import functional as F
 
-from sparsekit_ao import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, SparsityError, TopKAST
+from sparsekit_ao import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, SparsityError, TopKAST, dynamic
 from sparsekit_ao.distributed import beside, fill, is_sharded, local, whole
 from sparsekit_ao.dynamic import inits
 from sparsekit_ao.schedules import cubic
@@ -341,6 +342,34 @@ def wrong_orders():
             call()
 
 
+def one_component_at_a_time():
+    """While an update looks at a tensor, nothing is whole of any other: neither it nor rows made of it."""
+    alive = []
+
+    def seen(tensor, elements):
+        alive[:] = [(ref, n) for ref, n in alive if ref() is not None]
+        assert {n for _, n in alive} <= {elements}, (alive, elements)
+        alive.append((weakref.ref(tensor), elements))
+        return tensor
+
+    def watched(t):
+        return seen(whole(t), t.numel()) if is_sharded(t) else t
+
+    def watched_rows(slots, masks):
+        found = rows_of_masks(slots, masks)
+        return seen(found, found.numel())
+
+    rows_of_masks = dynamic.slots.Slots.rows_of_masks
+    _, many = twins((functools.partial(RIGL, redistribute="gradient"), None, ADAM), sharded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic.slots, "whole", watched)
+        patch.setattr(dynamic.parts, "whole", watched)
+        patch.setattr(dynamic.slots.Slots, "rows_of_masks", watched_rows)
+        for step in range(1, 5):
+            train(many, step)
+    assert many[2].last_update.iteration == 4 and alive and all(ref() is None for ref, _ in alive)
+
+
 def squashed():
     """Zeros are written into shards; no memory moves them afterwards."""
     one, many = twins("RigL", sharded)
@@ -506,6 +535,7 @@ def cases_of_two():
         compiled,
         too_early_on_meta,
         wrong_orders,
+        one_component_at_a_time,
         squashed,
         from_one_kind_to_the_other,
     ):

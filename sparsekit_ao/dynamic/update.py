@@ -160,12 +160,13 @@ def exchange(
 
 def grow(parts: Sequence[Part], kept: Sequence[Kept], budgets: Sequence[Tensor], rule: Rule) -> list[Kept]:
     """What each part holds then: what it kept, and its highest inactive slots up to its budget."""
-    out = []
-    for part, found, budget in zip(parts, kept, budgets, strict=True):
-        stay, missing = part.rows(found), budget.to(found.count.device) - found.count
-        born = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
-        out.append(part.keep(stay | born))
-    return out
+    return [_grow_one(p, k, b, rule) for p, k, b in zip(parts, kept, budgets, strict=True)]
+
+
+def _grow_one(part: Part, kept: Kept, budget: Tensor, rule: Rule) -> Kept:
+    stay, missing = part.rows(kept), budget.to(kept.count.device) - kept.count
+    born = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
+    return part.keep(stay | born)
 
 
 def _scores(rule: Rule, slots: Slots) -> Tensor:
