@@ -105,17 +105,30 @@ def train(run, step, rows=slice(None)):
 
 
 def feed(run, step):
-    """An iteration whose gradients are written by hand, as dense as masks are open."""
+    """An iteration whose gradients are written by hand, as dense as masks are open.
+
+    Open ones lie on the ranks otherwise than their weights: a sum over the mesh is left to be made.
+    """
     model, optimizer, sparsifier = run
     live = {f"{g['module_fqn']}.parametrizations.weight.original": g for g in sparsifier.groups}
     for k, (name, p) in enumerate(model.named_parameters()):
         grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + k))
         group = live.get(name)
-        if group is not None and not group["module"].parametrizations.weight[0].is_open:
+        if group is not None and not getattr(group["module"].parametrizations.weight[0], "is_open", True):
             grad *= whole(sparsifier.mask(group["tensor_fqn"])) != 0
-        p.grad = beside(grad, p)
+            group = None
+        p.grad = beside(grad, p) if group is None else unsummed(grad, p)
     optimizer.step()
     sparsifier.step()
+
+
+def unsummed(t, p):
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not is_sharded(p):
+        return t
+    at = [Partial()] * p.device_mesh.ndim
+    return DTensor.from_local(t / p.device_mesh.size(), p.device_mesh, at, run_check=False)
 
 
 def everything(run):
@@ -397,8 +410,8 @@ def from_one_kind_to_the_other():
     saved = [(run[0].state_dict(), run[2].state_dict()) for run in (one, many)]
     for target, (weights, state) in ((cut, saved[0]), (fresh, saved[1])):
         for key, value in weights.items():
-            own = target[0].state_dict()[key]
-            weights[key] = beside(value, own)
+            if not key.endswith("mask"):  # those find their way by themselves
+                weights[key] = beside(value, target[0].state_dict()[key])
         target[0].load_state_dict(weights)
         target[2].load_state_dict(state)
         for name, found in one[2].state.items():

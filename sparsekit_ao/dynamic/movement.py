@@ -62,19 +62,24 @@ def move(
     for group, new, value, second in zip(groups, masks, values, moments, strict=True):
         weight, fqn, mask = original(group), group["tensor_fqn"], _mask(group)
         old = mask != 0
-        born, gone = new & ~old, old & ~new
+        born, changed = new & ~old, new ^ old
         held = local(weight)
-        held.masked_fill_(local(born | gone), 0)
+        held.masked_fill_(local(changed), 0)
         if value is not None:
             held.copy_(torch.where(local(born), local(value), held))
-        reset_state(optimizers, weight, born | gone)
+        reset_state(optimizers, weight, changed)
         if second:
             start_second_moments(second, born, gradients[fqn])
         fill(mask, new)
-        counts[fqn] = total(torch.stack([local(t).sum() for t in (born, gone, new)]), weight)
+        counts[fqn] = total(torch.stack([local(t).sum() for t in (born, changed, new)]), weight)
     found = {fqn: c.tolist() for fqn, c in counts.items()}
-    born_counts, gone_counts, kept = ({fqn: c[k] for fqn, c in found.items()} for k in range(3))
-    return Movement(iteration=iteration, fraction=fraction, born=born_counts, gone=gone_counts, kept=kept)
+    return Movement(
+        iteration=iteration,
+        fraction=fraction,
+        born={fqn: came for fqn, (came, _, _) in found.items()},
+        gone={fqn: moved - came for fqn, (came, moved, _) in found.items()},
+        kept={fqn: kept for fqn, (_, _, kept) in found.items()},
+    )
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:

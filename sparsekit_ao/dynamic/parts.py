@@ -6,6 +6,7 @@ only while a rule looks at them, and what was chosen is cut before the next comp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -23,17 +24,25 @@ __all__ = ["Kept", "Part", "gather"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kept:
-    """Which slots of a part stay.
+    """Which slots of a part stay: bool rows, or where tensors are cut over ranks masks cut like them.
 
     Attributes:
-        count: int64 [scopes].
-        rows: bool rows; None where tensors are cut over ranks.
-        masks: {block: bool mask, cut like its weight}; empty where they are not.
+        rows: bool rows.
+        masks: {block: bool mask}, where there are no rows.
+        counted: int64 [scopes], where there are no rows.
     """
 
-    count: Tensor
     rows: Tensor | None = None
     masks: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
+    counted: Tensor | None = None
+
+    @cached_property
+    def count(self) -> Tensor:
+        """How many stay; int64 [scopes]."""
+        if self.rows is not None:
+            return self.rows.sum(1)
+        assert self.counted is not None
+        return self.counted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,10 +77,10 @@ class Part:
     def keep(self, rows: Tensor) -> Kept:
         """Put rows away, and let go of everything that was made whole for them."""
         if not self.cut:
-            return Kept(count=rows.sum(1), rows=rows)
+            return Kept(rows=rows)
         masks = self._written(rows)
         self.forget()
-        return Kept(count=rows.sum(1), masks={spec: beside(m, self.cut[spec]) for spec, m in masks.items()})
+        return Kept(counted=rows.sum(1), masks={spec: beside(m, self.cut[spec]) for spec, m in masks.items()})
 
     def forget(self) -> None:
         """Let go of what was made whole, if anything was."""
