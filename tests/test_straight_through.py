@@ -17,8 +17,8 @@ from sparsekit_ao import SRSTE, STE, ScopeSparsifier, SparsityError, StraightThr
 TWO_OF_FOUR = {"scope_shape": (1, 4), "nnz": 2}
 
 
-def prepared(kind=STE, **arguments):
-    model = mlp()
+def prepared(kind=STE, device="cpu", **arguments):
+    model = mlp().to(device)
     sparsifier = kind(**arguments)
     sparsifier.prepare(model, None)
     sparsifier.step()
@@ -101,14 +101,28 @@ def test_top_kast_lets_a_larger_top_learn():
     torch.testing.assert_close(original(model).grad, torch.where(reach, want, 0), rtol=0, atol=1e-6)
 
 
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")])
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("structure", [{}, {"scope_shape": (1, 4)}, {"block_shape": (4, 4)}, {"scope_coupling": "all"}])
-def test_top_kast_on_structures(structure):
-    model, sparsifier = prepared(TopKAST, sparsity_level=0.75, backward_level=0.5, **structure)
+def test_top_kast_on_structures(structure, device):
+    model, sparsifier = prepared(TopKAST, device=device, sparsity_level=0.75, backward_level=0.5, **structure)
     for at in (0, 2, 4):
         found = model[at].parametrizations.weight[0]
         assert not (found.mask & ~found.backward_mask).any()
     reached = sum(int(model[at].parametrizations.weight[0].backward_mask.sum()) for at in (0, 2, 4))
     assert reached == (12 * 16 + 256 + 128) // 2 and sparsifier.check() >= 1
+
+
+def test_the_backward_level_may_be_scheduled():
+    model, sparsifier = prepared(sparsity_level=0.75)
+    for level, reached in ((0.5, 96), (0.0, 192)):
+        sparsifier.backward_level = level
+        sparsifier.step()
+        model.zero_grad()
+        loss_of(model, 1).backward()
+        assert int((original(model).grad != 0).sum()) == reached
 
 
 def test_dropped_weights_come_back():

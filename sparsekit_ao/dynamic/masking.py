@@ -21,9 +21,9 @@ __all__ = ["DynamicMask", "find_dynamic", "starting_mask"]
 class DynamicMask(WeightMask):
     """A masked weight whose gradient can reach further than its forward mask.
 
-    Closed, it is a `WeightMask`. Open, gradients reach every element. With a `backward_mask` they reach that set
-    always. The flag is a tensor too, so a compiled graph serves both states; eager code reads the Python one, which
-    costs no wait for a device.
+    Closed, it is a `WeightMask`, or with a `backward_mask` gradients reach that set. Open, they reach every element.
+    The flag is a tensor too, so a compiled graph serves both states; eager code reads the Python one, which costs no
+    wait for a device.
 
     Args:
         mask: of the weight's shape; the forward mask, only ever filled in place.
@@ -63,7 +63,7 @@ class DynamicMask(WeightMask):
         mask = beside(self.mask, x)
         if not torch.is_grad_enabled():
             return select(x, mask)
-        reach = None if self.backward_mask is None else beside(self.backward_mask, x)
+        reach = None if self.backward_mask is None or self.is_open else beside(self.backward_mask, x)
         if torch.compiler.is_compiling():
             return _fused(x, mask != 0, self.opened if reach is None else reach)
         return select(x, mask) if reach is None and not self.is_open else _TwoSided.apply(x, mask, reach)

@@ -71,7 +71,7 @@ def move(
         if second:
             start_second_moments(second, born, gradients[fqn])
         fill(mask, new)
-        counts[fqn] = total(torch.stack([local(t).sum() for t in (born, changed, new)]), weight)
+        counts[fqn] = total(torch.stack([local(t).count_nonzero() for t in (born, changed, new)]), weight)
     found = {fqn: c.tolist() for fqn, c in counts.items()}
     return Movement(
         iteration=iteration,

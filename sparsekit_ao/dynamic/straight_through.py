@@ -117,10 +117,14 @@ class StraightThrough(ScopeSparsifier):
 
     def _install(self, group: TensorGroup) -> None:
         mask = DynamicMask(self._new_mask(group), reach=True)
+        mask.set_open(not self.backward_level)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 
     def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
         super()._choose(components, groups)
+        for component in components:
+            for _, at in component.leaves:  # where all is reached nobody needs to gather the backward mask
+                find_dynamic(groups[at]["module"], groups[at]["tensor_name"]).set_open(not self.backward_level)
         if self.backward_level:
             self._fill(components, groups, _reach, lambda c: c.scope.sparsity_to_nnz(self.backward_level))
 
