@@ -355,6 +355,25 @@ def wrong_orders():
             call()
 
 
+def gathered_from_outside():
+    """What a module around the prepared model leaves gathered is not what optimizers hold: nothing is done with it."""
+    from torch.distributed.fsdp import fully_shard
+
+    inner, sparsifier = mlp(), RIGL()
+    outer = torch.nn.Sequential(inner)
+    sparsifier.prepare(inner, None)
+    fully_shard(outer)
+    sparsifier.attach(ADAM(outer.parameters()))
+    with torch.no_grad():
+        outer(batch(0)[0])
+    for call in (sparsifier.step, lambda: sparsifier.attach(ADAM(outer.parameters()))):
+        with pytest.raises(SparsityError, match=r"0.weight: its parameter is gathered.*reshard"):
+            call()
+    outer.reshard()
+    sparsifier.step()
+    assert sparsifier.iteration == 1
+
+
 def one_component_at_a_time():
     """While an update looks at a tensor, nothing is whole of any other: neither it nor rows made of it."""
     alive = []
@@ -548,6 +567,7 @@ def cases_of_two():
         compiled,
         too_early_on_meta,
         wrong_orders,
+        gathered_from_outside,
         one_component_at_a_time,
         squashed,
         from_one_kind_to_the_other,
@@ -575,5 +595,7 @@ def cases_of_four():
             yield f"dynamic {name} {method}", functools.partial(as_one_process, method, put, feed)
         yield f"dynamic {name} Top-KAST", functools.partial(straight_through, "Top-KAST", put, feed)
         yield f"dynamic forward {name}", functools.partial(parallel_forward, mesh)
+    ticket = functools.partial(RIGL, sparsity_level=None, init=lottery()), None, ADAM
+    yield "dynamic line lottery", functools.partial(as_one_process, ticket, functools.partial(parallel, line), feed)
     yield "dynamic HSDP", functools.partial(as_one_process, "SNFS", functools.partial(sharded, mesh=square))
     yield "dynamic load", functools.partial(load, os.environ["SPARSEKIT_TEST_FOLDER"])
