@@ -151,8 +151,8 @@ def assert_same(one, many):
     assert numbers == other_numbers
 
 
-def as_one_process(method, put=sharded, iteration=train):
-    one, many = twins(method, put)
+def as_one_process(method, put=sharded, iteration=train, **kwargs):
+    one, many = twins(method, put, **kwargs)
     cut = [m["mask"] for m in many[2].state.values() if is_sharded(m["mask"])]
     assert cut and all(m.dtype == torch.bool for m in cut)
     moved = 0
@@ -164,6 +164,12 @@ def as_one_process(method, put=sharded, iteration=train):
             moved += sum(one[2].last_update.gone.values())
     assert moved > 10
     assert one[2].check() == many[2].check()
+
+
+def by_columns(model, sparsifier, config):
+    from torch.distributed.tensor import Shard
+
+    sharded(model, sparsifier, config, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0))
 
 
 def in_micro_batches(run, step):
@@ -555,6 +561,7 @@ def cases_of_two():
         yield f"dynamic {method}", functools.partial(as_one_process, method)
     for iteration in (in_micro_batches, taken_first, by_closure):
         yield f"dynamic {iteration.__name__}", functools.partial(as_one_process, "RigL", iteration=iteration)
+    yield "dynamic by columns", functools.partial(as_one_process, "RigL", by_columns, width=22)
     for method in STRAIGHT:
         yield f"dynamic {method}", functools.partial(straight_through, method)
     for init in ("erk", lottery()):
