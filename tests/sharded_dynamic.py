@@ -156,7 +156,7 @@ def as_one_process(method, put=sharded, iteration=train, **kwargs):
     cut = [m["mask"] for m in many[2].state.values() if is_sharded(m["mask"])]
     assert cut and all(m.dtype == torch.bool for m in cut)
     moved = 0
-    for step in range(1, 8):
+    for step in range(1, 7):
         for run in (one, many):
             iteration(run, step)
         assert_same(one, many)
@@ -594,14 +594,14 @@ def cases_of_four():
 
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for method in ("RigL", "SNFS", "pieces", "coupled"):
+    for method in ("SNFS", "pieces"):
         yield f"dynamic {method}", functools.partial(as_one_process, method)  # of five rows one rank has none
     for name, mesh in (("line", line), ("square", square)):
         put = functools.partial(parallel, mesh)
-        for method in ("pieces", "coupled", "SNFS"):
+        for method in ("pieces" if mesh is line else "SNFS", "coupled"):
             yield f"dynamic {name} {method}", functools.partial(as_one_process, method, put, feed)
-        yield f"dynamic {name} Top-KAST", functools.partial(straight_through, "Top-KAST", put, feed)
-        yield f"dynamic forward {name}", functools.partial(parallel_forward, mesh)
+    yield "dynamic square Top-KAST", functools.partial(straight_through, "Top-KAST", put, feed)
+    yield "dynamic forward square", functools.partial(parallel_forward, square)
     ticket = functools.partial(RIGL, sparsity_level=None, init=lottery()), None, ADAM
     yield "dynamic line lottery", functools.partial(as_one_process, ticket, functools.partial(parallel, line), feed)
     yield "dynamic HSDP", functools.partial(as_one_process, "SNFS", functools.partial(sharded, mesh=square))
