@@ -76,5 +76,5 @@ def whole(tile, sizes):
 
 def as_scopes(values, mask, block, scope):
     block = whole(block, values.shape)
-    grid = [s // b for s, b in zip(values.shape, block, strict=True)]
+    grid = [-(-s // b) for s, b in zip(values.shape, block, strict=True)]
     return Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=whole(scope, grid))

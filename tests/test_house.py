@@ -86,7 +86,7 @@ INSIDE = {
         "launch",
         "threshold",
     ],
-    "kernels/jit": ["window", "loops", "wide", "launch"],
+    "kernels/jit": ["window", "edges", "folding", "loops", "wide", "launch"],
     "spec": ["axes", "view", "threshold", "in_place", "block", "budget", "sparse_scope", "scope", "coupling"],
     "groups": ["names", "values", "bound", "group", "discovery", "ready"],
     "groups/ready": ["layouts", "transformer", "resnet", "for_model"],

@@ -42,6 +42,8 @@ def way(request, monkeypatch):
     for name, value in WAYS[request.param].items():
         monkeypatch.setattr(launch, name, value)
     monkeypatch.setattr(threads, "PIECE", 64)  # several pieces even of a small tensor
+    monkeypatch.setattr(launch, "STRETCH", 1)
+    monkeypatch.setattr(launch, "SCATTERED", launch.ELEMENTS)
     if request.param == "digits":
         monkeypatch.setattr(wide, "_by_sample", lambda *_: False)
     return request.param
@@ -92,6 +94,12 @@ STRUCTURES = [  # block, scope, share that is kept
     ((4, 8), (-1, -1), 0.25),
     ((8, 4), (1, -1), 0.5),
     ((2, 16), (1, 1), 1.0),
+    ((8, 8), (1, 2), 0.5),
+    ((16, 24), (-1, -1), 0.5),
+    ((1, 5), (-1, -1), 0.5),  # the last block of a row has three elements,
+    ((5, 9), (1, -1), 0.5),  # here two rows of three
+    ((1, 1), (1, 5), 0.4),  # the last scope of a row has three blocks,
+    ((3, 7), (2, 3), 0.5),  # here one whole block and one of two rows and six columns
 ]
 
 
@@ -160,7 +168,7 @@ def test_a_window_leaves_the_rest_of_the_mask_alone(way):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", [False, True])
-@pytest.mark.parametrize("block", [(1, 1), (1, 4)])
+@pytest.mark.parametrize("block", [(1, 1), (1, 4), (1, 5)])
 def test_scopes_over_several_tensors(block, stage, dtype, monkeypatch):
     monkeypatch.setattr(launch, "SMALL", 1)
     monkeypatch.setattr(launch, "EACH", 1)
@@ -260,23 +268,40 @@ def test_an_error_in_a_piece_of_work_is_raised():
         threads.run_all([lambda: None, fail, lambda: None])
 
 
+def turned(scopes):
+    return Scopes(members=scopes.members, shape=scopes.shape, order=(1, 0))
+
+
 V = torch.ones(4, 8)
 M = torch.ones(4, 8, dtype=torch.bool)
 REFUSED = [
     (lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 4))], 2, torch.abs, impl="jit"), "the norm is a callable"),
     (
-        lambda: scope_mask([as_scopes(V, M, (1, 3), (1, -1))], 1, impl="jit"),
-        "some block or scope at an edge is",
+        lambda: scope_mask(
+            [as_scopes(torch.ones(2, 70_001), torch.ones(2, 70_001) > 0, (1, 2), (1, 9))] * 2, 1, impl="jit"
+        ),
+        "some block or scope at an edge is smaller than the others, in scopes of several tensors",
     ),
-    (lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 3))], 1, impl="jit"), "some block or scope at an edge is"),
+    (
+        lambda: scope_mask([as_scopes(torch.ones(200, 5), torch.ones(200, 5) > 0, (1, 2), (-1, -1))], 1, impl="jit"),
+        "some block or scope at an edge is smaller than the others, one in 3 of a long scope",
+    ),
+    (
+        lambda: scope_mask([turned(as_scopes(V, M, (1, 3), (1, -1)))], 1, impl="jit"),
+        "some block or scope at an edge is smaller than the others, and dimensions are in another order",
+    ),
     (lambda: scope_mask([as_scopes(V.double(), M, (1, 1), (1, 4))], 2, impl="jit"), "the weight is torch.float64"),
     (
         lambda: scope_mask([as_scopes(V, V, (1, 1), (1, 4))], 2, impl="jit"),
         "the mask is torch.float32 on cpu",
     ),
     (
-        lambda: scope_mask([as_scopes(torch.ones(8, 8), M.repeat(2, 1), (8, 8), (1, 1))], 1, impl="jit"),
-        "blocks have 64 elements, more than 32",
+        lambda: scope_mask([as_scopes(torch.ones(16, 32)[:, ::2], M.repeat(4, 2), (8, 8), (1, 1))], 1, impl="jit"),
+        "blocks have more than 32 elements, and hardly any side by side in memory",
+    ),
+    (
+        lambda: scope_mask([as_scopes(V.repeat(2050, 1), M.repeat(2050, 1), (8200, 8), (1, 1))], 1, impl="jit"),
+        "blocks have 65600 elements, more than 65536",
     ),
     (
         lambda: scope_mask([as_scopes(V, M, (1, 1), (1, 4)), as_scopes(V, M, (1, 1), (1, 4))], 2, impl="jit"),
@@ -467,6 +492,24 @@ def test_roots_are_rounded_alike_in_every_implementation():
     for mask, impl in zip(both, ("jit", "reference"), strict=True):
         scope_mask([as_scopes(near, mask, (1, 4), (-1, -1))], 16_384, impl=impl)
     assert torch.equal(*both)
+
+
+@pytest.mark.parametrize(
+    "block", [(8, 8), (32, 32), (1, 96), (96, 1), (7, 12), (3, 128), (12, 1536), (5, 9), (6, 3072)]
+)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
+def test_large_blocks_are_summed_in_the_references_order(block, layout, monkeypatch):
+    """So near one another that a sum in another order would change the mask."""
+    monkeypatch.setattr(launch, "STRETCH", 1)
+    monkeypatch.setattr(launch, "SCATTERED", launch.ELEMENTS)
+    values, _ = plain_window((96, 3072), torch.float32, layout)
+    values.mul_(1e-5).add_(1)
+    masks = [torch.ones_like(values, dtype=torch.bool) for _ in range(2)]
+    for scope in ((-1, -1), (1, -1)):
+        for mask, impl in zip(masks, ("jit", "reference"), strict=True):
+            group = as_scopes(values, mask, block, scope)
+            scope_mask([group], math.prod(group.shape) // 2, impl=impl)
+        assert torch.equal(*masks), scope
 
 
 def test_the_weights_storage_can_still_be_resized():

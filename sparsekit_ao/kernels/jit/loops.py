@@ -22,7 +22,10 @@ __all__ = [
 
 HIGHEST = 0x7FFFFFFF  # above every key
 NO_STEP = np.int64(0)  # addresses stand in a table (typed, since numba compiles anew for a literal number)
-ONE = np.int64(1)
+ZERO, ONE = np.int64(0), np.int64(1)
+IN_CACHE = 8192  # elements that are scored at a time
+ROW = 2048  # elements of a row of blocks that are scored at a time
+LONG = 64  # elements side by side from which a block's are folded alone, and not those of many blocks together
 
 
 @compiled
@@ -109,28 +112,40 @@ def scatter(target, table, step, shifts, count, flags):
 
 @compiled
 def are_packed(step, shifts):
-    """Whether addresses and shifts together are consecutive numbers, in a power of two of shifts."""
-    ways = shifts.size
-    if ways < 2 or ways & (ways - 1) or step != ways:
-        return False
-    together = True
-    for s in range(1, ways):
+    """Whether addresses and shifts together are consecutive numbers that `deinterleave` takes apart."""
+    together = shifts.size > 1 and step == shifts.size and is_dealt(shifts.size)
+    for s in range(1, shifts.size):
         together &= shifts[s] == shifts[0] + s
     return together
 
 
 @compiled
+def is_dealt(ways):
+    """Whether a number has no prime factors but 2, 3 and 5."""
+    for prime in (2, 3, 5):
+        while ways % prime == 0:
+            ways //= prime
+    return ways == 1
+
+
+@compiled
+def deal_step(ways):
+    return 4 if ways % 4 == 0 else 2 if ways % 2 == 0 else 3 if ways % 3 == 0 else 5
+
+
+@compiled
 def deinterleave(source, out):
-    """out[s, i] = source[i * ways + s] for a power of two of ways, by strides that the compiler knows."""
+    """out[s, i] = source[i * ways + s] where `is_dealt(ways)`, by strides that the compiler knows."""
     ways, flat = out.shape[0], out.reshape(-1)
-    spare = np.empty(out.size if ways > 4 else 0, np.int32)
-    streams, passes = deal_step(ways), 1
+    step = deal_step(ways)
+    spare = np.empty(out.size if ways > step else 0, np.int32)
+    streams, passes = step, 1
     while streams < ways:
         streams *= deal_step(ways // streams)
         passes += 1
     into, free = (flat, spare) if passes % 2 else (spare, flat)  # so that the last pass fills `out`
-    deal(source, ONE, deal_step(ways), into)
-    streams = deal_step(ways)
+    deal(source, ONE, step, into)
+    streams = step
     while streams < ways:
         step = deal_step(ways // streams)
         deal(into, streams, step, free)
@@ -139,35 +154,39 @@ def deinterleave(source, out):
 
 
 @compiled
-def deal_step(ways):
-    return 4 if ways % 4 == 0 else 2
-
-
-@compiled
 def deal(source, streams, step, out):
     """Every `step`-th of each stream to a stream of its own; streams lie one after the other."""
     size = source.size // streams
     part, apart = size // step, size // step * streams
     for s in range(streams):
-        whole, first, second = source[s * size : (s + 1) * size], out[s * part :], out[s * part + apart :]
+        x, a, b = source[s * size : (s + 1) * size], out[s * part :], out[s * part + apart :]
+        c, d, e = (
+            out[min(2, step - 1) * apart + s * part :],
+            out[min(3, step - 1) * apart + s * part :],
+            out[min(4, step - 1) * apart + s * part :],
+        )
         if step == 2:
             for i in range(part):
-                first[i], second[i] = whole[2 * i], whole[2 * i + 1]
-        else:
-            third, fourth = out[s * part + 2 * apart :], out[s * part + 3 * apart :]
+                a[i], b[i] = x[2 * i], x[2 * i + 1]
+        elif step == 3:
             for i in range(part):
-                at = 4 * i
-                first[i], second[i], third[i], fourth[i] = whole[at], whole[at + 1], whole[at + 2], whole[at + 3]
+                a[i], b[i], c[i] = x[3 * i], x[3 * i + 1], x[3 * i + 2]
+        elif step == 4:
+            for i in range(part):
+                a[i], b[i], c[i], d[i] = x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]
+        else:
+            for i in range(part):
+                a[i], b[i], c[i] = x[5 * i], x[5 * i + 1], x[5 * i + 2]
+                d[i], e[i] = x[5 * i + 3], x[5 * i + 4]
 
 
 @compiled
 def interleave(rows, target):
     """target[i * ways + s] = rows[s, i], the inverse of `deinterleave`."""
-    ways = rows.shape[0]
     taken, free = rows.reshape(-1), np.empty(rows.size, np.uint8)
-    streams = ways
+    streams = rows.shape[0]
     while True:
-        step = 4 if streams & 0x55555555 else 2  # a power of four is left by fours
+        step = deal_step(streams)
         streams //= step
         if streams == 1:
             collect(taken, streams, step, target)
@@ -182,15 +201,49 @@ def collect(source, streams, step, out):
     size = source.size // streams
     part, apart = size // step, size // step * streams
     for s in range(streams):
-        whole, first, second = out[s * size : (s + 1) * size], source[s * part :], source[s * part + apart :]
+        x, a, b = out[s * size : (s + 1) * size], source[s * part :], source[s * part + apart :]
+        c, d, e = (
+            source[min(2, step - 1) * apart + s * part :],
+            source[min(3, step - 1) * apart + s * part :],
+            source[min(4, step - 1) * apart + s * part :],
+        )
         if step == 2:
             for i in range(part):
-                whole[2 * i], whole[2 * i + 1] = first[i], second[i]
-        else:
-            third, fourth = source[s * part + 2 * apart :], source[s * part + 3 * apart :]
+                x[2 * i], x[2 * i + 1] = a[i], b[i]
+        elif step == 3:
             for i in range(part):
-                at = 4 * i
-                whole[at], whole[at + 1], whole[at + 2], whole[at + 3] = first[i], second[i], third[i], fourth[i]
+                x[3 * i], x[3 * i + 1], x[3 * i + 2] = a[i], b[i], c[i]
+        elif step == 4:
+            for i in range(part):
+                x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3] = a[i], b[i], c[i], d[i]
+        else:
+            for i in range(part):
+                x[5 * i], x[5 * i + 1], x[5 * i + 2] = a[i], b[i], c[i]
+                x[5 * i + 3], x[5 * i + 4] = d[i], e[i]
+
+
+@compiled
+def repeat(flags, times):
+    """Each flag so many times, one after the other."""
+    if not is_dealt(times):
+        return np.repeat(flags, times)
+    while times > 1:
+        step = deal_step(times)
+        wide = np.empty(step * flags.size, np.uint8)
+        if step == 2:
+            for i in range(flags.size):
+                wide[2 * i] = wide[2 * i + 1] = flags[i]
+        elif step == 3:
+            for i in range(flags.size):
+                wide[3 * i] = wide[3 * i + 1] = wide[3 * i + 2] = flags[i]
+        elif step == 4:
+            for i in range(flags.size):
+                wide[4 * i] = wide[4 * i + 1] = wide[4 * i + 2] = wide[4 * i + 3] = flags[i]
+        else:
+            for i in range(flags.size):
+                wide[5 * i] = wide[5 * i + 1] = wide[5 * i + 2] = wide[5 * i + 3] = wide[5 * i + 4] = flags[i]
+        flags, times = wide, times // step
+    return flags
 
 
 @compiled
@@ -202,27 +255,163 @@ def absent_key(window):
 
 
 @compiled
-def fill_keys(window, table_x, step_x, shifts_x, table_m, step_m, shifts_m, count, keys):
-    """keys[s, i]: the key of the block at address i, shifted by shifts[s]; an absent one's where a stage dropped it."""
-    if window.elements.shape[1] == 1:
-        if step_x == 1 and not window.signed:
-            for s in range(shifts_x.size):
-                first = np.int64(table_x[0]) + shifts_x[s]
-                rank_run(window.bits[first : first + count], window.kind, keys[s])
-        else:
-            gather(window.bits, table_x, step_x, shifts_x, count, keys)
-            for s in range(shifts_x.size):
-                rank_bits(keys[s], window.kind, window.signed, count)
-        if window.stage:
-            held = np.empty((1, count), np.int32)
-            absent = absent_key(window)
-            for s in range(shifts_m.size):
-                gather(window.mask, table_m, step_m, shifts_m[s : s + 1], count, held)
-                for i in range(count):
-                    keys[s, i] = keys[s, i] if held[0, i] else absent
+def fill_keys(window, blocks, single, table_x, step_x, shifts_x, table_m, step_m, shifts_m, edges, count, keys):
+    """keys[s, i]: the key of the block at address i, shifted by shifts[s]; an absent one's where a stage dropped it.
+
+    Blocks of shift s lie at the edges edges[s] of their tensor.
+    """
+    if blocks is None:
+        if single is not None:  # numba leaves out what a None decides, and compiles the other kind when it is met
+            fill_single_keys(window, table_x, step_x, shifts_x, table_m, step_m, shifts_m, count, keys)
         return
-    for s in range(shifts_x.size):
-        fill_block_keys(window, table_x, step_x, shifts_x[s], table_m, step_m, shifts_m[s], count, keys[s])
+    ways, run, row = shifts_x.size, blocks.run, keys[0]
+    together = lie_in_rows(run, step_x, shifts_x, edges) and lie_in_rows(run, step_m, shifts_m, edges)
+    if together and ways > 1:
+        row = np.empty(ways * count, np.int32)
+    for s in range(1 if together else ways):
+        own_x, own_m, own = shifts_x[s : s + 1], shifts_m[s : s + 1], edges[s : s + 1]
+        if together or (lie_in_rows(run, step_x, own_x, own) and lie_in_rows(run, step_m, own_m, own)):
+            first_x, first_m = np.int64(table_x[0]) + own_x[0], np.int64(table_m[0]) + own_m[0]
+            score_rows(window, blocks, first_x, first_m, row.size if together else count, row if together else keys[s])
+        else:
+            score_apart(window, blocks, table_x, step_x, own_x[0], table_m, step_m, own_m[0], own[0], count, keys[s])
+    if together and ways > 1:
+        turn(row, keys)
+
+
+@compiled
+def fill_single_keys(window, table_x, step_x, shifts_x, table_m, step_m, shifts_m, count, keys):
+    """The same of single elements, which lie at no edge."""
+    if step_x == 1 and not window.signed:
+        for s in range(shifts_x.size):
+            first = np.int64(table_x[0]) + shifts_x[s]
+            rank_run(window.bits[first : first + count], window.kind, keys[s])
+    else:
+        gather(window.bits, table_x, step_x, shifts_x, count, keys)
+        for s in range(shifts_x.size):
+            rank_bits(keys[s], window.kind, window.signed, count)
+    if window.stage:
+        held = np.empty((shifts_m.size, count), np.int32)
+        absent = absent_key(window)
+        gather(window.mask, table_m, step_m, shifts_m, count, held)
+        for s in range(shifts_m.size):
+            own, there = keys[s], held[s]
+            for i in range(count):
+                own[i] = own[i] if there[i] else absent
+
+
+@compiled
+def lie_in_rows(run, step, shifts, edges):
+    """Whether blocks, shift after shift, follow one another without gaps, none of them at an edge."""
+    together = step == run * shifts.size
+    for s in range(shifts.size):
+        together &= shifts[s] == shifts[0] + s * run and edges[s] == 0
+    return together
+
+
+@compiled
+def score_rows(window, blocks, first_x, first_m, count, keys):
+    """Keys of `count` blocks that follow one another from these addresses on, read in rows of elements of them all."""
+    run, norm, inner = blocks.run, blocks.norm, blocks.tree[blocks.outer :]
+    volume = blocks.volumes[0] if blocks.volumes.size else np.float32(0)
+    times = min(count, max(1, (count * run + ROW // 2) // ROW))
+    at_once = -(-count // times)
+    width, held = run * at_once, blocks.joins.max() + 2
+    room, dealt = np.empty(held * width, np.int32), np.empty(width if run > 1 else 0, np.int32)
+    alive = np.empty(width if window.stage else 0, np.uint8)
+    for start in range(0, count, at_once):
+        some, own = min(at_once, count - start), keys[start : start + at_once]
+        width = some * run
+        powers = room[: held * width].reshape((held, width))  # so that rows are known to be dense
+        bits = window.bits[first_x + start * run :]
+        if window.stage:
+            mask = window.mask[first_m + start * run :]
+            fold_held_rows(bits, mask, blocks.elements, blocks.order, blocks.joins, window.kind, norm, powers, alive)
+        else:
+            fold_rows(bits, blocks.elements[0], blocks.order, blocks.joins, window.kind, norm, powers)
+        sums = powers[0]
+        if run == 1:
+            for i in range(some):
+                own[i] = sums[i]
+        elif run > LONG:
+            for i in range(some):
+                part = sums[i * run : (i + 1) * run]
+                fold(part, norm, inner)
+                own[i] = part[0]
+        else:
+            turned = dealt[:width]
+            turn(sums, turned.reshape((run, some)))
+            fold(turned, norm, inner)
+            for i in range(some):
+                own[i] = turned[i]
+        finish_keys(own, norm, volume)
+        if window.stage:
+            for i in range(some):
+                if not alive[i * run : (i + 1) * run].any():
+                    own[i] = np.int32(-1)
+
+
+@compiled
+def fold_rows(bits, addresses, order, joins, kind, norm, powers):
+    """The first of `powers`: all rows of some blocks folded to one."""
+    width, depth = powers.shape[1], ZERO
+    for at in range(order.size):
+        here = addresses[order[at]]
+        widen_row(bits[here : here + width], kind, powers[depth])
+        depth = join_row(powers, depth, norm, joins[at])
+
+
+@compiled
+def fold_held_rows(bits, mask, addresses, order, joins, kind, norm, powers, alive):
+    """The same of what a mask holds; `alive`: where it holds any."""
+    width, depth = powers.shape[1], ZERO
+    alive[:width] = 0
+    for at in range(order.size):
+        here, there = addresses[0, order[at]], addresses[1, order[at]]
+        row, held = powers[depth], mask[there : there + width]
+        widen_row(bits[here : here + width], kind, row)
+        for i in range(width):
+            row[i] *= held[i]
+            alive[i] |= held[i]
+        depth = join_row(powers, depth, norm, joins[at])
+
+
+@compiled
+def join_row(powers, depth, norm, lower):
+    """Raise the topmost row to its power and join it with those below, down to row `lower`; the next free row."""
+    row = powers[depth]
+    values = row.view(np.float32)
+    if norm == 2 and lower < depth:
+        below = powers[depth - 1].view(np.float32)
+        for i in range(row.size):
+            below[i] += values[i] * values[i]
+        depth -= 1
+    elif norm == 2:
+        for i in range(row.size):
+            values[i] *= values[i]
+    for upper in range(depth, lower, -1):
+        row, under = powers[upper], powers[upper - 1]
+        if norm == 3:
+            for i in range(row.size):
+                under[i] = max(under[i], row[i])
+        else:
+            values, below = row.view(np.float32), under.view(np.float32)
+            for i in range(row.size):
+                below[i] += values[i]
+    return lower + 1
+
+
+@compiled
+def turn(source, out):
+    """out[s, i] = source[i * ways + s]."""
+    ways, count = out.shape
+    if ways > 1 and is_dealt(ways):
+        deinterleave(source, out)
+        return
+    for s in range(ways):
+        row, spread = out[s], source[s::ways]
+        for i in range(count):
+            row[i] = spread[i]
 
 
 @compiled
@@ -249,50 +438,105 @@ def rank_bits(keys, kind, signed, count):
 
 
 @compiled
-def fill_block_keys(window, table_x, step_x, shift_x, table_m, step_m, shift_m, count, keys):
-    """Keys of blocks of several elements, one element of all blocks at a time; one that a stage dropped counts as 0."""
-    elements = window.elements.shape[1]
-    bits = np.empty((elements, count), np.int32)
-    gather(window.bits, table_x, step_x, window.elements[0] + shift_x, count, bits)
-    if window.stage:
-        held, alive = np.empty((elements, count), np.int32), np.zeros(count, np.int32)
-        gather(window.mask, table_m, step_m, window.elements[1] + shift_m, count, held)
-        for e in range(elements):
-            for i in range(count):
-                bits[e, i] *= held[e, i]
-                alive[i] |= held[e, i]
-    score_blocks(bits.reshape(-1), window.kind, window.norm, window.tree, count, keys)
-    if window.stage:
-        for i in range(count):
-            keys[i] = keys[i] if alive[i] else np.int32(-1)
+def score_apart(window, blocks, table_x, step_x, shift_x, table_m, step_m, shift_m, edges, count, keys):
+    """Keys of blocks that need not be neighbours, one element of many at a time; what a stage dropped counts as 0."""
+    elements, norm = blocks.elements.shape[1], blocks.norm
+    volume = blocks.volumes[edges] if blocks.volumes.size else np.float32(0)
+    at_once = min(count, max(1, IN_CACHE // elements))
+    room = np.empty(elements * at_once, np.int32)
+    held = np.empty((elements if window.stage else 0, at_once), np.int32)
+    for start in range(0, count, at_once):
+        some = min(at_once, count - start)
+        own, flat = keys[start : start + some], room[: elements * some]
+        bits = flat.reshape((elements, some))
+        gather_inside(window.bits, table_x, step_x, start, blocks.elements[0] + shift_x, blocks.inside[edges], bits)
+        if window.stage:
+            there = held[:, :some]
+            gather_inside(
+                window.mask, table_m, step_m, start, blocks.elements[1] + shift_m, blocks.inside[edges], there
+            )
+            for e in range(elements):
+                for i in range(some):
+                    bits[e, i] *= there[e, i]
+        widen(flat, window.kind)
+        values = flat.view(np.float32)
+        if norm == 2:
+            for i in range(flat.size):
+                values[i] *= values[i]
+        fold(flat, norm, blocks.tree)
+        for i in range(some):
+            own[i] = flat[i]
+        finish_keys(own, norm, volume)
+        if window.stage:
+            for i in range(some):
+                if not there[:, i].any():
+                    own[i] = np.int32(-1)
 
 
 @compiled
-def score_blocks(bits, kind, norm, tree, width, keys):
-    """Keys of `width` blocks whose elements lie in `bits` as [element, block], by the reference's halving tree."""
-    widen(bits, kind)
-    values = bits.view(np.float32)
-    if norm == 2:
-        for i in range(bits.size):
-            values[i] *= values[i]
-    rest = bits.size
+def gather_inside(source, table, step, start, shifts, inside, out):
+    """out[e, i] = source at address start + i, shifted by shifts[e]; 0 for elements that are not inside."""
+    count = out.shape[1]
+    for e in range(shifts.size):
+        row = out[e]
+        if not inside[e]:
+            row[:] = 0
+        elif step:
+            first = np.int64(table[0]) + start * step + shifts[e]
+            part = source[first : first + (count - 1) * step + 1 : step]
+            for i in range(count):
+                row[i] = part[i]
+        else:
+            for i in range(count):
+                row[i] = source[table[start + i] + np.uint64(shifts[e])]
+
+
+@compiled
+def fold(bits, norm, tree):
+    """Blocks whose elements lie in `bits` as [element, block] by the reference's halving tree, to the first row."""
+    values, rest = bits.view(np.float32), bits.size
     for size in tree:
         rest //= size
         while size > 1:
             low = (size + 1) // 2
-            other = low * rest
             if norm == 3:
-                for i in range((size - low) * rest):
-                    bits[i] = max(bits[i], bits[other + i])
+                lower, upper = bits[: (size - low) * rest], bits[low * rest : size * rest]
+                for i in range(lower.size):
+                    lower[i] = max(lower[i], upper[i])
             else:
-                for i in range((size - low) * rest):
-                    values[i] += values[other + i]
+                under, above = values[: (size - low) * rest], values[low * rest : size * rest]
+                for i in range(under.size):
+                    under[i] += above[i]
             size = low
+
+
+@compiled
+def finish_keys(keys, norm, volume):
+    """Sums, as bits, to keys: of their means where a volume is given, of the root for the 2-norm."""
+    values = keys.view(np.float32)
+    if volume and norm != 3:
+        for i in range(keys.size):
+            values[i] /= volume
     if norm == 2:
-        for i in range(width):
+        for i in range(keys.size):
             values[i] = np.sqrt(values[i])
-    for i in range(width):
-        keys[i] = min(bits[i] & np.int32(0x7FFFFFFF), np.int32(0x7F800001))
+    for i in range(keys.size):
+        keys[i] = min(keys[i] & np.int32(0x7FFFFFFF), np.int32(0x7F800001))
+
+
+@compiled
+def widen_row(source, kind, bits):
+    """The bits of |weight| in float32 of weights that follow one another."""
+    if kind == 0:
+        for i in range(bits.size):
+            bits[i] = source[i] & np.int32(0x7FFFFFFF)
+    elif kind == 1:
+        for i in range(bits.size):
+            bits[i] = (source[i] & np.int32(0x7FFF)) << 16
+    else:
+        for i in range(bits.size):
+            bits[i] = source[i]
+        widen(bits, kind)
 
 
 @compiled
@@ -315,31 +559,65 @@ def widen(bits, kind):
 
 
 @compiled
-def store(window, table, step, shifts, count, kept):
+def store(window, blocks, single, table, step, shifts, edges, count, kept):
     """Write kept[s, i] to every element of the block at address i, shifted by shifts[s]; a stage only removes."""
-    elements, run = window.elements.shape[1], window.run
-    if elements == 1:
-        scatter(window.mask, table, step, shifts, count, kept)
+    if blocks is None:
+        if single is not None:
+            scatter(window.mask, table, step, shifts, count, kept)
         return
-    for s in range(shifts.size):
-        row = kept[s]
-        if window.stage:
-            for i in range(count):
-                start = (np.int64(table[0]) + i * step if step else np.int64(table[i])) + shifts[s]
-                for e in range(elements):
-                    window.mask[start + window.elements[1, e]] &= row[i]
-        elif run % 4 == 0 and step > 0:
-            for e in range(0, elements, 4):
-                first = np.int64(table[0]) + shifts[s] + window.elements[1, e]
-                fours = window.mask[first : first + (count - 1) * step + 4]
-                for i in range(count):  # written out, these become one store of four bytes
-                    at = i * step
-                    fours[at] = row[i]
-                    fours[at + 1] = row[i]
-                    fours[at + 2] = row[i]
-                    fours[at + 3] = row[i]
+    run, row = blocks.run, kept[0, :count]
+    together = lie_in_rows(run, step, shifts, edges)
+    if together and shifts.size > 1:
+        row = np.empty(shifts.size * count, np.uint8)
+        turn_back(kept, row)
+    for s in range(1 if together else shifts.size):
+        flags = row if together else kept[s, :count]
+        if not together and not lie_in_rows(run, step, shifts[s : s + 1], edges[s : s + 1]):
+            inside = blocks.inside[edges[s]]
+            store_apart(window.mask, table, step, blocks.elements[1] + shifts[s], inside, flags, window.stage)
+            continue
+        wide = repeat(flags, run)
+        for e in range(0, blocks.elements.shape[1], run):
+            at = np.int64(table[0]) + shifts[s] + blocks.elements[1, e]
+            part = window.mask[at : at + wide.size]
+            if window.stage:
+                for i in range(wide.size):
+                    part[i] &= wide[i]
+            else:
+                for i in range(wide.size):
+                    part[i] = wide[i]
+
+
+@compiled
+def store_apart(mask, table, step, shifts, inside, row, stage):
+    """The mask at address i, shifted by shifts[e], = row[i], as far as elements are inside."""
+    for e in range(shifts.size):
+        if not inside[e]:
+            continue
+        if stage:
+            for i in range(row.size):
+                mask[np.int64(table[0]) + i * step + shifts[e] if step else np.int64(table[i]) + shifts[e]] &= row[i]
+        elif step:
+            first = np.int64(table[0]) + shifts[e]
+            part = mask[first : first + (row.size - 1) * step + 1 : step]
+            for i in range(row.size):
+                part[i] = row[i]
         else:
-            scatter(window.mask, table, step, window.elements[1] + shifts[s], count, kept[s : s + 1])
+            for i in range(row.size):
+                mask[table[i] + np.uint64(shifts[e])] = row[i]
+
+
+@compiled
+def turn_back(rows, out):
+    """out[i * ways + s] = rows[s, i], the inverse of `turn`."""
+    ways, count = rows.shape
+    if ways > 1 and is_dealt(ways):
+        interleave(rows, out)
+        return
+    for s in range(ways):
+        row, spread = rows[s], out[s::ways]
+        for i in range(count):
+            spread[i] = row[i]
 
 
 @compiled
@@ -351,15 +629,20 @@ def select_side_by_side(window, keep, lanes, pairs, network, start, stop):
     scope_x, scope_m = np.empty(lanes, np.uint64), np.empty(lanes, np.uint64)
     members = np.prod(window.block[0])
     block_x, block_m = np.empty(members, np.int64), np.empty(members, np.int64)
+    edges = np.zeros(members, np.int64)
     for m in range(members):
+        edges[m] = alike(window.block, window.blocks, m, ONE)[1]
         block_x[m] = address_of(window.block, 0, m, 0)
         block_m[m] = address_of(window.block, 1, m, 0)
     room, spare = np.empty(members * lanes, np.int32), np.empty(members * lanes, np.int32)
     flags = np.empty(members * lanes, np.uint8)
     budgets, cut = np.full(lanes, keep[0], np.int32), np.empty(lanes, np.int32)
-    absent = absent_key(window)
-    for first in range(start, stop, lanes):
+    absent, first, count = absent_key(window), start, 0
+    beside = window.scope[0, -1] if window.scope.shape[1] else 1
+    while first < stop:
         count = min(lanes, stop - first)
+        if beside >= LONG:  # not beyond a row of scopes, through which one step leads
+            count = min(count, beside - first % beside)
         keys, other = (
             room[: members * count].reshape((members, count)),
             spare[: members * count].reshape((members, count)),
@@ -367,7 +650,9 @@ def select_side_by_side(window, keep, lanes, pairs, network, start, stop):
         kept = flags[: members * count].reshape((members, count))
         step_x = fill_addresses(window.scope, 0, first, count, 0, scope_x)
         step_m = fill_addresses(window.scope, 1, first, count, 0, scope_m)
-        fill_keys(window, scope_x, step_x, block_x, scope_m, step_m, block_m, count, keys)
+        fill_keys(
+            window, window.blocks, window.single, scope_x, step_x, block_x, scope_m, step_m, block_m, edges, count, keys
+        )
         if keep.size > 1:
             for i in range(count):  # a loop, because an assignment of arrays brings seconds of compiling with it
                 budgets[i] = keep[first + i]
@@ -387,7 +672,8 @@ def select_side_by_side(window, keep, lanes, pairs, network, start, stop):
             for m in range(members):
                 for i in range(count):
                     kept[m, i] &= keys[m, i] != absent
-        store(window, scope_m, step_m, block_m, count, kept)
+        store(window, window.blocks, window.single, scope_m, step_m, block_m, edges, count, kept)
+        first += count
 
 
 @compiled
@@ -484,37 +770,93 @@ def mark_lanes(keys, count, budgets, cut, kept):
 
 
 @compiled
-def read(window, first, count, at_x, at_m, table_x, table_m, here, keys):
-    """Keys of blocks first .. first + count of the scope at the given addresses."""
-    step_x = fill_addresses(window.block, 0, first, count, at_x, table_x)
-    step_m = fill_addresses(window.block, 1, first, count, at_m, table_m)
-    fill_keys(window, table_x, step_x, here, table_m, step_m, here, count, keys.reshape((1, count)))
+def alike(block, blocks, first, count):
+    """How many blocks from `first` on, of `count`, to take together; and at which edges (see `Blocks`) they all lie.
+
+    None leaves the innermost loop, if that is long, since one step leads through them.
+    """
+    last = block.shape[1] - 1
+    if last >= 0 and block[0, last] >= LONG:
+        count = min(count, block[0, last] - first % block[0, last])
+    if blocks is None:
+        return count, ZERO
+    cut = blocks.edges
+    if not cut.size:
+        return count, ZERO
+    edges, length, done, span, rest = ZERO, ZERO, ZERO, ONE, first
+    for k in range(last, -1, -1):
+        size = block[0, k]
+        at, rest = rest % size, rest // size
+        if cut[k]:
+            edges |= cut[k] if at == size - 1 else 0
+            if not length:
+                length = (size - at if at == size - 1 else size - 1 - at) * span - done
+        done += at * span
+        span *= size
+    return min(length, count), edges
 
 
 @compiled
-def blocks_at_once(window):
+def read(window, first, count, at_x, at_m, table_x, table_m, keys):
+    """Keys of blocks first .. first + count of the scope at the given addresses."""
+    here, at = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    done = ZERO
+    while done < count:
+        some, at[0] = alike(window.block, window.blocks, first + done, count - done)
+        step_x = fill_addresses(window.block, 0, first + done, some, at_x, table_x)
+        step_m = fill_addresses(window.block, 1, first + done, some, at_m, table_m)
+        own = keys[done : done + some].reshape((1, some))
+        fill_keys(window, window.blocks, window.single, table_x, step_x, here, table_m, step_m, here, at, some, own)
+        done += some
+
+
+@compiled
+def write(window, first, count, at_m, table, kept):
+    """The mask of blocks first .. first + count of the scope at the given address = kept."""
+    here, at = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    done = ZERO
+    while done < count:
+        some, at[0] = alike(window.block, window.blocks, first + done, count - done)
+        step = fill_addresses(window.block, 1, first + done, some, at_m, table)
+        store(
+            window,
+            window.blocks,
+            window.single,
+            table,
+            step,
+            here,
+            at,
+            some,
+            kept[done : done + some].reshape((1, some)),
+        )
+        done += some
+
+
+@compiled
+def blocks_at_once(blocks):
     """Few enough that their elements stay in cache; a multiple of eight."""
-    return max(64, 8192 // window.elements.shape[1]) // 8 * 8
+    if blocks is None:
+        return np.int64(IN_CACHE)
+    return max(64, IN_CACHE // blocks.elements.shape[1], ROW // blocks.run) // 8 * 8
 
 
 @compiled
 def select_by_one(window, keep, start, stop):
     """Scopes start .. stop, one after the other; the keys of a scope are held in a buffer."""
-    members, chunk = np.prod(window.block[0]), blocks_at_once(window)
+    members, chunk = np.prod(window.block[0]), blocks_at_once(window.blocks)
     table_x, table_m = np.empty(chunk, np.uint64), np.empty(chunk, np.uint64)
-    keys, kept, here = np.empty(members, np.int32), np.empty((1, chunk), np.uint8), np.zeros(1, np.int64)
+    keys, kept = np.empty(members, np.int32), np.empty(chunk, np.uint8)
     absent = absent_key(window)
     for scope in range(start, stop):
         at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
         for first in range(0, members, chunk):
             count = min(chunk, members - first)
-            read(window, first, count, at_x, at_m, table_x, table_m, here, keys[first : first + count])
+            read(window, first, count, at_x, at_m, table_x, table_m, keys[first : first + count])
         limit, need = cut_of(keys, keep[scope if keep.size > 1 else 0], absent)
         for first in range(0, members, chunk):
             count = min(chunk, members - first)
-            need -= mark(keys[first : first + count], limit, need, absent, kept[0])
-            step = fill_addresses(window.block, 1, first, count, at_m, table_m)
-            store(window, table_m, step, here, count, kept)
+            need -= mark(keys[first : first + count], limit, need, absent, kept)
+            write(window, first, count, at_m, table_m, kept)
 
 
 @compiled
@@ -577,8 +919,8 @@ def count_digits(window, scope, start, stop, base, shift, low, prefix, again, st
 
     `again`: an earlier pass left the keys in `stored`, if that has room.
     """
-    chunk = blocks_at_once(window)
-    table_x, table_m, here = np.empty(chunk, np.uint64), np.empty(chunk, np.uint64), np.zeros(1, np.int64)
+    chunk = blocks_at_once(window.blocks)
+    table_x, table_m = np.empty(chunk, np.uint64), np.empty(chunk, np.uint64)
     buffer, digits = np.empty(chunk, np.int32), np.empty(chunk, np.uint32)
     at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
     down, last = np.uint32(low), np.uint32((1 << (shift - low)) - 1)
@@ -587,7 +929,7 @@ def count_digits(window, scope, start, stop, base, shift, low, prefix, again, st
         count = min(chunk, stop - first)
         keys = stored[first : first + count] if stored.size else buffer[:count]
         if not (again and stored.size):
-            read(window, first, count, at_x, at_m, table_x, table_m, here, keys)
+            read(window, first, count, at_x, at_m, table_x, table_m, keys)
         for i in range(count):
             digits[i] = (np.uint32(keys[i] - base) >> down) & last
         if not again:
@@ -605,13 +947,21 @@ def sample(window, scope, start, stop, keys):
 
     Not for a stage: the mask is not looked at.
     """
-    table, here = np.empty(keys.size, np.uint64), np.zeros(1, np.int64)
+    table, spare, here = np.empty(keys.size, np.uint64), np.empty(1, np.uint64), np.zeros(1, np.int64)
+    inside = ZERO
     at, stretch, state = address_of(window.scope, 0, scope, 0), (stop - start) // keys.size, np.uint32(start + 1)
     for i in range(keys.size):
         state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))  # Numerical Recipes' generator
         block = start + i * stretch + ((np.int64(state >> np.uint32(8)) * stretch) >> 24)
-        table[i] = address_of(window.block, 0, block, at)
-    fill_keys(window, table, NO_STEP, here, table, NO_STEP, here, keys.size, keys.reshape((1, keys.size)))
+        if alike(window.block, window.blocks, block, ONE)[1]:  # keys in any order will do
+            last = keys.size - 1 - (i - inside)
+            read(window, block, ONE, at, at, table[last:], spare, keys[last:])
+            continue
+        table[inside] = address_of(window.block, 0, block, at)
+        inside += 1
+    if inside:
+        own = keys[:inside].reshape((1, inside))
+        fill_keys(window, window.blocks, window.single, table, NO_STEP, here, table, NO_STEP, here, here, inside, own)
 
 
 @compiled
@@ -628,9 +978,9 @@ def emit_mask(window, scope, start, stop, least, most, tied, quota, again, store
     and the first `quota` of them are kept, else they are dropped for now and their slots, counted from `start`, and
     keys are recorded as far as there is room; all are counted.
     """
-    chunk = blocks_at_once(window)
-    table_x, table_m, here = np.empty(chunk, np.uint64), np.empty(chunk, np.uint64), np.zeros(1, np.int64)
-    buffer, kept = np.empty(chunk, np.int32), np.empty((1, chunk), np.uint8)
+    chunk = blocks_at_once(window.blocks)
+    table_x, table_m = np.empty(chunk, np.uint64), np.empty(chunk, np.uint64)
+    buffer, kept = np.empty(chunk, np.int32), np.empty(chunk, np.uint8)
     scratch = np.empty(chunk + 8, np.uint8), np.empty(chunk // 8 + 2, np.int32), np.empty(chunk + 8, np.int32)
     at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
     absent = absent_key(window)
@@ -639,14 +989,13 @@ def emit_mask(window, scope, start, stop, least, most, tied, quota, again, store
         count = min(chunk, stop - first)
         keys = stored[first : first + count] if stored.size else buffer[:count]
         if not (again and stored.size):
-            read(window, first, count, at_x, at_m, table_x, table_m, here, keys)
+            read(window, first, count, at_x, at_m, table_x, table_m, keys)
         if tied:
-            quota -= mark(keys, least, quota, absent, kept[0])
+            quota -= mark(keys, least, quota, absent, kept)
         else:
-            above += part(keys, least, most, kept[0], scratch[0])
+            above += part(keys, least, most, kept, scratch[0])
             found = record(keys, first - start, scratch, slots, waiting, found)
-        step = fill_addresses(window.block, 1, first, count, at_m, table_m)
-        store(window, table_m, step, here, count, kept)
+        write(window, first, count, at_m, table_m, kept)
     return above, found
 
 
@@ -695,10 +1044,14 @@ def choose(keys, need, absent, kept):
 def place(window, scope, start, slots, kept):
     """Set the mask of the blocks of one scope, slots counted from `start`, whose flag is set."""
     table, ones, here = np.empty(slots.size, np.uint64), np.ones((1, slots.size), np.uint8), np.zeros(1, np.int64)
-    at_m, count = address_of(window.scope, 1, scope, 0), 0
+    at_m, count = address_of(window.scope, 1, scope, 0), ZERO
     for i in range(slots.size):
         if kept[i]:
-            table[count] = address_of(window.block, 1, start + slots[i], at_m)
+            block = start + slots[i]
+            if alike(window.block, window.blocks, block, ONE)[1]:
+                write(window, block, ONE, at_m, table[count:], ones[0])
+                continue
+            table[count] = address_of(window.block, 1, block, at_m)
             count += 1
     if count:
-        store(window, table, NO_STEP, here, count, ones)
+        store(window, window.blocks, window.single, table, NO_STEP, here, here, count, ones)

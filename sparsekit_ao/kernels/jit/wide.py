@@ -23,6 +23,8 @@ __all__ = ["select_wide"]
 BITS = 13  # of a digit: exponent and five bits of mantissa (four under a sign), in a histogram that fits into L1
 TOP = 0x7FFFFFFE  # no key reaches it
 MANY = 1 << 16  # blocks at scattered addresses, which threads share out
+SIDE = 256  # elements side by side in each row of large blocks that a piece has at least
+SAMPLED = 32  # elements of the largest block of which a sample is worth drawing
 NOTHING: NDArray[Any] = np.empty(0, np.int32)
 
 
@@ -39,8 +41,9 @@ class Piece:
 
 def select_wide(windows: Sequence[Window], blocks: Sequence[int], scope: int, budget: int) -> None:
     """Keep `budget` blocks of one scope; its blocks are those of all windows, in their order."""
-    # a stage cannot take back what it removed, should the sample have been wrong
-    if windows[0].stage or not 0 < budget < sum(blocks) or not _by_sample(_cut(windows, blocks, scope), budget):
+    # a stage cannot take back what it removed, should the sample have been wrong; few large blocks store their keys
+    sampled = not windows[0].stage and windows[0].size <= SAMPLED and 0 < budget < sum(blocks)
+    if not sampled or not _by_sample(_cut(windows, blocks, scope), budget):
         _by_digits(windows, blocks, scope, budget)
 
 
@@ -48,7 +51,9 @@ def _cut(windows: Sequence[Window], blocks: Sequence[int], scope: int, *, stored
     work = []
     for window, count in zip(windows, blocks, strict=True):
         keys = np.empty(count, np.int32) if stored else NOTHING
-        parts = pieces(count, window.elements.shape[1])
+        elements, own = window.size, window.blocks
+        most = max(1, SIDE // own.run) if own and elements > SAMPLED else 1  # blocks that a piece is a multiple of
+        parts = [(a * most, min(b * most, count)) for a, b in pieces(-(-count // most), elements * most)]
         work += [Piece(window=window, scope=scope, start=a, stop=b, stored=keys) for a, b in parts]
     return work
 
@@ -88,7 +93,7 @@ def _bracket(work: Sequence[Piece], sizes: Sequence[int], budget: int) -> tuple[
 
 def _by_digits(windows: Sequence[Window], blocks: Sequence[int], scope: int, budget: int) -> None:
     first = windows[0]
-    elements, itemsize = first.elements.shape[1], first.bits.itemsize
+    elements, itemsize = first.size, first.bits.itemsize
     # keys at half the weight's bytes at most; else read again
     work = _cut(windows, blocks, scope, stored=elements > 1 and elements * itemsize >= 8)
     # what waits is recorded in a quarter of the weight's bytes; a stage cannot take back what it removed from a block
@@ -120,7 +125,7 @@ def _by_digits(windows: Sequence[Window], blocks: Sequence[int], scope: int, bud
 
 def _key_range(window: Window) -> tuple[int, int]:
     """The smallest key (an absent block's) and the bits that count up from it."""
-    half = window.kind != 0 and window.elements.shape[1] == 1
+    half = window.kind != 0 and window.size == 1
     if window.signed:
         return (-(1 << 15), 16) if half else (-(1 << 31), 32)
     return (-1, 15) if half else (-1, 31)

@@ -11,9 +11,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Ints", "Window", "borrowed", "compiled"]
+__all__ = ["Blocks", "Ints", "Window", "borrowed", "compiled"]
 
 Ints = NDArray[np.int64]
+
+
+class Blocks(NamedTuple):
+    """Blocks of several elements, which all lie alike in memory.
+
+    Attributes:
+        elements: [2, elements], the address of each element of a block in values and mask.
+        run: consecutive elements of a block that lie side by side, in values and mask.
+        tree: the block's shape, in the order in which its sum is taken.
+        outer: leading entries of `tree`, whose elements do not lie side by side: those of rows.
+        order: [rows], the first element of each row of a block, in the order in which rows are folded.
+        joins: [rows], down to which row of those at hand each is then joined.
+        edges: [block loops], a bit for each loop whose last trip is a block cut by the tensor's edge, else 0; empty
+            where no block is cut.
+        inside: [edges, elements], whether an element of a block at these edges (bits together) lies in the tensor.
+        volumes: [edges], how many do; empty where a score is a sum and not a mean.
+        norm: 1, 2, or 3 for the largest.
+    """
+
+    elements: Ints
+    run: int
+    tree: Ints
+    outer: int
+    order: Ints
+    joins: Ints
+    edges: Ints
+    inside: NDArray[np.bool_]
+    volumes: NDArray[np.float32]
+    norm: int
 
 
 class Window(NamedTuple):
@@ -24,11 +53,9 @@ class Window(NamedTuple):
         mask: the mask's storage as uint8, flat.
         scope: [3, loops], sizes of the scope nest, its steps in the values, its steps in the mask.
         block: the same of the block nest.
-        elements: [2, elements], the address of each element of a block in values and mask.
-        run: consecutive elements of a block that lie side by side, in values and mask.
-        tree: the block's shape, in the order in which its sum is taken.
+        blocks: None for single elements.
+        single: None for blocks of several elements, else 1: numba tells either kind by its None.
         kind: 0 float32, 1 bfloat16, 2 float16.
-        norm: 1, 2, or 3 for the largest.
         signed: rank single elements by score, not by |score|.
         stage: choose only among what the mask still holds.
     """
@@ -37,13 +64,16 @@ class Window(NamedTuple):
     mask: NDArray[np.uint8]
     scope: Ints
     block: Ints
-    elements: Ints
-    run: int
-    tree: Ints
+    blocks: Blocks | None
+    single: int | None
     kind: int
-    norm: int
     signed: bool
     stage: bool
+
+    @property
+    def size(self) -> int:
+        """Elements of a block."""
+        return 1 if self.blocks is None else int(self.blocks.elements.shape[1])
 
 
 def compiled(function: Callable[..., Any]) -> Any:
