@@ -73,8 +73,14 @@ def mine():
     return slice(each * distributed.get_rank(), each * (distributed.get_rank() + 1))
 
 
-def life(config):
-    plain, one, sharded, many = pair(CONFIGS[config])
+def offload():
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return CPUOffloadPolicy(pin_memory=False)
+
+
+def life(config, **kwargs):
+    plain, one, sharded, many = pair(CONFIGS[config], **kwargs)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, sharded)]
     x = batch(0)[0]
     assert torch.equal(sharded(x), plain(x))  # all is kept, and masks are still whole
@@ -451,6 +457,7 @@ def state_dicts():
 def cases():
     for config in CONFIGS:
         yield f"life {config}", functools.partial(life, config)
+    yield "life global, offloaded", functools.partial(life, "global", offload_policy=offload())
     for early in (False, True):
         yield f"meta {early}", functools.partial(meta_device, early)
     for case in (

@@ -78,7 +78,7 @@ def beside(mask: Any, weight: Any) -> Tensor:
     True
     """
     if not is_sharded(weight):
-        return whole(mask)
+        return whole(mask).to(weight.device) if is_sharded(mask) else mask  # an offloaded shard lies on the CPU
     if not is_sharded(mask):
         return _copy_like(part_of(mask, weight), weight)
     if _placed_alike(mask, weight):
