@@ -7,6 +7,7 @@ kernel, stored rows, long rows narrowed or not) is taken.
 import math
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +51,7 @@ def scopes(values, block, scope, **more):
 
 def copied(groups):
     """The same groups over masks of their own."""
-    return [g.with_members([Blocks(**{**vars(m), "mask": m.mask.clone()}) for m in g.members]) for g in groups]
+    return [g.with_members([replace(m, mask=m.mask.clone()) for m in g.members]) for g in groups]
 
 
 def agree(groups, keep, limits=FUSED, norm=2, stage=False):
