@@ -6,6 +6,7 @@ four ranks is exact. Where sums are split otherwise (tensor parallel), gradients
 
 import functools
 import os
+import pickle
 import warnings
 import weakref
 
@@ -361,6 +362,68 @@ def wrong_orders():
             call()
 
 
+def parameters_put_into_the_old_optimizer(kind, optimizer):
+    """A trainer shards after `attach`, and the optimizer's very first step sees it."""
+    runs = []
+    for is_many in (False, True):
+        model, sparsifier = mlp(), kind()
+        sparsifier.prepare(model, None)
+        trainer = optimizer(model.parameters())
+        sparsifier.attach(trainer)
+        if is_many:
+            shard(model)
+            trainer.param_groups[0]["params"] = list(model.parameters())
+        runs.append((model, trainer, sparsifier))
+    for step in range(1, 4):
+        for run in runs:
+            train(run, step)
+        assert_same(*runs)
+
+
+def sharded_in_the_middle_of_an_update(is_pickled):
+    """Gradients that were loaded, or unpickled, before `fully_shard` are cut with their weights."""
+    first = twins((functools.partial(RIGL, state_init="grad"), None, ADAM), sharded)[1 if is_pickled else 0]
+    for step in (1, 2, 3):
+        train(first, step)
+    stepped(first, 4)
+    model, sparsifier = mlp(), RIGL(state_init="grad")
+    if is_pickled:
+        sparsifier = pickle.loads(pickle.dumps(first[2]))
+    sparsifier.prepare(model, None)
+    if not is_pickled:
+        sparsifier.load_state_dict(first[2].state_dict())
+    shard(model)
+    second = model, ADAM(model.parameters()), sparsifier
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    second[1].step()
+    for p, q in zip(first[0].parameters(), model.parameters(), strict=True):
+        fill(q.detach(), p.detach())
+        for key, value in first[1].state[p].items():
+            fill(second[1].state[q][key], value)
+    sparsifier.attach(second[1])
+    for run in (first, second):
+        run[2].step()
+        train(run, 5)
+    assert_same(first, second)
+    assert sparsifier.last_update.iteration == 4
+
+
+def squashed_before_summing():
+    """What a tensor parallel layer left as parts to be summed is masked as a whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    line = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
+    _, (_, _, sparsifier) = twins("RigL", functools.partial(parallel, line))
+    layers = [g["module"] for g in sparsifier.groups]
+    for layer in layers:
+        weight = layer.parametrizations.weight.original
+        weight.grad = unsummed(torch.ones(weight.shape), weight)
+    sparsifier.squash_mask()
+    for layer in layers:
+        assert torch.equal(whole(layer.weight.grad) != 0, whole(layer.weight.detach()) != 0)
+
+
 def gathered_from_outside():
     """What a module around the prepared model leaves gathered is not what optimizers hold: nothing is done with it."""
     from torch.distributed.fsdp import fully_shard
@@ -561,6 +624,13 @@ def cases_of_two():
         yield f"dynamic {method}", functools.partial(as_one_process, method)
     for iteration in (in_micro_batches, taken_first, by_closure):
         yield f"dynamic {iteration.__name__}", functools.partial(as_one_process, "RigL", iteration=iteration)
+    old = "parameters put into the old optimizer"
+    yield f"dynamic {old}, SNFS", functools.partial(parameters_put_into_the_old_optimizer, METHODS["SNFS"][0], MOMENTUM)
+    srste = functools.partial(SRSTE, sparsity_level=0.5, decay=0.1)
+    yield f"dynamic {old}, SR-STE", functools.partial(parameters_put_into_the_old_optimizer, srste, ADAM)
+    for is_pickled in (False, True):
+        name = "pickled" if is_pickled else "loaded"
+        yield f"dynamic {name}, then sharded", functools.partial(sharded_in_the_middle_of_an_update, is_pickled)
     yield "dynamic by columns", functools.partial(as_one_process, "RigL", by_columns, width=22)
     for method in STRAIGHT:
         yield f"dynamic {method}", functools.partial(straight_through, method)
@@ -577,6 +647,7 @@ def cases_of_two():
         gathered_from_outside,
         one_component_at_a_time,
         squashed,
+        squashed_before_summing,
         from_one_kind_to_the_other,
     ):
         yield f"dynamic {case.__name__}", case

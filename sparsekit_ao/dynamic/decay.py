@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
-from ..distributed import local, reshard
+from ..distributed import local
 from .hooks import after_closure
 from .masking import find_dynamic
-from .trained import original, placed_gradient, plain_optimizer, trained_by
+from .trained import original, placed_gradient, plain_optimizer, trained_now
 
 __all__ = ["DecayTap"]
 
@@ -59,8 +59,7 @@ class DecayTap:
 
     @torch.no_grad()
     def _add(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        reshard(self.model)
-        for group in trained_by(optimizer, self.groups):
+        for group in trained_now(self.model, self.groups, optimizer):
             parameter, found = original(group), find_dynamic(group["module"], group["tensor_name"])
             grad = placed_gradient(parameter)
             if grad is None:

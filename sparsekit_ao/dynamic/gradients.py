@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
-from ..distributed import all_agree, like, local, reshard
+from ..distributed import all_agree, beside, like, local
 from ..errors import SparsityError
 from ..select import select
 from .hooks import after_closure
 from .masking import DynamicMask, find_dynamic
 from .optimizer_state import momentum_of
-from .trained import original, placed_gradient, plain_optimizer, trained_by
+from .trained import original, placed_gradient, plain_optimizer, trained_now
 
 __all__ = ["GradientTap"]
 
@@ -88,6 +88,11 @@ class GradientTap:
             self._check_restored(stepped, len(self.optimizers))
             self.stepped = list(stepped) if any(stepped) else [False] * len(self.optimizers)
         self.gradients, self._restored, self._used = dict(gradients), list(stepped), set()
+
+    def lie_beside(self) -> None:
+        """Cut gradients like their weights, which may have been sharded since `restore`."""
+        weights = {g["tensor_fqn"]: original(g) for g in self.groups}
+        self.gradients = {name: beside(g, weights[name]) for name, g in self.gradients.items()}
 
     def progress(self) -> list[bool]:
         """What `restore` wants as `stepped`: of the attached optimizers, or as it was restored until they are."""
@@ -158,7 +163,7 @@ class GradientTap:
         """(name, parameter, mask) of what has a gradient while masks are open."""
         if not self.is_open:
             return []
-        groups = self._trained(optimizer)
+        groups = trained_now(self.model, self.groups, optimizer)
         found = [(g, original(g)) for g in groups]
         for group, parameter in found:
             self._refuse_earlier(group["tensor_fqn"], parameter.grad)
@@ -167,11 +172,6 @@ class GradientTap:
             for g, p in found
             if placed_gradient(p) is not None
         ]
-
-    def _trained(self, optimizer: Optimizer | None) -> Sequence[TensorGroup]:
-        """The groups of one optimizer, or all, once the model holds the parameters that optimizers do."""
-        reshard(self.model)
-        return self.groups if optimizer is None else trained_by(optimizer, self.groups)
 
     def _refuse_earlier(self, name: str, grad: Tensor | None) -> None:
         """A gradient from before masks opened has nothing of hidden weights, and growth would take zeros for it."""
@@ -215,14 +215,14 @@ class GradientTap:
 
     def _hold(self, optimizer: Optimizer) -> None:
         """Look at gradients before a closure: what was taken of them stands, unless the closure makes new ones."""
-        for group in self._trained(optimizer):
+        for group in trained_now(self.model, self.groups, optimizer):
             grad = original(group).grad
             self._held[group["tensor_fqn"]] = (grad, None if grad is None else _version(grad))
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._held = {}
         if self.is_open:  # stepping again in this iteration is with another gradient
-            self._used.update(g["tensor_fqn"] for g in self._trained(optimizer))
+            self._used.update(g["tensor_fqn"] for g in trained_now(self.model, self.groups, optimizer))
         skipped = getattr(optimizer, "found_inf", None)
         skipped = skipped if self.keep else None  # looking waits for the device, so look only where it matters
         at = next(k for k, o in enumerate(self.optimizers) if o is optimizer)

@@ -18,7 +18,7 @@ from ..select import select
 from .draws import generator
 from .optimizer_state import reset_state, second_moments, start_second_moments
 from .settings import Settings
-from .trained import original
+from .trained import original, placed_gradient
 
 __all__ = ["Movement", "forget_dropped", "move", "settle", "zero_dropped"]
 
@@ -115,8 +115,9 @@ def forget_dropped(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer
 def settle(held: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer]) -> None:
     """Leave no gradient and no memory where (parameter, mask) drops: the mask is gone, and zeros are to stay."""
     for parameter, mask in held:
-        if parameter.grad is not None:
-            grad = local(parameter.grad)
+        gradient = placed_gradient(parameter)
+        if gradient is not None:
+            grad = local(gradient)
             grad.copy_(select(grad, local(mask)))
         reset_state(optimizers, parameter, mask == 0)
 

@@ -184,9 +184,8 @@ class DynamicSparsifier(ScopeSparsifier):
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         if not self._known or (has_ranks() and self._known != [id(original(g)) for g in self.groups]):
             self._meet(self._tap.optimizers)
-        before = self.iteration, self._pending
+        before, was_masked = (self.iteration, self._pending), self._tap.masked
         self.iteration += 1
-        was_masked = self._tap.masked
         try:
             with torch.no_grad():
                 if self.enable_mask_update:
@@ -264,6 +263,7 @@ class DynamicSparsifier(ScopeSparsifier):
         for group in self.groups:
             self._live_mask(group)
         meet(self._planned(self.groups).components, self.groups, optimizers, self.settings, self._starts)
+        self._tap.lie_beside()
         self._starts, self._known = {}, [id(original(g)) for g in self.groups]
 
     def _set_gates(self) -> None:

@@ -6,13 +6,13 @@ Knows groups and optimizers; no gradients and no masks' meaning.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import TensorGroup
-from ..distributed import beside, is_beside, is_sharded, refuse_gathered
+from ..distributed import beside, is_beside, is_sharded, refuse_gathered, reshard
 from ..errors import SparsityError
-from ..masking import find_mask
+from ..masking import find_mask, live_mask
 from .optimizer_state import holds, momentum_of, refuse_without_second_moments
 from .settings import Settings
 
@@ -24,6 +24,7 @@ __all__ = [
     "plain_optimizers",
     "refuse_replaced",
     "trained_by",
+    "trained_now",
     "training",
 ]
 
@@ -81,6 +82,20 @@ def trained_by(optimizer: Optimizer, groups: Sequence[TensorGroup]) -> list[Tens
     return [g for g in groups if id(original(g)) in held]
 
 
+def trained_now(
+    model: nn.Module | None, groups: Sequence[TensorGroup], optimizer: Optimizer | None = None
+) -> Sequence[TensorGroup]:
+    """The groups of one optimizer, or all, once the model holds what optimizers do, and masks lie beside that.
+
+    A trainer may shard the model and put the new parameters into the old optimizer, and nobody says so.
+    """
+    reshard(model)
+    found = groups if optimizer is None else trained_by(optimizer, groups)
+    for group in found:
+        live_mask(group["module"], group["tensor_name"], group["tensor_fqn"])
+    return found
+
+
 def training(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> list[Optimizer]:
     """Those of the optimizers that train some of the groups' parameters."""
     return [o for o in optimizers if trained_by(plain_optimizer(o), groups)]
@@ -130,7 +145,8 @@ def _check_memory(
 
 def refuse_replaced(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
     """Raise where a parameter was sharded, so that another object stands in its place than the optimizers hold."""
+    held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
     for group in groups:
         parameter = original(group)
-        if is_sharded(parameter) and all(holds(o, parameter) is None for o in optimizers):
+        if is_sharded(parameter) and id(parameter) not in held:
             raise SparsityError(f"{group['tensor_fqn']}: none of the optimizers given trains it. {_ORDER}")
