@@ -424,6 +424,36 @@ def squashed_before_summing():
         assert torch.equal(whole(layer.weight.grad) != 0, whole(layer.weight.detach()) != 0)
 
 
+def state_on_one_rank_alone():
+    """Under DDP each rank keeps, and forgets, the state of some parameters; nobody could look at all momenta."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    runs = []
+    for is_many in (False, True):
+        model, sparsifier = mlp(), RIGL()
+        sparsifier.prepare(model, None)
+        if is_many:
+            trainer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        else:
+            trainer = ADAM(model.parameters())
+        sparsifier.attach(trainer)
+        runs.append((torch.nn.parallel.DistributedDataParallel(model) if is_many else model, trainer, sparsifier))
+    for step in range(1, 8):
+        for run in runs:
+            train(run, step)
+    (one, _, first), (many, _, second) = runs
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), many.parameters(), strict=True))
+    assert first.last_update == second.last_update and first.last_update.iteration == 6
+    for kind in (METHODS["SNFS"][0], functools.partial(RIGL, state_init="grad")):
+        refusing, model = kind(), mlp()
+        refusing.prepare(model, None)
+        with pytest.raises(
+            SparsityError, match=r"0.weight: .*ZeroRedundancyOptimizer\) keeps.*one rank alone.*Use fully"
+        ):
+            refusing.attach(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
+
+
 def gathered_from_outside():
     """What a module around the prepared model leaves gathered is not what optimizers hold: nothing is done with it."""
     from torch.distributed.fsdp import fully_shard
@@ -644,6 +674,7 @@ def cases_of_two():
         compiled,
         too_early_on_meta,
         wrong_orders,
+        state_on_one_rank_alone,
         gathered_from_outside,
         one_component_at_a_time,
         squashed,

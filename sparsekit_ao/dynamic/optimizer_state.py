@@ -16,6 +16,7 @@ from ..errors import SparsityError
 __all__ = [
     "SECOND_MOMENTS",
     "holds",
+    "keeper_of",
     "leaves_zeros",
     "momentum_of",
     "refuse_without_second_moments",
@@ -44,6 +45,15 @@ def holds(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any] | None:
         if any(p is parameter for p in group["params"]):
             return group
     return None
+
+
+def keeper_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that keeps the state.
+
+    `ZeroRedundancyOptimizer` has one inside, with the parameters that this rank updates and no others.
+    """
+    inside = getattr(optimizer, "optim", None)
+    return inside if isinstance(inside, Optimizer) else optimizer
 
 
 def momentum_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | None:
@@ -108,7 +118,7 @@ def reset_state(optimizers: Sequence[Optimizer], parameter: Tensor, where: Tenso
     [0.0, 0.1]
     """
     for optimizer in optimizers:
-        for tensor in _tensors(optimizer.state.get(parameter, {})):
+        for tensor in _tensors(keeper_of(optimizer).state.get(parameter, {})):
             if tensor.shape == parameter.shape:
                 local(tensor).masked_fill_(local(beside(where, tensor)).to(tensor.device), 0)
 

@@ -13,7 +13,7 @@ from ..config import TensorGroup
 from ..distributed import beside, is_beside, is_sharded, refuse_gathered, reshard
 from ..errors import SparsityError
 from ..masking import find_mask, live_mask
-from .optimizer_state import holds, momentum_of, refuse_without_second_moments
+from .optimizer_state import holds, keeper_of, momentum_of, refuse_without_second_moments
 from .settings import Settings
 
 __all__ = [
@@ -132,6 +132,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[TensorGro
 def _check_memory(
     optimizer: Optimizer, parameter: Tensor, options: Mapping[str, Any], name: str, settings: Settings
 ) -> None:
+    needed = settings.needs_momentum or (settings.updates and settings.state_init == "grad")
+    if needed and keeper_of(optimizer) is not optimizer:
+        raise SparsityError(
+            f"{name}: its optimizer ({type(optimizer).__name__}) keeps the state of a parameter on one rank alone, and "
+            "all ranks would look at it. Use fully_shard, or rules without momentum and state_init='zero'."
+        )
     if settings.needs_momentum and "betas" not in options and not options.get("momentum"):
         if momentum_of([optimizer], parameter) is not None:
             return
