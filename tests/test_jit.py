@@ -472,6 +472,17 @@ def test_rows_at_the_borders_of_chunks_and_ways_are_the_references(width, dtype)
         assert torch.equal(keep_mask(scores, keep, impl="jit"), keep_mask(scores, keep, impl="reference"))
 
 
+@pytest.mark.parametrize(
+    ("shape", "block", "scope", "keep"), [((60, 60), (4, 4), (16, 16), 30), ((5, 7), (1, 1), (5, 9), 9)]
+)
+def test_a_scope_larger_than_the_tensor_is_the_references(shape, block, scope, keep):
+    weight = torch.randn(shape, generator=generator())
+    masks = [torch.ones(shape, dtype=torch.bool) for _ in "ab"]
+    for mask, impl in zip(masks, ("jit", "reference"), strict=True):
+        scope_mask([as_scopes(weight, mask, block, scope)], keep, impl=impl)
+    assert torch.equal(*masks)
+
+
 def test_a_default_device_changes_nothing():
     values, mask = torch.randn(64, 64, generator=generator()), torch.ones(64, 64, dtype=torch.bool)
     with torch.device("meta"):

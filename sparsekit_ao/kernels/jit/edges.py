@@ -22,7 +22,7 @@ Cut = tuple[int, int, int]  # the first block, the last one and one more, blocks
 
 def cut_edges(group: Scopes) -> bool:
     """Whether some scope is smaller than the others, or holds a smaller block where the others hold none."""
-    return any(len(c) > 1 for c in _cuts(group))
+    return _uneven(group, _cuts(group))
 
 
 def regions(group: Scopes, keep: int | Tensor) -> Iterator[tuple[Scopes, int | Tensor]]:
@@ -30,7 +30,7 @@ def regions(group: Scopes, keep: int | Tensor) -> Iterator[tuple[Scopes, int | T
     only = group.members[0]
     assert only.values is not None and only.mask is not None
     cuts = _cuts(group)
-    if not any(len(c) > 1 for c in cuts):
+    if not _uneven(group, cuts):
         yield group, keep
         return
     for place in product(*cuts):
@@ -43,6 +43,11 @@ def regions(group: Scopes, keep: int | Tensor) -> Iterator[tuple[Scopes, int | T
         most = math.prod(shape)  # a scope smaller than its budget keeps all
         own = own.clamp(max=most) if isinstance(own, Tensor) else min(own, most)
         yield replace(group, members=(member,), shape=shape), own
+
+
+def _uneven(group: Scopes, cuts: list[list[Cut]]) -> bool:
+    """Whether some dimension has unlike scopes, or one that is smaller than asked for."""
+    return any(len(c) > 1 or c[0][2] != n for c, n in zip(cuts, group.shape, strict=True))
 
 
 def _cuts(group: Scopes) -> list[list[Cut]]:
