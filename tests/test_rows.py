@@ -85,6 +85,15 @@ def test_several_tensors_do_without_a_sample(bracket, monkeypatch):
     groups_agree([scores_like("few values", 100, 500, torch.float32, seed) for seed in range(3)], 70_000)
 
 
+def test_keys_that_were_left_out_are_noticed_whatever_threads_do_to_the_room(monkeypatch):
+    class Full(long._Room):
+        def take(self, count):
+            self.full = True  # for a moment nothing was left, then another thread wrote its old count back
+
+    monkeypatch.setattr(long, "_Room", Full)
+    groups_agree([scores_like("few values", 100, 500, torch.float32, seed) for seed in range(3)], 70_000)
+
+
 def test_tensors_of_unlike_layout_dtype_and_blocks_share_a_budget():
     one, two = scores_like("random", 256, 256, torch.float32), scores_like("random", 300, 256, torch.bfloat16)
     groups_agree([one, one.T, one[:, ::2]], 70_000)

@@ -72,7 +72,7 @@ def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bo
     room = _Room(width // sample.ROOM if bracket[0] < bracket[1] else 0)
     run_apart([partial(part.decide, *bracket, room) for part in parts])
     above, undecided = sum(part.above for part in parts), torch.cat([part.undecided for part in parts])
-    if room.left < 0 or not above <= keep <= above + undecided.numel():
+    if room.full or not above <= keep <= above + undecided.numel():
         return False
     if undecided.numel():
         chosen = torch.empty(1, undecided.numel(), dtype=torch.bool)
@@ -83,10 +83,15 @@ def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bo
 
 
 class _Room:
-    """How many more keys may be set aside."""
+    """How many more keys may be set aside; once they were too many it stays full, whatever threads do to the count."""
 
     def __init__(self, left: int) -> None:
-        self.left = left
+        self.left, self.full = left, False
+
+    def take(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            self.full = True
 
 
 class _Part:
@@ -98,7 +103,7 @@ class _Part:
         self.undecided = torch.empty(0, dtype=torch.int32)
 
     def decide(self, least: int, most: int, room: _Room) -> None:
-        if room.left < 0:
+        if room.full:
             return
         keys = self._source.keys(0, self._start, self._start + self.out.numel())
         torch.gt(keys, most, out=self.out)
@@ -106,7 +111,7 @@ class _Part:
         between = (keys >= least).bitwise_xor_(self.out)
         self.slots = torch.from_numpy(np.flatnonzero(between.numpy()))  # in a third of torch's time
         self.undecided = keys[self.slots]
-        room.left -= self.slots.numel()
+        room.take(self.slots.numel())
 
 
 def _bracket(sources: Sequence[KeysOf], keep: int) -> tuple[int, int]:
