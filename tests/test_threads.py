@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -113,6 +115,27 @@ def test_the_first_error_is_raised_and_later_calls_work():
     assert done == [1, 1, 1]
 
 
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="a thread cannot be interrupted by another here")
+def test_an_interrupt_while_waiting_ends_the_round_and_leaves_nothing_running():
+    done = []
+
+    def piece():
+        time.sleep(0.02)
+        done.append(1)
+
+    def interrupt():
+        while len(done) < 4:  # the caller waits by then
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        threads.run_apart([piece] * 100)
+    written = len(done)
+    threads.run_apart([lambda: None] * 2)  # after whatever a thread might still have to do
+    assert len(done) == written < 100
+
+
 def test_every_piece_is_called_once_and_results_come_in_order():
     called = []
     found = threads.run_all([lambda i=i: called.append(i) or i * i for i in range(50)])
@@ -156,6 +179,19 @@ def test_a_thread_is_placed_on_the_wanted_cores_and_nowhere_without_any():
     assert os.sched_getaffinity(0) == allowed
     waiting.set()
     thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be placed here")
+def test_a_single_core_is_everybodys_and_one_that_is_refused_stops_no_work(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {cores._getcpu()()})
+    others, here = cores.around()
+    assert len(others) == len(here) == 1
+
+    def refuse(*_):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert threads.run_all([lambda: 1] * 4) == [1] * 4
 
 
 LETTING_GO = """

@@ -4,6 +4,7 @@ Knows threads by their kernel numbers, and nothing of their work. Where the syst
 is left out: threads then run where they are put.
 """
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable
@@ -29,10 +30,13 @@ def let_go() -> None:
 
 
 def around() -> tuple[set[int], set[int]] | None:
-    """The cores that this thread may use besides the one it runs on, and that one; None where it cannot be told."""
+    """The cores that this thread may use besides the one it runs on, and that one; None where it cannot be told.
+
+    Where it may use a single core, that is both: other threads do not stay where they were put before.
+    """
     ask = _getcpu()
     here = -1 if ask is None else ask()
-    return None if here < 0 else (os.sched_getaffinity(0) - {here}, {here})
+    return None if here < 0 else (os.sched_getaffinity(0) - {here} or {here}, {here})
 
 
 def place(thread: int | None, wanted: set[int]) -> None:
@@ -42,7 +46,8 @@ def place(thread: int | None, wanted: set[int]) -> None:
     of the one that wakes it, which has to wait then, while others idle.
     """
     if thread is not None and wanted:
-        os.sched_setaffinity(thread, wanted)
+        with contextlib.suppress(OSError):  # cores may have been taken away since, or the call forbidden
+            os.sched_setaffinity(thread, wanted)
 
 
 @cache

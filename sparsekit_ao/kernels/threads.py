@@ -79,17 +79,25 @@ class _Round(Generic[T]):
 
     def run(self, helpers: "Sequence[_Helper]", *, joining: bool = False) -> list[T]:
         """Hand the work to helpers, and do some of it here if `joining`; the results in order."""
-        cores.let_go()
-        others, here = cores.around() or (set(), set())
-        for at, helper in enumerate(helpers):
-            helper.wake(self._help, others if joining or at else here)
-        if joining:
-            self._take()
-        with self._change:  # a helper that has not begun has nothing left to do
-            self._change.wait_for(lambda: not self._todo and not self._busy)
+        try:
+            cores.let_go()
+            others, here = cores.around() or (set(), set())
+            for at, helper in enumerate(helpers):
+                helper.wake(self._help, others if joining or at else here)
+            if joining:
+                self._take()
+            self._wait()
+        except BaseException:  # as Ctrl-C while waiting: what has begun still writes
+            self._todo.clear()
+            self._wait()
+            raise
         if self._errors:
             raise self._errors[0]
         return [self._found[at] for at in range(self._count)]
+
+    def _wait(self) -> None:
+        with self._change:  # a helper that has not begun has nothing left to do
+            self._change.wait_for(lambda: not self._todo and not self._busy)
 
     def _help(self) -> None:
         with self._change:
