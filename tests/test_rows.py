@@ -91,7 +91,8 @@ def test_keys_that_were_left_out_are_noticed_whatever_threads_do_to_the_room(mon
             self.full = True  # for a moment nothing was left, then another thread wrote its old count back
 
     monkeypatch.setattr(long, "_Room", Full)
-    groups_agree([scores_like("few values", 100, 500, torch.float32, seed) for seed in range(3)], 70_000)
+    first, *others = (scores_like("random", 100, 500, torch.float32, seed) for seed in range(3))
+    groups_agree([first * 100, *others], 20_000)  # what is kept lies in the part that was read
 
 
 def test_tensors_of_unlike_layout_dtype_and_blocks_share_a_budget():
