@@ -142,3 +142,14 @@ def test_rows_on_either_side_of_what_is_read_in_chunks():
             for mask, impl in zip(masks, ("cpu", "reference"), strict=True):
                 scope_mask([as_scopes(values, mask, block, scope)], width // 3, impl=impl)
             assert torch.equal(*masks)
+
+
+def test_a_default_device_changes_nothing():
+    with torch.device("meta"):
+        values = torch.randn(96, 1500, generator=generator(), device="cpu")
+        for block, shape in (((1, 1), (1, 1500)), ((1, 1), (1, 300)), ((1, 1), (96, 1500)), ((4, 4), (8, 25))):
+            masks = [torch.ones(values.shape, dtype=torch.bool, device="cpu") for _ in "ab"]
+            scope_mask([as_scopes(values, masks[0], block, shape)], 20, impl="cpu")
+            with torch.device("cpu"):
+                scope_mask([as_scopes(values, masks[1], block, shape)], 20, impl="reference")
+            assert torch.equal(*masks)

@@ -43,7 +43,7 @@ def keep_mask(
     if out.numel() == 0 and reduce is None:
         return out
     source = KeysOf(scores, candidates, magnitude)
-    budget = torch.as_tensor(keep, dtype=torch.int64).expand(source.rows)
+    budget = torch.as_tensor(keep, dtype=torch.int64, device="cpu").expand(source.rows)
     if reduce is not None:
         keep_digits(out, source, budget, index, reduce)
     elif source.width >= WIDE:
@@ -66,7 +66,9 @@ def block_scores(members: Sequence[Blocks], norm: reference.Norm, ndim: int, as_
         return reference.block_scores(members, norm, ndim, as_mean, root=_root)
     as_mean = first.is_partial if as_mean is None else as_mean
     own = replace(first, order=(), mask=None)
-    out = torch.empty(first.grid, dtype=torch.float64 if first.window.dtype == torch.float64 else torch.float32)
+    out = torch.empty(
+        first.grid, dtype=torch.float64 if first.window.dtype == torch.float64 else torch.float32, device="cpu"
+    )
 
     for place in _places(own):
         out[place].copy_(reference.block_scores((_at(own, place),), norm, len(first.grid), as_mean, root=_root))
@@ -186,7 +188,7 @@ def _mask_blocks(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> No
     """Choose among the scores of whole blocks as among single elements."""
     only = scopes.members[0]
     scores = block_scores((only,), norm, only.window.ndim)
-    kept = torch.empty(scores.shape, dtype=torch.bool)
+    kept = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
     scope_mask([scopes.with_members([Blocks(shape=(1,) * scores.ndim, values=scores, mask=kept)])], keep, norm)
     _fill(only, kept)
 
@@ -212,7 +214,7 @@ def _keep_grid(kept: Tensor, keys: Tensor, scopes: Scopes, keep: int | Tensor) -
     if rows.data_ptr() == kept.data_ptr() and (rows.stride(1) == 1 or slots.shape[1] > SORTED):
         keep_rows(rows, slots, budget)
         return
-    rows = torch.empty(rows.shape, dtype=torch.bool)
+    rows = torch.empty(rows.shape, dtype=torch.bool, device="cpu")
     keep_rows(rows, slots, budget)
     kept.copy_(from_scopes(rows, scopes).contiguous())  # turned in memory of its own, which is quicker
 
@@ -234,7 +236,7 @@ def _mask_together(groups: Sequence[Scopes], keep: int, norm: reference.Norm) ->
     # a mask that lies as its row does is written at once
     inside = [m.mask is not None and single and m.mask.is_contiguous() for m in members]
     grids_kept = [
-        m.mask if m.mask is not None and here else torch.empty(grid.shape, dtype=torch.bool)
+        m.mask if m.mask is not None and here else torch.empty(grid.shape, dtype=torch.bool, device="cpu")
         for m, grid, here in zip(members, grids, inside, strict=True)
     ]
     _keep_together([kept.view(-1) for kept in grids_kept], [grid.reshape(1, -1) for grid in grids], keep)
@@ -248,8 +250,8 @@ def _keep_together(outs: Sequence[Tensor], rows: Sequence[Tensor], keep: int) ->
     """Choose among the scores of several rows [1, slots] as if they were one."""
     if keep_row(outs, [KeysOf(row, None, True) for row in rows], keep):
         return
-    chosen = torch.empty(1, sum(row.numel() for row in rows), dtype=torch.bool)
-    keep_digits(chosen, KeysOf(torch.cat(list(rows), 1), None, True), torch.tensor([keep]))
+    chosen = torch.empty(1, sum(row.numel() for row in rows), dtype=torch.bool, device="cpu")
+    keep_digits(chosen, KeysOf(torch.cat(list(rows), 1), None, True), torch.tensor([keep], device="cpu"))
     for own, part in zip(outs, chosen[0].split([row.numel() for row in rows]), strict=True):
         own.copy_(part)
 

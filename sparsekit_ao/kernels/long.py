@@ -75,7 +75,7 @@ def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bo
     if room.full or not above <= keep <= above + undecided.numel():
         return False
     if undecided.numel():
-        chosen = torch.empty(1, undecided.numel(), dtype=torch.bool)
+        chosen = torch.empty(1, undecided.numel(), dtype=torch.bool, device="cpu")
         keep_rows(chosen, undecided[None], keep - above)
         for part, kept in zip(parts, chosen[0].split([part.slots.numel() for part in parts]), strict=True):
             part.out[part.slots] = kept
@@ -99,8 +99,8 @@ class _Part:
 
     def __init__(self, out: Tensor, source: KeysOf, start: int) -> None:
         self.out, self._source, self._start = out, source, start
-        self.above, self.slots = 0, torch.empty(0, dtype=torch.int64)
-        self.undecided = torch.empty(0, dtype=torch.int32)
+        self.above, self.slots = 0, torch.empty(0, dtype=torch.int64, device="cpu")
+        self.undecided = torch.empty(0, dtype=torch.int32, device="cpu")
 
     def decide(self, least: int, most: int, room: _Room) -> None:
         if room.full:
@@ -116,7 +116,7 @@ class _Part:
 
 def _bracket(sources: Sequence[KeysOf], keep: int) -> tuple[int, int]:
     """Two keys between which the keep-th largest of the sources' one row probably lies."""
-    ends = torch.tensor([source.width for source in sources]).cumsum(0)
+    ends = torch.tensor([source.width for source in sources], device="cpu").cumsum(0)
     slots = sample.slots(int(ends[-1]))
     shares = slots.tensor_split(torch.searchsorted(slots, ends[:-1]))
     drawn = [source.at(0, s - end + source.width) for source, s, end in zip(sources, shares, ends, strict=True)]

@@ -76,7 +76,7 @@ def threshold_passes(source: KeyRows, keep: Tensor) -> Passes[tuple[Tensor, Tens
     while shift > 0:
         low = max(shift - BITS, 0)
         found = [_histogram(source, row, int(prefix[row]), shift, low, live[row]) for row in range(source.rows)]
-        counts = yield torch.stack(found) if found else torch.zeros(0, 1, dtype=torch.int64)
+        counts = yield torch.stack(found) if found else torch.zeros(0, 1, dtype=torch.int64, device="cpu")
         if shift == source.bits and bool((keep > counts.sum(1)).any()):
             raise SparsityError(
                 f"keep must be at most the members of a scope, got {keep.tolist()} of "
@@ -108,7 +108,7 @@ def _digits(keys: Tensor, bits: int, shift: int) -> Tensor:
 def _histogram(source: KeyRows, row: int, prefix: int, shift: int, low: int, live: Tensor | None) -> Tensor:
     """Counts of the digit (shift, low] among the keys whose bits above `shift` are `prefix`."""
     bins = 1 << (shift - low)
-    counts = torch.zeros(bins, dtype=torch.int64)
+    counts = torch.zeros(bins, dtype=torch.int64, device="cpu")
     for keys in _chunks(source, row, live):
         if shift < source.bits:
             keys = keys[(keys >> shift) == _signed(prefix, source.bits, shift)]

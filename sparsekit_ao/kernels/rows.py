@@ -38,7 +38,7 @@ def keep_rows(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
     if keys.shape[1] <= PAIRS:
         keep_slots(out.T, keys.T, keep)
         return
-    k = torch.as_tensor(keep, dtype=torch.int64).reshape(-1, 1)
+    k = torch.as_tensor(keep, dtype=torch.int64, device="cpu").reshape(-1, 1)
     if keys.shape[1] <= SORTED:
         keys = keys.contiguous()
         _cut(out, keys, _by_sort(keys, k), k)
@@ -140,7 +140,7 @@ def _whole(keys: Tensor, k: Tensor, guess: Tensor) -> Tensor:
     above, reach = ((compare(keys, guess)).sum(1, keepdim=True) for compare in (torch.gt, torch.ge))
     unknown = ((above >= k) | (reach < k))[:, 0].nonzero()[:, 0]
     guess[unknown] = _by_sort(keys[unknown], k[unknown])
-    kept = torch.empty(keys.shape, dtype=torch.bool)
+    kept = torch.empty(keys.shape, dtype=torch.bool, device="cpu")
     _cut(kept, keys, guess, k)
     return kept
 
@@ -197,7 +197,7 @@ def _among(keys: Array, counts: Array, k: Array) -> Array:
     threshold = _pick(np.sort(table, axis=1), np.minimum(most - budget, most - 1))
     chosen = keys >= np.repeat(threshold, counts[:, 0])
     if np.count_nonzero(chosen) > budget.sum():
-        kept = torch.empty(real.shape, dtype=torch.bool)
+        kept = torch.empty(real.shape, dtype=torch.bool, device="cpu")
         _cut(kept, *map(torch.from_numpy, (table, threshold, budget)))
         chosen = kept.numpy()[real]
     return chosen
