@@ -72,14 +72,24 @@ def test_the_benchmark_table_is_the_csv():
 
 def test_the_worst_patterns_and_the_masked_layer_are_the_csvs():
     with (ROOT / "examples/benchmarks/results/cpu_patterns.csv").open() as file:
-        rows = [r for r in csv.DictReader(file) if r["dtype"] == "float32"]
+        rows = list(csv.DictReader(file))
     text = " ".join(README.split())
-    partial = next(r for r in rows if "partial" in r["pattern"])
-    table = [r for r in rows if r is not partial]
-    jit, plain = (max(float(r[f"{tier}: times one copy"]) for r in table) for tier in ("ours", "plain"))
-    assert f"the worst with the JIT extra is {jit} copies" in text
-    assert f"or {partial['ours: times one copy']} with blocks that are cut at an edge" in text
-    assert f"on a plain install {plain} (" in text
+    for dtype, said in (
+        ("float32", "the worst with the JIT extra is {} copies ({}), on a plain install {} ({})"),
+        ("bfloat16", "half as long, {} ({}) and {} ({})"),
+    ):
+        own = [r for r in rows if r["dtype"] == dtype]
+        worst = [max((float(r[f"{tier}: times one copy"]), r["pattern"]) for r in own) for tier in ("ours", "plain")]
+        assert said.format(*worst[0], *worst[1]) in text
+    with (ROOT / "examples/benchmarks/results/cpu_growth.csv").open() as file:
+        growth = {(r["pattern"], r["size"]): r for r in csv.DictReader(file)}
+    for tier, said in (
+        ("ours", "between {:.2f} and {:.2f} of what it was with the JIT extra"),
+        ("plain", "and {:.2f} and {:.2f} without"),
+    ):
+        key = f"{tier} ns an element"
+        falls = [float(growth[p, "8192"][key]) / float(r[key]) for (p, size), r in growth.items() if size == "1024"]
+        assert said.format(min(falls), max(falls)) in text
     with (ROOT / "examples/benchmarks/results/masked_linear.csv").open() as file:
         ratio = {(r["mode"], r["layer"]): r["ratio"] for r in csv.DictReader(file)}
     assert f"take {ratio['eager', 'bool mask']} of torch.ao's FakeSparsity in eager mode" in text
