@@ -93,6 +93,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def copied(value: Any) -> Any:
     """A copy of the dicts, lists and tuples; what they hold (a callable with a state of its own, say) is the same."""
+    if value is None or isinstance(value, (str, int, float)):  # most are; asking for a Mapping first takes longer
+        return value
     if isinstance(value, Mapping):
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

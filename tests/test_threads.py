@@ -76,10 +76,10 @@ def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch
         carry_out(update, impl)
 
     monkeypatch.setattr(batch, "carry_out", watched)
-    small = list(range(20_000, 20_012))
-    updates = updates_of([*small, 100_000, 30_000], [2] * 13 + [torch.abs])
+    small = list(range(40_000, 40_012))
+    updates = updates_of([*small, 200_000, 30_000], [2] * 13 + [torch.abs])
     scope_masks(updates, impl=impl)
-    assert seen == {**dict.fromkeys(small, 1), 100_000: "here", 30_000: "here"}
+    assert seen == {**dict.fromkeys(small, 1), 200_000: "here", 30_000: "here"}
     for update in updates:
         (member,) = update.groups[0].members
         want = torch.ones_like(member.mask)
@@ -88,7 +88,9 @@ def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch
         assert torch.equal(member.mask, want)
 
 
-def test_updates_that_would_leave_threads_idle_are_cut_instead():
+def test_updates_that_would_leave_threads_idle_are_cut_instead(monkeypatch):
+    assert batch._side_by_side(updates_of([8] * 20, [2] * 20)) == []  # so small that the lock costs more than the work
+    monkeypatch.setattr(batch, "APART", 1)
     updates = updates_of([8, 9, 10, 100], [2] * 4)
     assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == []
     updates = updates_of([8, 9, 10, 11, 100], [2] * 5)

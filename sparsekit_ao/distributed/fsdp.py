@@ -35,8 +35,9 @@ def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> 
         model: looked through.
         names: (tensor, its module) by name.
     """
+    wrapped = _wrapped_names(model)
     for tensor, module in names:
-        inside = _wrapped_around(model, module)
+        inside = [name for name in _around(module) if name in wrapped]
         if inside or is_managed(model.get_submodule(module)):
             which = "a module around the model" if not inside else repr(inside[-1]) if inside[-1] else "the model"
             raise SparsityError(
@@ -52,8 +53,9 @@ def refuse_wrapped_outside(model: nn.Module, names: Sequence[tuple[str, str]]) -
         model: looked through.
         names: (tensor, its module) by name.
     """
+    wrapped = _wrapped_names(model)
     for tensor, module in names:
-        if is_managed(model.get_submodule(module)) and not _wrapped_around(model, module):
+        if is_managed(model.get_submodule(module)) and wrapped.isdisjoint(_around(module)):
             raise SparsityError(
                 f"squash_mask: {tensor} was sharded by fully_shard on a module around the prepared model, which would "
                 "lose it. Prepare the model that you wrap; this one can be squashed where it is not sharded: load its "
@@ -139,10 +141,19 @@ def is_managed(module: nn.Module) -> bool:
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
-def _wrapped_around(model: nn.Module, module: str) -> list[str]:
-    """The names of those of the model's modules that `fully_shard` wrapped and the module lies in, outermost first."""
-    wrapped = [name for name, m in model.named_modules() if _is_wrapped(m)]
-    return [w for w in wrapped if w == "" or module == w or module.startswith(f"{w}.")]
+def _wrapped_names(model: nn.Module) -> set[str]:
+    """The names of those of the model's modules that `fully_shard` wrapped."""
+    return set() if _fsdp_class() is None else {name for name, m in model.named_modules() if _is_wrapped(m)}
+
+
+def _around(module: str) -> list[str]:
+    """A module's name and those of the modules that it lies in, outermost first.
+
+    >>> _around("blocks.0")
+    ['', 'blocks', 'blocks.0']
+    """
+    parts = module.split(".") if module else []
+    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
 
 
 def _fsdp_class() -> type | None:

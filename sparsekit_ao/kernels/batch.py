@@ -14,6 +14,7 @@ from .update import Update
 __all__ = ["scope_masks"]
 
 EACH = 2  # windows a thread, from which on they are not cut
+APART = 1 << 17  # elements of the smallest: with less to do threads would wait for the interpreter's lock
 
 
 def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
@@ -51,7 +52,7 @@ def _side_by_side(updates: Sequence[Update]) -> list[Update]:
 
     Largest first, so that threads end at about the same time. Callables stay on this thread, as one would expect.
     """
-    sizes = {u: _elements(u) for u in updates if _is_plain(u)}
+    sizes = {u: n for u in updates if _is_plain(u) and (n := _elements(u)) >= APART}
     small = sorted(sizes, key=lambda u: -sizes[u])
     left, threads = sum(sizes.values()), torch.get_num_threads()
     while small and sizes[small[0]] * threads * EACH > left:
