@@ -534,3 +534,17 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
         assert sparsifier.check() > 2
         masks.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
+
+
+def test_prepare_walks_through_the_model_as_often_for_many_layers_as_for_few(monkeypatch):
+    walks, real = [], nn.Module.named_modules
+
+    def counted(self, *args, **kwargs):
+        walks[-1] += isinstance(self, nn.Sequential)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    for layers in (2, 20):
+        walks.append(0)
+        ScopeSparsifier(0.5).prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), None)
+    assert walks[0] == walks[1] > 0
