@@ -38,14 +38,7 @@ from sparsekit_ao.kernels.keys import absent, key_bits, order_keys
 from sparsekit_ao.kernels.radix import CHUNK
 from sparsekit_ao.kernels.rows import PAIRS, SORTED
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads that wait for each other are slow on a busy machine; the test of thread counts sets its own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # the selection rule

@@ -29,14 +29,7 @@ from strategies import (
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads that wait for each other are slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 NORMS = [1, 2, math.inf, abs]

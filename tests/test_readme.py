@@ -98,6 +98,13 @@ def test_the_worst_patterns_and_the_masked_layer_are_the_csvs():
     assert "ours cost {} times the dense layer with a bool mask and {} times with a float one".format(*compiled) in text
 
 
+def test_the_time_of_prepare_is_the_csv():
+    with (ROOT / "examples/benchmarks/results/prepare.csv").open() as file:
+        ms = {r["kind"]: float(r["prepare ms"]) for r in csv.DictReader(file)}
+    said = f"takes {ms['ScopeSparsifier']:.0f} ms, torch.ao's {ms['stock']:.0f} ms"
+    assert said in " ".join(README.split()) and ms["ScopeSparsifier"] < 300  # as the changelog says
+
+
 def test_the_bytes_sent_for_a_selection_are_the_csv():
     with (ROOT / "examples/benchmarks/results/selection_bytes.csv").open() as file:
         ours, gather = csv.DictReader(file)

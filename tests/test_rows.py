@@ -12,12 +12,7 @@ from sparsekit_ao.kernels.rows import SORTED
 LONG = 3 * SORTED + 5  # neither whole words nor whole stretches
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows_agree(scores, keep):
