@@ -24,11 +24,11 @@ import torch
 from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences
 from torch import Tensor, nn
 
-from sparsekit_ao import Group, ScopeSparsifier
+from sparsekit_ao import Coupling, ScopeSparsifier
 from sparsekit_ao.export import Compaction, compact, cut_to
 
 SELF, OUT = "encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"
-HEADS = Group(
+HEADS = Coupling(
     {
         **{f"{SELF}.{p}.weight": "(u d) i" for p in ("query", "key", "value")},
         **{f"{SELF}.{p}.bias": "(u d)" for p in ("query", "key", "value")},
@@ -38,7 +38,7 @@ HEADS = Group(
     name="heads of layer *",
     attrs={f"{SELF}.num_attention_heads": "u", f"{SELF}.all_head_size": "u d"},
 )
-MLP = Group(
+MLP = Coupling(
     {
         "encoder.layer.*.intermediate.dense.weight": "u i",
         "encoder.layer.*.intermediate.dense.bias": "u",

@@ -2,20 +2,20 @@
 
 `ScopeSparsifier` turns config dicts into views, blocks and scopes and keeps exactly as many blocks as each budget
 says; `WeightNormSparsifier` and `NearlyDiagonalSparsifier` replace torch.ao's by an import. `patterns` names common
-structures, `schedules` and `schedulers` move budgets over time.
+structures, `schedules` change budgets over time.
 """
 
-from . import densities, dynamic, export, groups, patterns, schedulers, schedules
+from . import coupling, densities, dynamic, export, patterns, schedules
+from .algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
-from .groups import Group
-from .kernels import keep_mask
 from .masking import WeightMask
-from .nearly_diagonal import NearlyDiagonalSparsifier
-from .report import Report, Row
-from .sparsifier import ScopeSparsifier
-from .spec import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
-from .weight_norm import WeightNormSparsifier
+from .selection import keep_mask
+from .sparsifiers.nearly_diagonal import NearlyDiagonalSparsifier
+from .sparsifiers.report import Report, Row
+from .sparsifiers.scope import ScopeSparsifier
+from .sparsifiers.weight_norm import WeightNormSparsifier
 
 __version__ = "0.1.0"
 
@@ -27,9 +27,9 @@ __all__ = [
     "STE",
     "BlockCoupling",
     "BlockSpec",
+    "Coupling",
     "CouplingError",
     "DynamicSparsifier",
-    "Group",
     "NearlyDiagonalSparsifier",
     "Report",
     "RigL",
@@ -46,12 +46,11 @@ __all__ = [
     "View",
     "WeightMask",
     "WeightNormSparsifier",
+    "coupling",
     "densities",
     "dynamic",
     "export",
-    "groups",
     "keep_mask",
     "patterns",
-    "schedulers",
     "schedules",
 ]

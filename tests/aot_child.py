@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparsekit_ao.kernels import Blocks, Scopes, Update
-from sparsekit_ao.kernels import triton as gpu
-from sparsekit_ao.layout import cosize, row_major
+from sparsekit_ao.selection import Blocks, Scopes, Update
+from sparsekit_ao.selection import triton as gpu
+from sparsekit_ao.selection.strides import cosize, row_major
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,10 +58,12 @@ def blocks(shape, block, dtype, order=(), stride=None, mask=torch.bool, start=0)
     return Blocks(shape=block, values=values, mask=mask, order=order)
 
 
-def update(shape, dtype, block, scope, norm=2, stage=False, stride=None, big=False, mask=torch.bool, start=0):
+def update(shape, dtype, block, scope, norm=2, among_kept=False, stride=None, big=False, mask=torch.bool, start=0):
     """A launch of one tensor's scopes."""
     group = Scopes(members=(blocks(shape, block, dtype, stride=stride, mask=mask, start=start),), shape=scope)
-    return lambda: gpu.scope_masks([Update(groups=(group,), keep=1, norm=norm, stage=stage)], gpu.Limits(big=big))
+    return lambda: gpu.scope_masks(
+        [Update(groups=(group,), keep=1, norm=norm, among_kept=among_kept)], gpu.Limits(big=big)
+    )
 
 
 def many(count):
@@ -70,16 +72,16 @@ def many(count):
     return lambda: gpu.scope_masks([Update(groups=(group,), keep=2) for group in groups])
 
 
-def hidden_units(dtype, big, stage=False):
+def hidden_units(dtype, big, among_kept=False):
     """Rows of gate and up, columns of down: one fate."""
     gate, up = (blocks((11008, 4096), (1, 4096), dtype) for _ in range(2))
     group = Scopes(members=(gate, up, blocks((4096, 11008), (4096, 1), dtype, (1, 0))), shape=(11008, 1))
-    return lambda: gpu.scope_masks([Update(groups=(group,), keep=1, stage=stage)], gpu.Limits(big=big))
+    return lambda: gpu.scope_masks([Update(groups=(group,), keep=1, among_kept=among_kept)], gpu.Limits(big=big))
 
 
-def rows(dtype, width, big, stage):
+def rows(dtype, width, big, among_kept):
     """Selection among scores of either sign, with a budget for each row."""
-    keep, allowed = empty((64,), torch.int64), empty((64, width), torch.bool) if stage else None
+    keep, allowed = empty((64,), torch.int64), empty((64, width), torch.bool) if among_kept else None
     scores = empty((64, width), dtype)
     return lambda: gpu.keep_mask(scores, keep, allowed, magnitude=False, limits=gpu.Limits(big=big))
 
@@ -99,7 +101,7 @@ WHOLE = (8192, 8192)
 CASES = {
     "2:4": update(WHOLE, BF16, (1, 1), (1, 4)),
     "2:4, float32": update(WHOLE, F32, (1, 1), (1, 4)),
-    "2:4 as a second stage": update(WHOLE, BF16, (1, 1), (1, 4), stage=True),
+    "2:4 as a second stage": update(WHOLE, BF16, (1, 1), (1, 4), among_kept=True),
     "8:16": update(WHOLE, BF16, (1, 1), (1, 16)),
     "16:32": update(WHOLE, BF16, (1, 1), (1, 32)),
     "2:4 of 1x2": update(WHOLE, BF16, (1, 2), (1, 4)),
@@ -127,18 +129,18 @@ FURTHER = {
     "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),
     "1x1 over a tensor beyond 2^31": update((65536, 65536), BF16, (1, 1), (65536, 65536)),
     "1x1 over a tensor, strided float32 as a second stage": update(
-        WHOLE, F32, (1, 1), WHOLE, stage=True, stride=(8200, 1), mask=F32
+        WHOLE, F32, (1, 1), WHOLE, among_kept=True, stride=(8200, 1), mask=F32
     ),
     "1x1 over a transposed tensor": update(WHOLE, BF16, (1, 1), WHOLE, stride=(1, 8192)),
     "1x1 over a slice that starts anywhere": update(
         (8190, 8191), BF16, (1, 1), (8190, 8191), stride=(8193, 1), start=1
     ),
     "2:4 of a slice that starts anywhere": update((8190, 8192), BF16, (1, 1), (1, 4), stride=(8193, 1), start=1),
-    "1x1 over a tensor as a second stage, float16": update(WHOLE, F16, (1, 1), WHOLE, stage=True),
+    "1x1 over a tensor as a second stage, float16": update(WHOLE, F16, (1, 1), WHOLE, among_kept=True),
     "1x4 over a tensor": update(WHOLE, BF16, (1, 4), (8192, 2048)),
-    "1x4 over a tensor as a second stage": update(WHOLE, BF16, (1, 4), (8192, 2048), norm=1, stage=True),
+    "1x4 over a tensor as a second stage": update(WHOLE, BF16, (1, 4), (8192, 2048), norm=1, among_kept=True),
     "32x32 over a tensor, inf": update(WHOLE, BF16, (32, 32), (256, 256), norm=math.inf),
-    "a hidden unit of three tensors, 64-bit, float32": hidden_units(F32, True, stage=True),
+    "a hidden unit of three tensors, 64-bit, float32": hidden_units(F32, True, among_kept=True),
     "signed rows of 1,000": rows(F32, 1000, False, True),
     "signed rows of 2^19": rows(F32, 1 << 19, False, True),
     "signed rows of 10, 64-bit": rows(BF16, 10, True, False),

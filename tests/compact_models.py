@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import Group
+from sparsekit_ao import Coupling
 
 
 class GatedMLP(nn.Module):
@@ -249,12 +249,12 @@ INVERTED = {
     **bn("norm1"),
     **bn("norm2"),
 }
-KV_GROUPS = Group(
+KV_GROUPS = Coupling(
     {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
     sizes={"g": 3, "d": 4},
     attrs={"num_groups": "u"},
 )
-QUERIES = Group(
+QUERIES = Coupling(
     {**weights_and_biases({"q": "(kv u d) i"}), "o.weight": "o (kv u d)"},
     scope="kv",
     sizes={"kv": 4, "d": 4},
@@ -263,7 +263,7 @@ QUERIES = Group(
 
 # name: (make the model, its groups, make its inputs)
 CASES = {
-    "gated MLP of every layer": (lambda: Residual(GatedMLP(), GatedMLP()), Group(MLP), vectors(6)),
+    "gated MLP of every layer": (lambda: Residual(GatedMLP(), GatedMLP()), Coupling(MLP), vectors(6)),
     "kv groups with their query heads": (Attention, KV_GROUPS, vectors(10)),
     "query heads inside every kv group": (Attention, QUERIES, vectors(10)),
     "kv groups, and query heads inside": (
@@ -276,7 +276,7 @@ CASES = {
     ),
     "value channels of every head": (
         Attention,
-        Group(
+        Coupling(
             {**weights_and_biases({"v": "(kv u) i"}), "o.weight": "o (kv g u)"},
             sizes={"kv": 4, "g": 3},
             attrs={"value_size": "u"},
@@ -285,7 +285,7 @@ CASES = {
     ),
     "packed qkv": (
         PackedAttention,
-        Group(
+        Coupling(
             {**weights_and_biases({"qkv": "(three u d) i"}), "proj.weight": "o (u d)"},
             sizes={"three": 3, "d": 3},
             attrs={"num_heads": "u"},
@@ -294,44 +294,44 @@ CASES = {
     ),
     "fused gate and up": (
         FusedMLP,
-        Group({**weights_and_biases({"gate_up": "(two u) i"}), "down.weight": "o u"}, sizes={"two": 2}),
+        Coupling({**weights_and_biases({"gate_up": "(two u) i"}), "down.weight": "o u"}, sizes={"two": 2}),
         vectors(6),
     ),
-    "conv, BatchNorm, conv": (SkipNet, Group(BLOCK), images),
-    "residual stream through skips, and flatten": (SkipNet, Group(SKIP, name="stream"), images),
-    "both": (SkipNet, [Group(SKIP, name="stream"), Group(BLOCK)], images),
+    "conv, BatchNorm, conv": (SkipNet, Coupling(BLOCK), images),
+    "residual stream through skips, and flatten": (SkipNet, Coupling(SKIP, name="stream"), images),
+    "both": (SkipNet, [Coupling(SKIP, name="stream"), Coupling(BLOCK)], images),
     "depthwise with squeeze and excite": (
         Inverted,
-        [Group(INVERTED), Group({**weights_and_biases({"squeeze": "u i h w"}), "excite.weight": "o u h w"})],
+        [Coupling(INVERTED), Coupling({**weights_and_biases({"squeeze": "u i h w"}), "excite.weight": "o u h w"})],
         lambda: torch.randn(2, 4, 6, 6),
     ),
     "experts with their router row": (
         PackedExperts,
-        Group({"router.weight": "u i", "up": "u h i", "down": "u o h"}),
+        Coupling({"router.weight": "u i", "up": "u h i", "down": "u o h"}),
         lambda: torch.randn(7, 5),
     ),
     "units inside every packed expert": (
         PackedExperts,
-        Group({"up": "e u i", "down": "e o u"}, scope="e"),
+        Coupling({"up": "e u i", "down": "e o u"}, scope="e"),
         lambda: torch.randn(7, 5),
     ),
     "units inside every listed expert": (
         ListedExperts,
-        Group({name.replace("layers", "experts"): axes for name, axes in MLP.items()}),
+        Coupling({name.replace("layers", "experts"): axes for name, axes in MLP.items()}),
         vectors(6),
     ),
-    "LoRA rank": (LoRA, Group({"lora_A.weight": "u i", "lora_B.weight": "o u"}), vectors(5)),
-    "residual stream under torch.nn.RMSNorm": (decoder(nn.RMSNorm), Group(STREAM), tokens),
-    "residual stream under a decoder's RMSNorm": (decoder(RootMeanSquare), Group(STREAM), tokens),
+    "LoRA rank": (LoRA, Coupling({"lora_A.weight": "u i", "lora_B.weight": "o u"}), vectors(5)),
+    "residual stream under torch.nn.RMSNorm": (decoder(nn.RMSNorm), Coupling(STREAM), tokens),
+    "residual stream under a decoder's RMSNorm": (decoder(RootMeanSquare), Coupling(STREAM), tokens),
     "residual stream under an RMSNorm of 1 + weight": (
         decoder(lambda width: RootMeanSquare(width, shift=1.0)),
-        Group(STREAM),
+        Coupling(STREAM),
         tokens,
     ),
-    "residual stream and every MLP": (decoder(RootMeanSquare), [Group(STREAM), Group(MLP)], tokens),
+    "residual stream and every MLP": (decoder(RootMeanSquare), [Coupling(STREAM), Coupling(MLP)], tokens),
     "GroupNorm by whole groups": (
         lambda: nn.Sequential(nn.Conv2d(3, 12, 3), nn.GroupNorm(4, 12), nn.ReLU(), nn.Conv2d(12, 2, 1)),
-        Group(
+        Coupling(
             {"0.weight": "(u c) i h w", "0.bias": "(u c)", "1.weight": "(u c)", "1.bias": "(u c)"}
             | {"3.weight": "o (u c) h w"},
             sizes={"c": 3},
@@ -340,7 +340,7 @@ CASES = {
     ),
     "grouped conv by whole groups": (
         lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 12, 3, groups=4), nn.Conv2d(12, 2, 1)),
-        Group(
+        Coupling(
             {**weights_and_biases({"0": "(u c) i h w", "1": "(u m) c h w"}), "2.weight": "o (u m) h w"},
             sizes={"c": 2, "m": 3},
         ),
@@ -348,7 +348,7 @@ CASES = {
     ),
     "grouped conv, equally in each group": (
         lambda: nn.Sequential(nn.Conv2d(4, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 2, 1)),
-        Group(
+        Coupling(
             {**weights_and_biases({"0": "(g u) i h w"}), "2.weight": "o (g u) h w"},
             scope="g",
             sizes={"g": 2},
@@ -357,14 +357,14 @@ CASES = {
     ),
     "depthwise with a multiplier": (
         lambda: nn.Sequential(nn.Conv1d(2, 6, 1), nn.Conv1d(6, 12, 3, groups=6), nn.Conv1d(12, 2, 1)),
-        Group({**weights_and_biases({"0": "u i w", "1": "(u m) 1 w"}), "2.weight": "o (u m) w"}, sizes={"m": 2}),
+        Coupling({**weights_and_biases({"0": "u i w", "1": "(u m) 1 w"}), "2.weight": "o (u m) w"}, sizes={"m": 2}),
         lambda: torch.randn(2, 2, 8),
     ),
     "transposed conv, InstanceNorm and PReLU": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.PReLU(8), nn.ConvTranspose2d(8, 2, 3)
         ),
-        Group(
+        Coupling(
             {"0.weight": "u i h w", "0.bias": "u", "1.weight": "u", "1.bias": "u", "2.weight": "u"}
             | {"3.weight": "u o h w"}
         ),

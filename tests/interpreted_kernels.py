@@ -15,10 +15,10 @@ import torch
 from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
-from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
-from sparsekit_ao.kernels import triton as gpu
-from sparsekit_ao.kernels.triton import Limits, launch, plan, ready, reasons, select
-from sparsekit_ao.kernels.triton.plan import make_plan
+from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
+from sparsekit_ao.selection import triton as gpu
+from sparsekit_ao.selection.triton import Limits, launch, plan, ready, reasons, select
+from sparsekit_ao.selection.triton.plan import make_plan
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FUSED = Limits()
@@ -54,11 +54,11 @@ def copied(groups):
     return [g.with_members([replace(m, mask=m.mask.clone()) for m in g.members]) for g in groups]
 
 
-def agree(groups, keep, limits=FUSED, norm=2, stage=False):
+def agree(groups, keep, limits=FUSED, norm=2, among_kept=False):
     """Whether kernels and reference fill the same masks; returns them."""
     expected, found = copied(groups), copied(groups)
-    scope_mask(expected, keep, norm, stage=stage, impl="reference")
-    update = Update(groups=tuple(found), keep=keep, norm=norm, stage=stage)
+    scope_mask(expected, keep, norm, among_kept=among_kept, impl="reference")
+    update = Update(groups=tuple(found), keep=keep, norm=norm, among_kept=among_kept)
     assert not gpu.reasons_of(update)
     gpu.scope_masks([update], limits)
     for a, b in zip(expected, found, strict=True):
@@ -356,7 +356,7 @@ def test_a_later_stage_chooses_among_what_is_left(way):
             ((1, 4), (1, 4), 2),
         ):
             member = Blocks(shape=block, values=values, mask=mask)
-            agree([Scopes(members=(member,), shape=scope)], keep, WAYS[way], stage=True)
+            agree([Scopes(members=(member,), shape=scope)], keep, WAYS[way], among_kept=True)
 
 
 def test_v_n_m_in_two_stages():
@@ -364,7 +364,7 @@ def test_v_n_m_in_two_stages():
     first = Scopes(members=(Blocks(shape=(4, 1), values=values, mask=mask),), shape=(1, 8))
     scope_mask([first], 4, impl="triton")
     second = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 8))
-    scope_mask([second], 2, stage=True, impl="triton")
+    scope_mask([second], 2, among_kept=True, impl="triton")
     assert bool((mask.view(8, 2, 8).sum(2) == 2).all())
     assert bool((mask.view(2, 4, 2, 8).any(1).sum(2) <= 4).all())
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from sparsekit_ao.kernels import Blocks, Scopes
+from sparsekit_ao.selection import Blocks, Scopes
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}

@@ -162,7 +162,7 @@ def as_one_process(method, put=sharded, iteration=train, **kwargs):
             iteration(run, step)
         assert_same(one, many)
         if one[2].last_update is not None and one[2].last_update.iteration == step:
-            moved += sum(one[2].last_update.gone.values())
+            moved += sum(one[2].last_update.pruned.values())
     assert moved > 10
     assert one[2].check() == many[2].check()
 
@@ -262,7 +262,7 @@ def each_rank_its_data():
         distributed.all_gather_object(said, many[2].last_update)
         assert all(update == said[0] for update in said)
         if step % 2 == 0:
-            assert said[0].iteration == step and sum(said[0].gone.values()) > 0
+            assert said[0].iteration == step and sum(said[0].pruned.values()) > 0
             kept = {name: int(whole(found["mask"]).sum()) for name, found in many[2].state.items()}
             assert said[0].kept == kept == one[2].last_update.kept
     assert many[2].check() == one[2].check()
@@ -280,7 +280,7 @@ def mixed_precision():
         for run in runs:
             train(run, step)
         assert_same(*runs)
-    assert runs[0][2].last_update.iteration == 4 and sum(runs[0][2].last_update.gone.values()) > 10
+    assert runs[0][2].last_update.iteration == 4 and sum(runs[0][2].last_update.pruned.values()) > 10
 
 
 def compiled():

@@ -35,15 +35,15 @@ def stand_in(w):
     return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
 
 
-def compare(scope, tensors, placements, mesh, keep, *, norm=2, stage=None):
+def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None):
     """Masks of the scope over tensors (in the order of its block specs), sharded and whole."""
     from torch.distributed.tensor import distribute_tensor
 
     leaves = [leaf for spec, _ in scope.scopes() for leaf in spec.block.blocks()]
-    before = [torch.ones(w.shape, dtype=torch.bool) if stage is None else stage for w in tensors]
+    before = [torch.ones(w.shape, dtype=torch.bool) if among_kept is None else among_kept for w in tensors]
     want = dict(zip(leaves, (m.clone() for m in before), strict=True))
     values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
-    scope.update_masks(want, keep, values, norm=norm, stage=stage is not None)
+    scope.update_masks(want, keep, values, norm=norm, among_kept=among_kept is not None)
     put = [
         (lambda t, p=p: t.clone())
         if p is None
@@ -53,7 +53,9 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, stage=None):
     masks = {leaf: f(m) for leaf, m, f in zip(leaves, before, put, strict=True)}
     sharded = {leaf.view.param: f(w) for leaf, w, f in zip(leaves, tensors, put, strict=True)}
     storages = [local(m).data_ptr() for m in masks.values()]
-    update_masks([Job(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, stage=stage is not None)])
+    update_masks(
+        [Job(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, among_kept=among_kept is not None)]
+    )
     assert [local(m).data_ptr() for m in masks.values()] == storages  # filled in place
     for leaf in leaves:
         part = part_of(want[leaf], masks[leaf]) if is_sharded(masks[leaf]) else want[leaf]
@@ -134,13 +136,13 @@ def odd_cases(mesh, placements, where):
         seen = View(stand_in(w), (48,), (2,), name="w")  # every second element; the others stay as they are
         compare(ScopeSpec(BlockSpec(seen)), [w], [placements], mesh, 11)
 
-    def stage():
+    def among_kept():
         w = weights("ties", (24, 16), torch.float32, 0)
         left = torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3
         for scope in ((), (1, 4), (24, 1)):
-            compare(ScopeSpec(BlockSpec(stand_in(w)), scope), [w], [placements], mesh, 3, stage=left)
+            compare(ScopeSpec(BlockSpec(stand_in(w)), scope), [w], [placements], mesh, 3, among_kept=left)
         everything = ScopeSpec(BlockSpec(stand_in(w)))
-        compare(everything, [w], [placements], mesh, 24 * 16, stage=left)
+        compare(everything, [w], [placements], mesh, 24 * 16, among_kept=left)
 
     def coupled():
         up, gate, down = (weights("ties", s, torch.float32, i) for i, s in enumerate([(12, 8), (12, 8), (8, 12)]))
@@ -183,7 +185,7 @@ def odd_cases(mesh, placements, where):
             keep = torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
             compare(spec, [w], [placements], mesh, keep)
 
-    for case in (view, far_view, flat_view, stage, coupled, saliency, edge, norms, many_scopes, own_budgets):
+    for case in (view, far_view, flat_view, among_kept, coupled, saliency, edge, norms, many_scopes, own_budgets):
         yield f"{where} {case.__name__}", case
 
 

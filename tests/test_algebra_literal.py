@@ -1276,7 +1276,7 @@ def test_v_n_m_in_two_stages():
     ScopeSpec(first, (1, 8)).update_masks({first: mask}, 4)
     assert mask.unflatten(0, (2, 4)).any(1).unflatten(1, (2, 8)).sum(-1).eq(4).all()
     columns = mask.clone()
-    ScopeSpec(second, (1, 8)).update_masks({second: mask}, 2, stage=True)
+    ScopeSpec(second, (1, 8)).update_masks({second: mask}, 2, among_kept=True)
     assert mask.unflatten(1, (2, 8)).sum(-1).eq(2).all() and bool((mask <= columns).all())
     left = torch.where(columns, w.abs(), -1.0).unflatten(1, (2, 8))
     best = torch.zeros(8, 2, 8, dtype=torch.bool).scatter_(2, left.topk(2).indices, True)
@@ -1286,14 +1286,14 @@ def test_v_n_m_in_two_stages():
 def test_a_later_stage_spends_nothing_on_a_partial_block_that_is_gone():
     b = BlockSpec(torch.zeros(2, 3), (1, 2), edge="partial")
     mask = booleans("xx. xxx")
-    ScopeSpec(b).update_masks({b: mask}, 2, stage=True)
+    ScopeSpec(b).update_masks({b: mask}, 2, among_kept=True)
     assert torch.equal(mask, booleans("xx. xx."))
 
 
 def test_a_coupled_block_may_be_kept_while_any_member_has_something_left():
     a, b = BlockSpec(torch.tensor([1.0, 5.0, 2.0])), BlockSpec(torch.tensor([1.0, 4.0, 3.0]))
     masks = {a: torch.tensor([True, False, False]), b: torch.tensor([True, True, False])}
-    ScopeSpec(BlockCoupling([a, b])).update_masks(masks, 1, stage=True)
+    ScopeSpec(BlockCoupling([a, b])).update_masks(masks, 1, among_kept=True)
     assert masks[a].tolist() == [False, False, False] and masks[b].tolist() == [False, True, False]
 
 

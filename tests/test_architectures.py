@@ -11,8 +11,8 @@ import pytest
 from discovered import pruned
 
 from sparsekit_ao import SparsityError
+from sparsekit_ao.coupling import discover
 from sparsekit_ao.export import compact
-from sparsekit_ao.groups import discover
 
 DECODER = "model.layers.*.self_attn."
 ROPE = {DECODER.replace("*", "**") + "head_dim": "d u"}  # a pair of rotated values is one unit

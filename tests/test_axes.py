@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from sparsekit_ao import CouplingError, ScopeSparsifier, SparsityError, patterns
-from sparsekit_ao.kernels import Blocks, Scopes
-from sparsekit_ao.kernels.nests import lower
-from sparsekit_ao.spec import AxisPattern
+from sparsekit_ao.algebra import AxisPattern
+from sparsekit_ao.selection import Blocks, Scopes
+from sparsekit_ao.selection.nests import lower
 
 ROWS, COLUMNS = 32, 64
 

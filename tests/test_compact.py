@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from test_compact_exact import close, pruned, shaken
 from torch import nn
 
-from sparsekit_ao import CouplingError, Group, ScopeSparsifier, SparsityError
+from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
 from sparsekit_ao.export import compact, cut_to
 from sparsekit_ao.export.kept import make_cut
 
-PAIR = Group({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
-STREAM_GROUP = Group(STREAM, name="stream")
+PAIR = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
+STREAM_GROUP = Coupling(STREAM, name="stream")
 
 
 def pair(width=8):
@@ -80,7 +80,7 @@ def test_a_group_without_a_unit_left_keeps_one():
 
 
 def test_multiples_may_be_given_by_group():
-    groups = [Group(MLP, name="mlp of *"), STREAM_GROUP]
+    groups = [Coupling(MLP, name="mlp of *"), STREAM_GROUP]
     model = pruned(Decoder(RootMeanSquare), groups, level=0.4)
     rows = {r.name: r.kept for r in compact(model, groups, torch.arange(6)[None], multiple_of={"stream": 4})[1].groups}
     assert rows == {"mlp of 0": 8, "mlp of 1": 8, "stream": 8}
@@ -118,7 +118,7 @@ def test_the_model_is_left_as_it_is_even_while_it_trains():
     model = nn.Sequential(*pair()[:2], nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).train()
     model[0].weight.requires_grad_(False)
     names = {"0.weight": "u i", "0.bias": "u", "4.weight": "o u"}
-    group = Group({**names, **{f"2.{t}": "u" for t in ("weight", "bias", "running_mean", "running_var")}})
+    group = Coupling({**names, **{f"2.{t}": "u" for t in ("weight", "bias", "running_mean", "running_var")}})
     pruned(model, [group])
     state = {name: t.clone() for name, t in model.state_dict().items()}
     generator = torch.get_rng_state()
@@ -140,7 +140,7 @@ def test_a_tensor_of_two_names_is_cut_once_and_stays_one():
                     view = p if p.ndim == 1 else p.T if STREAM[name].endswith(" u") else p
                     view[::2] = 0
     for names in (STREAM, {k: v for k, v in STREAM.items() if k != "head.weight"}):
-        small, report = compact(model, Group(names), torch.arange(6)[None])
+        small, report = compact(model, Coupling(names), torch.arange(6)[None])
         assert small.embed.weight is small.head.weight and small.head.in_features == 4 == small.embed.embedding_dim
         assert report.after.parameters == sum(p.numel() for p in small.parameters())
         fresh = cut_to(Decoder(nn.RMSNorm, tied=True), report.manifest)
@@ -169,7 +169,7 @@ def test_where_rounding_alone_is_too_much_float64_decides():
     model = Amplified()
     dropping(model.net, *range(0, 64, 3))
     inputs = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
-    group = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
+    group = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
     report = compact(model, group, inputs)[1]
     assert report.difference > 1e-5 and report.in_float64 < 1e-9
     assert "rounding: in float64 it is" in str(report)
@@ -195,7 +195,7 @@ def test_positional_and_named_inputs():
 
     model = Two()
     dropping(model.net, 3)
-    group = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
+    group = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
     for inputs in ((x(), x()), [x(), x()], {"a": x(), "b": x()}):
         assert compact(model, group, inputs)[1].groups[0].kept == 7
 
@@ -255,7 +255,7 @@ def test_cut_to_refuses_other_attributes_and_changes_nothing():
 
 def test_weights_that_lie_channels_last_do_so_when_cut():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    group = Group({"0.weight": "u i h w", "0.bias": "u", "2.weight": "o u h w"})
+    group = Coupling({"0.weight": "u i h w", "0.bias": "u", "2.weight": "o u h w"})
     model = pruned(model, [group]).to(memory_format=torch.channels_last)
     small, _ = compact(model, group, torch.randn(1, 3, 9, 9))
     for at in (0, 2):
@@ -275,7 +275,7 @@ def test_attributes_that_cannot_be_set_are_refused_before_anything_runs():
         hidden = property(lambda self: self.layers[0].up_proj.out_features)
 
     model = Told(GatedMLP())
-    group = Group(MLP, name="mlp", attrs={"hidden": "u"})
+    group = Coupling(MLP, name="mlp", attrs={"hidden": "u"})
     assert refusal(SparsityError, pruned(model, [group]), group, torch.randn(2, 6)) == (
         "group 'mlp 0': attrs 'hidden' is a property that cannot be set; list what it is computed from"
     )
@@ -294,8 +294,8 @@ def test_masks_must_be_squashed_first():
 
 def test_a_layer_norm_over_a_pruned_axis_is_said_not_to_be_exact():
     torch.manual_seed(0)
-    model = pruned(Decoder(nn.LayerNorm), [Group({**STREAM, "norm.bias": "u", "norms.**.bias": "u"}, name="stream")])
-    group = Group({**STREAM, "norm.bias": "u", "norms.**.bias": "u"}, name="stream")
+    model = pruned(Decoder(nn.LayerNorm), [Coupling({**STREAM, "norm.bias": "u", "norms.**.bias": "u"}, name="stream")])
+    group = Coupling({**STREAM, "norm.bias": "u", "norms.**.bias": "u"}, name="stream")
     says = refusal(SparsityError, model, group, torch.arange(6)[None])
     assert says.startswith("the compacted model gives other outputs: a relative difference of ")
     assert "\n  group 'stream' by itself gives other outputs" in says
@@ -317,7 +317,7 @@ def test_a_norm_that_cannot_be_folded_is_said_not_to_be_exact():
 
 
 def test_experts_that_the_router_would_still_choose_are_not_removed_silently():
-    group = Group({"router.weight": "u i", "up": "u h i", "down": "u o h"}, name="experts")
+    group = Coupling({"router.weight": "u i", "up": "u h i", "down": "u o h"}, name="experts")
     torch.manual_seed(0)
     model = pruned(PackedExperts(gate="softmax"), [group])
     inputs = torch.randn(50, 5)  # for some, every kept expert's logit is below a dropped one's, which is zero
@@ -332,7 +332,7 @@ def test_experts_that_the_router_would_still_choose_are_not_removed_silently():
 def test_a_scale_that_depends_on_a_size_is_noticed():
     members = {f"{n}.{t}": "(kv g u)" + " i" * (t == "weight") for n in "q" for t in ("weight", "bias")}
     members |= {f"{n}.{t}": "(kv u)" + " i" * (t == "weight") for n in "k" for t in ("weight", "bias")}
-    group = Group(members, sizes={"kv": 4, "g": 3}, attrs={"size": "u"}, name="key channels")
+    group = Coupling(members, sizes={"kv": 4, "g": 3}, attrs={"size": "u"}, name="key channels")
     torch.manual_seed(0)
     model = pruned(Attention(), [group])
     assert "group 'key channels' by itself gives other outputs" in refusal(
@@ -345,7 +345,7 @@ def test_the_group_that_is_wrong_is_named_and_no_other():
     model = Residual(GatedMLP(), GatedMLP(), GatedMLP())
     layer = {0: MLP, 1: wrong, 2: MLP}
     groups = [
-        Group({n.replace("*", str(k)): a for n, a in names.items()}, name=f"mlp {k}") for k, names in layer.items()
+        Coupling({n.replace("*", str(k)): a for n, a in names.items()}, name=f"mlp {k}") for k, names in layer.items()
     ]
     says = refusal(SparsityError, pruned(model, groups), groups, torch.randn(2, 5, 6))
     assert says.startswith("the compacted model does not run: ")
@@ -355,7 +355,7 @@ def test_the_group_that_is_wrong_is_named_and_no_other():
 
 def test_a_size_that_is_not_listed_is_named_as_likely():
     _, groups, inputs = CASES["packed qkv"]
-    unlisted = Group(groups.members, sizes=groups.sizes, name="heads")
+    unlisted = Coupling(groups.members, sizes=groups.sizes, name="heads")
     torch.manual_seed(0)
     model = pruned(CASES["packed qkv"][0](), [groups])
     says = refusal(SparsityError, model, unlisted, inputs())
@@ -364,7 +364,7 @@ def test_a_size_that_is_not_listed_is_named_as_likely():
     assert small.num_heads == 2 and not report.likely
     told = Residual(GatedMLP())
     told.hidden = 12
-    report = compact(pruned(told, [Group(MLP)]), Group(MLP, name="mlp"), torch.randn(2, 6))[1]
+    report = compact(pruned(told, [Coupling(MLP)]), Coupling(MLP, name="mlp"), torch.randn(2, 6))[1]
     assert report.likely == () and told.hidden == 12  # not near the members
 
 
@@ -383,14 +383,14 @@ ATTRS = [
 @pytest.mark.parametrize(("attrs", "says"), ATTRS, ids=range(len(ATTRS)))
 def test_attributes_that_do_not_fit_are_refused(attrs, says):
     make, group, inputs = CASES["packed qkv"]
-    group = Group(group.members, sizes=group.sizes, attrs=attrs, name="heads")
+    group = Coupling(group.members, sizes=group.sizes, attrs=attrs, name="heads")
     assert refusal(SparsityError, pruned(make(), [group]), group, inputs()).startswith(says)
 
 
 def layer_groups(model, *levels):
     """A group a layer, which all list one number; each is pruned to its level."""
     groups = [
-        Group({n.replace("*", str(k)): a for n, a in MLP.items()}, name=f"mlp {k}", attrs={"hidden": "u"})
+        Coupling({n.replace("*", str(k)): a for n, a in MLP.items()}, name=f"mlp {k}", attrs={"hidden": "u"})
         for k in range(len(levels))
     ]
     for group, level in zip(groups, levels, strict=True):
@@ -415,8 +415,8 @@ def test_groups_of_several_layers_that_agree_shrink_one_number_once():
 def test_two_groups_of_one_tensor_cannot_both_hold_the_whole_of_one_number():
     model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
     model.hidden = 12
-    first = Group({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="first", attrs={"hidden": "u"})
-    second = Group({"2.weight": "u i", "2.bias": "u", "4.weight": "o u"}, name="second", attrs={"hidden": "u"})
+    first = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="first", attrs={"hidden": "u"})
+    second = Coupling({"2.weight": "u i", "2.bias": "u", "4.weight": "o u"}, name="second", attrs={"hidden": "u"})
     assert refusal(SparsityError, pruned(model, [first, second]), [first, second], x()) == (
         "group 'second': attrs 'hidden' is 12, and other groups that list it leave 6, no multiple of the 12 units "
         "here. Each group must count a factor of its own; if all hold the same number, list it in one of them."
@@ -430,7 +430,7 @@ def test_attributes_given_to_compact_go_to_the_one_group_that_has_their_axes():
     says = refusal(SparsityError, model, [group, group], inputs(), attrs={"num_heads": "u"})
     assert says == (
         "attrs['num_heads'] = 'u' must name the unit axis of one group, its scope axes and its sizes, but fits "
-        "'qkv.weight', 'qkv.weight'. Give it to its group: Group(..., attrs={...}), or name units differently."
+        "'qkv.weight', 'qkv.weight'. Give it to its group: Coupling(..., attrs={...}), or name units differently."
     )
     assert "but fits none" in refusal(SparsityError, model, group, inputs(), attrs={"num_heads": "v"})
 
@@ -455,9 +455,9 @@ def test_groups_that_leave_no_rectangle_are_refused():
         model[0].weight[:6] = 0
         model[0].weight[::3] = 0
     groups = [
-        Group({"0.weight": "(u b) i", "0.bias": "(u b)"}, sizes={"b": 6}, name="halves"),
-        Group({"0.weight": "(b u) i", "0.bias": "(b u)"}, sizes={"b": 4}, name="thirds"),
-        Group({"0.weight": "(u b) i", "0.bias": "(u b)"}, sizes={"b": 1}, name="rows"),
+        Coupling({"0.weight": "(u b) i", "0.bias": "(u b)"}, sizes={"b": 6}, name="halves"),
+        Coupling({"0.weight": "(b u) i", "0.bias": "(b u)"}, sizes={"b": 4}, name="thirds"),
+        Coupling({"0.weight": "(u b) i", "0.bias": "(u b)"}, sizes={"b": 1}, name="rows"),
     ]
     assert "0.weight: the groups 'halves', 'rows' leave no rectangle of its (12, 2)" in refusal(
         CouplingError, model, [groups[0], groups[2]], x(2)
@@ -472,8 +472,8 @@ def test_scopes_inside_the_unit_of_a_tensor_that_two_groups_cut_are_refused():
         model.weight[:, 0] = 0
     model.forward = lambda: model.weight[model.weight != 0].sum()
     groups = [
-        Group({"weight": "(u s) i"}, scope="s", sizes={"s": 2}, name="pairs"),
-        Group({"weight": "o u"}, name="in"),
+        Coupling({"weight": "(u s) i"}, scope="s", sizes={"s": 2}, name="pairs"),
+        Coupling({"weight": "o u"}, name="in"),
     ]
     assert refusal(CouplingError, model, groups, ()) == (
         "weight: the groups 'pairs', 'in' cut one tensor, and one of them chooses units differently in scopes that lie "
@@ -493,7 +493,7 @@ PARTS = [
 def test_parts_of_groups_cannot_be_removed(layer, says):
     model = nn.Sequential(nn.Conv2d(3, 8, 1), layer)
     second = "u i h w" if isinstance(layer, nn.Conv2d) else "u"
-    group = Group({"0.weight": "u i h w", "0.bias": "u", "1.weight": second, "1.bias": "u"})
+    group = Coupling({"0.weight": "u i h w", "0.bias": "u", "1.weight": second, "1.bias": "u"})
     with torch.no_grad():
         model[0].weight[1:4] = 0
         model[1].weight[1:4] = 0
@@ -515,16 +515,18 @@ def test_a_model_that_does_not_run_or_returns_nothing_is_refused():
         def forward(self, x):
             self.net(x)
 
-    group = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
+    group = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
     assert (
         refusal(SparsityError, Silent(), group, x()) == "the model returned no tensor, so there is nothing to compare"
     )
-    assert "no member is a parameter" in refusal(SparsityError, nn.BatchNorm1d(3), Group({"running_mean": "u"}), x(3))
+    assert "no member is a parameter" in refusal(
+        SparsityError, nn.BatchNorm1d(3), Coupling({"running_mean": "u"}), x(3)
+    )
 
 
 @pytest.mark.parametrize("groups", [[], {"0.weight": "u i"}, [{"0.weight": "u i"}], None])
 def test_groups_must_be_groups(groups):
-    assert refusal(SparsityError, pair(), groups, x()) == f"groups must be a Group or a list of them, got {groups!r}"
+    assert refusal(SparsityError, pair(), groups, x()) == f"groups must be a Coupling or a list of them, got {groups!r}"
 
 
 def test_packed_heads_of_torch_that_fix_their_size_are_refused():
@@ -537,7 +539,7 @@ def test_packed_heads_of_torch_that_fix_their_size_are_refused():
             return self.attn(x, x, x, need_weights=False)[0]
 
     members = {"attn.in_proj_weight": "(three u d) i", "attn.in_proj_bias": "(three u d)"}
-    group = Group(
+    group = Coupling(
         {**members, "attn.out_proj.weight": "o (u d)"}, sizes={"three": 3, "d": 4}, attrs={"attn.num_heads": "u"}
     )
     model = pruned(Heads(), [group])
@@ -559,7 +561,7 @@ def test_outputs_that_are_not_finite_are_never_called_equal():
 
 def test_scores_by_mean_prune_and_compact_too():
     torch.manual_seed(0)
-    group = Group(MLP, scores="mean")
+    group = Coupling(MLP, scores="mean")
     model = pruned(shaken(Residual(GatedMLP(), GatedMLP())), [group])
     inputs = torch.randn(2, 5, 6)
     with torch.no_grad():
@@ -591,7 +593,7 @@ def test_a_tensor_packed_in_any_order_loses_what_its_scopes_drop(case):
         by_axis[scope, [u for u in range(sizes["u"]) if u not in units]] = 0
     model.w.data = einops.rearrange(by_axis, f"s u a b -> {axes}")
     model.forward = lambda: model.w[model.w != 0].sum()
-    group = Group({"w": axes}, scope="s", sizes={axis: sizes[axis] for axis in "sab"})
+    group = Coupling({"w": axes}, scope="s", sizes={axis: sizes[axis] for axis in "sab"})
     small, report = compact(model, group, ())
     rows = torch.stack(
         [einops.rearrange(dense, f"{axes} -> s u a b", **sizes)[s, units] for s, units in enumerate(keep)]

@@ -9,12 +9,12 @@ from test_compact import PAIR, dropping, pair, refusal, x
 from test_compact_exact import pruned
 from torch import nn
 
-from sparsekit_ao import Group, SparsityError
+from sparsekit_ao import Coupling, SparsityError
+from sparsekit_ao.coupling import discover
 from sparsekit_ao.export import compact
-from sparsekit_ao.groups import discover
 
-WRITERS = Group({"a.weight": "u i", "a.bias": "u"}, name="writers")
-WHOLE = Group({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"}, name="hidden")
+WRITERS = Coupling({"a.weight": "u i", "a.bias": "u"}, name="writers")
+WHOLE = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"}, name="hidden")
 
 
 class Sums(nn.Module):
@@ -99,7 +99,7 @@ def test_rows_that_are_read_by_index_stay(layer):
     model = nn.Sequential(layer(20, 8), nn.Linear(8, 3))
     with torch.no_grad():
         model[0].weight[[10, 12]] = 0
-    says = refusal(SparsityError, model, Group({"0.weight": "u i"}), torch.arange(8)[None])
+    says = refusal(SparsityError, model, Coupling({"0.weight": "u i"}), torch.arange(8)[None])
     assert says == (
         f"0.weight: axes 'u i' would leave 18 of the 20 rows of an {layer.__name__}. Those are read by index, so the "
         "later ones would change places; cut it along its second dimension, or leave it out."
@@ -248,7 +248,7 @@ def test_a_group_norm_whose_groups_get_narrower_is_said_not_to_be_exact():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16), nn.Conv2d(16, 4, 1))
     names = {"0.weight": "(g u) i h w", "0.bias": "(g u)", "1.weight": "(g u)", "1.bias": "(g u)"}
-    group = Group({**names, "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 4})
+    group = Coupling({**names, "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 4})
     says = refusal(SparsityError, pruned(model, [group]), group, torch.randn(2, 3, 5, 5))
     assert "not exact: 1: a GroupNorm whose groups lose channels takes its statistics of fewer values" in says
 

@@ -7,7 +7,7 @@ import torch
 from compact_models import CASES
 from torch import nn
 
-from sparsekit_ao import Group, ScopeSparsifier
+from sparsekit_ao import Coupling, ScopeSparsifier
 from sparsekit_ao.export import compact, cut_to
 
 
@@ -21,7 +21,7 @@ def shaken(model):
 
 
 def pruned(model, groups, level=0.5):
-    """Group after group, since a tensor may be in several."""
+    """Coupling after group, since a tensor may be in several."""
     for group in groups:
         sparsifier = ScopeSparsifier(sparsity_level=level)
         sparsifier.prepare(model, group.entries(model))
@@ -38,7 +38,7 @@ def close(a, b):
 @pytest.mark.parametrize("name", CASES)
 def test_compacted_gives_what_masked_gives_and_is_rebuilt_bit_for_bit(name, tmp_path):
     make, groups, inputs = CASES[name]
-    groups = [groups] if isinstance(groups, Group) else groups
+    groups = [groups] if isinstance(groups, Coupling) else groups
     torch.manual_seed(0)
     model, x = pruned(shaken(make()), groups), inputs()
     model.eval()
@@ -70,7 +70,7 @@ def numbers(module):
 @pytest.mark.parametrize("name", CASES)
 def test_layers_of_torch_say_their_own_new_sizes(name):
     make, groups, inputs = CASES[name]
-    groups = [groups] if isinstance(groups, Group) else groups
+    groups = [groups] if isinstance(groups, Coupling) else groups
     torch.manual_seed(0)
     small, _ = compact(pruned(make(), groups), groups, inputs())
     for path, module in small.named_modules():

@@ -4,12 +4,12 @@ import pytest
 import torch
 from test_compact_exact import close, pruned, shaken
 
-from sparsekit_ao import Group
+from sparsekit_ao import Coupling
 from sparsekit_ao.export import compact, cut_to
 
 transformers = pytest.importorskip("transformers")
 
-ATTENTION = Group(
+ATTENTION = Coupling(
     {
         "model.layers.*.self_attn.q_proj.weight": "(u g d) i",
         "model.layers.*.self_attn.k_proj.weight": "(u d) i",
@@ -20,7 +20,7 @@ ATTENTION = Group(
     name="kv groups",
     attrs={"config.num_key_value_heads": "u", "config.num_attention_heads": "u g"},
 )
-QUERIES = Group(
+QUERIES = Coupling(
     {
         "model.layers.*.self_attn.q_proj.weight": "(kv u d) i",
         "model.layers.*.self_attn.o_proj.weight": "o (kv u d)",
@@ -30,7 +30,7 @@ QUERIES = Group(
     name="queries",
     attrs={"model.layers.*.self_attn.num_key_value_groups": "u", "config.num_attention_heads": "kv u"},
 )
-MLP = Group(
+MLP = Coupling(
     {
         "model.layers.*.mlp.gate_proj.weight": "u i",
         "model.layers.*.mlp.up_proj.weight": "u i",
@@ -39,7 +39,7 @@ MLP = Group(
     name="mlp",
     attrs={"config.intermediate_size": "u", "model.layers.*.mlp.intermediate_size": "u"},
 )
-STREAM = Group(
+STREAM = Coupling(
     {
         "model.embed_tokens.weight": "v u",
         "model.layers.**.q_proj.weight": "o u",
@@ -91,7 +91,7 @@ def heads(at, out, head="u d"):
 
 TENSORS = ("weight", "bias")
 BERT = [
-    Group(
+    Coupling(
         heads("encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"),
         sizes={"d": 4},
         name="heads",
@@ -100,7 +100,7 @@ BERT = [
             "encoder.layer.*.attention.self.all_head_size": "u d",
         },
     ),
-    Group(
+    Coupling(
         {
             "encoder.layer.*.intermediate.dense.weight": "u i",
             "encoder.layer.*.intermediate.dense.bias": "u",
@@ -111,7 +111,7 @@ BERT = [
     ),
 ]
 GPT2 = [
-    Group(
+    Coupling(
         {
             "transformer.h.*.attn.c_attn.weight": "i (three u d)",
             "transformer.h.*.attn.c_attn.bias": "(three u d)",
@@ -121,7 +121,7 @@ GPT2 = [
         name="heads",
         attrs={"transformer.h.*.attn.num_heads": "u", "transformer.h.*.attn.split_size": "u d"},
     ),
-    Group(
+    Coupling(
         {
             "transformer.h.*.mlp.c_fc.weight": "i u",
             "transformer.h.*.mlp.c_fc.bias": "u",
@@ -235,7 +235,7 @@ def test_units_inside_every_expert_of_mixtral(tmp_path):
         torch.manual_seed(0)
         return transformers.MixtralForCausalLM(config).eval()
 
-    units = Group(
+    units = Coupling(
         {f"{EXPERTS}.gate_up_proj": "e (two u) i", f"{EXPERTS}.down_proj": "e o u"},
         scope="e",
         sizes={"two": 2},
@@ -256,7 +256,7 @@ def test_units_inside_every_expert_of_mixtral(tmp_path):
 
 def test_layers_that_keep_different_numbers_cannot_share_a_field_of_the_config():
     model = llama()
-    pruned(model, [Group({name.replace("*", "0"): axes for name, axes in MLP.members.items()})])
+    pruned(model, [Coupling({name.replace("*", "0"): axes for name, axes in MLP.members.items()})])
     with pytest.raises(
         ValueError,
         match=r"group 'mlp 1': attrs 'config.intermediate_size' is one number for several layers, but 'mlp 0' keeps "

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from strategies import examples
 from torch import nn
 
-from sparsekit_ao import Group, ScopeSparsifier, SparsityError
-from sparsekit_ao.groups import discover
-from sparsekit_ao.groups.discovery import rules
-from sparsekit_ao.groups.discovery.factors import Factor, Part, fixed, regroup, tie
+from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
+from sparsekit_ao.coupling import discover
+from sparsekit_ao.coupling.discovery import rules
+from sparsekit_ao.coupling.discovery.factors import Factor, Part, fixed, regroup, tie
 
 
 class Net(nn.Module):
@@ -355,7 +355,7 @@ def test_a_rule_that_does_not_fit_the_result_is_not_believed(monkeypatch):
 def test_what_is_printed_is_python_for_the_same_groups():
     for model, inputs, _ in CASES.values():
         found = discover(model, inputs)
-        said = {"Group": Group}
+        said = {"Coupling": Coupling}
         exec(str(found), said)
         assert tuple(said["groups"]) == found.groups
         for group, (count, units) in zip(found.groups, found.counts, strict=True):

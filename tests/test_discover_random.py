@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from strategies import examples
 from torch import nn
 
+from sparsekit_ao.coupling import discover
 from sparsekit_ao.export import compact
-from sparsekit_ao.groups import discover
 
 WIDTHS = (4, 6, 8, 12)
 ACTIVATIONS = (torch.relu, torch.tanh, torch.sigmoid, torch.nn.functional.gelu, torch.abs, torch.cos)

@@ -123,8 +123,8 @@ def test_nonzeros_never_change(structure, rules):
 
     def seen(movement, count):
         counts.append(count)
-        moved.append(sum(movement.gone.values()))
-        assert moved[-1] == sum(movement.born.values()) or structure == "partial blocks"
+        moved.append(sum(movement.pruned.values()))
+        assert moved[-1] == sum(movement.grown.values()) or structure == "partial blocks"
 
     run(sparsifier, optimizer, parameters, UPDATES, seen)
     if structure != "partial blocks":  # edge blocks hold fewer elements; `check` counted blocks
@@ -383,7 +383,7 @@ def test_a_target_with_growth_replaces_while_it_shrinks(how):
         sparsifier.check()
     kept = sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups)
     assert kept == round(0.1 * blocks)
-    assert sum(sparsifier.last_update.born.values()) > 0
+    assert sum(sparsifier.last_update.grown.values()) > 0
 
 
 @pytest.mark.parametrize("how", ["magnitude", "global"])

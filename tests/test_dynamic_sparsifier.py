@@ -173,11 +173,11 @@ def first_step(state_init):
         weight.grad = gradient.clone()
         optimizer.step()
         sparsifier.step()
-    born = (sparsifier.mask("0.weight") != 0) & (weight == 0)
+    grown = (sparsifier.mask("0.weight") != 0) & (weight == 0)
     optimizer.state[weight]["step"].fill_(10_000)  # late in training
     weight.grad = gradient.clone()
     optimizer.step()
-    return (weight.detach()[born].abs() / 1e-3).mean().item()
+    return (weight.detach()[grown].abs() / 1e-3).mean().item()
 
 
 def test_adam_makes_a_long_first_step_from_zero_and_none_from_the_gradient():
@@ -194,11 +194,11 @@ def test_second_moments_of_born_weights_are_squared_gradients():
     gradient, old = weight.grad.clone(), masks(sparsifier)["2.weight"]
     optimizer.step()
     sparsifier.step()
-    born = masks(sparsifier)["2.weight"] & ~old
-    assert born.any()
+    grown = masks(sparsifier)["2.weight"] & ~old
+    assert grown.any()
     for key in ("exp_avg_sq", "max_exp_avg_sq"):
-        assert torch.equal(optimizer.state[weight][key][born], gradient[born] ** 2)
-    assert not optimizer.state[weight]["exp_avg"][born].any()
+        assert torch.equal(optimizer.state[weight][key][grown], gradient[grown] ** 2)
+    assert not optimizer.state[weight]["exp_avg"][grown].any()
 
 
 NO_SQUARES = "0.weight: state_init='grad' sets second moments, and its optimizer keeps none"

@@ -11,7 +11,7 @@ from growing import Listener, batch, dense_gradients, mlp
 from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, schedules
-from sparsekit_ao.schedulers import ScheduleSL
+from sparsekit_ao.schedules import ScheduleSL
 
 STEPS = 8
 

@@ -23,8 +23,8 @@ from kernel_cases import (
 )
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, View
-from sparsekit_ao.kernels import Blocks, Scopes, block_scores, keep_mask, scope_mask, threads
-from sparsekit_ao.kernels.jit import launch, wide, window
+from sparsekit_ao.selection import Blocks, Scopes, block_scores, keep_mask, scope_mask, threads
+from sparsekit_ao.selection.numba import launch, wide, window
 
 DTYPES = [d for d in FLOATS if d != torch.float64]
 WAYS = {  # limits under which small inputs take each way
@@ -103,22 +103,22 @@ STRUCTURES = [  # block, scope, share that is kept
 ]
 
 
-@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("among_kept", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
 @pytest.mark.parametrize(("block", "scope", "share"), STRUCTURES)
-def test_masks_are_the_references(block, scope, share, layout, stage, way):
+def test_masks_are_the_references(block, scope, share, layout, among_kept, way):
     for dtype, norm in itertools.product(DTYPES, (1, 2, INF)):
         values, mask = plain_window((32, 48), dtype, layout)
         values.copy_((values * 4).round())  # ties
         values[0, :3] = torch.tensor([math.nan, -math.inf, -0.0])
-        if stage:
+        if among_kept:
             mask.copy_(torch.rand(mask.shape, generator=generator(2)) < 0.4)
         group = as_scopes(values, mask, block, scope)
         twin = as_scopes(values, mask.clone(), block, scope)
         keep = torch.full(group.scope_grid, int(share * math.prod(group.shape)))
         keep.view(-1)[::3] //= 2
-        scope_mask([group], keep, norm, stage=stage, impl="jit")
-        scope_mask([twin], keep, norm, stage=stage, impl="reference")
+        scope_mask([group], keep, norm, among_kept=among_kept, impl="jit")
+        scope_mask([twin], keep, norm, among_kept=among_kept, impl="reference")
         assert torch.equal(mask, twin.members[0].mask)
 
 
@@ -167,9 +167,9 @@ def test_a_window_leaves_the_rest_of_the_mask_alone(way):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("among_kept", [False, True])
 @pytest.mark.parametrize("block", [(1, 1), (1, 4), (1, 5)])
-def test_scopes_over_several_tensors(block, stage, dtype, monkeypatch):
+def test_scopes_over_several_tensors(block, among_kept, dtype, monkeypatch):
     monkeypatch.setattr(launch, "SMALL", 1)
     monkeypatch.setattr(launch, "EACH", 1)
     monkeypatch.setattr(threads, "PIECE", 64)
@@ -180,7 +180,7 @@ def test_scopes_over_several_tensors(block, stage, dtype, monkeypatch):
             masks = [[torch.rand(v.shape, generator=generator(4)) < 0.6 for v in values] for _ in range(2)]
             for own, impl in zip(masks, ("jit", "reference"), strict=True):
                 groups = [as_scopes(v, m, block, scope) for v, m in zip(values, own, strict=True)]
-                scope_mask(groups, keep, stage=stage, impl=impl)
+                scope_mask(groups, keep, among_kept=among_kept, impl=impl)
             assert all(map(torch.equal, *masks)), (scope, keep)
 
 
@@ -344,7 +344,7 @@ def test_without_numba_only_a_call_by_name_is_an_error(monkeypatch):
 def test_a_step_takes_the_tier_by_itself_where_numba_is_installed(monkeypatch):
     seen = []
     real = launch.scope_mask
-    monkeypatch.setattr("sparsekit_ao.kernels.jit.scope_mask", lambda *a, **k: seen.append(1) or real(*a, **k))
+    monkeypatch.setattr("sparsekit_ao.selection.numba.scope_mask", lambda *a, **k: seen.append(1) or real(*a, **k))
     for size, taken in ((64, 0), (256, 1)):
         seen.clear()
         sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
@@ -355,7 +355,7 @@ def test_a_step_takes_the_tier_by_itself_where_numba_is_installed(monkeypatch):
 
 def test_numba_is_imported_by_the_first_large_step_only():
     code = (
-        "import sys, torch; from sparsekit_ao.kernels import keep_mask;"
+        "import sys, torch; from sparsekit_ao.selection import keep_mask;"
         "keep_mask(torch.randn(4, 8), 2); assert 'numba' not in sys.modules;"
         "keep_mask(torch.randn(256, 256), 2); assert 'numba' in sys.modules"
     )
@@ -364,7 +364,7 @@ def test_numba_is_imported_by_the_first_large_step_only():
 
 def test_a_fork_gets_threads_of_its_own():
     code = (
-        "import os, torch; from sparsekit_ao.kernels import keep_mask; torch.set_num_threads(2);"
+        "import os, torch; from sparsekit_ao.selection import keep_mask; torch.set_num_threads(2);"
         "s = torch.randn(1, 1 << 19); a = keep_mask(s, 1000, impl='jit'); pid = os.fork();\n"
         "if pid == 0: os._exit(0 if torch.equal(a, keep_mask(s, 1000, impl='jit')) else 1)\n"
         "assert os.waitpid(pid, 0)[1] == 0"

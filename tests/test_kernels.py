@@ -21,22 +21,22 @@ from kernel_cases import (
 )
 
 from sparsekit_ao import BlockSpec, ScopeSpec, SparsityError, View
-from sparsekit_ao.kernels import (
+from sparsekit_ao.selection import (
     Blocks,
     block_scores,
-    cpu,
     fill_mask,
     from_scopes,
     keep_mask,
-    long,
     scope_mask,
     scope_scores,
     to_scopes,
 )
-from sparsekit_ao.kernels.cpu import WIDE
-from sparsekit_ao.kernels.keys import absent, key_bits, order_keys
-from sparsekit_ao.kernels.radix import CHUNK
-from sparsekit_ao.kernels.rows import PAIRS, SORTED
+from sparsekit_ao.selection.cpu import long
+from sparsekit_ao.selection.cpu import masks as cpu
+from sparsekit_ao.selection.cpu.masks import WIDE
+from sparsekit_ao.selection.cpu.rows import PAIRS, SORTED
+from sparsekit_ao.selection.keys import absent, key_bits, order_keys
+from sparsekit_ao.selection.radix import CHUNK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -588,7 +588,7 @@ def test_a_later_stage_in_chunks_equals_the_reference(block, scope, dtype):
     again = mask.clone()
     for own, impl in ((mask, "cpu"), (again, "reference")):
         group = as_scopes(values, own, block, scope)
-        scope_mask([group], math.prod(group.shape) // 3, stage=True, impl=impl)
+        scope_mask([group], math.prod(group.shape) // 3, among_kept=True, impl=impl)
     assert torch.equal(mask, again)
 
 
@@ -598,9 +598,9 @@ def test_a_later_stage_with_fewer_survivors_than_its_budget_keeps_them_all(width
     mask = torch.zeros(1, width, dtype=torch.bool)
     mask[0, [1, 4, 6]] = True
     before = mask.clone()
-    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], torch.tensor([[5]]), stage=True)
+    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], torch.tensor([[5]]), among_kept=True)
     assert torch.equal(mask, before)
-    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], torch.tensor([[2]]), stage=True)
+    scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], torch.tensor([[2]]), among_kept=True)
     assert mask[0].nonzero()[:, 0].tolist() == [1, 4]
 
 

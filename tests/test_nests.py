@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit_ao.kernels import Blocks, Scopes, to_scopes
-from sparsekit_ao.kernels.nests import Nest, lower
+from sparsekit_ao.selection import Blocks, Scopes, to_scopes
+from sparsekit_ao.selection.nests import Nest, lower
 
 
 def walk(nest, tensor):

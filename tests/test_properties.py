@@ -309,7 +309,7 @@ def test_a_later_stage_chooses_among_what_the_earlier_left(case, data):
         alive = [(slot, b) for slot, b in found if any(mask[at] for at in tiled.blocks[b])]
         kept |= choose([(norm_of(tiled.read(b, left), 2, dtype, tiled.partial), slot, b) for slot, b in alive], nnz)
     expected = mask & mask_of(tiled, kept)
-    scope.update_masks({scope.block: mask}, nnz, stage=True)
+    scope.update_masks({scope.block: mask}, nnz, among_kept=True)
     assert torch.equal(mask, expected)
 
 

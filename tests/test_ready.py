@@ -8,7 +8,7 @@ from discovered import assert_exact, fill
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
-from sparsekit_ao.groups import discover, for_model
+from sparsekit_ao.coupling import discover, for_model
 
 
 class Block(nn.Module):
@@ -156,7 +156,7 @@ def test_an_unknown_model_gets_the_names_that_were_looked_for_and_the_ways_on():
         for text in ("'*.self_attn.q_proj.weight'", "'*.attention.self.query.weight'", "'layer1.0.conv1.weight'"):
             assert text in str(caught.value)
         assert str(caught.value).startswith(f"for_model does not know {type(make(name)[0]).__name__}. It looked for")
-        assert "discover(model, example_inputs) suggests groups for any model; Group says" in str(caught.value)
+        assert "discover(model, example_inputs) suggests groups for any model; Coupling says" in str(caught.value)
 
 
 def refused(model, match):

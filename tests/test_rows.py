@@ -5,9 +5,11 @@ import pytest
 import torch
 from kernel_cases import INF, KINDS, NAN, as_scopes, budgets, generator, plain_window, scores_like
 
-from sparsekit_ao.kernels import Blocks, Scopes, block_scores, cpu, keep_mask, long, reference, rows, scope_mask
-from sparsekit_ao.kernels.cpu import WIDE
-from sparsekit_ao.kernels.rows import SORTED
+from sparsekit_ao.selection import Blocks, Scopes, block_scores, keep_mask, reference, scope_mask
+from sparsekit_ao.selection.cpu import long, rows
+from sparsekit_ao.selection.cpu import masks as cpu
+from sparsekit_ao.selection.cpu.masks import WIDE
+from sparsekit_ao.selection.cpu.rows import SORTED
 
 LONG = 3 * SORTED + 5  # neither whole words nor whole stretches
 

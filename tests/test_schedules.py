@@ -7,7 +7,7 @@ import torch
 from stock import linear_model
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
-from sparsekit_ao.schedulers import ScheduleSL
+from sparsekit_ao.schedules import ScheduleSL
 
 
 def test_cosine_golden():

@@ -529,7 +529,7 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
         model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         sparsifier = ScopeSparsifier(0.75)
         sparsifier.prepare(model, config)
-        monkeypatch.setattr("sparsekit_ao.sparsifier.AT_ONCE", at_once)
+        monkeypatch.setattr("sparsekit_ao.sparsifiers.scope.AT_ONCE", at_once)
         sparsifier.step()
         assert sparsifier.check() > 2
         masks.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])

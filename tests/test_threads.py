@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
-from sparsekit_ao.kernels import Update, batch, cores, scope_masks, threads
-from sparsekit_ao.kernels.api import scope_mask
-from sparsekit_ao.kernels.tiling import Blocks, Scopes
+from sparsekit_ao.selection import Update, batch, cores, scope_masks, threads
+from sparsekit_ao.selection.api import scope_mask
+from sparsekit_ao.selection.tiling import Blocks, Scopes
 
 MAPS = pathlib.Path("/proc/self/maps")
 
@@ -30,7 +30,7 @@ def masks_of(weight, steps, impl):
     mask = torch.ones(weight.shape, dtype=torch.bool)
     for at, (block, scope, keep) in enumerate(steps):
         group = Scopes(members=(Blocks(shape=block, values=weight, mask=mask),), shape=scope)
-        scope_mask([group], keep, stage=at > 0, impl=impl)
+        scope_mask([group], keep, among_kept=at > 0, impl=impl)
     return mask
 
 
@@ -198,7 +198,7 @@ def test_a_single_core_is_everybodys_and_one_that_is_refused_stops_no_work(monke
 
 LETTING_GO = """
 import os, time, torch
-from sparsekit_ao.kernels import cores
+from sparsekit_ao.selection import cores
 torch.set_num_threads(2)
 alone = len(os.listdir("/proc/self/task"))
 before = torch.ones(1 << 20).add(1).sum().item()

@@ -9,8 +9,8 @@ from kernel_cases import KINDS, generator, scores_like
 from torch import nn
 
 from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec, SparsityError, patterns
-from sparsekit_ao.kernels import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
-from sparsekit_ao.kernels import triton as gpu_kernels
+from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
+from sparsekit_ao.selection import triton as gpu_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +77,7 @@ def test_patterns_at_real_sizes(block, scope, keep, dtype):
         member.mask.fill_(True)  # the first stage's choice, so that a later one has something to choose among
         scope_mask([Scopes(members=(member,), shape=scope)], keep, impl="reference")
         assert bool(member.mask.any())
-        agree([Scopes(members=(member,), shape=scope)], keep - 1, stage=True)
+        agree([Scopes(members=(member,), shape=scope)], keep - 1, among_kept=True)
 
 
 def test_ties_zeros_and_masked_weights_of_a_whole_tensor():

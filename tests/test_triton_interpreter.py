@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sparsekit_ao import SparsityError
-from sparsekit_ao.kernels import Blocks, Scopes, block_scores, keep_mask, scope_mask
+from sparsekit_ao.selection import Blocks, Scopes, block_scores, keep_mask, scope_mask
 
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ import importlib.util, torch
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
 from sparsekit_ao import SparsityError
-from sparsekit_ao.kernels import keep_mask
+from sparsekit_ao.selection import keep_mask
 assert keep_mask(torch.tensor([[1.0, 2.0]]), 1).tolist() == [[False, True]]
 try:
     keep_mask(torch.ones(1, 2), 1, impl="triton")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.ao.pruning import WeightNormSparsifier as Stock
 
 import sparsekit_ao
-from sparsekit_ao.kernels import Blocks, Scopes, Update, scope_mask, scope_masks
+from sparsekit_ao.selection import Blocks, Scopes, Update, scope_mask, scope_masks
 
 # name: block, scope (-1 is all), level, stock's arguments
 ROWS = {

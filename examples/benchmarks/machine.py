@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import sparsekit_ao
-from sparsekit_ao.kernels.jit import launch
+from sparsekit_ao.selection.numba import launch
 
 RESULTS = Path(__file__).parent / "results"
 

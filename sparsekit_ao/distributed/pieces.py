@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels import Blocks, Norm, Scopes, block_scores, fill_mask, from_scopes, to_scopes
-from ..kernels.keys import KEY_DTYPES, absent, key_bits, order_keys
-from ..kernels.radix import CHUNK
-from ..kernels.reference import candidates_of
-from ..layout import Shape, row_major
+from ..selection import Blocks, Norm, Scopes, block_scores, fill_mask, from_scopes, to_scopes
+from ..selection.keys import KEY_DTYPES, absent, key_bits, order_keys
+from ..selection.radix import CHUNK
+from ..selection.reference import candidates_of
+from ..selection.strides import Shape, row_major
 
 __all__ = ["Piece", "PieceRows", "TiedRows"]
 
@@ -45,9 +45,9 @@ class Piece:
         counts: bool,
         norm: Norm,
         as_mean: bool,
-        stage: bool,
+        among_kept: bool,
     ) -> None:
-        self.counts, self._stage, self._base, self._tile = counts, stage, base, tile
+        self.counts, self._stage, self._base, self._tile = counts, among_kept, base, tile
         self._magnitude = not callable(norm)
         self._members = tuple(members)
         grid = Scopes(members=self._members, shape=tile).grid
@@ -60,7 +60,7 @@ class Piece:
         self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))
         self._own, self._grid, self._order = own, grid, order
         self.scopes = _scope_ids(scope_grid, order, first, last)
-        values, candidates = _scored(self._members, norm, as_mean, stage)
+        values, candidates = _scored(self._members, norm, as_mean, among_kept)
         self._rows = self._in_rows(values, 0)
         alive = candidates if candidates is not None or not self._is_padded else torch.ones(grid, dtype=torch.bool)
         self._alive = None if alive is None else self._in_rows(alive.to(values.device), False).bool()
@@ -103,7 +103,7 @@ class Piece:
                 part[ties - start] = self.indices(ties) <= int(last[scope])
         if self._alive is not None:
             kept &= self._alive
-        fill_mask(self._members, self._from_rows(kept), stage=self._stage)
+        fill_mask(self._members, self._from_rows(kept), among_kept=self._stage)
 
     def _layout(self, grid: Tensor) -> Scopes:
         return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._own, order=self._order)
@@ -177,11 +177,11 @@ def _scope_ids(scope_grid: Shape, order: Shape, first: Sequence[int], last: Sequ
     return ids.reshape(-1).tolist()
 
 
-def _scored(members: Sequence[Blocks], norm: Norm, as_mean: bool, stage: bool) -> tuple[Tensor, Tensor | None]:
+def _scored(members: Sequence[Blocks], norm: Norm, as_mean: bool, among_kept: bool) -> tuple[Tensor, Tensor | None]:
     """Scores of the grid, and which blocks an earlier stage left; single elements stand for their own scores."""
     first, ndim = members[0], max(m.window.ndim for m in members)
-    candidates = candidates_of(members, ndim) if stage else None
-    if stage:
+    candidates = candidates_of(members, ndim) if among_kept else None
+    if among_kept:
         members = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in members]  # type: ignore[arg-type]
     single = len(members) == 1 and not as_mean and not callable(norm) and all(b == 1 for b in first.shape)
     if single and first.window.dtype in KEY_DTYPES:

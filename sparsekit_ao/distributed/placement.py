@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layout import Shape, row_major
-from ..spec import BlockSpec, ScopeSpec
+from ..algebra import BlockSpec, ScopeSpec
+from ..selection.strides import Shape, row_major
 
 __all__ = [
     "AWKWARD",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.radix import Passes, threshold_passes
+from ..selection.radix import Passes, threshold_passes
 from .pieces import Piece, PieceRows, TiedRows
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..algebra import BlockSpec, ScopeSpec, SparseScope
 from ..errors import SparsityError
-from ..kernels import Blocks, Norm, Scopes, Update, scope_masks
-from ..kernels.radix import BITS
-from ..layout import Shape
-from ..spec import BlockSpec, ScopeSpec, SparseScope
+from ..selection import Blocks, Norm, Scopes, Update, scope_masks
+from ..selection.radix import BITS
+from ..selection.strides import Shape
 from .pieces import Piece
 from .placement import AWKWARD, BLOCKS, SCOPES, box_of, cuts_of, is_cut, is_part, is_sharded, reach_of, window_of
 from .tensors import fill, local, own_copy, whole
@@ -37,7 +37,7 @@ class Job:
     keep: int | Tensor
     values: Mapping[Tensor, Tensor]
     norm: Norm = 2
-    stage: bool = False
+    among_kept: bool = False
 
     def value_of(self, leaf: BlockSpec) -> Tensor:
         """The values that a block spec looks at."""
@@ -150,7 +150,7 @@ def _choose_here(job: Job) -> None:
     if more or not is_cut(job.value_of(leaf)):
         values = {p: local(v) for p, v in job.values.items()}
         masks = {leaf: local(m) for leaf, m in job.masks.items()}
-        job.scope.update_masks(masks, job.keep, values, norm=job.norm, stage=job.stage)
+        job.scope.update_masks(masks, job.keep, values, norm=job.norm, among_kept=job.among_kept)
         return
     members, start = _windows(job, leaf)
     if members[0].window.numel() == 0:
@@ -161,14 +161,14 @@ def _choose_here(job: Job) -> None:
         first = [at // g for at, g in zip(start, spec.shape, strict=True)]
         sizes = [-(-n // g) for n, g in zip(scopes.grid, spec.shape, strict=True)]
         keep = keep[tuple(slice(at, at + n) for at, n in zip(first, sizes, strict=True))]
-    scope_masks([Update(groups=(scopes,), keep=keep, norm=job.norm, stage=job.stage)])
+    scope_masks([Update(groups=(scopes,), keep=keep, norm=job.norm, among_kept=job.among_kept)])
 
 
 def _choose_whole(job: Job) -> None:
     """On tensors gathered for the purpose; every rank chooses all and keeps its part."""
     masks = {leaf: _gathered(job.masks[leaf], leaf) for leaf in job.leaves}
     values = {p: whole(v) for p, v in job.values.items()}
-    job.scope.update_masks(masks, job.keep, values, norm=job.norm, stage=job.stage)
+    job.scope.update_masks(masks, job.keep, values, norm=job.norm, among_kept=job.among_kept)
     for leaf, mask in masks.items():
         fill(job.masks[leaf], mask)
 
@@ -206,7 +206,7 @@ def _pieces(job: Job, spec: ScopeSpec, members: tuple[Blocks, ...], **place: Any
         scope_grid=spec.grid_shape,
         norm=job.norm,
         as_mean=job.scope.as_mean,
-        stage=job.stage,
+        among_kept=job.among_kept,
         **place,
     )
     return [piece]

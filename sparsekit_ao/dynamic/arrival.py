@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import TensorGroup
 from ..errors import SparsityError
-from ..plan import Component
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.plan import Component
 from .masking import find_dynamic
 from .movement import forget_dropped, zero_dropped
 from .settings import Settings

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..config import TensorGroup
 from ..densities import allocate
 from ..errors import SparsityError
-from ..plan import Component
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.plan import Component
 from .settings import Settings, value_at
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config import TensorGroup
+from ..sparsifiers.config import TensorGroup
 from .budgets import distribute, overall_level, spread
 from .parts import Kept, Part
 from .settings import Settings

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..config import TensorGroup
 from ..distributed import local
+from ..sparsifiers.config import TensorGroup
 from .hooks import after_closure
 from .masking import find_dynamic
 from .trained import original, placed_gradient, plain_optimizer, trained_now

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..config import TensorGroup
 from ..distributed import all_agree, beside, like, local
 from ..errors import SparsityError
-from ..select import select
+from ..masking import select
+from ..sparsifiers.config import TensorGroup
 from .hooks import after_closure
 from .masking import DynamicMask, find_dynamic
 from .optimizer_state import momentum_of

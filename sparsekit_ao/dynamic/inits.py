@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import densities
-from ..config import TensorGroup
 from ..densities import Densities
 from ..distributed import whole
 from ..errors import SparsityError
-from ..kernels import keep_mask
+from ..selection import keep_mask
+from ..sparsifiers.config import TensorGroup
 from .slots import Slots
 
 __all__ = [

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..distributed import beside, fill, is_sharded
 from ..errors import SparsityError
-from ..masking import WeightMask, find_mask
-from ..select import select
+from ..masking import WeightMask, find_mask, select
 
 __all__ = ["DynamicMask", "find_dynamic", "starting_mask"]
 

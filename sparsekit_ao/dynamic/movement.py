@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import TensorGroup
 from ..distributed import beside, fill, local, total, whole
 from ..errors import SparsityError
-from ..masking import find_mask
-from ..select import select
+from ..masking import find_mask, select
+from ..sparsifiers.config import TensorGroup
 from .draws import generator
 from .optimizer_state import reset_state, second_moments, start_second_moments
 from .settings import Settings
@@ -36,8 +35,8 @@ class Movement:
 
     iteration: int
     fraction: float
-    born: Mapping[str, int]
-    gone: Mapping[str, int]
+    grown: Mapping[str, int]
+    pruned: Mapping[str, int]
     kept: Mapping[str, int]
 
 
@@ -62,22 +61,22 @@ def move(
     for group, new, value, second in zip(groups, masks, values, moments, strict=True):
         weight, fqn, mask = original(group), group["tensor_fqn"], _mask(group)
         old = mask != 0
-        born, changed = new & ~old, new ^ old
+        grown, changed = new & ~old, new ^ old
         held = local(weight)
         held.masked_fill_(local(changed), 0)
         if value is not None:
-            held.copy_(torch.where(local(born), local(value), held))
+            held.copy_(torch.where(local(grown), local(value), held))
         reset_state(optimizers, weight, changed)
         if second:
-            start_second_moments(second, born, gradients[fqn])
+            start_second_moments(second, grown, gradients[fqn])
         fill(mask, new)
-        counts[fqn] = total(torch.stack([local(t).count_nonzero() for t in (born, changed, new)]), weight)
+        counts[fqn] = total(torch.stack([local(t).count_nonzero() for t in (grown, changed, new)]), weight)
     found = {fqn: c.tolist() for fqn, c in counts.items()}
     return Movement(
         iteration=iteration,
         fraction=fraction,
-        born={fqn: came for fqn, (came, _, _) in found.items()},
-        gone={fqn: moved - came for fqn, (came, moved, _) in found.items()},
+        grown={fqn: came for fqn, (came, _, _) in found.items()},
+        pruned={fqn: moved - came for fqn, (came, moved, _) in found.items()},
         kept={fqn: kept for fqn, (_, _, kept) in found.items()},
     )
 

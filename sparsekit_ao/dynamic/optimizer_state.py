@@ -136,8 +136,8 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def start_second_moments(moments: Sequence[Tensor], born: Tensor, gradient: Tensor) -> None:
+def start_second_moments(moments: Sequence[Tensor], grown: Tensor, gradient: Tensor) -> None:
     """Set running squares to the squared gradient where weights are new, in place."""
     for tensor in moments:
         held = local(tensor)
-        held.copy_(torch.where(local(born), local(gradient).to(held.dtype).square(), held))
+        held.copy_(torch.where(local(grown), local(gradient).to(held.dtype).square(), held))

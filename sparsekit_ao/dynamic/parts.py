@@ -10,10 +10,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..config import TensorGroup
+from ..algebra import BlockSpec
 from ..distributed import beside, is_sharded, whole
-from ..plan import Component
-from ..spec import BlockSpec
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.plan import Component
 from .budgets import budget_rows, is_fixed, sizes
 from .masking import find_dynamic
 from .slots import Slots, Wholes

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import TensorGroup
 from ..distributed import beside
 from ..errors import SparsityError
+from ..sparsifiers.config import TensorGroup
 from .gradients import GradientTap
 from .trained import original
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..kernels import Norm
+from ..selection import Norm
 from .rules import Rule, norm_of
 from .slots import Slots
 

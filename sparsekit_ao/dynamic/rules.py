@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import SparsityError
-from ..kernels import Norm
+from ..selection import Norm
 from .slots import Slots
 
 __all__ = ["NEEDS", "Rule", "as_rule", "norm_of"]

@@ -11,13 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..algebra import BlockSpec
 from ..distributed import whole
 from ..errors import SparsityError
-from ..kernels import Norm, fill_mask, from_scopes, scope_scores, to_scopes
-from ..kernels.reference import candidates_of
-from ..kernels.tiling import real_slots
-from ..plan import Component
-from ..spec import BlockSpec
+from ..selection import Norm, fill_mask, from_scopes, scope_scores, to_scopes
+from ..selection.reference import candidates_of
+from ..selection.tiling import real_slots
+from ..sparsifiers.plan import Component
 from .draws import draw, generator
 
 __all__ = ["Slots", "Wholes"]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..config import TensorGroup
 from ..distributed import has_ranks
 from ..errors import SparsityError
-from ..sparsifier import ScopeSparsifier
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.scope import ScopeSparsifier
 from .arrival import mark_drawn, meet, refuse_meta
 from .budgets import overall_level, refuse_two
 from .gradients import GradientTap

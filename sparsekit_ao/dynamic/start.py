@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ..config import TensorGroup
 from ..distributed import beside
 from ..errors import SparsityError
-from ..plan import Component
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.plan import Component
 from .budgets import budget_rows, distribute, is_fixed, overall_level, refuse_uneven, set_budget, sizes, spread
 from .inits import given_mask, memory_of, start_rows
 from .settings import Settings

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..config import TensorGroup
 from ..distributed import has_ranks
 from ..errors import SparsityError
-from ..plan import Component
-from ..sparsifier import ScopeSparsifier
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.plan import Component
+from ..sparsifiers.scope import ScopeSparsifier
 from .decay import DecayTap
 from .masking import DynamicMask, find_dynamic
 from .trained import plain_optimizers, refuse_replaced

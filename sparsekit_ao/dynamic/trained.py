@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..config import TensorGroup
 from ..distributed import beside, is_beside, is_sharded, refuse_gathered, reshard
 from ..errors import SparsityError
 from ..masking import find_mask, live_mask
+from ..sparsifiers.config import TensorGroup
 from .optimizer_state import holds, keeper_of, momentum_of, refuse_without_second_moments
 from .settings import Settings
 

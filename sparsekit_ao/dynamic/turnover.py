@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..config import TensorGroup
-from ..plan import Plan
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.plan import Plan
 from .budgets import set_budget
 from .choice import choose
 from .gradients import GradientTap

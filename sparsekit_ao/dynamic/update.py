@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..densities import allocate, shares
 from ..errors import SparsityError
-from ..kernels import keep_mask
+from ..selection import keep_mask
 from .parts import Kept, Part
 from .rules import Rule
 from .slots import Slots
@@ -165,8 +165,8 @@ def grow(parts: Sequence[Part], kept: Sequence[Kept], budgets: Sequence[Tensor],
 
 def _grow_one(part: Part, kept: Kept, budget: Tensor, rule: Rule) -> Kept:
     stay, missing = part.rows(kept), budget.to(kept.count.device) - kept.count
-    born = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
-    return part.keep(stay | born)
+    grown = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
+    return part.keep(stay | grown)
 
 
 def _scores(rule: Rule, slots: Slots) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from ..coupling import Coupling
+from ..coupling.coupling import check_attrs
+from ..coupling.names import filled, matched, stars
 from ..errors import SparsityError
-from ..groups import Group
-from ..groups.group import check_attrs
-from ..groups.names import filled, matched, stars
 from .cut import members_of
 from .kept import Cut
 from .layers import sizes_of
@@ -35,7 +35,7 @@ class Change:
     now: Any
 
 
-def with_attrs(groups: Sequence[Group], attrs: Mapping[str, str]) -> list[Group]:
+def with_attrs(groups: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
     """Every attribute handed to the one group that has its axes.
 
     Raises:
@@ -49,14 +49,14 @@ def with_attrs(groups: Sequence[Group], attrs: Mapping[str, str]) -> list[Group]
             names = ", ".join(repr(out[at].name) for at in fits) or "none"
             raise SparsityError(
                 f"attrs[{path!r}] = {axes!r} must name the unit axis of one group, its scope axes and its sizes, but "
-                f"fits {names}. Give it to its group: Group(..., attrs={{...}}), or name units differently."
+                f"fits {names}. Give it to its group: Coupling(..., attrs={{...}}), or name units differently."
             )
         at = fits[0]
         out[at] = replace(out[at], attrs={**out[at].attrs, path: axes})
     return out
 
 
-def _speaks_of(group: Group, path: str, axes: str) -> bool:
+def _speaks_of(group: Coupling, path: str, axes: str) -> bool:
     known = {group.unit, *group.scope.split(), *group.sizes}
     captures = stars(next(iter(group.members)))
     return group.unit in axes.split() and set(axes.split()) <= known and stars(path) in (0, captures)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from ..coupling import Coupling
 from ..errors import SparsityError
-from ..groups import Group
 from .attributes import Change, apply_changes, changes_of, likely_sizes, with_attrs
 from .cut import cut_model, members_of
 from .kept import Cut, make_cut
@@ -25,7 +25,7 @@ __all__ = ["compact"]
 
 def compact(
     model: nn.Module,
-    groups: Group | Sequence[Group],
+    groups: Coupling | Sequence[Coupling],
     example_inputs: Any,
     *,
     multiple_of: int | Mapping[str, int] = 1,
@@ -34,7 +34,7 @@ def compact(
 ) -> tuple[nn.Module, Compaction]:
     """Remove the dropped units of groups from every member, and check that outputs stay.
 
-    A unit is dropped where all weights of the group hold zeros only, as they do after pruning by `Group.entries` and
+    A unit is dropped where all weights of the group hold zeros only, as they do after pruning by `Coupling.entries` and
     `squash_mask`. Whatever the groups say, masked and compacted model are run on the example inputs and compared.
 
     Args:
@@ -45,7 +45,7 @@ def compact(
             compared in tuples, mappings and dataclasses of the output; other objects (a cache, say) are told.
         multiple_of: units kept of a scope are rounded up to a multiple (or to all) by keeping some dropped ones; a
             number, or {group name: number} for some. At least one unit is kept.
-        attrs: {integer attribute: the axes whose product it holds}, as `Group(attrs=)`; for the one group that has
+        attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one group that has
             these axes.
         tolerance: largest difference of an output tensor, relative to the largest of its values that differ; whole
             numbers must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one.
@@ -62,7 +62,7 @@ def compact(
 
     >>> from sparsekit_ao import ScopeSparsifier
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-    >>> hidden = Group({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
+    >>> hidden = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
     >>> sparsifier = ScopeSparsifier()
     >>> sparsifier.prepare(model, hidden.entries(model, nnz=4))
     >>> sparsifier.step()
@@ -110,14 +110,14 @@ class _Made:
     shapes: dict[str, tuple[int, ...]]
 
 
-def _checked(groups: Group | Sequence[Group]) -> list[Group]:
-    found = [groups] if isinstance(groups, Group) else groups
-    if not isinstance(found, Sequence) or not found or not all(isinstance(group, Group) for group in found):
-        raise SparsityError(f"groups must be a Group or a list of them, got {groups!r}")
+def _checked(groups: Coupling | Sequence[Coupling]) -> list[Coupling]:
+    found = [groups] if isinstance(groups, Coupling) else groups
+    if not isinstance(found, Sequence) or not found or not all(isinstance(group, Coupling) for group in found):
+        raise SparsityError(f"groups must be a Coupling or a list of them, got {groups!r}")
     return list(found)
 
 
-def _cuts(model: nn.Module, groups: Sequence[Group], multiple_of: int | Mapping[str, int]) -> list[Cut]:
+def _cuts(model: nn.Module, groups: Sequence[Coupling], multiple_of: int | Mapping[str, int]) -> list[Cut]:
     names = [group.name for group in groups]
     for name in multiple_of if isinstance(multiple_of, Mapping) else ():
         if name not in names:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..coupling import Member
 from ..errors import CouplingError, SparsityError
-from ..groups import Member
-from ..layout import Shape
+from ..selection.strides import Shape
 from .kept import Cut
 from .layers import sizes_of
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
-from ..groups import BoundGroup, Member
 
 __all__ = ["Cut", "make_cut"]
 
@@ -28,7 +28,7 @@ class Cut:
         partly: units that stay although some of their weights hold zeros only, over all scopes.
     """
 
-    group: BoundGroup
+    group: BoundCoupling
     keep: Tensor
     source: int = 0
     partly: int = 0
@@ -49,7 +49,7 @@ class Cut:
         return self.kept == self.of
 
 
-def make_cut(group: BoundGroup, tensors: Mapping[str, Tensor], multiple_of: int, source: int = 0) -> Cut:
+def make_cut(group: BoundCoupling, tensors: Mapping[str, Tensor], multiple_of: int, source: int = 0) -> Cut:
     """Find the dropped units, and keep as many of them as make a multiple (at least one unit is left).
 
     Args:
@@ -84,7 +84,7 @@ def make_cut(group: BoundGroup, tensors: Mapping[str, Tensor], multiple_of: int,
     return Cut(group=group, keep=keep.reshape(group.grid), source=source, partly=partly)
 
 
-def _zeros(group: BoundGroup, tensors: Mapping[str, Tensor]) -> Tensor:
+def _zeros(group: BoundCoupling, tensors: Mapping[str, Tensor]) -> Tensor:
     """For each weight, which units it holds zeros of; bool, (weights, *grid)."""
     parameters = [m for m in group.members if m.is_parameter]
     weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from ..algebra import AxisPattern
 from ..errors import SparsityError
-from ..spec import AxisPattern
 
 __all__ = ["sizes_of"]
 

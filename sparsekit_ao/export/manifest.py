@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..algebra import AxisPattern
+from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
-from ..groups import BoundGroup, Member
-from ..spec import AxisPattern
 from .attributes import Change, apply_changes, check_held
 from .cut import cut_model, members_of
 from .kept import Cut
@@ -65,14 +65,14 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     Raises:
         SparsityError: a manifest of another version, or a model of other shapes or attributes; nothing is then changed.
 
-    >>> from sparsekit_ao import Group
+    >>> from sparsekit_ao import Coupling
     >>> from sparsekit_ao.export import compact
     >>> def make():
     ...     return torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
     >>> model = make()
     >>> with torch.no_grad():
     ...     _ = model[0].weight[1:].zero_(), model[1].weight[:, 1:].zero_()
-    >>> small, report = compact(model, Group({"0.weight": "u i", "1.weight": "o u"}), torch.ones(1, 2))
+    >>> small, report = compact(model, Coupling({"0.weight": "u i", "1.weight": "o u"}), torch.ones(1, 2))
     >>> cut_to(make(), report.manifest).load_state_dict(small.state_dict())
     <All keys matched successfully>
     """
@@ -110,7 +110,7 @@ def _cut(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Cut:
         )
         for m in data["members"]
     )
-    group = BoundGroup(
+    group = BoundCoupling(
         name=data["name"], captured=(), members=members, unit=unit, scope=scope, sizes=data["sizes"], attrs={}
     )
     keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ..coupling.values import opaque_in, tensors_in
 from ..errors import SparsityError
-from ..groups.values import opaque_in, tensors_in
 
 __all__ = ["Comparison", "Reference"]
 

@@ -6,9 +6,9 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch.ao.pruning import BaseScheduler
 
-from ..base import MaskSparsifier
 from ..dynamic import DynamicSparsifier, StraightThrough
 from ..dynamic.trained import training
+from ..sparsifiers.base import MaskSparsifier
 
 __all__ = ["SparsifierCallback"]
 

@@ -11,9 +11,9 @@ from torch.ao.pruning import BaseScheduler
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..base import MaskSparsifier
 from ..dynamic import DynamicSparsifier, StraightThrough
 from ..errors import SparsityError
+from ..sparsifiers.base import MaskSparsifier
 
 __all__ = ["SparsifierCallback"]
 

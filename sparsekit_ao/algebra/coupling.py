@@ -1,0 +1,167 @@
+"""Couplings: blocks of several tensors that share one fate, scopes of several that share one budget.
+
+Both line grids up by permutations and refuse what does not correspond; the rest is what one tensor's blocks and
+scopes do already.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ..errors import CouplingError, SparsityError
+from ..selection import from_scopes
+from ..selection.strides import Shape
+from ..selection.tiling import aligned_grid
+from .block import BlockSpec, SparseBlock
+from .scope import ScopeSpec
+from .sparse_scope import SparseScope
+
+__all__ = ["BlockCoupling", "ScopeCoupling"]
+
+
+class BlockCoupling(SparseBlock):
+    """Blocks of several tensors that share one fate: `B_ref[k] = B_j[order_j(k)]`.
+
+    Args:
+        specs: the members; the first one's grid is the reference. Missing grid dimensions have size 1, so a bias
+            couples with a weight's rows.
+        orders: for each member None, or a permutation: aligned dimension k is the member's dimension order[k].
+        name: opening words of error messages.
+
+    Raises:
+        CouplingError: aligned grids differ, or an order is no permutation.
+
+    >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up share the fate of columns of down
+    >>> c = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], orders=[None, (1, 0)])
+    >>> c.grid_shape, c.numel_per_block()
+    ((4, 1), 6)
+    """
+
+    def __init__(
+        self, specs: Sequence[BlockSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
+    ) -> None:
+        self.name = name
+        names, ndims = [s.name for s in specs], [len(s.own_grid) for s in specs]
+        _refuse_twice(specs, self._where())
+        self._members = list(zip(specs, _orders(orders, ndims, names, self._where()), strict=True))
+        grids = [aligned_grid(s.own_grid, order, max(ndims)) for s, order in self._members]
+        self._grid = _common_grid("block", grids, names, self._where())
+
+    def members(self) -> "list[tuple[BlockSpec, Shape]]":
+        """The members with their orders."""
+        return list(self._members)
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Blocks along each dimension of the aligned grid."""
+        return self._grid
+
+    @property
+    def data(self) -> tuple[Tensor, ...]:
+        """Live aliases of the members' elements."""
+        return tuple(spec.data for spec in self.blocks())
+
+    def __repr__(self) -> str:
+        return f"BlockCoupling({self.blocks()!r})"
+
+
+class ScopeCoupling(SparseScope):
+    """Scopes of several block grids that share one budget: their blocks compete with each other.
+
+    Args:
+        scopes: the members, which may have different counts of blocks in a scope; budgets count all of them.
+        orders: for each member None, or a permutation: aligned scope dimension k is the member's dimension order[k].
+        name: opening words of error messages.
+
+    Raises:
+        CouplingError: aligned scope grids differ, or an order is no permutation.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    >>> c = ScopeCoupling([ScopeSpec(BlockSpec(a)), ScopeSpec(BlockSpec(b))])
+    >>> [m.tolist() for m in c.get_masks(2).values()]
+    [[False, True], [True]]
+    """
+
+    def __init__(
+        self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
+    ) -> None:
+        self.name = name
+        names, ndims = [s.name for s in scopes], [len(s.shape) for s in scopes]
+        _refuse_twice([leaf for s in scopes for leaf in s.block.blocks()], self._where())
+        full = _orders(orders, ndims, names, self._where())
+        grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in zip(scopes, full, strict=True)]
+        # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
+        own = [tuple(k for k in order if k < n) for order, n in zip(full, ndims, strict=True)]
+        self._scopes = list(zip(scopes, own, strict=True))
+        self._grid = _common_grid("scope", grids, names, self._where())
+
+    def scopes(self) -> list[tuple[ScopeSpec, Shape]]:
+        """The members with their orders."""
+        return list(self._scopes)
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Scopes along each dimension of the aligned scope grid."""
+        return self._grid
+
+    def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = False) -> Tensor:
+        """Tensors of the members' block grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
+        if not (reorder and merge):
+            raise SparsityError(f"{self._where()}members may differ in shape; use merge=True")
+        rows = self._rows_of(t, "t")
+        assert rows is not None
+        return rows.reshape([*self.grid_shape, rows.shape[1]])
+
+    def scope_to_block(self, t: Tensor, reorder: bool = True) -> dict[SparseBlock, Tensor]:
+        """The inverse of `block_to_scope`: {block: tensor of its grid's shape}."""
+        want = (*self.grid_shape, self.numblk_per_scope())
+        if not reorder or tuple(t.shape) != want:
+            raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")
+        parts = t.reshape(self.numscp(), want[-1]).split(self._widths(), dim=1)
+        groups = self.groups(None, None)
+        return {
+            spec.block: from_scopes(part, group)
+            for (spec, _), group, part in zip(self.scopes(), groups, parts, strict=True)
+        }
+
+    def __repr__(self) -> str:
+        return f"ScopeCoupling({[s for s, _ in self._scopes]!r})"
+
+
+def _refuse_twice(leaves: Sequence[BlockSpec], where: str) -> None:
+    seen: set[int] = set()
+    for leaf in leaves:
+        if id(leaf) in seen:
+            raise CouplingError(f"{where}{leaf.name or 'a block spec'} takes part twice")
+        seen.add(id(leaf))
+
+
+def _orders(
+    given: Sequence[Sequence[int] | None] | None, ndims: Sequence[int], names: Sequence[str | None], where: str
+) -> list[Shape]:
+    """One checked permutation a member, extended to the widest member's dimensions; () is the identity."""
+    if not ndims:
+        raise CouplingError(f"{where}a coupling needs at least one member")
+    orders = list(given) if given is not None else [None] * len(ndims)
+    if len(orders) != len(ndims):
+        raise CouplingError(f"{where}{len(ndims)} members but {len(orders)} orders")
+    out: list[Shape] = []
+    for order, name in zip(orders, names, strict=True):
+        full = () if order is None else tuple(order) + tuple(range(len(order), max(ndims)))
+        if order is not None and sorted(full) != list(range(max(ndims))):
+            raise CouplingError(
+                f"{where}{name or 'a member'}: order {tuple(order)} is no permutation of the {max(ndims)} aligned "
+                "grid dimensions"
+            )
+        out.append(full)
+    return out
+
+
+def _common_grid(kind: str, grids: Sequence[Shape], names: Sequence[str | None], where: str) -> Shape:
+    for grid, name in zip(grids, names, strict=True):
+        if grid != grids[0]:
+            raise CouplingError(
+                f"{where}{name or 'a member'} has the aligned {kind} grid {grid}, but {names[0] or 'the first'} has "
+                f"{grids[0]}. Give an order that permutes one onto the other, or other blocks and scopes."
+            )
+    return grids[0]

@@ -1,0 +1,101 @@
+"""Scopes on one block grid: the sets of blocks that compete, each with a budget of its own."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..selection import from_scopes
+from ..selection.strides import Shape, grid_of
+from ..selection.tiling import split
+from .block import BlockSpec, SparseBlock
+from .layout import resolve_tile
+from .sparse_scope import SparseScope
+from .view import View
+
+__all__ = ["ScopeSpec"]
+
+
+class ScopeSpec(SparseScope):
+    """One block grid tiled into scopes.
+
+    Args:
+        block: a `SparseBlock`, or a View or parameter taken as single elements.
+        shape: blocks of a scope; () and missing trailing entries mean the whole dimension, as does -1.
+        name: opening words of error messages; the block's by default.
+        edge: `"partial"` allows smaller scopes at the edge; the block's by default.
+
+    Raises:
+        SparsityError: (a ValueError) naming the dimension, both numbers and the way out.
+
+    >>> s = ScopeSpec(BlockSpec(torch.ones(4, 8)), (1, 4))  # N:4 along the input
+    >>> s.grid_shape, s.numblk_per_scope(), s.sparsity_to_nnz(0.5)
+    ((4, 2), 4, 2)
+    """
+
+    def __init__(
+        self,
+        block: SparseBlock | View | Tensor,
+        shape: Sequence[int] = (),
+        name: str | None = None,
+        *,
+        edge: str | None = None,
+    ) -> None:
+        self.block = block if isinstance(block, SparseBlock) else BlockSpec(block)
+        self.name = name if name is not None else self.block.name
+        self.edge = edge or ("partial" if any(b.edge == "partial" for b in self.block.blocks()) else "error")
+        self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
+
+    def scopes(self) -> "list[tuple[ScopeSpec, Shape]]":
+        """The spec itself."""
+        return [(self, ())]
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Scopes along each dimension of the block grid."""
+        return grid_of(self.block.grid_shape, self.shape)
+
+    def block_to_scope(self, t: Tensor, reorder: bool = True, merge: bool = False) -> Tensor:
+        """A tensor of the block grid's shape cut into scopes.
+
+        Args:
+            t: of the block grid's shape; scopes must divide it.
+            reorder: True gives (*scope grid, *scope); False interleaves (g0, s0, g1, s1, ...).
+            merge: with `reorder`, the scope's dimensions become one: (*scope grid, blocks per scope).
+        """
+        if tuple(t.shape) != self.block.grid_shape:
+            raise SparsityError(
+                f"{self._where()}block_to_scope takes the block grid's shape {self.block.grid_shape}, "
+                f"got {tuple(t.shape)}"
+            )
+        if self.is_partial:
+            raise SparsityError(f"{self._where()}block_to_scope needs whole scopes; {self.shape} leaves partial ones")
+        if merge and not reorder:
+            raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")
+        n, tiles = t.ndim, split(t, self.shape)
+        if not reorder:
+            return tiles
+        ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
+        return ordered.reshape([*self.grid_shape, math.prod(self.shape)]) if merge else ordered
+
+    def scope_to_block(self, t: Tensor, reorder: bool = True) -> Tensor:
+        """The inverse of `block_to_scope`: back to the block grid's shape.
+
+        Args:
+            t: (*scope grid, *scope) or (*scope grid, blocks per scope); (g0, s0, g1, s1, ...) without `reorder`.
+            reorder: as it was given there.
+        """
+        grid, width = self.grid_shape, math.prod(self.shape)
+        interleaved = tuple(size for pair in zip(grid, self.shape, strict=True) for size in pair)
+        taken = [(*grid, *self.shape), (*grid, width)] if reorder else [interleaved]
+        if tuple(t.shape) not in taken:
+            raise SparsityError(
+                f"{self._where()}scope_to_block takes {' or '.join(map(str, taken))}, got {tuple(t.shape)}"
+            )
+        if not reorder:
+            return t.reshape(self.block.grid_shape)
+        return from_scopes(t.reshape(self.numscp(), width), self.groups(None, None)[0])
+
+    def __repr__(self) -> str:
+        return f"ScopeSpec({self.block!r}, shape={self.shape})"

@@ -1,0 +1,246 @@
+"""View: a strided window (shape, stride, offset) on one parameter, without a copy.
+
+Knows addresses; nothing of scores or budgets. Strides count elements of the parameter's own memory, so a
+channels_last or transposed weight is addressed where it lies.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..selection.strides import Shape, cosize
+from ..selection.tiling import pad_to, split
+from .layout import check_window, coordinate_of, is_dense, resolve_tile
+
+__all__ = ["View"]
+
+
+class View:
+    """A strided window on one parameter.
+
+    The address of index i is `o + offset + sum(i_k * stride_k)`, o being the parameter's own storage offset.
+
+    Args:
+        param: the tensor looked at; any rank, dtype and strides, on any device (meta included).
+        shape: sizes of the window.
+        stride: one stride a dimension, in elements of the parameter's memory.
+        offset: address of the window's first element, counted from the parameter's first.
+        name: opening words of error messages.
+
+    Raises:
+        SparsityError: (a ValueError) lengths differ, an address lies outside the parameter, or two indices share one.
+
+    >>> w = torch.arange(8.0).reshape(2, 4)
+    >>> View(w, (2, 2, 2), (4, 1, 2)).data[0]
+    tensor([[0., 2.],
+            [1., 3.]])
+    """
+
+    __slots__ = ("_home", "name", "offset", "param", "shape", "stride")
+
+    def __init__(
+        self, param: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0, *, name: str | None = None
+    ) -> None:
+        self.param = param
+        self.shape: Shape = tuple(shape)
+        self.stride: Shape = tuple(stride)
+        self.offset = offset
+        self.name = name
+        self._home = param.stride()  # the memory layout that the window's strides refer to
+        where = f"{name}: " if name else ""
+        check_window(tuple(param.shape), param.stride(), self.shape, self.stride, offset, where)
+
+    @classmethod
+    def from_existing(cls, param: "Tensor | View", *, name: str | None = None) -> "View":
+        """The parameter as it is, by its real shape and strides; a View passes through."""
+        return param if isinstance(param, View) else cls(param, tuple(param.shape), param.stride(), name=name)
+
+    @classmethod
+    def from_function(cls, param: Tensor, function: Any, *, name: str | None = None) -> "View":
+        """The window that `function(param)` returns: any chain of torch view operations.
+
+        >>> View.from_function(torch.zeros(6, 4), lambda w: w.unflatten(0, (2, 3)))
+        View(shape=(2, 3, 4), stride=(12, 4, 1), offset=0)
+        """
+        base = param.detach()
+        seen = function(base)
+        where = f"{name}: " if name else ""
+        if not isinstance(seen, Tensor):
+            raise SparsityError(f"{where}the view function must return a tensor, got {type(seen).__name__}")
+        if seen.dtype != base.dtype:
+            raise SparsityError(f"{where}the view function turned {base.dtype} into {seen.dtype}; it may only look")
+        if seen.untyped_storage()._cdata != base.untyped_storage()._cdata:
+            raise SparsityError(
+                f"{where}the view function returned a copy, not a view. Use view, unflatten, permute or transpose, "
+                "or make the parameter contiguous first."
+            )
+        return cls(
+            param, tuple(seen.shape), seen.stride(), int(seen.storage_offset() - param.storage_offset()), name=name
+        )
+
+    def window(self, t: Tensor) -> Tensor:
+        """This window on another tensor of the parameter's shape: a live alias where the strides agree, else a copy.
+
+        Raises:
+            SparsityError: t has another shape than the parameter.
+        """
+        if t.shape != self.param.shape:
+            where = f"{self.name}: " if self.name else ""
+            raise SparsityError(
+                f"{where}values must have the parameter's shape {tuple(self.param.shape)}, got {tuple(t.shape)}"
+            )
+        t = t.detach()
+        if not self.is_aligned(t):
+            t = torch.empty_strided(self.param.shape, self._home, dtype=t.dtype, device=t.device).copy_(t)
+        return t.as_strided(self.shape, self.stride, t.storage_offset() + self.offset)
+
+    def is_aligned(self, t: Tensor) -> bool:
+        """Whether t lies in memory as the parameter does (strides of size-1 dimensions aside)."""
+        return all(n <= 1 or a == b for n, a, b in zip(t.shape, t.stride(), self._home, strict=True))
+
+    def new_mask(self) -> Tensor:
+        """An all-True mask that lies in memory as the parameter does; of the parameter's shape and device."""
+        return torch.empty_strided(self.param.shape, self._home, dtype=torch.bool, device=self.param.device).fill_(True)
+
+    @property
+    def data(self) -> Tensor:
+        """Live alias of the parameter's elements, outside autograd; assigning to it writes them."""
+        if not self.is_aligned(self.param):
+            where = f"{self.name}: " if self.name else ""
+            raise SparsityError(
+                f"{where}the parameter's strides changed from {self._home} to {self.param.stride()} since this view "
+                "was made; make the view again"
+            )
+        return self.window(self.param)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.data.copy_(values)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the window."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Number of elements that the window meets."""
+        return math.prod(self.shape)
+
+    @property
+    def cosize(self) -> int:
+        """The largest address that the window reaches, plus one."""
+        return cosize(self.shape, self.stride, self.offset)
+
+    def linear_offset(self, idx: Sequence[int]) -> int:
+        """Address of an index, counted from the parameter's first element.
+
+        >>> View(torch.zeros(2, 4), (2, 2), (4, 2), 1).linear_offset((1, 1))
+        7
+        """
+        if len(idx) != self.ndim or any(not 0 <= i < s for i, s in zip(idx, self.shape, strict=True)):
+            raise SparsityError(f"index {tuple(idx)} lies outside the view {self.shape}")
+        return self.offset + sum(i * d for i, d in zip(idx, self.stride, strict=True))
+
+    def to_param_rc(self, idx: Sequence[int]) -> tuple[int, int]:
+        """Logical (row, column) in the parameter of an index of the window, whatever the strides.
+
+        The row is the first dimension; the column counts the others row-major (0 for a 1-D parameter).
+
+        >>> View.from_existing(torch.zeros(3, 4).t()).to_param_rc((1, 2))
+        (1, 2)
+        """
+        at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self._home)
+        column = 0
+        for c, s in zip(at[1:], self.param.shape[1:], strict=True):
+            column = column * s + c
+        return (at[0] if at else 0), column
+
+    def block_view_of(self, t: Tensor, block_shape: Sequence[int], reorder: bool = True, merge: bool = False) -> Tensor:
+        """A parameter-shaped tensor cut into this window's blocks.
+
+        Args:
+            t: of the parameter's shape.
+            block_shape: as for `BlockSpec`; must divide.
+            reorder: True gives (*grid, *block); False interleaves (g0, b0, g1, b1, ...).
+            merge: with `reorder`, the block's dimensions become one: (*grid, elements of a block).
+
+        Returns:
+            A view of t where its strides allow (always without `merge`, if t lies as the parameter does).
+        """
+        if merge and not reorder:
+            raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")
+        tile = self._tile(block_shape)
+        tiles = split(self.window(t), tile)
+        if not reorder:
+            return tiles
+        n = self.ndim
+        ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
+        return ordered.flatten(n) if merge and n else ordered.unsqueeze(-1) if merge else ordered
+
+    def broadcast_block_to_element(self, values: Tensor, block_shape: Sequence[int], fake: bool = False) -> Tensor:
+        """One value a block spread over its elements.
+
+        Args:
+            values: of the grid's shape.
+            block_shape: as for `BlockSpec`; must divide.
+            fake: return the expanded interleaved view (g0, b0, g1, b1, ...) without making the elements.
+
+        Returns:
+            A tensor of the window's shape, or with `fake` a stride-0 view.
+        """
+        tile = self._tile(block_shape)
+        grid = tuple(s // b for s, b in zip(self.shape, tile, strict=True))
+        if values.shape != grid:
+            raise SparsityError(f"block values must have the grid's shape {grid}, got {tuple(values.shape)}")
+        spread = values[tuple(i for _ in grid for i in (slice(None), None))]
+        spread = spread.expand([n for g, b in zip(grid, tile, strict=True) for n in (g, b)])
+        return spread if fake else spread.reshape(self.shape)
+
+    def apply_multiplier(self, c: Tensor, block_shape: Sequence[int]) -> None:
+        """Multiply every block of the parameter by its entry of `c` (of the grid's shape), in place."""
+        tiles = split(self.data, self._tile(block_shape))
+        tiles.mul_(self.broadcast_block_to_element(c, block_shape, fake=True).to(tiles.dtype))
+
+    def apply_mask(self, mask: Tensor, block_shape: Sequence[int]) -> None:
+        """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True: the one inverted mask here."""
+        tiles = split(self.data, self._tile(block_shape))
+        tiles.masked_fill_(self.broadcast_block_to_element(mask, block_shape, fake=True), 0)
+
+    def write_back(self, window: Tensor, target: Tensor) -> None:
+        """Copy a window that `window()` had to make as a copy back to the tensor that it was made from."""
+        start = window.storage_offset() - self.offset
+        whole = window.as_strided(self.param.shape, self._home, start)
+        if self.numel() < self.param.numel():  # the rest of the target may have been written by another view
+            seen = self.new_mask().logical_not_().to(window.device)
+            self.window(seen).fill_(True)
+            whole = torch.where(seen, whole, target)
+        target.detach().copy_(whole)
+
+    def _tile(self, block_shape: Sequence[int]) -> Shape:
+        return resolve_tile("block", self.shape, block_shape, where=f"{self.name}: " if self.name else "")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, View):
+            return NotImplemented
+        mine, theirs = (v.shape + v.stride + (v.offset,) for v in (self, other))
+        return self.param is other.param and mine == theirs
+
+    def __hash__(self) -> int:
+        return hash((id(self.param), self.shape, self.stride, self.offset))
+
+    def __repr__(self) -> str:
+        return f"View(shape={self.shape}, stride={self.stride}, offset={self.offset})"
+
+
+def public_mask(view: View, mask: Tensor) -> Tensor:
+    """The mask as users get it: without the gaps that a slice of a larger tensor leaves in memory."""
+    return mask if is_dense(tuple(mask.shape), mask.stride()) else mask.contiguous()
+
+
+def padded_split(window: Tensor, tile: Shape, fill: float) -> Tensor:
+    """(g0, b0, g1, b1, ...) of a window whose last tiles may be partial; `fill` stands beyond the edge."""
+    return split(pad_to(window, tile, fill), tile)

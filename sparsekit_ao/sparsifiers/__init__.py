@@ -1,0 +1,1 @@
+"""Sparsifiers for `torch.ao.pruning`: config dicts in, masks out."""

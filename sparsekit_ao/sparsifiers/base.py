@@ -1,0 +1,324 @@
+"""The life of a sparsifier: prepare, step, squash, save, load, copy; what every kind of mask has in common.
+
+`MaskSparsifier` keeps torch.ao's interface and order of calls, and checks everything before it changes anything. It
+does not know how masks are chosen: `ScopeSparsifier`, `WeightNormSparsifier` and `NearlyDiagonalSparsifier` do.
+"""
+
+import copy
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.ao.pruning import BaseSparsifier
+
+from .. import distributed, masking
+from ..errors import SparsityError
+from . import report
+from .checkpoint import check_saved, merged_group, plain
+from .config import TensorGroup, copied, make_config, resolve_groups
+from .garbage import collector_paused
+
+__all__ = ["MaskSparsifier"]
+
+_NOT_SAVED = ("module", "module_fqn", "tensor_name")
+# A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
+_NOT_COPIED = ("step", "_plan")
+
+
+class MaskSparsifier(BaseSparsifier):
+    """Abstract base: a `torch.ao.pruning.BaseSparsifier` that is safe to call, copy, save and resume.
+
+    Subclasses say which config keys there are (`keys`), complete an entry (`_complete`), check all groups together
+    (`_check_groups`) and fill masks (`update_mask`).
+    """
+
+    #: config keys that need no default
+    optional_keys: tuple[str, ...] = ()
+    #: masks are bool, or of the weight's dtype where this is False
+    bool_masks = True
+
+    def __init__(self, defaults: dict[str, Any]) -> None:
+        self._state: dict[str, dict[str, Any]] = defaultdict(dict)
+        self._phase = "new"
+        super().__init__(defaults=defaults)
+        self.model: nn.Module | None = None
+        self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
+
+    # -- what subclasses fill in ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        """Raise unless all groups can be carried out; called before anything is changed."""
+
+    def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
+        """An entry with the defaults that it leaves out."""
+        return {**copied(self.defaults), **own}
+
+    def _update_all(self) -> None:
+        """Fill every mask; called under no_grad."""
+        self._check_groups(self.groups)
+        for group in self.groups:
+            self.update_mask(**group)
+
+    # -- torch.ao's interface ---------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What a config entry may say besides naming its tensor."""
+        return (*self.defaults, *(k for k in self.optional_keys if k not in self.defaults))
+
+    def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
+        """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
+        self.config = make_config(model, SUPPORTED_MODULES)
+
+    @collector_paused()
+    def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Put an all-keeping mask on every tensor that the config names, in place.
+
+        Over ranks: after `parallelize_module`, before `fully_shard` and before the optimizer is made.
+
+        Args:
+            model: modified in place; its Parameters stay the same objects, so optimizers stay valid.
+            config: a list of dicts with `tensor_fqn` and any config key, or None for every Linear and convolution.
+                After unpickling, None means the pickled config, and the pickled masks are put back.
+
+        Raises:
+            SparsityError: anything that does not fit; the model is then unchanged.
+        """
+        if self._phase == "prepared":
+            raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
+        saved = self._pickled() if self._phase == "detached" and config is None else None
+        if saved is not None:
+            config = self.config
+        elif config is None:
+            self.make_config_from_model(model)
+            config = self.config
+            if not config:
+                raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
+        groups = resolve_groups(model, config, self.keys, self._complete)
+        if saved is not None:
+            check_saved(saved, groups, strict=True)
+        self._check_groups(groups)
+        distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
+        self.model, self.groups = model, groups
+        self.config = [dict(entry) for entry in config or ()]
+        self._state = defaultdict(dict)
+        for group in groups:
+            self._install(group)
+        self._phase = "prepared"
+        if saved is not None:
+            self.load_state_dict(saved)
+
+    def step(self, use_path: bool = True) -> None:
+        """Choose the masks anew; does nothing while `enable_mask_update` is False."""
+        self._need_prepared("step")
+        if self.enable_mask_update:
+            with torch.no_grad():
+                self._update_all()
+
+    def squash_mask(
+        self,
+        params_to_keep: tuple[str, ...] | None = None,
+        params_to_keep_per_layer: dict[str, tuple[str, ...]] | None = None,
+        *args: Any,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write zeros into the parameters and take the masks away.
+
+        Args:
+            params_to_keep: config keys to keep in a dict `sparse_params` on every sparsified module.
+            params_to_keep_per_layer: the same for single modules, by module name.
+            model: a deep copy of the prepared model to squash instead (an EMA or best-model snapshot); this
+                sparsifier then goes on with its own.
+
+        Raises:
+            SparsityError: not prepared, unknown names, a mask that another parametrization cannot express, or a model
+                that `fully_shard` wrapped only as a part of another one. Nothing is then changed.
+        """
+        self._need_prepared("squash_mask")
+        kept = self._params_to_keep(params_to_keep, params_to_keep_per_layer)
+        for group in self.groups:
+            self._live_mask(group, model)
+        squashed = self.model if model is None else model
+        assert squashed is not None
+        distributed.refuse_wrapped_outside(squashed, [(g["tensor_fqn"], g["module_fqn"]) for g in self.groups])
+        records = distributed.managed(squashed)
+        modules = [self._module_in(model, g) for g in self.groups]
+        names = [g["tensor_name"] for g in self.groups]
+        self._sync_state()
+        rebuilt = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
+        for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
+            masking.bake(module, name, values)
+            if id(module._parameters.get(name)) in records:
+                distributed.rehome(records[id(module._parameters[name])], module, name)
+            if params:
+                module.sparse_params = params  # type: ignore[assignment]
+        if model is None or model is self.model:
+            self._phase = "squashed"
+
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """{tensor_fqn: {"mask": the live mask}}; the mask follows `.to()` and is the module's own buffer."""
+        self._sync_state()
+        return self._state
+
+    @state.setter
+    def state(self, value: dict[str, dict[str, Any]]) -> None:
+        self._state = value
+
+    def mask(self, tensor_fqn: str) -> Tensor:
+        """The live mask of a tensor, by its name."""
+        if tensor_fqn not in self.state:
+            raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self._state) or 'none'}")
+        return self._state[tensor_fqn]["mask"]
+
+    def report(self) -> report.Report:
+        """What every mask holds now, as rows of numbers; see `report.Report`."""
+        self._need_prepared("report")
+        masks = [self._live_mask(g) for g in self.groups]
+        return report.element_report(self.groups, masks, self._describe)
+
+    def _describe(self, group: TensorGroup) -> str:
+        return ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
+
+        Functions in the config (a callable norm or view) are left out; loading keeps the live ones.
+        """
+        return {
+            "state": {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self.state.items()},
+            "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
+            "enable_mask_update": self.enable_mask_update,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load masks (in place) and group values into this prepared sparsifier; the argument is left as it is.
+
+        Args:
+            state_dict: from `state_dict`; torch.ao's own are read too.
+            strict: the tensors must be the same ones; else only those in both are loaded.
+
+        Raises:
+            SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
+        """
+        self._need_prepared("load_state_dict")
+        masks, saved = check_saved(state_dict, self.groups, strict)
+        groups = [merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
+        self._check_groups(groups)
+        live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
+        for old, new in zip(self.groups, groups, strict=True):
+            old.clear()
+            old.update(new)
+        with torch.no_grad():
+            for fqn, mask in live.items():
+                if fqn in masks:
+                    distributed.fill(mask, masks[fqn])
+        self.enable_mask_update = bool(state_dict.get("enable_mask_update", True))
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
+        for group in self.groups:
+            own = ", ".join(f"{k}={group[k]!r}" for k in self.keys if k in group)
+            lines.append(f"  {group['tensor_fqn']}: {own}")
+        return "\n".join(lines)
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        self._sync_state()
+        for key, value in self.__dict__.items():
+            if key not in _NOT_COPIED:
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new._sync_state()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the model; see `prepare` for how to put an unpickled sparsifier to work again."""
+        self._sync_state()
+        kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
+        kept["_state"] = {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self._state.items()}
+        kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
+        kept["config"] = [{k: v for k, v in entry.items() if k != "module"} for entry in self.config or ()]
+        kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
+        return {**kept, "model": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _pickled(self) -> dict[str, Any]:
+        return {
+            "state": {fqn: dict(s) for fqn, s in self._state.items()},
+            "groups": [dict(g) for g in self.groups],
+            "enable_mask_update": self.enable_mask_update,
+        }
+
+    def _new_mask(self, group: TensorGroup) -> Tensor:
+        weight = getattr(group["module"], group["tensor_name"]).detach()
+        return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
+
+    def _install(self, group: TensorGroup) -> None:
+        masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
+
+    def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
+        if found is None:
+            raise SparsityError(f"{group['tensor_fqn']}: its mask is gone; was the parametrization removed by hand?")
+        return found.mask
+
+    def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
+        """The group's module, or the one of that name in a copy of the model."""
+        if model is None or model is self.model:
+            module = group["module"]
+        else:
+            try:
+                module = model.get_submodule(group["module_fqn"])
+            except AttributeError as e:
+                raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
+        return module
+
+    def _sync_state(self) -> None:
+        distributed.reshard(self.model)
+        for group in self.groups:
+            module = group.get("module")
+            found = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
+            if found is not None:
+                self._state[group["tensor_fqn"]]["mask"] = found.mask
+
+    def _need_prepared(self, what: str) -> None:
+        if self._phase == "prepared":
+            distributed.reshard(self.model)
+            return
+        why = {
+            "new": "no model has been prepared; call prepare(model, config) first",
+            "squashed": "the masks were squashed already; call prepare(model, config) to start again",
+            "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
+        }
+        raise SparsityError(f"{what}: {why[self._phase]}")
+
+    def _params_to_keep(
+        self, everywhere: Sequence[str] | None, per_layer: Mapping[str, Sequence[str]] | None
+    ) -> list[dict[str, Any]]:
+        """What `sparse_params` holds for each group."""
+        if isinstance(everywhere, str):
+            raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
+        layers = {g["module_fqn"] for g in self.groups}
+        unknown = sorted(set(per_layer or {}) - layers)
+        if unknown:
+            raise SparsityError(f"squash_mask: {unknown[0]!r} is not a sparsified module; those are {sorted(layers)}")
+        out = []
+        for group in self.groups:
+            wanted = [*(everywhere or ()), *(per_layer or {}).get(group["module_fqn"], ())]
+            absent = [k for k in wanted if k not in group]
+            if absent:
+                raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {absent[0]!r}; it has {sorted(group)}")
+            out.append({k: group[k] for k in wanted})
+        return out

@@ -1,0 +1,73 @@
+"""What a sparsifier saves and what it accepts back: plain dicts in, checked dicts out.
+
+Knows groups and masks as data; fills nothing and changes nothing.
+"""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..masking import find_mask
+from .config import TensorGroup, copied
+
+__all__ = ["check_saved", "merged_group", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """A copy of only dicts, lists, tuples, numbers, strings and None; entries that hold functions are left out.
+
+    >>> plain({"norm": abs, "stages": [{"nnz": 2, "view": len}]})
+    {'stages': [{'nnz': 2}]}
+    """
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items() if not callable(v)}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(v) for v in value)
+    return copy.deepcopy(value)
+
+
+def check_saved(
+    state_dict: Mapping[str, Any], groups: Sequence[TensorGroup], strict: bool
+) -> tuple[dict[str, Tensor], dict[str, TensorGroup]]:
+    """The saved masks and groups by name, once they are known to fit these groups.
+
+    Raises:
+        SparsityError: not a state dict, other tensors (if `strict`), or a mask of another shape.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "groups"} <= set(state_dict):
+        raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
+    masks = {fqn: s["mask"] for fqn, s in state_dict["state"].items() if s.get("mask") is not None}
+    saved = {g["tensor_fqn"]: g for g in state_dict["groups"]}
+    own = {g["tensor_fqn"]: _shape(g) for g in groups}
+    if strict and (set(own) != set(masks) or set(own) != set(saved)):
+        missing, unexpected = sorted(set(own) - set(masks)), sorted((set(masks) | set(saved)) - set(own))
+        raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
+    for fqn, shape in own.items():
+        if fqn in masks and masks[fqn].shape != shape:
+            raise SparsityError(
+                f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, the weight {tuple(shape)}"
+            )
+    return masks, saved
+
+
+def _shape(group: TensorGroup) -> tuple[int, ...]:
+    found = find_mask(group["module"], group["tensor_name"])
+    return tuple(getattr(group["module"], group["tensor_name"]).shape if found is None else found.mask.shape)
+
+
+def merged_group(
+    live: TensorGroup, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
+) -> TensorGroup:
+    """The live group with a saved one's values; callables, which are not saved, stay."""
+    if saved is None:
+        return dict(live)
+    kept = {k: v for k, v in live.items() if k not in optional_keys or k in saved or callable(v)}
+    merged = {**kept, **copied({k: v for k, v in saved.items() if k in keys})}
+    before, after = live.get("stages"), merged.get("stages")
+    if before is not None and after is not None and len(before) == len(after):
+        functions = [{k: v for k, v in stage.items() if callable(v)} for stage in before]
+        merged["stages"] = [{**f, **stage} for f, stage in zip(functions, after, strict=True)]
+    return merged

@@ -1,0 +1,67 @@
+"""NearlyDiagonalSparsifier: keep a band around the main diagonal; torch.ao's masks without its loop over rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import distributed, masking
+from ..errors import SparsityError
+from .base import MaskSparsifier
+from .config import TensorGroup
+
+__all__ = ["NearlyDiagonalSparsifier"]
+
+
+class NearlyDiagonalSparsifier(MaskSparsifier):
+    """Keep the `nearliness` diagonals closest to the main one; drop-in for torch.ao's class of this name.
+
+    Args:
+        nearliness: an odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    >>> sparsifier = NearlyDiagonalSparsifier(nearliness=3)
+    >>> sparsifier.prepare(model, None)
+    >>> sparsifier.step()
+    >>> sparsifier.mask("0.weight")
+    tensor([[1., 1., 0., 0.],
+            [1., 1., 1., 0.],
+            [0., 1., 1., 1.]])
+    """
+
+    bool_masks = False
+
+    def __init__(self, nearliness: int = 1) -> None:
+        super().__init__({"nearliness": nearliness})
+
+    def update_mask(  # type: ignore[override]
+        self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: Any
+    ) -> None:
+        """Fill the mask of one tensor, in place."""
+        self._need_prepared("update_mask")
+        found = masking.live_mask(module, tensor_name, kwargs.get("tensor_fqn", tensor_name))
+        if found is None:
+            raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+        mask = found.mask
+        _check_nearliness(nearliness, mask.shape, f"{kwargs.get('tensor_fqn', tensor_name)}: ")
+        rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
+        distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        for group in groups:
+            shape = getattr(group["module"], group["tensor_name"]).shape
+            _check_nearliness(group["nearliness"], shape, f"{group['tensor_fqn']}: ")
+
+
+def _check_nearliness(nearliness: object, shape: Sequence[int], where: str) -> None:
+    if len(shape) != 2:
+        raise SparsityError(f"{where}a diagonal needs a matrix, got shape {tuple(shape)}")
+    if isinstance(nearliness, bool) or not isinstance(nearliness, int):
+        raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
+    if nearliness > 0 and nearliness % 2 == 0:
+        raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
+    if nearliness // 2 >= min(shape):
+        raise SparsityError(
+            f"{where}nearliness // 2 must be smaller than both dimensions {tuple(shape)}, got nearliness {nearliness}"
+        )

@@ -1,0 +1,245 @@
+"""From group dicts to scopes: what competes with what, lowered once and reused until a group's structure changes.
+
+A plan holds specs over stand-ins on the meta device: names and integers, no weights and no masks. Tensors are looked
+up at every update, because `.to()` and sharding replace them. Budgets are read from the groups at every update,
+because schedulers write there.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from ..errors import CouplingError, SparsityError
+from ..selection.strides import row_major
+from .config import TensorGroup
+from .structure import Stage, stage_budgets
+
+__all__ = ["Component", "Plan", "batches", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Component:
+    """Scopes that are chosen together in one stage: one tensor's, or those of coupled tensors.
+
+    Attributes:
+        scope: the scopes, over stand-ins.
+        leaves: for each block spec of `scope`, the index of its group.
+        stage: 0 for the first; a later one chooses among what the earlier left.
+        norm: how blocks are scored.
+        member_scores: "sum", or "mean" where every member counts the same however many elements it has.
+        label: how errors and reports name it.
+    """
+
+    scope: SparseScope
+    leaves: tuple[tuple[BlockSpec, int], ...]
+    stage: int
+    norm: float | Callable[[Tensor], Tensor]
+    member_scores: str
+    label: str
+
+    def values(self, dense: Callable[[int], Tensor]) -> dict[Tensor, Tensor]:
+        """What the scope scores: {stand-in: weight}, `dense` giving the weight of a group by its index.
+
+        For "mean", weights times n^(-1/p), n being their elements in one block: p-powers of members then add as means.
+        """
+        return {leaf.view.param: self._weighed(leaf, dense(at)) for leaf, at in self.leaves}
+
+    def _weighed(self, leaf: BlockSpec, weight: Tensor) -> Tensor:
+        if self.member_scores == "sum":
+            return weight
+        assert not callable(self.norm)
+        wide = weight if weight.dtype == torch.float64 else weight.float()
+        return wide * math.prod(leaf.shape) ** (-1 / self.norm)
+
+    def budget(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> int | Tensor:
+        """Blocks to keep in each scope now.
+
+        Args:
+            groups: all groups; those of the members must agree.
+            level_given: {tensor_fqn: the level that stands for a group's `nnz`}; a `sparsity_level` that differs was
+                written by a scheduler and overrules the `nnz`.
+        """
+        asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
+        first = next(iter(asked.values()))
+        for fqn, ask in asked.items():
+            if ask != first:
+                raise CouplingError(
+                    f"{self.label}: members share one budget, but {next(iter(asked))} asks for {first[0]}={first[1]} "
+                    f"and {fqn} for {ask[0]}={ask[1]}"
+                )
+        what, number = first
+        if what == "sparsity_level":
+            return self.scope.sparsity_to_nnz(number)
+        return self.scope.budget(number)
+
+    def level(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> float:
+        """The sparsity level that the budget amounts to, over all scopes."""
+        return self.scope.level_of(self.budget(groups, level_given))
+
+    def _members(self, groups: Sequence[TensorGroup]) -> list[tuple[str, int]]:
+        return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All components, earlier stages first; `families[i]` are those that group i takes part in or depends on."""
+
+    components: tuple[Component, ...]
+    families: tuple[tuple[Component, ...], ...]
+
+
+def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]) -> Plan:
+    """Lower every group: stage by stage, uncoupled tensors alone, coupled ones together.
+
+    Args:
+        groups: for names and error messages.
+        stages: `stages_of` each group.
+        tensors: the dense weights; only shape, strides and dtype are read.
+
+    Raises:
+        SparsityError, CouplingError: what does not fit, by tensor name.
+    """
+    out: list[Component] = []
+    for stage in range(max((len(s) for s in stages), default=0)):
+        rules = {at: s[stage] for at, s in enumerate(stages) if stage < len(s)}
+        specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
+        for label, members in _budget_units(rules, _fate_units(rules, specs)):
+            out.append(_component(label, members, rules, specs, stage))
+    return Plan(components=tuple(out), families=_families(out, len(groups)))
+
+
+def batches(components: Sequence[Component], most: int | None) -> Iterator[list[Component]]:
+    """Components that do not depend on each other, earlier stages first.
+
+    Args:
+        components: any.
+        most: elements that those of a batch have together (one that has more comes alone), or None for whole stages.
+    """
+    for stage in sorted({c.stage for c in components}):
+        batch: list[Component] = []
+        held = 0
+        for component in (c for c in components if c.stage == stage):
+            size = sum(leaf.view.numel() for leaf, _ in component.leaves)
+            if batch and most is not None and held + size > most:
+                yield batch
+                batch, held = [], 0
+            batch.append(component)
+            held += size
+        yield batch
+
+
+def _families(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:
+    """Which components hang together: coupled tensors are updated as one, through all stages."""
+    family = list(range(count))
+    for component in components:
+        joined = {family[at] for _, at in component.leaves}
+        if len(joined) > 1:
+            family = [min(joined) if f in joined else f for f in family]
+    found: dict[int, list[Component]] = {}
+    for component in components:
+        found.setdefault(family[component.leaves[0][1]], []).append(component)
+    return tuple(tuple(found[f]) for f in family)
+
+
+Unit = tuple[list[int], SparseBlock]
+
+
+def _fate_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
+    """Blocks that share one fate: a tensor's own, or a BlockCoupling of those that give one name."""
+    named: dict[object, list[int]] = {}
+    for at, rule in rules.items():
+        named.setdefault(rule.block_coupling if rule.block_coupling is not None else (at,), []).append(at)
+    units: list[Unit] = []
+    for name, members in named.items():
+        if not isinstance(name, str):
+            rule, name = rules[members[0]], specs[members[0]].name
+            for key, is_said in (
+                ("coupling_order", rule.coupling_order is not None),
+                ("member_scores", rule.member_scores != "sum"),
+            ):
+                if is_said:
+                    raise SparsityError(f"{name}: {key} needs a block_coupling")
+            units.append((members, specs[members[0]]))
+            continue
+        label = f"block coupling {name!r}"
+        if len(members) == 1:
+            raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
+        _must_agree(label, ("scope_shape", "scope_coupling", "norm", "member_scores"), members, rules, specs)
+        orders = [rules[at].coupling_order for at in members]
+        units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
+    return units
+
+
+def _budget_units(rules: Mapping[int, Stage], units: Sequence[Unit]) -> list[tuple[str, list[Unit]]]:
+    """Units that share one budget, by the name of their scope coupling."""
+    named: dict[object, list[Unit]] = {}
+    for unit in units:
+        name = rules[unit[0][0]].scope_coupling
+        named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
+    return [
+        (f"scope coupling {name!r}" if isinstance(name, str) else str(found[0][1].name), found)
+        for name, found in named.items()
+    ]
+
+
+def _component(
+    label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
+) -> Component:
+    members = [at for found, _ in units for at in found]
+    _must_agree(label, ("norm", "member_scores"), members, rules, specs)
+    scopes = [ScopeSpec(block, rules[found[0]].scope_shape) for found, block in units]
+    scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label)
+    leaves = tuple((specs[at], at) for at in members)
+    rule = rules[members[0]]
+    return Component(
+        scope=scope, leaves=leaves, stage=stage, norm=rule.norm, member_scores=rule.member_scores, label=label
+    )
+
+
+def _must_agree(
+    label: str, keys: Sequence[str], members: Sequence[int], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]
+) -> None:
+    for key in keys:
+        first = getattr(rules[members[0]], key)
+        for at in members[1:]:
+            if getattr(rules[at], key) != first:
+                raise CouplingError(
+                    f"{label}: members need the same {key}, but {specs[members[0]].name} gives {first!r} and "
+                    f"{specs[at].name} {getattr(rules[at], key)!r}"
+                )
+
+
+def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if isinstance(rule.view, tuple):
+        stride = row_major(shape)  # a view given by numbers counts on the row-major layout
+    stand_in = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    if rule.view is None:
+        view = View.from_existing(stand_in, name=fqn)
+    elif isinstance(rule.view, tuple):
+        view = View(stand_in, *rule.view, name=fqn)
+    else:
+        view = View.from_function(stand_in, rule.view, name=fqn)
+    return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
+
+
+def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
+    """The budget that a group asks for in a stage, as ("nnz", n) or ("sparsity_level", s)."""
+    fqn, budgets = group["tensor_fqn"], stage_budgets(group)
+    scheduled = group["sparsity_level"] != level_given.get(fqn, group["sparsity_level"])
+    if scheduled and None not in budgets:
+        raise SparsityError(
+            f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
+            "Leave the budget out of the stage that a scheduler should drive."
+        )
+    own = budgets[stage]
+    if own is not None:
+        return own
+    if group.get("nnz") is not None and not scheduled:
+        return "nnz", group["nnz"]
+    return "sparsity_level", group["sparsity_level"]
