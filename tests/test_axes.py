@@ -81,13 +81,13 @@ TABLE = [  # the pattern table of the specification: (name, shape, axes, numbers
     ("filters", (8, 12, 3, 3), axes("o i h w", "o"), patterns.filters()),
     ("input channels", (8, 12, 3, 3), axes("o i h w", "i"), {"block_shape": (-1, 1, -1, -1)}),
     ("kernels", (8, 12, 3, 3), axes("o i h w", "o i"), {"block_shape": (1, 1, -1, -1)}),
-    ("conv 2:4", (8, 12, 3, 3), axes("o (s m) h w", "o s h w m", "o s h w", m=4), patterns.n_m(2, 4, ndim=4)),
+    ("conv 2:4", (8, 12, 3, 3), axes("o (s m) h w", "o s h w m", "o s h w", m=4), patterns.n_m(2, 4)),
 ]
 
 
 def prepared(weight, entry):
     sparsifier, model = ScopeSparsifier(), Holder(w=weight)
-    budget = {} if entry.keys() & {"nnz", "sparsity_level", "stages"} else {"sparsity_level": 0.5}
+    budget = {} if entry.keys() & {"nnz", "sparsity_level", "stages", "pattern"} else {"sparsity_level": 0.5}
     sparsifier.prepare(model, [{"tensor_fqn": "w", **entry, **budget}])
     return sparsifier
 
@@ -98,6 +98,8 @@ def test_both_ways_to_say_one_thing_choose_the_same_mask(name, shape, pattern, n
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2).round()  # ties
     if channels_last and len(shape) == 4:
         weight = weight.contiguous(memory_format=torch.channels_last)
+    if isinstance(numbers, patterns.Pattern):
+        numbers = numbers.resolve(Holder(w=weight), "w")
     budget = {k: numbers[k] for k in ("nnz", "sparsity_level") if k in numbers}
     both = [prepared(weight.clone(), entry) for entry in ({**pattern, **budget}, numbers)]
     for sparsifier in both:
@@ -187,7 +189,7 @@ def test_defaults_stages_and_entries_override_each_other():
     ]
     both = [
         prepared(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), entry)
-        for entry in ({"stages": stages}, patterns.v_n_m(2, 2, 8))
+        for entry in ({"stages": stages}, dict(patterns.v_n_m(2, 2, 8)))
     ]
     for one in both:
         one.step()
@@ -232,7 +234,7 @@ BAD = [
     ({"unit": "o"}, "'unit' is part of an axis pattern and needs 'axes'"),
     ({"axes": "o i", "unit": 3}, "unit must be names of axes, got 3"),
     ({"axes": "o i", "unit": "o", "sizes": 4}, "sizes must be a dict {axis: length}, got 4"),
-    (axes("o i", "o") | {"block_shape": (1, -1)}, "'axes' and 'block_shape' both say what a block and a scope are"),
+    (axes("o i", "o") | {"block_shape": (1, -1)}, "'axes' and 'block_shape' are mutually exclusive"),
     ({"stages": [{"unit": "o"}]}, "w: stages[0]: 'unit' is part of an axis pattern and needs 'axes'"),
     ({"stages": [axes("o (s m)", "o s m", m=3)]}, "w: stages[0]: axes 'o (s m)': dimension 1 (s m) has size 8"),
 ]
@@ -247,7 +249,7 @@ def test_a_pattern_that_does_not_fit_is_an_error_before_anything_is_changed(entr
 
 
 def test_defaults_that_contradict_are_refused():
-    with pytest.raises(SparsityError, match=re.escape("defaults: 'axes' and 'scope_shape' both say")):
+    with pytest.raises(SparsityError, match=re.escape("defaults: 'axes' and 'scope_shape' are mutually exclusive")):
         ScopeSparsifier(axes="o i", unit="o", scope_shape=(1, 4))
 
 

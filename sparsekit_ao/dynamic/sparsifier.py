@@ -5,7 +5,8 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from ..distributed import has_ranks
 from ..errors import SparsityError
-from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.scope import ScopeSparsifier
+from ..patterns import Pattern
+from ..sparsifiers.config import Place, TensorGroup
+from ..sparsifiers.planned import PlannedSparsifier
 from .arrival import mark_drawn, meet, refuse_meta
 from .budgets import overall_level, refuse_two
 from .gradients import GradientTap
@@ -24,15 +26,16 @@ from .movement import Movement, forget_dropped, settle, zero_dropped
 from .optimizer_state import leaves_zeros
 from .progress import checked_progress, progress_of, warn_of_missed
 from .settings import NewValues, make_settings
-from .start import refuse_means, refuse_parametrized, start_masks
+from .start import refuse_parametrized, start_masks
 from .trained import check_optimizers, original, plain_optimizer, plain_optimizers
 from .turnover import turn_over
 
 __all__ = ["DynamicSparsifier"]
 
 
-class DynamicSparsifier(ScopeSparsifier):
-    """Train sparse from the start: every so often drop the weakest active blocks and grow others.
+@final
+class DynamicSparsifier(PlannedSparsifier):
+    """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), and change which at times.
 
     The loop is torch.ao's, `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
     each `optimizer.step()`. Every scope holds exactly its budget after every update. Dropped weights are zero, and new
@@ -42,8 +45,8 @@ class DynamicSparsifier(ScopeSparsifier):
     overall one, and a tensor of several scopes gets the same number of blocks in each (constant fan-in, N:M).
 
     Args:
+        sparsity_level: the overall fraction dropped, which `init` distributes over the tensors.
         optimizer: the optimizer, or several, that train the sparsified parameters; or `attach` it later.
-        sparsity_level: the overall fraction dropped, which `init` distributes over the tensors; 0.9 by default.
         nnz: instead, blocks kept in each scope of every tensor.
         init: "erk", "er", "uniform", "random" (as uniform), "resume", or from `inits`.
         update_every: iterations from one update to the next; None for masks that never change.
@@ -58,15 +61,15 @@ class DynamicSparsifier(ScopeSparsifier):
         state_init: what the optimizer's second moment of a new weight starts from: "zero", or "grad" for the squared
             gradient, which spares Adam a first step several times too long.
         new_values: (weight, generator) -> values of the weight's shape that new weights take; zeros by default.
-        structure: block_shape, scope_shape, view, norm, edge, block_coupling, coupling_order, scope_coupling: as for
-            `ScopeSparsifier`.
+        structure: pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
+            coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
     Raises:
         SparsityError: arguments that do not go together; whatever needs a tensor is checked in `prepare`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> sparsifier = DynamicSparsifier(optimizer, 0.75, init="uniform", update_every=2, update_fraction=0.5)
+    >>> sparsifier = DynamicSparsifier(0.75, optimizer, init="uniform", update_every=2, update_fraction=0.5)
     >>> sparsifier.prepare(model, None)
     >>> for _ in range(4):
     ...     model(torch.ones(1, 8)).sum().backward()
@@ -76,12 +79,15 @@ class DynamicSparsifier(ScopeSparsifier):
     (2, 12, 4)
     """
 
-    optional_keys = tuple(k for k in ScopeSparsifier.optional_keys if k != "stages")
+    structure_defaults: Mapping[str, Any] = {  # rules score weights, gradients and momenta by norms of their own
+        k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
+    }
+    optional_keys = tuple(k for k in PlannedSparsifier.optional_keys if k != "stages")
 
     def __init__(
         self,
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         sparsity_level: float | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         nnz: int | None = None,
         init: Any = "erk",
@@ -110,11 +116,15 @@ class DynamicSparsifier(ScopeSparsifier):
             state_init=state_init,
             new_values=new_values,
         )
-        refuse_two(self.settings, sparsity_level, nnz)
-        if sparsity_level is None and nnz is None:
+        if isinstance(sparsity_level, Optimizer):
+            raise SparsityError("sparsity_level must be a number, got an optimizer; give it as optimizer=")
+        pattern = structure.get("pattern")
+        if isinstance(pattern, Pattern) and pattern.sparsity_level is not None and sparsity_level is None:
+            sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
+        count = pattern.arguments[0] if isinstance(pattern, Pattern) and pattern.budget == "nnz" else nnz
+        refuse_two(self.settings, sparsity_level, count)
+        if sparsity_level is None and count is None:
             sparsity_level = overall_level(self.settings, 0.9, 0)
-        if "stages" in structure:
-            raise SparsityError("stages: masks that move are chosen in one stage; leave stages out")
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: Movement | None = None
@@ -152,8 +162,14 @@ class DynamicSparsifier(ScopeSparsifier):
         self._need_prepared("take_gradients")
         self._tap.take(None if optimizer is None else plain_optimizer(optimizer))
 
-    def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Put the initial masks on, in place, and zero the weights that they drop; see `ScopeSparsifier.prepare`.
+    def prepare(
+        self,
+        model: nn.Module,
+        config: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        exclude: Sequence[str | type[nn.Module]] = (),
+    ) -> None:
+        """Put the initial masks on, in place, and zero the weights that they drop; see `MaskSparsifier.prepare`.
 
         On the meta device that waits for `attach`.
 
@@ -161,7 +177,7 @@ class DynamicSparsifier(ScopeSparsifier):
             SparsityError: anything that does not fit; the model is then unchanged.
         """
         self._resumes = self._phase == "detached" and config is None
-        super().prepare(model, config)
+        super().prepare(model, config, exclude=exclude)
         self._tap.watch(self.groups, model)
         self._known = []
         if not self._resumes:
@@ -189,7 +205,7 @@ class DynamicSparsifier(ScopeSparsifier):
         try:
             with torch.no_grad():
                 if self.enable_mask_update:
-                    self._update_if_due()
+                    self._update_all()
                 if not was_masked or not all(map(leaves_zeros, self._tap.optimizers)):
                     zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, moved what masks hide
         except Exception:
@@ -199,10 +215,6 @@ class DynamicSparsifier(ScopeSparsifier):
         self._set_gates()
         if self._tap.masked and not was_masked:
             forget_dropped(self.groups, self._tap.optimizers)
-
-    def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
-        """Refused: weights, optimizer state and the masks of all tensors move together, in `step`."""
-        raise SparsityError("update_mask: a dynamic sparsifier moves all its masks together; call step()")
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`.
@@ -236,12 +248,12 @@ class DynamicSparsifier(ScopeSparsifier):
         mark_drawn([g for g in self.groups if g["tensor_fqn"] in state_dict["state"]])
         self._set_gates()
 
-    def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
-        budgeted = [k for k in ("sparsity_level", "nnz") if own.get(k) is not None]
-        return {**super()._complete(own, where), "fixed": bool(budgeted) or "nnz" in self.defaults}
+    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+        own = self._resolve(own, place)
+        group = super()._complete(own, place)
+        return {**group, "fixed": own.get("sparsity_level") is not None or group.get("nnz") is not None}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        refuse_means(groups)
         if self._phase != "prepared":
             refuse_parametrized(groups)
             if self._tap.optimizers:
@@ -273,7 +285,11 @@ class DynamicSparsifier(ScopeSparsifier):
         always = s.needs_momentum and s.may_update(coming)
         self._tap.set_gates(always or (feeds and s.needs_gradient), keep=feeds, masked=not always)
 
-    def _update_if_due(self) -> None:
+    def _after_update(self, groups: Sequence[TensorGroup]) -> None:
+        zero_dropped(groups)
+        forget_dropped(groups, self._tap.optimizers)
+
+    def _update_all(self) -> None:
         s = self.settings
         is_due, is_late = s.is_due(self.iteration), not s.may_update(self.iteration)
         if self._pending and (is_due or is_late):

@@ -7,7 +7,7 @@ told of the optimizer.
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..distributed import has_ranks
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
-from ..sparsifiers.scope import ScopeSparsifier
+from ..sparsifiers.planned import PlannedSparsifier
 from .decay import DecayTap
 from .masking import DynamicMask, find_dynamic
 from .trained import plain_optimizers, refuse_replaced
@@ -26,7 +26,8 @@ from .trained import plain_optimizers, refuse_replaced
 __all__ = ["StraightThrough"]
 
 
-class StraightThrough(ScopeSparsifier):
+@final
+class StraightThrough(PlannedSparsifier):
     """A `ScopeSparsifier` under whose masks weights go on learning.
 
     Args:
@@ -73,9 +74,15 @@ class StraightThrough(ScopeSparsifier):
                 self._live_mask(group)
         self._tap.attach(given if self.decay else [])
 
-    def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Put masks on that keep everything until the first `step`; see `ScopeSparsifier.prepare`."""
-        super().prepare(model, config)
+    def prepare(
+        self,
+        model: nn.Module,
+        config: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        exclude: Sequence[str | type[nn.Module]] = (),
+    ) -> None:
+        """Put masks on that keep everything until the first `step`; see `MaskSparsifier.prepare`."""
+        super().prepare(model, config, exclude=exclude)
         self._tap.groups, self._tap.model = self.groups, model
 
     def step(self, use_path: bool = True) -> None:
@@ -119,6 +126,9 @@ class StraightThrough(ScopeSparsifier):
         mask = DynamicMask(self._new_mask(group), reach=True)
         mask.set_open(not self.backward_level)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
+
+    def _update_all(self) -> None:
+        self._update_components(self._planned(self.groups).components, self.groups)
 
     def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
         super()._choose(components, groups)

@@ -1,13 +1,10 @@
-"""Rows of numbers about masks: what was asked, what is there, and whether every scope holds its budget.
-
-Knows plans and masks; prints nothing and changes nothing.
-"""
+"""Reports about masks: the level asked for, what each mask keeps, what is covered, whether every scope is exact."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..algebra import BlockSpec
 from ..distributed import held_bytes, whole
@@ -15,10 +12,13 @@ from ..errors import SparsityError
 from ..selection import fill_mask
 from ..selection.reference import candidates_of
 from ..selection.tiling import to_scopes
-from .config import TensorGroup
+from .config import Resolved, TensorGroup
+from .names import named_tensors
 from .plan import Component, Plan
 
 __all__ = ["Report", "Row", "check_masks", "element_report", "make_report"]
+
+SHOWN = 5  # parameters that no rule names in a printed report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Row:
 
     Attributes:
         tensor: its name.
+        rule: the config entry that it follows.
         shape: its shape.
         pattern: block and scope shapes in numbers, stage by stage.
         asked: the sparsity level asked for, as the budget gives it.
@@ -36,6 +37,7 @@ class Row:
     """
 
     tensor: str
+    rule: str
     shape: tuple[int, ...]
     pattern: str
     asked: float
@@ -47,10 +49,21 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Sequence[Row]):
-    """Rows as data; `str()` of it is a table, `.metrics()` a flat dict of floats."""
+    """Rows as data; `str()` of it is a table, `.metrics()` a flat dict of floats.
+
+    Attributes:
+        rows: one a sparsified tensor.
+        elements: of each row's tensor.
+        total: elements of all parameters of the model.
+        skipped: {tensor: why} of those that a rule names and that were left out all the same.
+        others: {tensor: its elements} of the parameters that no rule names, the largest first.
+    """
 
     rows: tuple[Row, ...]
     elements: tuple[int, ...]
+    total: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,29 +77,50 @@ class Report(Sequence[Row]):
         dropped = sum(r.sparsity * n for r, n in zip(self.rows, self.elements, strict=True))
         return dropped / max(sum(self.elements), 1)
 
+    @property
+    def covered(self) -> float:
+        """The share of the model's parameters (their elements) that are sparsified."""
+        return sum(self.elements) / max(self.total, 1)
+
     def metrics(self) -> dict[str, float]:
         """{"sparsity/<tensor>": ..., "sparsity": over all, "mask_bytes": ...}, for any logger."""
         out = {f"sparsity/{r.tensor}": r.sparsity for r in self.rows}
-        return {**out, "sparsity": self.sparsity, "mask_bytes": float(sum(r.mask_bytes for r in self.rows))}
+        mask_bytes = float(sum(r.mask_bytes for r in self.rows))
+        return {**out, "sparsity": self.sparsity, "mask_bytes": mask_bytes}
 
     def __str__(self) -> str:
-        head = ("tensor", "shape", "pattern", "asked", "sparsity", "kept", "blocks", "mask bytes")
+        head = ("tensor", "rule", "shape", "pattern", "asked", "sparsity", "kept", "blocks", "mask bytes")
         lines = [head, *map(_cells, self.rows)]
-        lines.append(("all", "", "", "", f"{self.sparsity:.4f}", "", "", f"{sum(r.mask_bytes for r in self.rows):,}"))
+        mask_bytes = sum(r.mask_bytes for r in self.rows)
+        lines.append(("all", "", "", "", "", f"{self.sparsity:.4f}", "", "", f"{mask_bytes:,}"))
         widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-        return "\n".join(
-            "  ".join(c.ljust(w) if k < 3 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
+        table = [
+            "  ".join(c.ljust(w) if k < 4 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
             for line in lines
-        )
+        ]
+        return "\n".join([*table, *self._coverage()])
+
+    def _coverage(self) -> Iterator[str]:
+        yield f"covers {self.covered:.1%} of the model's {self.total:,} parameters"
+        for name, why in self.skipped.items():
+            yield f"  left out: {name} ({why})"
+        for name, count in list(self.others.items())[:SHOWN]:
+            yield f"  named by no rule: {name} ({count:,})"
+        if len(self.others) > SHOWN:
+            yield f"  named by no rule: {len(self.others) - SHOWN} more ({sum(list(self.others.values())[SHOWN:]):,})"
 
 
 def _cells(r: Row) -> tuple[str, ...]:
     numbers = (f"{r.asked:.4f}", f"{r.sparsity:.4f}", f"{r.kept:,}", f"{r.blocks:,}", f"{r.mask_bytes:,}")
-    return (r.tensor, "x".join(map(str, r.shape)), r.pattern, *numbers)
+    return (r.tensor, r.rule, "x".join(map(str, r.shape)), r.pattern, *numbers)
 
 
 def element_report(
-    groups: Sequence[TensorGroup], masks: Sequence[Tensor], pattern: Callable[[TensorGroup], str]
+    groups: Sequence[TensorGroup],
+    masks: Sequence[Tensor],
+    pattern: Callable[[TensorGroup], str],
+    resolved: Resolved,
+    model: nn.Module | None,
 ) -> Report:
     """One row a group that counts single elements: for masks that are not made of scopes."""
     rows = []
@@ -95,6 +129,7 @@ def element_report(
         rows.append(
             Row(
                 tensor=group["tensor_fqn"],
+                rule=resolved.rules.get(group["tensor_fqn"], ""),
                 shape=tuple(mask.shape),
                 pattern=pattern(group),
                 asked=float(group.get("sparsity_level", float("nan"))),
@@ -104,11 +139,16 @@ def element_report(
                 mask_bytes=held_bytes(mask),
             )
         )
-    return Report(rows=tuple(rows), elements=tuple(m.numel() for m in masks))
+    return _report(rows, [m.numel() for m in masks], resolved, model)
 
 
 def make_report(
-    plan: Plan, groups: Sequence[TensorGroup], masks: Sequence[tuple[Tensor, bool]], level_given: Mapping[str, float]
+    plan: Plan,
+    groups: Sequence[TensorGroup],
+    masks: Sequence[tuple[Tensor, bool]],
+    level_given: Mapping[str, float],
+    resolved: Resolved,
+    model: nn.Module | None,
 ) -> Report:
     """One row a group, in order."""
     rows = []
@@ -121,6 +161,7 @@ def make_report(
         rows.append(
             Row(
                 tensor=group["tensor_fqn"],
+                rule=resolved.rules.get(group["tensor_fqn"], ""),
                 shape=tuple(mask.shape),
                 pattern=" then ".join(_pattern(c, at) for c in own),
                 asked=last.level(groups, level_given),
@@ -130,7 +171,22 @@ def make_report(
                 mask_bytes=held_bytes(masks[at][0]),
             )
         )
-    return Report(rows=tuple(rows), elements=tuple(m.numel() for m, _ in masks))
+    return _report(rows, [m.numel() for m, _ in masks], resolved, model)
+
+
+def _report(rows: Sequence[Row], elements: Sequence[int], resolved: Resolved, model: nn.Module | None) -> Report:
+    distinct: dict[int, tuple[str, int]] = {}
+    for name, p in named_tensors(model or nn.Module()):
+        distinct.setdefault(id(p), (name, p.numel()))
+    named = {r.tensor for r in rows} | set(resolved.skipped)
+    others = sorted(((n, count) for n, count in distinct.values() if n not in named), key=lambda found: -found[1])
+    return Report(
+        rows=tuple(rows),
+        elements=tuple(elements),
+        total=sum(count for _, count in distinct.values()),
+        skipped=resolved.skipped,
+        others=dict(others),
+    )
 
 
 def check_masks(
