@@ -20,7 +20,7 @@ from ..selection.radix import BITS
 from ..selection.strides import Shape
 from .pieces import Piece
 from .placement import AWKWARD, BLOCKS, SCOPES, box_of, cuts_of, is_cut, is_part, is_sharded, reach_of, window_of
-from .tensors import fill, local, own_copy, whole
+from .tensors import fill, full_tensor, local, own_copy
 from .together import choose_passes, run_together, sum_over
 
 __all__ = ["Job", "common_mesh", "update_masks"]
@@ -167,7 +167,7 @@ def _choose_here(job: Job) -> None:
 def _choose_whole(job: Job) -> None:
     """On tensors gathered for the purpose; every rank chooses all and keeps its part."""
     masks = {leaf: _gathered(job.masks[leaf], leaf) for leaf in job.leaves}
-    values = {p: whole(v) for p, v in job.values.items()}
+    values = {p: full_tensor(v) for p, v in job.values.items()}
     job.scope.update_masks(masks, job.keep, values, norm=job.norm, among_kept=job.among_kept)
     for leaf, mask in masks.items():
         fill(job.masks[leaf], mask)
@@ -217,14 +217,14 @@ def _whole_windows(
 ) -> tuple[tuple[Blocks, ...], Shape]:
     """Windows on a spec's gathered values and masks."""
     leaves = spec.block.blocks()
-    values = {leaf.view.param: whole(job.value_of(leaf)) for leaf in leaves}
+    values = {leaf.view.param: full_tensor(job.value_of(leaf)) for leaf in leaves}
     masks = {leaf: gathered[leaf][1] for leaf in leaves}
     return spec.block.operands(values, masks), (0,) * spec.block.grid_ndim
 
 
 def _gathered(mask: Tensor, leaf: BlockSpec) -> Tensor:
     """A whole copy of a mask that lies in memory as the spec's parameter does, so that its windows are aliases."""
-    found = whole(mask)
+    found = full_tensor(mask)
     stride = leaf.view.param.stride()
     return torch.empty_strided(found.shape, stride, dtype=found.dtype, device=found.device).copy_(found)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import BlockSpec
-from ..distributed import whole
+from ..distributed import full_tensor
 from ..errors import SparsityError
 from ..selection import Norm, fill_mask, from_scopes, scope_scores, to_scopes
 from ..selection.reference import candidates_of
@@ -33,7 +33,7 @@ class Wholes(Mapping[BlockSpec, Tensor]):
         self._held = held
 
     def __getitem__(self, spec: BlockSpec) -> Tensor:
-        return whole(self._held[spec])
+        return full_tensor(self._held[spec])
 
     def __iter__(self) -> Iterator[BlockSpec]:
         return iter(self._held)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import BlockSpec
-from ..distributed import held_bytes, whole
+from ..distributed import full_tensor, local_bytes
 from ..errors import SparsityError
 from ..selection import fill_mask
 from ..selection.reference import candidates_of
@@ -91,7 +91,7 @@ def element_report(
     """One row a group that counts single elements: for masks that are not made of scopes."""
     rows = []
     for group, mask in zip(groups, masks, strict=True):
-        kept = int(torch.count_nonzero(whole(mask)))
+        kept = int(torch.count_nonzero(full_tensor(mask)))
         rows.append(
             Row(
                 tensor=group["tensor_fqn"],
@@ -101,7 +101,7 @@ def element_report(
                 sparsity=1 - kept / max(mask.numel(), 1),
                 kept=kept,
                 blocks=mask.numel(),
-                mask_bytes=held_bytes(mask),
+                mask_bytes=local_bytes(mask),
             )
         )
     return Report(rows=tuple(rows), elements=tuple(m.numel() for m in masks))
@@ -113,7 +113,7 @@ def make_report(
     """One row a group, in order."""
     rows = []
     for at, group in enumerate(groups):
-        mask = whole(masks[at][0])
+        mask = full_tensor(masks[at][0])
         own = [c for c in plan.components if any(i == at for _, i in c.leaves)]
         last = own[-1]
         leaf = next(spec for spec, i in last.leaves if i == at)
@@ -127,7 +127,7 @@ def make_report(
                 sparsity=1 - int(torch.count_nonzero(mask)) / max(mask.numel(), 1),
                 kept=int(torch.count_nonzero(alive)),
                 blocks=leaf.numblk(),
-                mask_bytes=held_bytes(masks[at][0]),
+                mask_bytes=local_bytes(masks[at][0]),
             )
         )
     return Report(rows=tuple(rows), elements=tuple(m.numel() for m, _ in masks))
@@ -141,7 +141,7 @@ def check_masks(
     checked = 0
     for component in plan.components:
         exact = all(masks[at][1] for _, at in component.leaves)
-        own = {leaf: whole(masks[at][0]) for leaf, at in component.leaves}
+        own = {leaf: full_tensor(masks[at][0]) for leaf, at in component.leaves}
         budget = component.budget(groups, level_given)
         earlier, later = _neighbours(plan, component)
         if later:  # what a later stage thinned out may be broken or empty
