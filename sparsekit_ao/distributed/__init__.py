@@ -17,10 +17,9 @@ from .fsdp import (
 )
 from .placement import is_sharded
 from .tensors import fill, from_local, full_tensor, is_placed_like, local, local_bytes, placed_like
-from .update import Job, common_mesh, update_masks
+from .update import common_mesh, update_masks
 
 __all__ = [
-    "Job",
     "all_agree",
     "common_mesh",
     "fill",

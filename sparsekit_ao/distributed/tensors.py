@@ -12,7 +12,16 @@ from torch import Tensor
 from ..errors import SparsityError
 from .placement import box_of, is_part, is_sharded
 
-__all__ = ["fill", "from_local", "full_tensor", "is_placed_like", "local", "local_bytes", "own_copy", "placed_like"]
+__all__ = [
+    "contiguous_copy",
+    "fill",
+    "from_local",
+    "full_tensor",
+    "is_placed_like",
+    "local",
+    "local_bytes",
+    "placed_like",
+]
 
 
 def local(t: Any) -> Tensor:
@@ -42,7 +51,7 @@ def local_bytes(t: Tensor) -> int:
     return held.numel() * held.element_size()
 
 
-def own_copy(t: Any) -> Tensor:
+def contiguous_copy(t: Any) -> Tensor:
     """A copy of a DTensor whose part on this rank is contiguous; nothing is sent."""
     return _copy_like(local(t), t)
 

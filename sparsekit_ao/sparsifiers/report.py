@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec
+from ..algebra import BlockSpec, block_windows, scope_windows
 from ..distributed import full_tensor, local_bytes
 from ..errors import SparsityError
 from ..selection import fill_mask
@@ -117,7 +117,7 @@ def make_report(
         own = [c for c in plan.components if any(i == at for _, i in c.leaves)]
         last = own[-1]
         leaf = next(spec for spec, i in last.leaves if i == at)
-        alive = candidates_of(leaf.operands(None, {leaf: mask}), leaf.grid_ndim)
+        alive = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
         rows.append(
             Row(
                 tensor=group["tensor_fqn"],
@@ -173,7 +173,7 @@ def _certain(
     Known where one earlier stage on the same view leaves a fixed number of elements to every scope of single elements
     (V:N:M); 0 elsewhere, since an earlier stage may leave a scope with less than its budget.
     """
-    specs = [c.scope.scopes()[0][0] for c in (*earlier, last)]
+    specs = [c.scope.members()[0] for c in (*earlier, last)]
     leaves = [s.block.blocks()[0] for s in specs]
     budgets = [c.budget(groups, level_given) for c in (*earlier, last)]
     plain = len(specs) == 2 and all(len(c.leaves) == 1 and not c.scope.is_partial for c in (*earlier, last))
@@ -193,7 +193,7 @@ def _certain(
 
 
 def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
-    for group, (spec, _) in zip(component.scope.groups(None, own), component.scope.scopes(), strict=True):
+    for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
         alive = candidates_of(group.members, len(group.shape))
         for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
             assert member.mask is not None
@@ -208,7 +208,7 @@ def _miscounted(
 ) -> Iterator[str]:
     """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
     kept = torch.zeros((), dtype=torch.int64)
-    for group in component.scope.groups(None, own):
+    for group in scope_windows(component.scope, None, own):
         kept = kept + to_scopes(candidates_of(group.members, len(group.shape)), group, False).sum(1).cpu()
     want = torch.as_tensor(budget).expand(component.scope.grid_shape)
     want = torch.minimum(want, component.scope.members_per_scope()).reshape(-1)
@@ -223,7 +223,7 @@ def _miscounted(
 
 def _pattern(component: Component, at: int) -> str:
     leaf = next(spec for spec, i in component.leaves if i == at)
-    scope = next(s for s, _ in component.scope.scopes() if leaf in s.block.blocks())
+    scope = next(m for m in component.scope.members() if leaf in m.block.blocks())
     view = "" if leaf.view.shape == tuple(leaf.view.param.shape) else f"view {_by(leaf.view.shape)} "
     return f"{view}block {_by(leaf.shape)} scope {_by(scope.shape)}"
 

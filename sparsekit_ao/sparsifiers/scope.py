@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..algebra import sparsity_to_nnz
+from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
-from ..selection import scope_masks
 from . import report
 from .base import MaskSparsifier
 from .config import TensorGroup, copied
@@ -233,25 +232,18 @@ class ScopeSparsifier(MaskSparsifier):
 
         On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
         """
-        updates, jobs = [], []
-        for component in components:
-            scope, among_kept = component.scope, component.stage > 0
-            values = component.values(lambda i: self._dense(groups[i]))
-            masks = {leaf: mask_of(groups[i]) for leaf, i in component.leaves}
-            keep = keep_of(component)
-            if any(map(distributed.is_sharded, values.values())):
-                jobs.append(
-                    distributed.Job(
-                        scope=scope, masks=masks, values=values, keep=keep, norm=component.norm, among_kept=among_kept
-                    )
-                )
-            else:
-                update = scope.update_of(masks, keep, values, norm=component.norm, among_kept=among_kept)
-                updates.append((scope, update, masks))
-        scope_masks([update for _, update, _ in updates])
-        for scope, update, masks in updates:
-            scope.write_back(update, masks)
-        distributed.update_masks(jobs)
+        updates = [
+            MaskUpdate(
+                scope=component.scope,
+                masks={leaf: mask_of(groups[i]) for leaf, i in component.leaves},
+                keep=keep_of(component),
+                values=component.values(lambda i: self._dense(groups[i])),
+                norm=component.norm,
+                among_kept=component.stage > 0,
+            )
+            for component in components
+        ]
+        distributed.update_masks(updates)
 
     def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
         """The plan of these groups; kept while structure, shapes and strides stay the same."""
