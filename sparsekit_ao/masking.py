@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
-from .distributed import bare, beside, is_beside, is_sharded, refuse_gathered
+from .distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from .errors import SparsityError
 
 __all__ = [
@@ -51,7 +51,7 @@ class WeightMask(FakeSparsity):
         """The weight with dropped elements exactly zero; shape and dtype as given."""
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        return select(x, beside(self.mask, x))
+        return select(x, placed_like(self.mask, x))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that leaves the meta device keeps everything, since it had no values there."""
@@ -66,12 +66,12 @@ class WeightMask(FakeSparsity):
         for name, own in self.named_buffers():
             saved = state_dict.get(f"{prefix}{name}")
             if isinstance(saved, Tensor) and saved.shape == own.shape:
-                state_dict = {**state_dict, f"{prefix}{name}": beside(saved, own)}
+                state_dict = {**state_dict, f"{prefix}{name}": placed_like(saved, own)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def lie_beside(self, weight: Tensor) -> None:
         """Cut the mask over the ranks as its weight is."""
-        self.mask = beside(self.mask, weight)
+        self.mask = placed_like(self.mask, weight)
 
     def right_inverse(self, x: Tensor) -> Tensor:
         """Assigning to the masked weight sets the dense one."""
@@ -107,7 +107,7 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     chain = _chain(module, tensor_name)
     weight = _originals(chain)[0]
     refuse_gathered(tensor_fqn, weight, found.mask)
-    if is_sharded(weight) and not is_beside(found.mask, weight):
+    if is_sharded(weight) and not is_placed_like(found.mask, weight):
         if _below(chain):
             raise SparsityError(
                 f"{tensor_fqn}: {type(_below(chain)[0]).__name__} lies below its mask, and its parameters are sharded "
@@ -165,7 +165,7 @@ def bake(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) ->
         del chain[len(_below(chain))]
         return
     # Deep copies share the class that parametrize made for the module; removing edits that class, so own it first.
-    with bare(module):
+    with without_fsdp_class(module):
         kind = type(module)
         namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(kind.__name__, kind.__bases__, namespace)

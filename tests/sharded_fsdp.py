@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
-from sparsekit_ao.distributed import beside, is_sharded, local, whole
+from sparsekit_ao.distributed import full_tensor, is_sharded, local, placed_like
 
 CONFIGS = {
     "global": [{"tensor_fqn": "*.weight", "scope_coupling": "all"}],
@@ -55,7 +55,7 @@ def pair(config, make=ScopeSparsifier, mlp=mlp, **kwargs):
 def assert_same_masks(one, many):
     for g in one.groups:
         name = g["tensor_fqn"]
-        assert torch.equal(whole(many.mask(name)), one.mask(name)), name
+        assert torch.equal(full_tensor(many.mask(name)), one.mask(name)), name
 
 
 def train(model, optimizer, step, rows=slice(None)):
@@ -106,7 +106,7 @@ def life(config, **kwargs):
     assert many.check() == one.check()
     assert list(sharded.state_dict()) == list(plain.state_dict())
     for name, w in plain.state_dict().items():
-        got = whole(sharded.state_dict()[name])
+        got = full_tensor(sharded.state_dict()[name])
         assert torch.equal(got != 0, w != 0), name
         torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sharded(x), plain(x), rtol=1e-4, atol=1e-5)
@@ -141,7 +141,7 @@ def gradients_are_masked_and_hidden_nan_does_no_harm():
     for m in (plain, sharded):
         m(x).square().mean().backward()
     for k in (0, 2, 4):
-        got = whole(sharded[k].parametrizations.weight.original.grad)
+        got = full_tensor(sharded[k].parametrizations.weight.original.grad)
         torch.testing.assert_close(got, plain[k].parametrizations.weight.original.grad, rtol=1e-5, atol=1e-7)
         assert torch.equal(got != 0, plain[k].parametrizations.weight.original.grad != 0)
 
@@ -159,7 +159,7 @@ def mixed_precision():
     out.float().square().mean().backward()
     weight = sharded[0].parametrizations.weight.original
     assert weight.grad.dtype == torch.float32
-    assert not bool((whole(weight.grad) * ~whole(many.mask("0.weight"))).any())
+    assert not bool((full_tensor(weight.grad) * ~full_tensor(many.mask("0.weight"))).any())
     reference = mlp().bfloat16()
     for k in (0, 2, 4):
         with torch.no_grad():
@@ -390,10 +390,10 @@ def masks_of_other_meshes():
     mask = distribute_tensor(torch.ones(6, 4, dtype=torch.bool), line, [Shard(0)])
     weight = distribute_tensor(torch.ones(6, 4), square, [Replicate(), Shard(1)])
     with pytest.raises(SparsityError, match=r"neither is part of the other. Name the dimensions"):
-        beside(mask, weight)
+        placed_like(mask, weight)
     for to in ([Shard(1)], [Replicate()]):  # and on its own mesh a mask follows anywhere
         weight = distribute_tensor(torch.ones(6, 4), line, to)
-        assert beside(mask, weight).placements == tuple(to)
+        assert placed_like(mask, weight).placements == tuple(to)
 
 
 def other_strides():

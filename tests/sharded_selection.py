@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
-from sparsekit_ao.distributed import Job, is_sharded, local, update_masks
+from sparsekit_ao.algebra import MaskUpdate
+from sparsekit_ao.distributed import is_sharded, local, update_masks
 from sparsekit_ao.distributed.tensors import part_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +40,7 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None):
     """Masks of the scope over tensors (in the order of its block specs), sharded and whole."""
     from torch.distributed.tensor import distribute_tensor
 
-    leaves = [leaf for spec, _ in scope.scopes() for leaf in spec.block.blocks()]
+    leaves = scope.blocks()
     before = [torch.ones(w.shape, dtype=torch.bool) if among_kept is None else among_kept for w in tensors]
     want = dict(zip(leaves, (m.clone() for m in before), strict=True))
     values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
@@ -54,7 +55,7 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None):
     sharded = {leaf.view.param: f(w) for leaf, w, f in zip(leaves, tensors, put, strict=True)}
     storages = [local(m).data_ptr() for m in masks.values()]
     update_masks(
-        [Job(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, among_kept=among_kept is not None)]
+        [MaskUpdate(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, among_kept=among_kept is not None)]
     )
     assert [local(m).data_ptr() for m in masks.values()] == storages  # filled in place
     for leaf in leaves:

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..errors import CouplingError, SparsityError
-from ..selection import from_scopes
 from ..selection.strides import Shape
 from ..selection.tiling import aligned_grid
 from .block import BlockSpec, SparseBlock
 from .scope import ScopeSpec
-from .sparse_scope import SparseScope
+from .sparse_scope import ScopeMember, SparseScope
 
 __all__ = ["BlockCoupling", "ScopeCoupling"]
 
@@ -41,10 +40,10 @@ class BlockCoupling(SparseBlock):
         self, specs: Sequence[BlockSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        names, ndims = [s.name for s in specs], [len(s.own_grid) for s in specs]
+        names, ndims = [s.name for s in specs], [len(s.grid_shape) for s in specs]
         _refuse_twice(specs, self._where())
         self._members = list(zip(specs, _orders(orders, ndims, names, self._where()), strict=True))
-        grids = [aligned_grid(s.own_grid, order, max(ndims)) for s, order in self._members]
+        grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in self._members]
         self._grid = _common_grid("block", grids, names, self._where())
 
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
@@ -92,12 +91,16 @@ class ScopeCoupling(SparseScope):
         grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in zip(scopes, full, strict=True)]
         # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
         own = [tuple(k for k in order if k < n) for order, n in zip(full, ndims, strict=True)]
-        self._scopes = list(zip(scopes, own, strict=True))
+        self._specs = list(scopes)
+        self._members = [
+            ScopeMember(block=s.block, shape=s.shape, order=order, name=s.name)
+            for s, order in zip(scopes, own, strict=True)
+        ]
         self._grid = _common_grid("scope", grids, names, self._where())
 
-    def scopes(self) -> list[tuple[ScopeSpec, Shape]]:
+    def members(self) -> list[ScopeMember]:
         """The members with their orders."""
-        return list(self._scopes)
+        return list(self._members)
 
     @property
     def grid_shape(self) -> Shape:
@@ -117,15 +120,10 @@ class ScopeCoupling(SparseScope):
         want = (*self.grid_shape, self.numblk_per_scope())
         if not reorder or tuple(t.shape) != want:
             raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")
-        parts = t.reshape(self.numscp(), want[-1]).split(self._widths(), dim=1)
-        groups = self.groups(None, None)
-        return {
-            spec.block: from_scopes(part, group)
-            for (spec, _), group, part in zip(self.scopes(), groups, parts, strict=True)
-        }
+        return dict(self._grids_of(t.reshape(self.numscp(), want[-1])))
 
     def __repr__(self) -> str:
-        return f"ScopeCoupling({[s for s, _ in self._scopes]!r})"
+        return f"ScopeCoupling({self._specs!r})"
 
 
 def _refuse_twice(leaves: Sequence[BlockSpec], where: str) -> None:

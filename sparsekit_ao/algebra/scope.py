@@ -11,7 +11,7 @@ from ..selection.strides import Shape, grid_of
 from ..selection.tiling import split
 from .block import BlockSpec, SparseBlock
 from .layout import resolve_tile
-from .sparse_scope import SparseScope
+from .sparse_scope import ScopeMember, SparseScope, scope_windows
 from .view import View
 
 __all__ = ["ScopeSpec"]
@@ -47,9 +47,9 @@ class ScopeSpec(SparseScope):
         self.edge = edge or ("partial" if any(b.edge == "partial" for b in self.block.blocks()) else "error")
         self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
 
-    def scopes(self) -> "list[tuple[ScopeSpec, Shape]]":
-        """The spec itself."""
-        return [(self, ())]
+    def members(self) -> list[ScopeMember]:
+        """The spec's own blocks."""
+        return [ScopeMember(block=self.block, shape=self.shape, name=self.name)]
 
     @property
     def grid_shape(self) -> Shape:
@@ -95,7 +95,7 @@ class ScopeSpec(SparseScope):
             )
         if not reorder:
             return t.reshape(self.block.grid_shape)
-        return from_scopes(t.reshape(self.numscp(), width), self.groups(None, None)[0])
+        return from_scopes(t.reshape(self.numscp(), width), scope_windows(self)[0])
 
     def __repr__(self) -> str:
         return f"ScopeSpec({self.block!r}, shape={self.shape})"

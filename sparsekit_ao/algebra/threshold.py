@@ -1,26 +1,68 @@
-"""Proximal maps of the group norm: what soft thresholding does to one block, plain and conditioned.
+"""Thresholding of blocks in place, hard and soft: by kernels where they can (`in_place`), else in plain torch.
 
-Knows vectors [blocks, elements] and one threshold a block; nothing of views or scopes. The plain map is the Euclidean
-prox of `t ||.||_2` (Yuan and Lin 2006); the conditioned one replaces the distance by a positive diagonal, such as
-Adam's preconditioner.
+Takes windows on the parameters and one threshold a scope. The plain soft map is the Euclidean proximal map of
+`t ||.||_2` (Yuan and Lin 2006); the conditioned one replaces the distance by a positive diagonal, such as Adam's
+preconditioner.
 """
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
+from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes
+from .elements import counts_of, elements_of, write_elements
+from .in_place import Settings, negative_threshold, shrink_in_place, threshold_in_place
 
-__all__ = ["shrink", "shrink_conditioned"]
+__all__ = ["shrink_blocks", "shrink_rows", "shrink_rows_conditioned", "zero_below"]
 
 
-def shrink(v: Tensor, t: Tensor) -> Tensor:
+def zero_below(
+    scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: Sequence[Scopes] | None = None, impl: str
+) -> None:
+    """Zero the blocks whose 2-norm is strictly below their scope's threshold (equal stays), in place.
+
+    Args:
+        scopes: windows on the parameters.
+        thresholds: a number, or a tensor with one element or of the scope grid's shape.
+        scored: windows on other values whose norms are compared; then no kernel is used.
+        impl: `"auto"`, `"reference"` or `"triton"`.
+    """
+    if scored is None and threshold_in_place(scopes, thresholds, soft=False, factors=[1.0] * len(scopes), impl=impl):
+        return
+    scored = scopes if scored is None else scored
+    as_mean = any(m.is_partial for s in scored for m in s.members)  # the norms of all members compare
+    drops = []
+    for s in scored:
+        norms = block_scores(s.members, 2, ndim=len(s.shape), as_mean=as_mean)
+        drops.append(norms < _per_block(thresholds, s, norms))
+    for s, drop in zip(scopes, drops, strict=True):
+        _zero(s.members, drop)
+
+
+def shrink_blocks(
+    scopes: Sequence[Scopes], thresholds: Tensor | float, *, scale: bool, settings: Settings, impl: str, where: str
+) -> None:
+    """Shrink every block by the proximal map of its scope's threshold, in place; see `SparseBlock.soft_threshold`."""
+    factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
+    if shrink_in_place(scopes, thresholds, factors=factors, settings=settings, impl=impl, where=where):
+        return
+    rows = [_shrunk(s, thresholds, scale, settings, where) for s in scopes]
+    for s, shrunk in zip(scopes, rows, strict=True):
+        write_elements(s.members, shrunk, s.grid)
+
+
+def shrink_rows(v: Tensor, t: Tensor) -> Tensor:
     """`v max(0, 1 - t / ||v||)` for each row.
 
     Args:
         v: [blocks, elements].
         t: [blocks], not negative.
 
-    >>> shrink(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor([1.0, 1.0]))
+    >>> shrink_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor([1.0, 1.0]))
     tensor([[2.4000, 3.2000],
             [0.0000, 0.0000]])
     """
@@ -30,7 +72,7 @@ def shrink(v: Tensor, t: Tensor) -> Tensor:
     return torch.where((scale == 0)[:, None], 0, v * scale[:, None])
 
 
-def shrink_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: float) -> Tensor:
+def shrink_rows_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: float) -> Tensor:
     """`argmin_w 1/2 (w - v)' D (w - v) + t ||w||` for each row, D = diag(h).
 
     w = 0 iff `||Dv|| <= t`; else `w_i = h_i v_i s / (h_i s + t)` with s the root of
@@ -48,24 +90,61 @@ def shrink_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: 
     """
     pull = h * v
     force = torch.linalg.vector_norm(pull, dim=1)
-    alive = force > t
-    s = torch.where(alive, (force - t) / h.amax(1), 1.0)
-    slack = torch.where(alive, t, 1.0)[:, None]
+    nonzero = force > t
+    s = torch.where(nonzero, (force - t) / h.amax(1), 1.0)
+    slack = torch.where(nonzero, t, 1.0)[:, None]
     for steps_left in range(max(max_iter, 0), -1, -1):
         denominator = h * s[:, None] + slack
-        u = torch.where(alive[:, None], pull, 0) / denominator
+        u = torch.where(nonzero[:, None], pull, 0) / denominator
         phi = torch.linalg.vector_norm(u, dim=1)
-        miss = torch.where(alive, phi - 1, 0)
+        miss = torch.where(nonzero, phi - 1, 0)
         if not bool((miss.abs() > atol).any()):
             break
         if steps_left == 0:
             worst = float(miss.abs().max())
             raise SparsityError(
                 f"soft_threshold: no convergence to atol={atol:g} in {max_iter} steps (missed by {worst:.1e}). "
-                "Raise max_iter, or atol to what the dtype can hold."
+                "Raise max_iter, or raise atol to what the dtype can represent."
             )
         slope = (h * u * u / denominator).sum(1)
-        s = torch.where(alive, s + phi * phi * miss / torch.where(slope > 0, slope, 1), s)
+        s = torch.where(nonzero, s + phi * phi * miss / torch.where(slope > 0, slope, 1), s)
     w = pull * s[:, None] / (h * s[:, None] + slack)
-    w = torch.where(alive[:, None], w, torch.where(force.isnan(), force, 0)[:, None])
+    w = torch.where(nonzero[:, None], w, torch.where(force.isnan(), force, 0)[:, None])
     return torch.where((t == 0)[:, None], v, w)
+
+
+def _shrunk(scopes: Scopes, thresholds: Tensor | float, scale: bool, settings: Settings, where: str) -> Tensor:
+    """What soft thresholding writes: [blocks, elements], float32 or wider."""
+    ndim = len(scopes.shape)
+    v = elements_of(scopes.members, ndim, 0.0)
+    v = v.reshape(math.prod(scopes.grid), v.shape[-1])
+    v = v if v.dtype == torch.float64 else v.float()
+    t = _per_block(thresholds, scopes, v)
+    if not bool((t >= 0).all()):
+        raise negative_threshold(float(t.min()), where)
+    t = (t * counts_of(scopes.members, ndim).to(v.dtype).sqrt() if scale else t).reshape(-1)
+    if not settings.conditioned:
+        return shrink_rows(v, t)
+    conditioners = [replace(m, values=m.mask) for m in scopes.members]
+    h = elements_of(conditioners, ndim, 1.0).reshape(v.shape).to(v.dtype) + settings.eps
+    if not bool((h > 0).all()):
+        raise SparsityError(f"{where}soft_threshold needs conditioners > 0, got {float(h.min())}")
+    default = 1e-12 if v.dtype == torch.float64 else 1e-6
+    atol = default if settings.atol is None else settings.atol
+    return shrink_rows_conditioned(v, h, t, max_iter=settings.max_iter, atol=atol)
+
+
+def _per_block(thresholds: Tensor | float, scopes: Scopes, like: Tensor) -> Tensor:
+    """One value a scope as one value a block, of the block grid's shape; with the dtype and device of `like`."""
+    t = torch.as_tensor(thresholds, dtype=like.dtype, device=like.device)
+    rows = t.reshape(t.numel(), 1).expand(math.prod(scopes.scope_grid), math.prod(scopes.shape))
+    return from_scopes(rows, scopes)
+
+
+def _zero(members: Sequence[Blocks], drop: Tensor) -> None:
+    """Zero the members' blocks where `drop` (of the aligned grid's shape) is True; partial blocks too."""
+    masks = [replace(m, mask=torch.empty_like(m.window, dtype=torch.bool)) for m in members]
+    fill_mask(masks, ~drop)
+    for m in masks:
+        if m.values is not None and m.mask is not None:
+            m.values.masked_fill_(~m.mask, 0)

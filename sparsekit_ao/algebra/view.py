@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection.strides import Shape, cosize
-from ..selection.tiling import pad_to, split
+from ..selection.tiling import split
 from .layout import check_window, coordinate_of, is_dense, resolve_tile
 
 __all__ = ["View"]
@@ -239,8 +239,3 @@ class View:
 def public_mask(view: View, mask: Tensor) -> Tensor:
     """The mask as users get it: without the gaps that a slice of a larger tensor leaves in memory."""
     return mask if is_dense(tuple(mask.shape), mask.stride()) else mask.contiguous()
-
-
-def padded_split(window: Tensor, tile: Shape, fill: float) -> Tensor:
-    """(g0, b0, g1, b1, ...) of a window whose last tiles may be partial; `fill` stands beyond the edge."""
-    return split(pad_to(window, tile, fill), tile)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .placement import is_sharded
 
-__all__ = ["all_agree", "total"]
+__all__ = ["all_agree", "sum_over_ranks"]
 
 
 def all_agree(holds: bool, tensors: Iterable[Any]) -> bool:
@@ -28,10 +28,10 @@ def all_agree(holds: bool, tensors: Iterable[Any]) -> bool:
     return holds
 
 
-def total(counts: Tensor, of: Any) -> Tensor:
+def sum_over_ranks(counts: Tensor, of: Any) -> Tensor:
     """Numbers counted on this rank's part of a tensor, summed over the ranks that hold other parts of it.
 
-    >>> total(torch.tensor([3, 4]), torch.ones(2))
+    >>> sum_over_ranks(torch.tensor([3, 4]), torch.ones(2))
     tensor([3, 4])
     """
     if is_sharded(of):

@@ -1,7 +1,7 @@
 """What FSDP2 (`fully_shard`) needs of whoever changes a module: the class it wrapped, the parameters it swaps.
 
 Knows modules; asks `torch.distributed.fsdp` only where somebody has imported it. What FSDP2 keeps about a parameter
-is private to it, and only `managed` and `rehome` look there.
+is private to it, and only `fsdp_records` and `move_record` look there.
 """
 
 import sys
@@ -16,15 +16,15 @@ from ..errors import SparsityError
 from .placement import is_sharded
 
 __all__ = [
-    "bare",
-    "has_ranks",
+    "fsdp_records",
+    "has_process_group",
     "is_managed",
-    "managed",
+    "move_record",
     "refuse_gathered",
     "refuse_sharded_first",
     "refuse_wrapped_outside",
-    "rehome",
     "reshard",
+    "without_fsdp_class",
 ]
 
 
@@ -63,14 +63,14 @@ def refuse_wrapped_outside(model: nn.Module, names: Sequence[tuple[str, str]]) -
             )
 
 
-def has_ranks() -> bool:
+def has_process_group() -> bool:
     """Whether there is a process group, without which nothing was sharded."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def reshard(model: nn.Module | None) -> None:
     """Give every module its sharded parameters back, which a forward pass may have left gathered."""
-    if model is None or not has_ranks():
+    if model is None or not has_process_group():
         return
     for module in () if _fsdp_class() is None else model.modules():
         if _is_wrapped(module):
@@ -78,7 +78,7 @@ def reshard(model: nn.Module | None) -> None:
 
 
 @contextmanager
-def bare(module: nn.Module) -> Iterator[None]:
+def without_fsdp_class(module: nn.Module) -> Iterator[None]:
     """The module without the class that `fully_shard` put around its own; it is put around it again afterwards."""
     kind = type(module)
     if not _is_wrapped(module):
@@ -93,7 +93,7 @@ def bare(module: nn.Module) -> Iterator[None]:
         module.__class__ = type(f"FSDP{inner.__name__}", (kind.__bases__[0], inner), copying)
 
 
-def managed(model: nn.Module | None) -> dict[int, Any]:
+def fsdp_records(model: nn.Module | None) -> dict[int, Any]:
     """What FSDP2 keeps about each parameter of the model, by the id of its sharded Parameter; {} without FSDP2.
 
     Raises:
@@ -113,11 +113,11 @@ def managed(model: nn.Module | None) -> dict[int, Any]:
     return found
 
 
-def rehome(record: Any, module: nn.Module, name: str) -> None:
+def move_record(record: Any, module: nn.Module, name: str) -> None:
     """Tell FSDP2 that a parameter now hangs on the module itself: there it swaps it from now on.
 
     Args:
-        record: from `managed`.
+        record: from `fsdp_records`.
         module, name: where the parameter hangs now.
     """
     record._module_info.module, record._module_info.param_name = module, name

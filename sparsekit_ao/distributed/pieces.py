@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..selection import Blocks, Norm, Scopes, block_scores, fill_mask, from_scopes, to_scopes
+from ..algebra import MaskUpdate, ScopeMember
+from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes, to_scopes
 from ..selection.keys import KEY_DTYPES, absent, key_bits, order_keys
 from ..selection.radix import CHUNK
 from ..selection.reference import candidates_of
@@ -20,50 +21,47 @@ __all__ = ["Piece", "PieceRows", "TiedRows"]
 
 
 class Piece:
-    """What this rank holds of a scope spec.
+    """What this rank holds of one member of an update's scope.
 
     Args:
-        members: windows on values and masks; several for coupled blocks, which are whole on every rank.
-        start: the first block's place in the spec's grid.
-        tile: blocks of a scope along each dimension of that grid.
-        order: as in `Scopes`.
-        scope_grid: scopes along each dimension of that grid.
-        base: index that the spec's first block has in a scope (those of specs before it come first).
+        windows: on values and masks; several for coupled blocks, which are whole on every rank.
+        update: for its norm and `among_kept`.
+        member: whose blocks these are.
+        start: the first block's place in the member's block grid.
+        base: index that the member's first block has in a scope (those of members before it come first).
         counts: whether this rank counts the piece; of replicas only one does.
-        norm, as_mean, stage: as in `kernels.scope_mask`.
     """
 
     def __init__(
         self,
-        members: Sequence[Blocks],
+        windows: Sequence[Blocks],
+        update: MaskUpdate,
+        member: ScopeMember,
         *,
         start: Shape,
-        tile: Shape,
-        order: Shape,
-        scope_grid: Shape,
         base: int,
         counts: bool,
-        norm: Norm,
-        as_mean: bool,
-        among_kept: bool,
     ) -> None:
-        self.counts, self._stage, self._base, self._tile = counts, among_kept, base, tile
-        self._magnitude = not callable(norm)
-        self._members = tuple(members)
-        grid = Scopes(members=self._members, shape=tile).grid
-        first = [at // g for at, g in zip(start, tile, strict=True)]
-        last = [(at + n - 1) // g for at, n, g in zip(start, grid, tile, strict=True)]
-        inner = [a == b for a, b in zip(first, last, strict=True)]  # the rank's blocks lie in one scope along it
-        own = tuple(n if one else g for n, g, one in zip(grid, tile, inner, strict=True))
-        into = [at - f * g for at, f, g in zip(start, first, tile, strict=True)]  # the first block, from its scope's
+        self.counts, self._base, self._tile, self._order = counts, base, member.shape, member.order
+        self._windows, self._among_kept = tuple(windows), update.among_kept
+        self._magnitude = not callable(update.norm)
+        self._grid = Scopes(members=self._windows, shape=self._tile).grid
+        first = [at // g for at, g in zip(start, self._tile, strict=True)]
+        last = [(at + n - 1) // g for at, n, g in zip(start, self._grid, self._tile, strict=True)]
+        inner = [a == b for a, b in zip(first, last, strict=True)]  # this rank's blocks are in one scope along it
+        own = tuple(n if one else g for n, g, one in zip(self._grid, self._tile, inner, strict=True))
+        into = [
+            at - f * g for at, f, g in zip(start, first, self._tile, strict=True)
+        ]  # the first block, from its scope's
         self._lead = tuple(0 if one else at for one, at in zip(inner, into, strict=True))  # padding before the blocks
         self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))
-        self._own, self._grid, self._order = own, grid, order
-        self.scopes = _scope_ids(scope_grid, order, first, last)
-        values, candidates = _scored(self._members, norm, as_mean, among_kept)
+        self._own = own
+        self.scopes = _scope_ids(member.grid_shape, self._order, first, last)
+        values, candidates = _scored(self._windows, update)
         self._rows = self._in_rows(values, 0)
-        alive = candidates if candidates is not None or not self._is_padded else torch.ones(grid, dtype=torch.bool)
-        self._alive = None if alive is None else self._in_rows(alive.to(values.device), False).bool()
+        if candidates is None and self._is_padded:
+            candidates = torch.ones(self._grid, dtype=torch.bool, device=values.device)
+        self._candidates = None if candidates is None else self._in_rows(candidates, False).bool()
 
     @property
     def _is_padded(self) -> bool:
@@ -77,7 +75,9 @@ class Piece:
     def keys(self, row: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Keys of slots start .. stop of one of its rows, as scores of `dtype` have them."""
         keys = order_keys(self._rows[row, start:stop].to(dtype), magnitude=self._magnitude)
-        return keys if self._alive is None else keys.masked_fill_(~self._alive[row, start:stop], absent(dtype))
+        return (
+            keys if self._candidates is None else keys.masked_fill_(~self._candidates[row, start:stop], absent(dtype))
+        )
 
     def indices(self, slots: Tensor) -> Tensor:
         """The index in its whole scope of every slot; int64."""
@@ -101,9 +101,9 @@ class Piece:
                 part = torch.gt(self.keys(row, start, stop, dtype), limit, out=kept[row, start:stop])
                 ties = self.tied(row, start, stop, limit, dtype)
                 part[ties - start] = self.indices(ties) <= int(last[scope])
-        if self._alive is not None:
-            kept &= self._alive
-        fill_mask(self._members, self._from_rows(kept), among_kept=self._stage)
+        if self._candidates is not None:
+            kept &= self._candidates
+        fill_mask(self._windows, self._from_rows(kept), among_kept=self._among_kept)
 
     def _layout(self, grid: Tensor) -> Scopes:
         return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._own, order=self._order)
@@ -177,13 +177,14 @@ def _scope_ids(scope_grid: Shape, order: Shape, first: Sequence[int], last: Sequ
     return ids.reshape(-1).tolist()
 
 
-def _scored(members: Sequence[Blocks], norm: Norm, as_mean: bool, among_kept: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores of the grid, and which blocks an earlier stage left; single elements stand for their own scores."""
-    first, ndim = members[0], max(m.window.ndim for m in members)
-    candidates = candidates_of(members, ndim) if among_kept else None
-    if among_kept:
-        members = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in members]  # type: ignore[arg-type]
-    single = len(members) == 1 and not as_mean and not callable(norm) and all(b == 1 for b in first.shape)
-    if single and first.window.dtype in KEY_DTYPES:
-        return members[0].window, candidates
-    return block_scores(members, norm, ndim=ndim, as_mean=as_mean), candidates
+def _scored(windows: Sequence[Blocks], update: MaskUpdate) -> tuple[Tensor, Tensor | None]:
+    """Scores of the grid, and with `among_kept` which blocks the masks still keep; single elements as they are."""
+    first, ndim = windows[0], max(m.window.ndim for m in windows)
+    candidates = candidates_of(windows, ndim) if update.among_kept else None
+    if update.among_kept:
+        windows = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
+    as_mean = update.scope.as_mean
+    plain = len(windows) == 1 and not as_mean and not callable(update.norm) and all(b == 1 for b in first.shape)
+    if plain and first.window.dtype in KEY_DTYPES:
+        return windows[0].window, candidates
+    return block_scores(windows, update.norm, ndim=ndim, as_mean=as_mean), candidates

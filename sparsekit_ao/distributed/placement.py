@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..algebra import BlockSpec, ScopeSpec
+from ..algebra import BlockSpec, ScopeMember
 from ..selection.strides import Shape, row_major
 
 __all__ = [
-    "AWKWARD",
-    "BLOCKS",
-    "SCOPES",
+    "GATHERED",
+    "HISTOGRAM",
+    "LOCAL",
     "Box",
     "Window",
     "box_of",
@@ -25,11 +25,12 @@ __all__ = [
     "is_cut",
     "is_part",
     "is_sharded",
-    "reach_of",
+    "method_of",
     "window_of",
 ]
 
-AWKWARD, BLOCKS, SCOPES = 0, 1, 2  # what lies whole on every rank: nothing for certain, each block, each scope
+# How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (HISTOGRAM), or neither.
+GATHERED, HISTOGRAM, LOCAL = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,24 +137,25 @@ def _outermost(found: Sequence[tuple[int, int]], sizes: Shape, length: int) -> t
     return found[-1] if found and reach == length else None
 
 
-def reach_of(scope: ScopeSpec, box: Box) -> int:
-    """How much of a scope spec a box leaves whole: `SCOPES`, `BLOCKS`, or `AWKWARD` where some block may be cut.
+def method_of(member: ScopeMember, box: Box) -> int:
+    """How masks of a scope's member can be chosen where this rank holds a box of its tensor.
 
-    Blocks of several tensors and blocks at a partial edge count as awkward.
+    LOCAL where the box cuts no scope, HISTOGRAM where it cuts no block, else GATHERED; also GATHERED for blocks of
+    several tensors and blocks at a partial edge.
     """
-    leaves = scope.block.blocks()
-    window = window_of(leaves[0], box) if len(leaves) == 1 else None
+    specs = member.block.blocks()
+    window = window_of(specs[0], box) if len(specs) == 1 else None
     if window is None:
-        return AWKWARD
-    block, sizes = leaves[0].shape, leaves[0].view.shape
+        return GATHERED
+    block, sizes = specs[0].shape, specs[0].view.shape
     cells = [
         (at, n, b, size, g)
-        for at, n, b, size, g in zip(window.start, window.shape, block, sizes, scope.shape, strict=True)
+        for at, n, b, size, g in zip(window.start, window.shape, block, sizes, member.shape, strict=True)
         if n != size
     ]
     if any(size % b for size, b in zip(sizes, block, strict=True)) or any(at % b or n % b for at, n, b, _, _ in cells):
-        return AWKWARD
+        return GATHERED
     if math.prod(window.shape) == 0:
-        return SCOPES
+        return LOCAL
     ends = [(at, at + n, b * g, size) for at, n, b, size, g in cells]
-    return SCOPES if all(a % t == 0 and (e % t == 0 or e == size) for a, e, t, size in ends) else BLOCKS
+    return LOCAL if all(a % t == 0 and (e % t == 0 or e == size) for a, e, t, size in ends) else HISTOGRAM

@@ -12,7 +12,16 @@ from torch import Tensor
 from ..errors import SparsityError
 from .placement import box_of, is_part, is_sharded
 
-__all__ = ["beside", "fill", "held_bytes", "is_beside", "like", "local", "own_copy", "whole"]
+__all__ = [
+    "contiguous_copy",
+    "fill",
+    "from_local",
+    "full_tensor",
+    "is_placed_like",
+    "local",
+    "local_bytes",
+    "placed_like",
+]
 
 
 def local(t: Any) -> Tensor:
@@ -21,11 +30,11 @@ def local(t: Any) -> Tensor:
         return t.to_local().detach() if is_sharded(t) else t.detach()
 
 
-def whole(t: Any) -> Tensor:
+def full_tensor(t: Any) -> Tensor:
     """The whole tensor, gathered from the ranks; a plain one as it is.
 
     >>> t = torch.ones(2)
-    >>> whole(t) is t
+    >>> full_tensor(t) is t
     True
     """
     if not is_sharded(t):
@@ -36,13 +45,13 @@ def whole(t: Any) -> Tensor:
         return t.detach().full_tensor()
 
 
-def held_bytes(t: Tensor) -> int:
+def local_bytes(t: Tensor) -> int:
     """Bytes of a tensor on this rank."""
     held = local(t)
     return held.numel() * held.element_size()
 
 
-def own_copy(t: Any) -> Tensor:
+def contiguous_copy(t: Any) -> Tensor:
     """A copy of a DTensor whose part on this rank is contiguous; nothing is sent."""
     return _copy_like(local(t), t)
 
@@ -59,12 +68,12 @@ def fill(target: Tensor, values: Tensor) -> None:
     if is_sharded(values) and is_sharded(target) and _placed_alike(values, target):
         local(target).copy_(local(values))
     elif is_sharded(target):
-        local(target).copy_(part_of(whole(values), target))
+        local(target).copy_(part_of(full_tensor(values), target))
     else:
-        target.copy_(whole(values))
+        target.copy_(full_tensor(values))
 
 
-def beside(mask: Any, weight: Any) -> Tensor:
+def placed_like(mask: Any, weight: Any) -> Tensor:
     """The mask as it lies beside its weight, whichever of them is cut further.
 
     A mask is cut like its weight, and nothing is sent; a mask that is cut further is gathered as its weight was.
@@ -74,11 +83,11 @@ def beside(mask: Any, weight: Any) -> Tensor:
         weight: plain, or a DTensor; of their meshes one is the other's or a named part of it.
 
     >>> mask = torch.ones(2, dtype=torch.bool)
-    >>> beside(mask, torch.zeros(2)) is mask
+    >>> placed_like(mask, torch.zeros(2)) is mask
     True
     """
     if not is_sharded(weight):
-        return whole(mask).to(weight.device) if is_sharded(mask) else mask  # an offloaded shard lies on the CPU
+        return full_tensor(mask).to(weight.device) if is_sharded(mask) else mask  # an offloaded shard lies on the CPU
     if not is_sharded(mask):
         return _copy_like(part_of(mask, weight), weight)
     if _placed_alike(mask, weight):
@@ -88,7 +97,7 @@ def beside(mask: Any, weight: Any) -> Tensor:
     return _copy_like(_gathered(mask, weight), weight)
 
 
-def is_beside(mask: Any, weight: Any) -> bool:
+def is_placed_like(mask: Any, weight: Any) -> bool:
     """Whether both are plain, or lie on the ranks alike."""
     return is_sharded(mask) == is_sharded(weight) and (not is_sharded(mask) or _placed_alike(mask, weight))
 
@@ -110,11 +119,11 @@ def _gathered(mask: Any, weight: Any) -> Tensor:
     return mask.redistribute(placements=at).to_local()
 
 
-def like(part: Tensor, weight: Any) -> Tensor:
+def from_local(part: Tensor, weight: Any) -> Tensor:
     """What this rank holds, as a tensor that lies as another does; nothing is copied.
 
     >>> t = torch.ones(2)
-    >>> like(t, torch.zeros(2)) is t
+    >>> from_local(t, torch.zeros(2)) is t
     True
     """
     if not is_sharded(weight):
@@ -132,7 +141,7 @@ def like(part: Tensor, weight: Any) -> Tensor:
 
 
 def _copy_like(part: Tensor, weight: Any) -> Tensor:
-    return like(part.detach().clone(memory_format=torch.contiguous_format), weight)
+    return from_local(part.detach().clone(memory_format=torch.contiguous_format), weight)
 
 
 def _placed_alike(a: Any, b: Any) -> bool:

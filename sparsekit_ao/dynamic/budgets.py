@@ -54,7 +54,8 @@ def is_fixed(component: Component, groups: Sequence[TensorGroup]) -> bool:
 
 def sizes(components: Sequence[Component]) -> list[int]:
     """Elements of one block of each component, in units of their greatest common divisor."""
-    found = [sum(s.block.numel_per_block() for s, _ in c.scope.scopes()) // len(c.scope.scopes()) for c in components]
+    members = [c.scope.members() for c in components]
+    found = [sum(m.block.numel_per_block() for m in ms) // len(ms) for ms in members]
     unit = math.gcd(*found) if found else 1
     return [n // unit for n in found]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import all_agree, beside, like, local
+from ..distributed import all_agree, from_local, local, placed_like
 from ..errors import SparsityError
 from ..masking import select
 from ..sparsifiers.config import TensorGroup
@@ -92,7 +92,7 @@ class GradientTap:
     def lie_beside(self) -> None:
         """Cut gradients like their weights, which may have been sharded since `restore`."""
         weights = {g["tensor_fqn"]: original(g) for g in self.groups}
-        self.gradients = {name: beside(g, weights[name]) for name, g in self.gradients.items()}
+        self.gradients = {name: placed_like(g, weights[name]) for name, g in self.gradients.items()}
 
     def progress(self) -> list[bool]:
         """What `restore` wants as `stepped`: of the attached optimizers, or as it was restored until they are."""
@@ -138,7 +138,7 @@ class GradientTap:
             grad, live = local(parameter.grad), local(mask.mask)
             dense, before = grad.clone(), self._before_now(name, parameter.grad)
             dense = dense if before is None else torch.where(live != 0, dense, before + dense)
-            self.gradients[name] = like(dense, parameter)
+            self.gradients[name] = from_local(dense, parameter)
             grad.copy_(select(grad, live))
 
     @torch.no_grad()
@@ -152,7 +152,7 @@ class GradientTap:
             if before is not None:  # kept elements may have been clipped since
                 dense = torch.where(kept, before, before + dense)
             if self.keep:
-                self.gradients[name] = like(dense, parameter)
+                self.gradients[name] = from_local(dense, parameter)
             if self.masked:
                 grad.copy_(select(grad, live))
             else:  # one bad number would stay in the momentum for good

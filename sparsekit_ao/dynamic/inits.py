@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import densities
 from ..densities import Densities
-from ..distributed import whole
+from ..distributed import full_tensor
 from ..errors import SparsityError
 from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
@@ -131,7 +131,7 @@ def given_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> 
         raise SparsityError(f"{fqn}: the saved masks hold none for it; they hold {sorted(map(str, masks))[:5]}")
     if found.shape != weight.shape:
         raise SparsityError(f"{fqn}: the saved mask is {tuple(found.shape)}, the weight {tuple(weight.shape)}")
-    return (whole(found) != 0).to(memory_of(weight))
+    return (full_tensor(found) != 0).to(memory_of(weight))
 
 
 def memory_of(weight: Tensor) -> torch.device:

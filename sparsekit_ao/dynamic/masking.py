@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import beside, fill, is_sharded
+from ..distributed import fill, is_sharded, placed_like
 from ..errors import SparsityError
 from ..masking import WeightMask, find_mask, select
 
@@ -59,19 +59,19 @@ class DynamicMask(WeightMask):
             )
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        mask = beside(self.mask, x)
+        mask = placed_like(self.mask, x)
         if not torch.is_grad_enabled():
             return select(x, mask)
-        reach = None if self.backward_mask is None or self.is_open else beside(self.backward_mask, x)
+        reach = None if self.backward_mask is None or self.is_open else placed_like(self.backward_mask, x)
         if torch.compiler.is_compiling():
             return _fused(x, mask != 0, self.opened if reach is None else reach)
         return select(x, mask) if reach is None and not self.is_open else _TwoSided.apply(x, mask, reach)
 
     def lie_beside(self, weight: Tensor) -> None:
         """Cut both masks over the ranks as the weight is; one byte a weight, as they are gathered in every forward."""
-        self.mask = beside(self.mask != 0, weight)
+        self.mask = placed_like(self.mask != 0, weight)
         if self.backward_mask is not None:
-            self.backward_mask = beside(self.backward_mask, weight)
+            self.backward_mask = placed_like(self.backward_mask, weight)
 
     def draw(self, kept: Tensor) -> None:
         """Fill the mask (bool, True where kept) that could not be drawn when it was made."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..distributed import beside, fill, local, total, whole
+from ..distributed import fill, full_tensor, local, placed_like, sum_over_ranks
 from ..errors import SparsityError
 from ..masking import find_mask, select
 from ..sparsifiers.config import TensorGroup
@@ -70,7 +70,7 @@ def move(
         if second:
             start_second_moments(second, grown, gradients[fqn])
         fill(mask, new)
-        counts[fqn] = total(torch.stack([local(t).count_nonzero() for t in (grown, changed, new)]), weight)
+        counts[fqn] = sum_over_ranks(torch.stack([local(t).count_nonzero() for t in (grown, changed, new)]), weight)
     found = {fqn: c.tolist() for fqn, c in counts.items()}
     return Movement(
         iteration=iteration,
@@ -86,14 +86,14 @@ def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: 
     if settings.new_values is None:
         return None
     weight, fqn = original(group).detach(), group["tensor_fqn"]
-    moved = whole(weight).masked_fill(whole(new) ^ (whole(_mask(group)) != 0), 0)
+    moved = full_tensor(weight).masked_fill(full_tensor(new) ^ (full_tensor(_mask(group)) != 0), 0)
     found = settings.new_values(moved, generator(settings.seed, fqn, iteration, "values"))
     if not isinstance(found, Tensor) or found.shape != weight.shape:
         what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise SparsityError(
             f"{fqn}: new_values must return a tensor of the weight's shape {tuple(weight.shape)}, got {what}"
         )
-    return beside(found.to(moved), weight)
+    return placed_like(found.to(moved), weight)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..distributed import beside, local
+from ..distributed import local, placed_like
 from ..errors import SparsityError
 
 __all__ = [
@@ -120,7 +120,7 @@ def reset_state(optimizers: Sequence[Optimizer], parameter: Tensor, where: Tenso
     for optimizer in optimizers:
         for tensor in _tensors(keeper_of(optimizer).state.get(parameter, {})):
             if tensor.shape == parameter.shape:
-                local(tensor).masked_fill_(local(beside(where, tensor)).to(tensor.device), 0)
+                local(tensor).masked_fill_(local(placed_like(where, tensor)).to(tensor.device), 0)
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

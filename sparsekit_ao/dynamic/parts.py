@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ..algebra import BlockSpec
-from ..distributed import beside, is_sharded, whole
+from ..distributed import full_tensor, is_sharded, placed_like
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
 from .budgets import budget_rows, is_fixed, sizes
@@ -80,7 +80,7 @@ class Part:
             return Kept(rows=rows)
         masks = self._written(rows)
         self.forget()
-        return Kept(counted=rows.sum(1), masks={spec: beside(m, self.cut[spec]) for spec, m in masks.items()})
+        return Kept(counted=rows.sum(1), masks={spec: placed_like(m, self.cut[spec]) for spec, m in masks.items()})
 
     def forget(self) -> None:
         """Let go of what was made whole, if anything was."""
@@ -91,7 +91,7 @@ class Part:
         """What was put away, as bool rows."""
         if kept.rows is not None:
             return kept.rows
-        return self.slots.rows_of_masks({spec: whole(m) for spec, m in kept.masks.items()})
+        return self.slots.rows_of_masks({spec: full_tensor(m) for spec, m in kept.masks.items()})
 
     def masks(self, kept: Kept) -> Mapping[BlockSpec, Tensor]:
         """What was put away, as a bool mask beside every weight."""

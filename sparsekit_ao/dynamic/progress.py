@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import beside
+from ..distributed import placed_like
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
 from .gradients import GradientTap
@@ -92,5 +92,5 @@ def _gradients(saved: Mapping[str, Any], groups: Sequence[TensorGroup]) -> dict[
             raise SparsityError(
                 f"load_state_dict: {name}: the saved gradient is {shape}, the weight {tuple(weight.shape)}"
             )
-        out[name] = beside(found.detach().clone().to(weight.device), weight)
+        out[name] = placed_like(found.detach().clone().to(weight.device), weight)
     return out

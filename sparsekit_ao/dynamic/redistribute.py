@@ -34,8 +34,8 @@ def _momentum(slots: Slots) -> float:
 
 
 def _count(slots: Slots) -> float:
-    scopes = slots.component.scope.scopes()  # of equal blocks, or of blocks that are chosen together
-    size = sum(scope.block.numel_per_block() for scope, _ in scopes) / len(scopes)
+    members = slots.component.scope.members()  # of equal blocks, or of blocks that are chosen together
+    size = sum(m.block.numel_per_block() for m in members) / len(members)
     return float(slots.active.sum()) * size
 
 

@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec
-from ..distributed import whole
+from ..algebra import BlockSpec, scope_windows, write_back
+from ..distributed import full_tensor
 from ..errors import SparsityError
 from ..selection import Norm, fill_mask, from_scopes, scope_scores, to_scopes
 from ..selection.reference import candidates_of
@@ -33,7 +33,7 @@ class Wholes(Mapping[BlockSpec, Tensor]):
         self._held = held
 
     def __getitem__(self, spec: BlockSpec) -> Tensor:
-        return whole(self._held[spec])
+        return full_tensor(self._held[spec])
 
     def __iter__(self) -> Iterator[BlockSpec]:
         return iter(self._held)
@@ -80,7 +80,7 @@ class Slots:
     @cached_property
     def real(self) -> Tensor:
         """Which slots hold a block: all but the padding of a partial scope; bool rows."""
-        found = real_slots(self.component.scope.groups(None, None), self.device)
+        found = real_slots(scope_windows(self.component.scope), self.device)
         return torch.ones(self.shape, dtype=torch.bool, device=self.device) if found is None else found
 
     @property
@@ -103,7 +103,7 @@ class Slots:
         if not values:
             raise SparsityError(f"{self.name}: no such values were gathered; a rule says what it needs in `needs`")
         taken = {spec.view.param: t for spec, t in values.items()}
-        groups = self.component.scope.groups(taken, None)
+        groups = scope_windows(self.component.scope, taken)
         as_mean = any(m.is_partial for g in groups for m in g.members)
         norm = self.component.norm if norm is None else norm
         return torch.cat([scope_scores(g, norm, as_mean=as_mean) for g in groups], dim=1)
@@ -120,17 +120,14 @@ class Slots:
 
     def rows_of_masks(self, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
         """Which slots some parameter-shaped masks keep; bool rows."""
-        groups = self.component.scope.groups(None, masks)
+        groups = scope_windows(self.component.scope, None, masks)
         return torch.cat([to_scopes(candidates_of(g.members, len(g.shape)), g, False) for g in groups], dim=1)
 
     def write(self, rows: Tensor, masks: Mapping[BlockSpec, Tensor]) -> None:
         """Fill parameter-shaped masks in place from bool rows; elements outside a view stay as they are."""
         scope = self.component.scope
-        groups = scope.groups(None, masks)
+        groups = scope_windows(scope, None, masks)
         widths = [math.prod(g.shape) for g in groups]
-        for group, (spec, _), part in zip(groups, scope.scopes(), rows.split(widths, dim=1), strict=True):
+        for group, part in zip(groups, rows.split(widths, dim=1), strict=True):
             fill_mask(group.members, from_scopes(part, group))
-            for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
-                if not leaf.view.is_aligned(masks[leaf]):
-                    assert member.mask is not None
-                    leaf.view.write_back(member.mask, masks[leaf])
+        write_back(groups, scope, masks)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..distributed import has_ranks
+from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..patterns import Pattern
 from ..sparsifiers.config import Place, TensorGroup
@@ -198,7 +198,7 @@ class DynamicSparsifier(PlannedSparsifier):
         self._need_prepared("step")
         if self.settings.updates and not self._tap.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
-        if not self._known or (has_ranks() and self._known != [id(original(g)) for g in self.groups]):
+        if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._meet(self._tap.optimizers)
         before, was_masked = (self.iteration, self._pending), self._tap.masked
         self.iteration += 1

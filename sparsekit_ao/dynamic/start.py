@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ..distributed import beside
+from ..distributed import placed_like
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
@@ -80,7 +80,7 @@ def _keeping_all(weight: Tensor) -> Tensor:
 
 
 def _placed(mask: Tensor, weight: Tensor) -> Tensor:
-    return mask if weight.is_meta else beside(mask, weight)
+    return mask if weight.is_meta else placed_like(mask, weight)
 
 
 def _take_budget(component: Component, groups: Sequence[TensorGroup], rows: Tensor) -> None:

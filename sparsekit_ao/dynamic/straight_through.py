@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..distributed import has_ranks
+from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
@@ -94,7 +94,7 @@ class StraightThrough(PlannedSparsifier):
         self._need_prepared("step")
         if self.decay and not self._tap.optimizers:
             raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
-        if self.decay and has_ranks():
+        if self.decay and has_process_group():
             refuse_replaced(self._tap.optimizers, self.groups)
         super().step(use_path)
 

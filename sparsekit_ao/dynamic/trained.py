@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import beside, is_beside, is_sharded, refuse_gathered, reshard
+from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, reshard
 from ..errors import SparsityError
 from ..masking import find_mask, live_mask
 from ..sparsifiers.config import TensorGroup
@@ -54,8 +54,8 @@ def placed_gradient(parameter: Tensor) -> Tensor | None:
 
     Tensor parallel layers may leave it as parts that are yet to be summed.
     """
-    if parameter.grad is not None and not is_beside(parameter.grad, parameter):
-        parameter.grad = beside(parameter.grad, parameter)
+    if parameter.grad is not None and not is_placed_like(parameter.grad, parameter):
+        parameter.grad = placed_like(parameter.grad, parameter)
     return parameter.grad
 
 

@@ -186,7 +186,7 @@ class MaskSparsifier(BaseSparsifier):
         squashed = self.model if model is None else model
         assert squashed is not None
         distributed.refuse_wrapped_outside(squashed, [(g["tensor_fqn"], g["module_fqn"]) for g in self.groups])
-        records = distributed.managed(squashed)
+        records = distributed.fsdp_records(squashed)
         modules = [self._module_in(model, g) for g in self.groups]
         names = [g["tensor_name"] for g in self.groups]
         self._sync_state()
@@ -194,7 +194,7 @@ class MaskSparsifier(BaseSparsifier):
         for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
             masking.bake(module, name, values)
             if id(module._parameters.get(name)) in records:
-                distributed.rehome(records[id(module._parameters[name])], module, name)
+                distributed.move_record(records[id(module._parameters[name])], module, name)
             if params:
                 module.sparse_params = params  # type: ignore[assignment]
         if model is None or model is self.model:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
-from ..distributed import beside, is_sharded, local, whole
+from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
 from ..selection.strides import row_major
@@ -229,7 +229,7 @@ def _component(
 
 def placed_saliency(score: Score, weight: Tensor, name: str) -> Tensor:
     """The saliency of a weight, sharded as the weight is; a score sees the whole weight."""
-    return beside(saliency_of(score, whole(weight), name), weight)
+    return placed_like(saliency_of(score, full_tensor(weight), name), weight)
 
 
 def _is_magnitude(values: Tensor) -> bool:

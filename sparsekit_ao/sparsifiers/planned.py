@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..algebra import sparsity_to_nnz
+from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
 from ..patterns import Pattern
-from ..selection import scope_masks
 from . import report
 from .base import MaskSparsifier
 from .config import Place, TensorGroup, copied
@@ -198,26 +197,20 @@ class PlannedSparsifier(MaskSparsifier):
 
         On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
         """
-        updates, jobs = [], []
+        updates = []
         for component in components:
-            scope, among_kept = component.scope, component.stage > 0
             values = component.values(lambda i: self._dense(groups[i]), groups)
-            norm = component.norm_of(values.values())
-            masks = {leaf: mask_of(groups[i]) for leaf, i in component.leaves}
-            keep = keep_of(component)
-            if any(map(distributed.is_sharded, values.values())):
-                jobs.append(
-                    distributed.Job(
-                        scope=scope, masks=masks, values=values, keep=keep, norm=norm, among_kept=among_kept
-                    )
+            updates.append(
+                MaskUpdate(
+                    scope=component.scope,
+                    masks={leaf: mask_of(groups[i]) for leaf, i in component.leaves},
+                    keep=keep_of(component),
+                    values=values,
+                    norm=component.norm_of(values.values()),
+                    among_kept=component.stage > 0,
                 )
-            else:
-                update = scope.update_of(masks, keep, values, norm=norm, among_kept=among_kept)
-                updates.append((scope, update, masks))
-        scope_masks([update for _, update, _ in updates])
-        for scope, update, masks in updates:
-            scope.write_back(update, masks)
-        distributed.update_masks(jobs)
+            )
+        distributed.update_masks(updates)
 
     def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
         """The plan of these groups; kept while structure, shapes and strides stay the same."""

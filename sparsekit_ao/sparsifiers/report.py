@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..algebra import BlockSpec
-from ..distributed import held_bytes, whole
+from ..algebra import BlockSpec, block_windows, scope_windows
+from ..distributed import full_tensor, local_bytes
 from ..errors import SparsityError
 from ..selection import fill_mask
 from ..selection.reference import candidates_of
@@ -125,7 +125,7 @@ def element_report(
     """One row a group that counts single elements: for masks that are not made of scopes."""
     rows = []
     for group, mask in zip(groups, masks, strict=True):
-        kept = int(torch.count_nonzero(whole(mask)))
+        kept = int(torch.count_nonzero(full_tensor(mask)))
         rows.append(
             Row(
                 tensor=group["tensor_fqn"],
@@ -136,7 +136,7 @@ def element_report(
                 sparsity=1 - kept / max(mask.numel(), 1),
                 kept=kept,
                 blocks=mask.numel(),
-                mask_bytes=held_bytes(mask),
+                mask_bytes=local_bytes(mask),
             )
         )
     return _report(rows, [m.numel() for m in masks], resolved, model)
@@ -153,11 +153,11 @@ def make_report(
     """One row a group, in order."""
     rows = []
     for at, group in enumerate(groups):
-        mask = whole(masks[at][0])
+        mask = full_tensor(masks[at][0])
         own = [c for c in plan.components if any(i == at for _, i in c.leaves)]
         last = own[-1]
         leaf = next(spec for spec, i in last.leaves if i == at)
-        alive = candidates_of(leaf.operands(None, {leaf: mask}), leaf.grid_ndim)
+        alive = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
         rows.append(
             Row(
                 tensor=group["tensor_fqn"],
@@ -168,7 +168,7 @@ def make_report(
                 sparsity=1 - int(torch.count_nonzero(mask)) / max(mask.numel(), 1),
                 kept=int(torch.count_nonzero(alive)),
                 blocks=leaf.numblk(),
-                mask_bytes=held_bytes(masks[at][0]),
+                mask_bytes=local_bytes(masks[at][0]),
             )
         )
     return _report(rows, [m.numel() for m, _ in masks], resolved, model)
@@ -197,7 +197,7 @@ def check_masks(
     checked = 0
     for component in plan.components:
         exact = all(masks[at][1] for _, at in component.leaves)
-        own = {leaf: whole(masks[at][0]) for leaf, at in component.leaves}
+        own = {leaf: full_tensor(masks[at][0]) for leaf, at in component.leaves}
         budget = component.budget(groups, level_given)
         earlier, later = _neighbours(plan, component)
         if later:  # what a later stage thinned out may be broken or empty
@@ -229,7 +229,7 @@ def _certain(
     Known where one earlier stage on the same view leaves a fixed number of elements to every scope of single elements
     (V:N:M); 0 elsewhere, since an earlier stage may leave a scope with less than its budget.
     """
-    specs = [c.scope.scopes()[0][0] for c in (*earlier, last)]
+    specs = [c.scope.members()[0] for c in (*earlier, last)]
     leaves = [s.block.blocks()[0] for s in specs]
     budgets = [c.budget(groups, level_given) for c in (*earlier, last)]
     plain = len(specs) == 2 and all(len(c.leaves) == 1 and not c.scope.is_partial for c in (*earlier, last))
@@ -249,7 +249,7 @@ def _certain(
 
 
 def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
-    for group, (spec, _) in zip(component.scope.groups(None, own), component.scope.scopes(), strict=True):
+    for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
         alive = candidates_of(group.members, len(group.shape))
         for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
             assert member.mask is not None
@@ -264,7 +264,7 @@ def _miscounted(
 ) -> Iterator[str]:
     """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
     kept = torch.zeros((), dtype=torch.int64)
-    for group in component.scope.groups(None, own):
+    for group in scope_windows(component.scope, None, own):
         kept = kept + to_scopes(candidates_of(group.members, len(group.shape)), group, False).sum(1).cpu()
     want = torch.as_tensor(budget).expand(component.scope.grid_shape)
     want = torch.minimum(want, component.scope.members_per_scope()).reshape(-1)
@@ -279,7 +279,7 @@ def _miscounted(
 
 def _pattern(component: Component, at: int) -> str:
     leaf = next(spec for spec, i in component.leaves if i == at)
-    scope = next(s for s, _ in component.scope.scopes() if leaf in s.block.blocks())
+    scope = next(m for m in component.scope.members() if leaf in m.block.blocks())
     view = "" if leaf.view.shape == tuple(leaf.view.param.shape) else f"view {_by(leaf.view.shape)} "
     return f"{view}block {_by(leaf.shape)} scope {_by(scope.shape)}"
 

@@ -88,7 +88,7 @@ class WeightNormSparsifier(MaskSparsifier):
         if found is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
         with torch.no_grad():
-            weight, mask = (distributed.whole(t) for t in (masking.dense_weight(module, tensor_name), found.mask))
+            weight, mask = (distributed.full_tensor(t) for t in (masking.dense_weight(module, tensor_name), found.mask))
             saliency = _Saliency(_matrix(weight), _matrix(mask), self.norm_fn)
             keep = _keep(saliency, sparsity_level, _checked_shape(sparse_block_shape, ""), zeros_per_block)
             distributed.fill(found.mask, keep.reshape(found.mask.shape))
