@@ -89,7 +89,7 @@ class GradientTap:
             self.stepped = list(stepped) if any(stepped) else [False] * len(self.optimizers)
         self.gradients, self._restored, self._used = dict(gradients), list(stepped), set()
 
-    def lie_beside(self) -> None:
+    def shard_like(self) -> None:
         """Cut gradients like their weights, which may have been sharded since `restore`."""
         weights = {g["tensor_fqn"]: original(g) for g in self.groups}
         self.gradients = {name: placed_like(g, weights[name]) for name, g in self.gradients.items()}

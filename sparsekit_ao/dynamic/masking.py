@@ -67,7 +67,7 @@ class DynamicMask(WeightMask):
             return _fused(x, mask != 0, self.opened if reach is None else reach)
         return select(x, mask) if reach is None and not self.is_open else _TwoSided.apply(x, mask, reach)
 
-    def lie_beside(self, weight: Tensor) -> None:
+    def shard_like(self, weight: Tensor) -> None:
         """Cut both masks over the ranks as the weight is; one byte a weight, as they are gathered in every forward."""
         self.mask = placed_like(self.mask != 0, weight)
         if self.backward_mask is not None:

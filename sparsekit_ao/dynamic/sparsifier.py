@@ -275,7 +275,7 @@ class DynamicSparsifier(PlannedSparsifier):
         for group in self.groups:
             self._live_mask(group)
         meet(self._planned(self.groups).components, self.groups, optimizers, self.settings, self._starts)
-        self._tap.lie_beside()
+        self._tap.shard_like()
         self._starts, self._known = {}, [id(original(g)) for g in self.groups]
 
     def _set_gates(self) -> None:

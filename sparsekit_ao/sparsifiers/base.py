@@ -192,7 +192,7 @@ class MaskSparsifier(BaseSparsifier):
         self._sync_state()
         rebuilt = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
         for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
-            masking.bake(module, name, values)
+            masking.squash(module, name, values)
             if id(module._parameters.get(name)) in records:
                 distributed.move_record(records[id(module._parameters[name])], module, name)
             if params:

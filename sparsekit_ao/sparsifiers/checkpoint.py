@@ -58,7 +58,7 @@ def _shape(group: TensorGroup) -> tuple[int, ...]:
 def merged_group(
     live: TensorGroup, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
 ) -> TensorGroup:
-    """The live group with a saved one's values; callables, which are not saved, stay."""
+    """The present group with a saved one's values; functions, which are not saved, stay."""
     if saved is None:
         return dict(live)
     kept = {k: v for k, v in live.items() if k not in optional_keys or k in saved or callable(v)}

@@ -122,7 +122,7 @@ def resolve_groups(
 
 
 def copied(value: Any) -> Any:
-    """A copy of the dicts, lists and tuples; what they hold (a function with a state of its own, say) is the same."""
+    """A copy of the dicts, lists and tuples; the objects that they hold (such as a score) are the same."""
     if value is None or isinstance(value, (str, int, float)):  # most are; asking for a Mapping first takes longer
         return value
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ Classes = tuple[type[nn.Module], ...]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by the name that users know, parametrized ones included."""
+    """Every parameter by its name without parametrizations (`fc.weight`), parametrized ones included."""
     for prefix, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{prefix}.":
             continue

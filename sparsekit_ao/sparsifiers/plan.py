@@ -81,7 +81,7 @@ class Component:
 
         Args:
             groups: all groups; those of the members must agree.
-            level_given: {tensor_fqn: the level that stands for a group's `nnz`}; a `sparsity_level` that differs was
+            level_given: {tensor_fqn: the level that a group's `nnz` amounts to}; a `sparsity_level` that differs was
                 written by a scheduler and overrules the `nnz`.
         """
         asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
@@ -107,10 +107,10 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All components, earlier stages first; `families[i]` are those that group i takes part in or depends on."""
+    """All components, earlier stages first; `connected[i]` are those of group i and of all groups coupled to it."""
 
     components: tuple[Component, ...]
-    families: tuple[tuple[Component, ...], ...]
+    connected: tuple[tuple[Component, ...], ...]
 
 
 def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]) -> Plan:
@@ -130,7 +130,7 @@ def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]]
         specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
         for label, members in _budget_units(rules, _block_units(rules, specs)):
             out.append(_component(label, members, rules, specs, stage))
-    return Plan(components=tuple(out), families=_families(out, len(groups)))
+    return Plan(components=tuple(out), connected=_connected(out, len(groups)))
 
 
 def batches(components: Sequence[Component], most: int | None) -> Iterator[list[Component]]:
@@ -153,17 +153,17 @@ def batches(components: Sequence[Component], most: int | None) -> Iterator[list[
         yield batch
 
 
-def _families(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:
-    """Which components hang together: coupled tensors are updated as one, through all stages."""
-    family = list(range(count))
+def _connected(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:
+    """The components of coupled tensors, which are updated as one, through all stages; an entry a group."""
+    connection = list(range(count))
     for component in components:
-        joined = {family[at] for _, at in component.leaves}
+        joined = {connection[at] for _, at in component.leaves}
         if len(joined) > 1:
-            family = [min(joined) if f in joined else f for f in family]
+            connection = [min(joined) if f in joined else f for f in connection]
     found: dict[int, list[Component]] = {}
     for component in components:
-        found.setdefault(family[component.leaves[0][1]], []).append(component)
-    return tuple(tuple(found[f]) for f in family)
+        found.setdefault(connection[component.leaves[0][1]], []).append(component)
+    return tuple(tuple(found[f]) for f in connection)
 
 
 Unit = tuple[list[int], SparseBlock]

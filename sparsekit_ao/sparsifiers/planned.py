@@ -86,7 +86,7 @@ class PlannedSparsifier(MaskSparsifier):
         if unknown:
             raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
         groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
-        components = self._planned(groups).families[at]
+        components = self._planned(groups).connected[at]
         with torch.no_grad():
             self._update_components(components, groups)
             self._after_update([self.groups[i] for i in sorted({i for c in components for _, i in c.leaves})])
@@ -102,11 +102,11 @@ class PlannedSparsifier(MaskSparsifier):
         """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
 
         Of several stages the last one is held to this; where an earlier one may have left a scope with less than its
-        budget (not so in V:N:M), and for the earlier ones, at most the budget is asked for.
+        budget (not so in V:N:M), and for the earlier ones, at most the budget is required.
 
         Args:
-            model: the prepared model (default), or a deep copy of it. In a squashed one zeros stand for the mask, and
-                a scope may hold less than its budget, since a kept weight may be zero.
+            model: the prepared model (default), or a deep copy of it. In a squashed one zeros are taken for the mask,
+                and a scope may hold less than its budget, since a kept weight may be zero.
 
         Returns:
             The number of scopes that were checked.
@@ -136,7 +136,7 @@ class PlannedSparsifier(MaskSparsifier):
         return group
 
     def _resolve(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
-        """The keys that a pattern stands for in its place; an error where this class does not take one of them."""
+        """The keys of `given` with its pattern resolved; an error where this class does not take one of them."""
         found = resolved(given, place)
         for key in found:
             if key not in self.keys:

@@ -30,7 +30,7 @@ class Row:
         rule: the config entry that it follows.
         shape: its shape.
         pattern: block and scope shapes in numbers, stage by stage.
-        asked: the sparsity level asked for, as the budget gives it.
+        asked: the sparsity level that the budget amounts to.
         sparsity: the fraction of its elements that the mask drops.
         kept, blocks: blocks kept and blocks in all, of the last stage; elements where masks are not made of scopes.
         mask_bytes: memory of its mask; of a sharded one on this rank.
@@ -157,7 +157,7 @@ def make_report(
         own = [c for c in plan.components if any(i == at for _, i in c.leaves)]
         last = own[-1]
         leaf = next(spec for spec, i in last.leaves if i == at)
-        alive = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
+        kept = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
         rows.append(
             Row(
                 tensor=group["tensor_fqn"],
@@ -166,7 +166,7 @@ def make_report(
                 pattern=" then ".join(_pattern(c, at) for c in own),
                 asked=last.level(groups, level_given),
                 sparsity=1 - int(torch.count_nonzero(mask)) / max(mask.numel(), 1),
-                kept=int(torch.count_nonzero(alive)),
+                kept=int(torch.count_nonzero(kept)),
                 blocks=leaf.numblk(),
                 mask_bytes=local_bytes(masks[at][0]),
             )
@@ -250,11 +250,11 @@ def _certain(
 
 def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
     for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
-        alive = candidates_of(group.members, len(group.shape))
+        kept = candidates_of(group.members, len(group.shape))
         for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
             assert member.mask is not None
             whole = member.mask.clone()
-            fill_mask((replace(member, mask=whole),), alive)
+            fill_mask((replace(member, mask=whole),), kept)
             if not torch.equal(whole, member.mask):
                 yield f"{leaf.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
 

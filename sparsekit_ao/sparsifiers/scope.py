@@ -26,7 +26,7 @@ class ScopeSparsifier(PlannedSparsifier):
         scope_shape: blocks of a scope; () is the whole tensor, -1 the whole dimension.
         view: (shape, stride) or (shape, stride, offset) on the row-major layout, or a function that returns a torch
             view; None is the tensor as it is.
-        axes, unit, scope, sizes: an axis pattern, which says view, block and scope in einops notation instead; see
+        axes, unit, scope, sizes: an axis pattern: view, block and scope in einops notation instead; see
             `spec.AxisPattern`.
         pattern: one of `patterns`, which fits itself to each weight; instead of shapes or axes.
         norm: how the elements of a block make its score: 1, 2 (default) or inf.

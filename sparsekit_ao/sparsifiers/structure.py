@@ -36,7 +36,7 @@ ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """How one tensor takes part in one stage: the structural half of a config dict, checked."""
+    """The structure of one tensor in one stage: the structural half of a config dict, checked."""
 
     block_shape: Shape = ()
     scope_shape: Shape = ()
@@ -57,7 +57,7 @@ BUDGETS = ("sparsity_level", "nnz")
 
 
 def resolved(given: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """A dict of config keys with its `pattern`, if it has one, replaced by the keys that it stands for on a tensor.
+    """A dict of config keys with its `pattern`, if it has one, resolved to config keys for one tensor.
 
     Raises:
         SparsityError: not a pattern, it does not fit, or blocks and scopes are specified beside it.
