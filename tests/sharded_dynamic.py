@@ -307,7 +307,7 @@ def on_meta(init):
     model, many = mlp("meta"), RIGL(**level)
     many.prepare(model, None)
     shard(model)
-    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialise"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialize"):
         many.attach(ADAM(model.parameters()))
     model.to_empty(device="cpu")
     fresh = dict(mlp().named_parameters())
@@ -331,7 +331,7 @@ def too_early_on_meta():
     with pytest.raises(SparsityError, match=r"\(21, 12\) was prepared on the meta device.*call sparsifier.attach"):
         model(batch(0)[0])
     model = mlp("meta")
-    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device and has no zeros to go on with"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. It has no zeros to resume"):
         DynamicSparsifier(init="resume").prepare(model, None)
     assert not hasattr(model[0], "parametrizations")
 
@@ -341,7 +341,7 @@ def wrong_orders():
     none = r"0.weight: one optimizer must train it, but 0 of the 1 given do.*"
     model = mlp()
     optimizer = ADAM(model.parameters())
-    sparsifier = RIGL(optimizer)
+    sparsifier = RIGL(optimizer=optimizer)
     sparsifier.prepare(model, None)
     shard(model)
     model(batch(0)[0]).sum().backward()

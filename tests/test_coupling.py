@@ -281,7 +281,7 @@ def test_coupled_members_must_agree_on_their_scores_and_masks_that_move_have_non
     with pytest.raises(CouplingError, match="members need the same member_scores, but weight gives 'mean' and bias"):
         ScopeSparsifier().prepare(nn.Linear(2, 3), [entries[0], {**entries[1], "member_scores": "sum"}])
     model = nn.Linear(2, 3)
-    moving = DynamicSparsifier(torch.optim.SGD(model.parameters()), 0.5, init="uniform")
+    moving = DynamicSparsifier(sparsity_level=0.5, optimizer=torch.optim.SGD(model.parameters()), init="uniform")
     with pytest.raises(SparsityError, match="weight: member_scores='mean' is not for masks that move"):
         moving.prepare(model, entries)
 
