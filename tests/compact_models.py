@@ -1,4 +1,4 @@
-"""Small models of every structure that compaction must handle exactly, each with its groups."""
+"""Small models of every structure that compaction must handle exactly, each with its couplings."""
 
 import torch
 from torch import nn
@@ -31,19 +31,19 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped queries: `queries` heads for each of `groups` key and value heads."""
+    """Grouped queries: `queries` heads for each of `kv_heads` key and value heads."""
 
-    def __init__(self, width=10, groups=4, queries=3, size=4):
+    def __init__(self, width=10, kv_heads=4, queries=3, size=4):
         super().__init__()
-        self.num_groups, self.num_queries, self.size, self.value_size = groups, queries, size, size
-        self.q, self.k = nn.Linear(width, groups * queries * size), nn.Linear(width, groups * size)
-        self.v, self.o = nn.Linear(width, groups * size), nn.Linear(groups * queries * size, width)
+        self.num_kv_heads, self.num_queries, self.size, self.value_size = kv_heads, queries, size, size
+        self.q, self.k = nn.Linear(width, kv_heads * queries * size), nn.Linear(width, kv_heads * size)
+        self.v, self.o = nn.Linear(width, kv_heads * size), nn.Linear(kv_heads * queries * size, width)
 
     def forward(self, x):
         batch, tokens, _ = x.shape
-        q = self.q(x).view(batch, tokens, self.num_groups * self.num_queries, self.size).transpose(1, 2)
-        k = self.k(x).view(batch, tokens, self.num_groups, self.size).transpose(1, 2)
-        v = self.v(x).view(batch, tokens, self.num_groups, self.value_size).transpose(1, 2)
+        q = self.q(x).view(batch, tokens, self.num_kv_heads * self.num_queries, self.size).transpose(1, 2)
+        k = self.k(x).view(batch, tokens, self.num_kv_heads, self.size).transpose(1, 2)
+        v = self.v(x).view(batch, tokens, self.num_kv_heads, self.value_size).transpose(1, 2)
         k, v = (t.repeat_interleave(self.num_queries, dim=1) for t in (k, v))
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -249,10 +249,10 @@ INVERTED = {
     **bn("norm1"),
     **bn("norm2"),
 }
-KV_GROUPS = Coupling(
+KV_HEADS = Coupling(
     {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
     sizes={"g": 3, "d": 4},
-    attrs={"num_groups": "u"},
+    attrs={"num_kv_heads": "u"},
 )
 QUERIES = Coupling(
     {**weights_and_biases({"q": "(kv u d) i"}), "o.weight": "o (kv u d)"},
@@ -261,15 +261,15 @@ QUERIES = Coupling(
     attrs={"num_queries": "u"},
 )
 
-# name: (make the model, its groups, make its inputs)
+# name: (make the model, its couplings, make its inputs)
 CASES = {
     "gated MLP of every layer": (lambda: Residual(GatedMLP(), GatedMLP()), Coupling(MLP), vectors(6)),
-    "kv groups with their query heads": (Attention, KV_GROUPS, vectors(10)),
-    "query heads inside every kv group": (Attention, QUERIES, vectors(10)),
-    "kv groups, and query heads inside": (
+    "kv heads with their query heads": (Attention, KV_HEADS, vectors(10)),
+    "query heads inside every kv head": (Attention, QUERIES, vectors(10)),
+    "kv heads, and query heads inside": (
         Attention,
         [
-            KV_GROUPS,
+            KV_HEADS,
             QUERIES,
         ],
         vectors(10),

@@ -1,4 +1,4 @@
-"""Pruning what was discovered: half of the units of a group, then the smaller model against the masked one."""
+"""Pruning what was discovered: half of the units of a coupling, then the smaller model against the masked one."""
 
 import copy
 
@@ -19,20 +19,22 @@ def fill(model):
     return model
 
 
-def pruned(model, groups):
-    """A copy of which every second unit of the groups (which share no tensor) is zero."""
+def pruned(model, couplings):
+    """A copy of which every second unit of the couplings (which share no tensor) is zero."""
     model = copy.deepcopy(model)
     sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model, [entry for group in groups for entry in group.entries(model, sparsity_level=0.5)])
+    sparsifier.prepare(
+        model, [entry for coupling in couplings for entry in coupling.entries(model, sparsity_level=0.5)]
+    )
     sparsifier.step()
     sparsifier.squash_mask()
     return model
 
 
-def assert_exact(model, group, inputs, attrs=None):
+def assert_exact(model, coupling, inputs, attrs=None):
     """Half of the units are removed and no output changes."""
-    masked = pruned(model, [group])
-    small, report = compact(masked, group, inputs, attrs=attrs)
+    masked = pruned(model, [coupling])
+    small, report = compact(masked, coupling, inputs, attrs=attrs)
     assert report.after.parameters < report.before.parameters
     assert report.difference <= 1e-5
     assert not report.notes

@@ -47,9 +47,9 @@ COUNTS = {  # kinds of axes that discover finds, so that one which it no longer 
 }
 
 
-def halved(model, groups, inputs):
-    """(fraction of parameters left, largest difference) of the model without half of the groups' units."""
-    _, report = compact(pruned(model, groups), groups, inputs)
+def halved(model, couplings, inputs):
+    """(fraction of parameters left, largest difference) of the model without half of the couplings' units."""
+    _, report = compact(pruned(model, couplings), couplings, inputs)
     assert not report.notes
     return report.after.parameters / report.before.parameters, report.difference
 
@@ -57,30 +57,30 @@ def halved(model, groups, inputs):
 @pytest.mark.parametrize("name", hf_models.NAMES)
 def test_half_of_every_discovered_axis_goes_exactly(name):
     model, inputs = hf_models.make(name)
-    groups = discover(model, inputs).groups
-    assert len(groups) == COUNTS[name]
+    couplings = discover(model, inputs).couplings
+    assert len(couplings) == COUNTS[name]
     steps = TOGETHER.get(name, [])
     listed = {at for step in steps for at in step}
-    for step in [*steps, *({at: {}} for at in range(len(groups)) if at not in listed and (name, at) not in TIED)]:
-        left, difference = halved(model, [replace(groups[at], attrs=attrs) for at, attrs in step.items()], inputs)
+    for step in [*steps, *({at: {}} for at in range(len(couplings)) if at not in listed and (name, at) not in TIED)]:
+        left, difference = halved(model, [replace(couplings[at], attrs=attrs) for at, attrs in step.items()], inputs)
         assert left < 1 and difference <= 1e-5
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_without_the_integers_it_is_refused_and_never_wrong(name):
     model, inputs = hf_models.make(name)
-    groups = discover(model, inputs).groups
+    couplings = discover(model, inputs).couplings
     for at in {at for step in TOGETHER[name] for at in step}:
         with pytest.raises(SparsityError, match="^the compacted model (does not run|gives other outputs): ") as caught:
-            halved(model, [groups[at]], inputs)
-        assert groups[at].name.partition("*")[0] in str(caught.value)
+            halved(model, [couplings[at]], inputs)
+        assert couplings[at].name.partition("*")[0] in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "at"), TIED)
 def test_an_axis_of_a_tied_tensor_takes_no_mask(name, at):
     model, inputs = hf_models.make(name)
     with pytest.raises(SparsityError, match="is one parameter under several names .* Untie it"):
-        pruned(model, [discover(model, inputs).groups[at]])
+        pruned(model, [discover(model, inputs).couplings[at]])
 
 
 def test_experts_that_look_at_values_need_another_implementation_or_hands():
@@ -95,4 +95,4 @@ def test_experts_that_look_at_values_need_another_implementation_or_hands():
 def test_an_attention_mask_is_no_hindrance():
     model, inputs = hf_models.make("Llama")
     inputs |= {"attention_mask": inputs["input_ids"].new_ones(2, 7)}
-    assert len(discover(model, inputs).groups) == 6
+    assert len(discover(model, inputs).couplings) == 6

@@ -51,14 +51,14 @@ def as_integers(y):
 
 @pytest.mark.parametrize("last", [masked_out, as_integers, lambda y: y * 1j + 1])
 def test_no_number_hides_a_difference_of_another(last):
-    says = refusal(SparsityError, Sums(last), WRITERS, x())
-    assert "group 'writers' by itself gives other outputs" in says
+    message = refusal(SparsityError, Sums(last), WRITERS, x())
+    assert "coupling 'writers' by itself gives other outputs" in message
 
 
 def test_numbers_that_are_masked_out_are_no_difference():
     model = nn.Sequential(*dropping(pair(), 1), nn.Linear(2, 5))
     model[3].register_forward_hook(lambda *args: masked_out(args[-1]))
-    assert compact(model, PAIR, x())[1].groups[0].kept == 7
+    assert compact(model, PAIR, x())[1].couplings[0].kept == 7
 
 
 def test_float64_decides_only_where_rounding_explains_the_difference():
@@ -89,8 +89,8 @@ def test_outputs_of_zeros_check_nothing(inputs):
         model[0].bias.zero_()
         model[2].bias.zero_()
     assert refusal(SparsityError, model, PAIR, inputs) == (
-        "the masked model gives nothing but zeros on example_inputs, so any model could pass for it. Give inputs as in "
-        "use."
+        "the masked model returns only zeros on example_inputs, so the comparison would show nothing. Pass "
+        "typical inputs."
     )
 
 
@@ -99,10 +99,10 @@ def test_rows_that_are_read_by_index_stay(layer):
     model = nn.Sequential(layer(20, 8), nn.Linear(8, 3))
     with torch.no_grad():
         model[0].weight[[10, 12]] = 0
-    says = refusal(SparsityError, model, Coupling({"0.weight": "u i"}), torch.arange(8)[None])
-    assert says == (
-        f"0.weight: axes 'u i' would leave 18 of the 20 rows of an {layer.__name__}. Those are read by index, so the "
-        "later ones would change places; cut it along its second dimension, or leave it out."
+    message = refusal(SparsityError, model, Coupling({"0.weight": "u i"}), torch.arange(8)[None])
+    assert message == (
+        f"0.weight: axes 'u i' would keep 18 of the 20 rows of an {layer.__name__}. Rows are read by index, so the "
+        "indices of later ones would change; use units of its second dimension, or leave it out."
     )
 
 
@@ -116,14 +116,14 @@ class Holding(Pair):
         return self.net(x), Held(x), None
 
 
-def test_outputs_in_other_objects_are_told():
+def test_outputs_in_other_objects_are_reported():
     model = Holding()
     report = compact(model, WHOLE, x())[1]
     assert report.not_compared == ("output[1], a Held",)
-    assert "\nnot looked into, hence not compared: output[1], a Held" in str(report)
+    assert "\nnot inspected, hence not compared: output[1], a Held" in str(report)
     found = discover(model, x())
     assert found.opaque == ("output[1], a Held",)
-    assert str(found).endswith("# Not looked into, tensors in there are not frozen:\n#   output[1], a Held")
+    assert str(found).endswith("# Not inspected, tensors in there are not frozen:\n#   output[1], a Held")
 
 
 class Counting(Pair):
@@ -152,17 +152,17 @@ class Caching(Pair):
         return self.net(torch.cat(cache.held))
 
 
-def test_a_cache_among_the_inputs_is_filled_by_no_run():
+def test_a_cache_among_the_inputs_is_not_filled_by_any_run():
     cache = Cache()
     compact(Caching(), WHOLE, (x(), cache))
     assert not cache.held
 
 
-def test_inputs_that_were_computed_will_do():
-    assert compact(dropping(pair(), 1), PAIR, nn.Linear(4, 4)(x()))[1].groups[0].kept == 7
+def test_inputs_that_were_computed_are_accepted():
+    assert compact(dropping(pair(), 1), PAIR, nn.Linear(4, 4)(x()))[1].couplings[0].kept == 7
 
 
-def test_random_numbers_of_cards_that_take_no_part_stay(monkeypatch):
+def test_random_states_of_unused_devices_are_unchanged(monkeypatch):
     model, seeded = dropping(pair(), 1), []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     compact(model, PAIR, x())
@@ -179,11 +179,11 @@ def test_a_mask_that_is_true_in_the_example_may_be_false():
             return self.c(x) + torch.where(mask[:, None], self.a(x), 1.0).sum(-1, keepdim=True)
 
     mask = torch.ones(3, dtype=torch.bool)
-    assert not discover(Where(), (x(), mask)).groups
+    assert not discover(Where(), (x(), mask)).couplings
     assert "sum in the model: what it sums over is not zero where a unit is" in str(discover(Where(), (x(), mask)))
 
 
-def test_masks_that_keep_zeros_zero_do():
+def test_masks_that_keep_zeros_zero_are_accepted():
     class Filled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -193,7 +193,7 @@ def test_masks_that_keep_zeros_zero_do():
             y = self.a(x).masked_fill(mask[:, None], 0.0)
             return self.b(torch.where(mask[:, None], 0.0, F.relu(y)) * mask[:, None])
 
-    assert len(discover(Filled(), (x(), torch.ones(3, dtype=torch.bool))).groups) == 1
+    assert len(discover(Filled(), (x(), torch.ones(3, dtype=torch.bool))).couplings) == 1
 
 
 class Centred(nn.Module):
@@ -222,53 +222,53 @@ class Normed(nn.Module):
 
 def test_a_mean_that_is_subtracted_is_no_root_mean_square():
     found = discover(Normed(Centred), x())
-    assert not found.groups and "8 in a.weight[0] and 3 more: mean in norm" in str(found)
+    assert not found.couplings and "8 in a.weight[0] and 3 more: mean in norm" in str(found)
 
 
 def test_a_gated_norm_is_folded():
-    group = discover(Normed(GatedNorm), x()).groups[0]
-    model = pruned(Normed(GatedNorm), [group])
-    small, report = compact(model, group, x())
+    coupling = discover(Normed(GatedNorm), x()).couplings[0]
+    model = pruned(Normed(GatedNorm), [coupling])
+    small, report = compact(model, coupling, x())
     assert report.difference <= 1e-5 and not report.notes and small.norm.eps == 2e-5
 
 
-def test_a_norm_that_cannot_be_tried_is_said_to_be_so():
+def test_a_norm_that_cannot_be_tested_is_reported():
     class Picky(GatedNorm):
         def forward(self, x, gate):
             if gate.shape[0] != 3:
                 raise ValueError("a batch of 3")
             return super().forward(x, gate)
 
-    group = discover(Normed(GatedNorm), x()).groups[0]
-    says = refusal(SparsityError, pruned(Normed(Picky), [group]), group, x())
-    assert "not exact: norm.weight: a Picky could not be tried, so it was not folded (a batch of 3)" in says
+    coupling = discover(Normed(GatedNorm), x()).couplings[0]
+    message = refusal(SparsityError, pruned(Normed(Picky), [coupling]), coupling, x())
+    assert "not exact: norm.weight: a Picky could not be tested, so it was not folded (a batch of 3)" in message
 
 
-def test_a_group_norm_whose_groups_get_narrower_is_said_not_to_be_exact():
+def test_a_group_norm_whose_groups_get_narrower_is_reported_as_not_exact():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16), nn.Conv2d(16, 4, 1))
     names = {"0.weight": "(g u) i h w", "0.bias": "(g u)", "1.weight": "(g u)", "1.bias": "(g u)"}
-    group = Coupling({**names, "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 4})
-    says = refusal(SparsityError, pruned(model, [group]), group, torch.randn(2, 3, 5, 5))
-    assert "not exact: 1: a GroupNorm whose groups lose channels takes its statistics of fewer values" in says
+    coupling = Coupling({**names, "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 4})
+    message = refusal(SparsityError, pruned(model, [coupling]), coupling, torch.randn(2, 3, 5, 5))
+    assert "not exact: 1: a GroupNorm whose groups lose channels has statistics of fewer values" in message
 
 
-def test_a_norm_without_weights_is_named_as_likely():
+def test_a_norm_without_weights_is_reported():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(8, 16, affine=False), nn.Conv2d(16, 4, 1))
     inputs = torch.randn(2, 3, 5, 5)
-    group = discover(model, inputs).groups[0]
-    model = pruned(model, [group])
-    says = refusal(SparsityError, model, group, inputs)
-    assert "1.num_groups = 8, as '0.weight' had" in says and "1.num_channels = 16, as '0.weight' had" in says
+    coupling = discover(model, inputs).couplings[0]
+    model = pruned(model, [coupling])
+    message = refusal(SparsityError, model, coupling, inputs)
+    assert "1.num_groups = 8, as '0.weight' had" in message and "1.num_channels = 16, as '0.weight' had" in message
     attrs = {"1.num_groups": "u", "1.num_channels": "u d"}
-    assert compact(model, group, inputs, attrs=attrs)[1].difference <= 1e-5
+    assert compact(model, coupling, inputs, attrs=attrs)[1].difference <= 1e-5
 
 
-def test_small_numbers_of_a_config_are_not_likely_sizes():
+def test_small_numbers_of_a_config_are_not_reported_as_sizes():
     model = dropping(pair(2), 1)
     model.config = SimpleNamespace(num_layers=2, eos_token_id=2)
-    assert compact(model, PAIR, x())[1].likely == ()
+    assert compact(model, PAIR, x())[1].unlisted == ()
     model = dropping(pair(6), 1)
     model.config = SimpleNamespace(hidden=6)
-    assert compact(model, PAIR, x())[1].likely == ("config.hidden = 6, as 'hidden' had",)
+    assert compact(model, PAIR, x())[1].unlisted == ("config.hidden = 6, as 'hidden' had",)

@@ -1,4 +1,4 @@
-"""Every structure, pruned by its groups, compacted, and rebuilt from a manifest: the same outputs."""
+"""Every structure, pruned by its couplings, compacted, and rebuilt from a manifest: the same outputs."""
 
 import copy
 
@@ -20,11 +20,11 @@ def shaken(model):
     return model
 
 
-def pruned(model, groups, level=0.5):
-    """Coupling after group, since a tensor may be in several."""
-    for group in groups:
+def pruned(model, couplings, level=0.5):
+    """One coupling after another, since a tensor may be in several."""
+    for coupling in couplings:
         sparsifier = ScopeSparsifier(sparsity_level=level)
-        sparsifier.prepare(model, group.entries(model))
+        sparsifier.prepare(model, coupling.entries(model))
         sparsifier.step()
         sparsifier.check()
         sparsifier.squash_mask()
@@ -36,18 +36,18 @@ def close(a, b):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_compacted_gives_what_masked_gives_and_is_rebuilt_bit_for_bit(name, tmp_path):
-    make, groups, inputs = CASES[name]
-    groups = [groups] if isinstance(groups, Coupling) else groups
+def test_compacted_outputs_equal_masked_ones_and_it_is_rebuilt_bit_for_bit(name, tmp_path):
+    make, couplings, inputs = CASES[name]
+    couplings = [couplings] if isinstance(couplings, Coupling) else couplings
     torch.manual_seed(0)
-    model, x = pruned(shaken(make()), groups), inputs()
+    model, x = pruned(shaken(make()), couplings), inputs()
     model.eval()
     before = copy.deepcopy(model.state_dict())
-    small, report = compact(model, groups, x)
+    small, report = compact(model, couplings, x)
     with torch.no_grad():
         assert close(model(x), small(x))
     assert report.difference <= 1e-5 and not report.notes
-    assert all(row.kept == row.of - row.of // 2 for row in report.groups)
+    assert all(row.kept == row.of - row.of // 2 for row in report.couplings)
     assert report.after.parameters < report.before.parameters and report.after.bytes < report.before.bytes
     assert report.after.parameters == sum(p.numel() for p in small.parameters())
     assert model.state_dict().keys() == before.keys()
@@ -68,11 +68,11 @@ def numbers(module):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_of_torch_say_their_own_new_sizes(name):
-    make, groups, inputs = CASES[name]
-    groups = [groups] if isinstance(groups, Coupling) else groups
+def test_layers_of_torch_hold_their_new_sizes(name):
+    make, couplings, inputs = CASES[name]
+    couplings = [couplings] if isinstance(couplings, Coupling) else couplings
     torch.manual_seed(0)
-    small, _ = compact(pruned(make(), groups), groups, inputs())
+    small, _ = compact(pruned(make(), couplings), couplings, inputs())
     for path, module in small.named_modules():
         if isinstance(module, nn.Linear):
             assert (module.out_features, module.in_features) == module.weight.shape, path

@@ -1,4 +1,4 @@
-"""Tiny random transformers models: pruned by groups, compacted, saved and read back by transformers itself."""
+"""Tiny random transformers models: pruned by couplings, compacted, saved and read back by transformers itself."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ ATTENTION = Coupling(
         "model.layers.*.self_attn.o_proj.weight": "o (u g d)",
     },
     sizes={"g": 2, "d": 4},
-    name="kv groups",
+    name="kv heads",
     attrs={"config.num_key_value_heads": "u", "config.num_attention_heads": "u g"},
 )
 QUERIES = Coupling(
@@ -136,28 +136,28 @@ def tokens():
     return {"input_ids": torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1))}
 
 
-@pytest.mark.parametrize("groups", [[ATTENTION, MLP], [QUERIES, MLP], [ATTENTION, QUERIES], [MLP]])
-def test_llama_is_saved_and_read_back_by_transformers_with_equal_outputs(groups, tmp_path):
-    model, x = pruned(shaken(llama()), groups), tokens()
-    small, report = compact(model, groups, x)
+@pytest.mark.parametrize("couplings", [[ATTENTION, MLP], [QUERIES, MLP], [ATTENTION, QUERIES], [MLP]])
+def test_llama_is_saved_and_read_back_by_transformers_with_equal_outputs(couplings, tmp_path):
+    model, x = pruned(shaken(llama()), couplings), tokens()
+    small, report = compact(model, couplings, x)
     with torch.no_grad():
         want = small(**x).logits
         assert close(model(**x).logits, want) and report.difference <= 1e-5 and not report.notes
         small.save_pretrained(tmp_path)
         again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
         assert torch.equal(again(**x).logits, want)
-    assert not [text for text in report.likely if text.startswith("config.intermediate")]
-    if QUERIES in groups and ATTENTION in groups:
+    assert not [text for text in report.unlisted if text.startswith("config.intermediate")]
+    if QUERIES in couplings and ATTENTION in couplings:
         assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (2, 2)
-    elif QUERIES in groups:
+    elif QUERIES in couplings:
         assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (4, 4)
-    elif ATTENTION in groups:
+    elif ATTENTION in couplings:
         assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (4, 2)
-    if MLP in groups:
+    if MLP in couplings:
         assert again.config.intermediate_size == 12 == again.model.layers[0].mlp.intermediate_size
 
 
-def test_removing_a_kv_group_removes_its_query_heads_and_their_output_columns():
+def test_removing_a_kv_head_removes_its_query_heads_and_their_output_columns():
     model = pruned(llama(), [ATTENTION], level=0.25)
     dense = llama().model.layers[1].self_attn
     small, _ = compact(model, ATTENTION, tokens())
@@ -170,13 +170,13 @@ def test_removing_a_kv_group_removes_its_query_heads_and_their_output_columns():
 
 
 @pytest.mark.parametrize("extra", [[], [ATTENTION, MLP]], ids=["stream", "all"])
-def test_the_residual_stream_of_llama_is_cut_and_its_norms_are_folded(extra, tmp_path):
-    groups = [STREAM, *extra]
-    model, x = pruned(shaken(llama()), groups), tokens()
-    small, report = compact(model, groups, x)
+def test_the_residual_stream_of_llama_is_pruned_and_its_norms_are_folded(extra, tmp_path):
+    couplings = [STREAM, *extra]
+    model, x = pruned(shaken(llama()), couplings), tokens()
+    small, report = compact(model, couplings, x)
     assert report.difference <= 1e-5 and small.config.hidden_size == 8
     assert small.model.norm.variance_epsilon == pytest.approx(2e-3)
-    assert [text for text in report.likely if "hidden_size" in text] == []
+    assert [text for text in report.unlisted if "hidden_size" in text] == []
     report.save(tmp_path / "manifest.json")
     fresh = cut_to(llama(), tmp_path / "manifest.json")
     fresh.load_state_dict(small.state_dict())
@@ -194,7 +194,7 @@ def test_bert_and_its_state_dict_in_a_fresh_model(tmp_path):
     small, report = compact(model, BERT, x)
     assert report.difference <= 1e-5
     assert small.encoder.layer[0].attention.self.all_head_size == 8
-    assert "config.num_attention_heads = 4, as 'heads 0' had" in report.likely
+    assert "config.num_attention_heads = 4, as 'heads 0' had" in report.unlisted
     assert small.config.intermediate_size == 12 and model.config.intermediate_size == 24
     fresh = cut_to(bert(), report.manifest)
     fresh.load_state_dict(small.state_dict())
@@ -202,7 +202,7 @@ def test_bert_and_its_state_dict_in_a_fresh_model(tmp_path):
         assert torch.equal(fresh(**x).last_hidden_state, small(**x).last_hidden_state)
 
 
-def test_gpt2_whose_linears_lie_transposed():
+def test_gpt2_whose_linears_are_stored_transposed():
     def gpt2():
         config = transformers.GPT2Config(vocab_size=17, n_embd=16, n_head=4, n_layer=2, n_positions=8)
         torch.manual_seed(0)
@@ -246,7 +246,7 @@ def test_units_inside_every_expert_of_mixtral(tmp_path):
     with pytest.raises(ValueError, match="by itself does not run: strides should be multiple of 16 bytes"):
         compact(model, units, x)
     small, report = compact(model, units, x, multiple_of=4)
-    assert report.groups[0].scopes == 4 and report.groups[0].kept == 8
+    assert report.couplings[0].scopes == 4 and report.couplings[0].kept == 8
     small.save_pretrained(tmp_path)
     again = transformers.MixtralForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
@@ -259,7 +259,7 @@ def test_layers_that_keep_different_numbers_cannot_share_a_field_of_the_config()
     pruned(model, [Coupling({name.replace("*", "0"): axes for name, axes in MLP.members.items()})])
     with pytest.raises(
         ValueError,
-        match=r"group 'mlp 1': attrs 'config.intermediate_size' is one number for several layers, but 'mlp 0' keeps "
+        match=r"coupling 'mlp 1': attrs 'config.intermediate_size' is one number for several layers, but 'mlp 0' keeps "
         r"12 of 24 and 'mlp 1' 24 of 24. Keep equal numbers, or do not list it.",
     ):
         compact(model, MLP, tokens())

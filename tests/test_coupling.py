@@ -1,4 +1,4 @@
-"""Groups: names with stars, sizes worked out across members, entries that a sparsifier takes, errors that help."""
+"""Couplings: names with stars, sizes worked out across members, entries that a sparsifier takes, errors that help."""
 
 import pytest
 import torch
@@ -24,10 +24,10 @@ class Stack(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, groups=2, queries=3, size=4, width=5):
+    def __init__(self, kv_heads=2, queries=3, size=4, width=5):
         super().__init__()
-        self.q, self.k = nn.Linear(width, groups * queries * size), nn.Linear(width, groups * size)
-        self.v, self.o = nn.Linear(width, groups * size), nn.Linear(groups * queries * size, width)
+        self.q, self.k = nn.Linear(width, kv_heads * queries * size), nn.Linear(width, kv_heads * size)
+        self.v, self.o = nn.Linear(width, kv_heads * size), nn.Linear(kv_heads * queries * size, width)
 
 
 KV = {"q.weight": "(u g d) i", "k.weight": "(u d) i", "v.weight": "(u d) i", "o.weight": "o (u g d)"}
@@ -42,7 +42,7 @@ def masks(model, entries):
     return {group["tensor_fqn"]: sparsifier.mask(group["tensor_fqn"]) for group in sparsifier.groups}
 
 
-def test_a_star_makes_one_group_for_each_of_its_values():
+def test_a_star_makes_one_coupling_for_each_of_its_values():
     bound = Coupling(MLP).bind(Stack(6, 10))
     assert [(g.name, g.captured, g.grid) for g in bound] == [
         ("layers.0.gate.weight", ("0",), (6,)),
@@ -53,14 +53,14 @@ def test_a_star_makes_one_group_for_each_of_its_values():
     assert [g.name for g in Coupling(MLP, name="mlp of layer *").bind(Stack(6))] == ["mlp of layer 0"]
 
 
-def test_two_stars_make_no_groups_and_put_all_layers_into_one():
+def test_two_stars_put_all_layers_into_one_coupling():
     stream = {"embed.weight": "v u", "layers.**.gate.weight": "o u", "layers.**.up.weight": "o u"}
     stream |= {"layers.**.down.weight": "u i", "layers.**.down.bias": "u"}
     (bound,) = Coupling(stream, name="stream").bind(Stack(6, 10))
     assert bound.grid == (4,) and bound.captured == () and len(bound.members) == 9
 
 
-def test_two_captures_name_a_group_by_both():
+def test_two_stars_name_a_coupling_by_both_values():
     model = nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)) for n in (1, 2)})
     bound = Coupling({"layer*.*.weight": "u i"}).bind(model)
     assert [g.captured for g in bound] == [("1", "0"), ("1", "1"), ("2", "0"), ("2", "1")]
@@ -84,7 +84,7 @@ def test_entries_of_every_layer_drop_the_same_units_of_all_members():
     assert int(found["embed.weight"].sum()) == 7
 
 
-def test_a_kv_group_takes_its_query_heads_along():
+def test_a_kv_head_is_kept_with_its_query_heads():
     found = masks(Attention(), Coupling(KV, sizes={"g": 3, "d": 4}).entries(Attention(), nnz=1))
     kept = found["k.weight"].view(2, -1).all(1)
     assert int(kept.sum()) == 1
@@ -92,7 +92,7 @@ def test_a_kv_group_takes_its_query_heads_along():
     assert torch.equal(found["o.weight"].view(5, 2, -1).all(2)[0], kept)
 
 
-def test_query_heads_are_chosen_within_every_kv_group():
+def test_query_heads_are_chosen_within_every_kv_head():
     heads = Coupling({"q.weight": "(kv u d) i", "o.weight": "o (kv u d)"}, scope="kv", sizes={"kv": 2, "d": 4})
     (bound,) = heads.bind(Attention())
     assert bound.grid == (2, 3)
@@ -126,10 +126,10 @@ def test_one_parameter_alone_needs_no_coupling():
 
 def test_a_prepared_model_is_found_by_the_same_names():
     model = Stack(6)
-    group = Coupling(MLP)
-    before = group.bind(model)
-    ScopeSparsifier().prepare(model, group.entries(model))
-    assert group.bind(model) == before
+    coupling = Coupling(MLP)
+    before = coupling.bind(model)
+    ScopeSparsifier().prepare(model, coupling.entries(model))
+    assert coupling.bind(model) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -142,8 +142,8 @@ def test_scores_of_a_unit_add_over_members_as_sums_or_as_means(scores, p, dtype)
     rows = [layer.gate.weight, layer.gate.bias[:, None], layer.up.weight, layer.down.weight.T]  # one a unit
     powers = [t.detach().double().abs().pow(p) for t in rows]
     score = sum(t.sum(1) if scores == "sum" else t.mean(1) for t in powers)
-    group = Coupling({"layers.*.gate.weight": "u i", "layers.*.gate.bias": "u"} | MLP, scores=scores)
-    kept = masks(model, group.entries(model, nnz=11, norm=p))["layers.0.gate.bias"]
+    coupling = Coupling({"layers.*.gate.weight": "u i", "layers.*.gate.bias": "u"} | MLP, scores=scores)
+    kept = masks(model, coupling.entries(model, nnz=11, norm=p))["layers.0.gate.bias"]
     assert kept.nonzero()[:, 0].tolist() == sorted(score.topk(11).indices.tolist())
 
 
@@ -159,66 +159,67 @@ def test_a_mean_lets_a_bias_count_as_much_as_a_long_row(scores, kept):
     )
 
 
-def test_a_group_is_a_value():
+def test_a_coupling_is_a_value():
     assert (
         Coupling(MLP) == Coupling(dict(MLP))
         and hash(Coupling(MLP)) == hash(Coupling(MLP))
         and Coupling(MLP) != Coupling(KV)
     )
     given = dict(MLP)
-    group = Coupling(given)
+    coupling = Coupling(given)
     given.clear()
-    assert group == Coupling(MLP)
+    assert coupling == Coupling(MLP)
 
 
 BAD = [
-    (lambda: Coupling({}), "a group's members must be a dict {name: axes}, got {}"),
-    (lambda: Coupling({"q": 3}), "group 'q': a member is a name and its axes, two strs, got 'q': 3"),
+    (lambda: Coupling({}), "Coupling: members must be a dict {name: axes}, got {}"),
+    (lambda: Coupling({"q": 3}), "coupling 'q': a member is a name and its axes, two strs, got 'q': 3"),
     (lambda: Coupling({"q": "(u d"}), "q: axes '(u d': "),
     (
         lambda: Coupling({"q": "h d"}),
-        "group 'q': q 'h d' lacks the axis 'u'; every member has the unit axis and the scope",
+        "coupling 'q': q 'h d' lacks the axis 'u'; every member needs the unit axis and the scope",
     ),
-    (lambda: Coupling({"q": "u d"}, scope="kv"), "group 'q': q 'u d' lacks the axis 'kv'"),
-    (lambda: Coupling({"q": "u d"}, unit="u d"), "group 'q': unit must be one axis that scope has not, got 'u d'"),
-    (lambda: Coupling({"q": "u d"}, sizes={"d": 0}), "group 'q': sizes['d'] must be a positive int, got 0"),
-    (lambda: Coupling({"q": "u d"}, scores="max"), "group 'q': scores must be 'sum' or 'mean', got 'max'"),
+    (lambda: Coupling({"q": "u d"}, scope="kv"), "coupling 'q': q 'u d' lacks the axis 'kv'"),
+    (lambda: Coupling({"q": "u d"}, unit="u d"), "coupling 'q': unit must be one axis that is not in scope, got 'u d'"),
+    (lambda: Coupling({"q": "u d"}, sizes={"d": 0}), "coupling 'q': sizes['d'] must be a positive int, got 0"),
+    (lambda: Coupling({"q": "u d"}, scores="max"), "coupling 'q': scores must be 'sum' or 'mean', got 'max'"),
     (
         lambda: Coupling({"layers.*.q": "u d", "embed": "v u"}),
-        "group 'layers.*.q': 'embed' has 0 '*', but 'layers.*.q' has 1. There is one group for each value of '*', so "
-        "all members need the same; write '**' where all that matches belongs to one group.",
+        "coupling 'layers.*.q': 'embed' has 0 '*', but 'layers.*.q' has 1. There is one "
+        "coupling for each value of '*', so all members need the same number; write '**' where all that matches "
+        "belongs to one coupling.",
     ),
     (
         lambda: Coupling({"layers.*.q": "u d"}, attrs={"a.*.*.n": "u"}),
-        "group 'layers.*.q': 'a.*.*.n' has 2 '*', but 'layers.*.q' has 1",
+        "coupling 'layers.*.q': 'a.*.*.n' has 2 '*', but 'layers.*.q' has 1",
     ),
 ]
 
 
-@pytest.mark.parametrize(("make", "says"), BAD, ids=range(len(BAD)))
-def test_a_group_that_says_nonsense_is_refused(make, says):
+@pytest.mark.parametrize(("make", "message"), BAD, ids=range(len(BAD)))
+def test_a_coupling_with_wrong_arguments_is_refused(make, message):
     with pytest.raises(SparsityError) as e:
         make()
-    assert says in str(e.value)
+    assert message in str(e.value)
 
 
 UNFIT = [
     (
         Coupling({"layers.*.gat.weight": "u i"}),
         SparsityError,
-        "group 'layers.*.gat.weight': 'layers.*.gat.weight' matches no parameter or buffer of the model",
+        "coupling 'layers.*.gat.weight': 'layers.*.gat.weight' matches no parameter or buffer of the model",
     ),
     (
         Coupling({"layers.*.gate.weight": "u i", "layers.*.extra.weight": "u i"}),
         SparsityError,
-        "group 'layers.*.gate.weight': 1 has no tensor 'layers.1.extra.weight'. Every member must be there for every "
-        "value of *; leave the member out, or make two groups.",
+        "coupling 'layers.*.gate.weight': 1 has no tensor 'layers.1.extra.weight'. Every member must exist for every "
+        "value of *; leave the member out, or write two couplings.",
     ),
     (
         Coupling({"layers.*.gate.weight": "u i", "layers.*.down.bias": "u"}),
         CouplingError,
-        "group 'layers.0.gate.weight': layers.0.down.bias has u=4, but layers.0.gate.weight has u=6. Units must "
-        "correspond one to one; mend the axes, or give the sizes of the axes inside a unit.",
+        "coupling 'layers.0.gate.weight': layers.0.down.bias has u=4, but layers.0.gate.weight has u=6. Units must "
+        "correspond one to one; correct the axes, or give the sizes of the axes inside a unit.",
     ),
     (
         Coupling({"layers.*.gate.weight": "(u d) i"}),
@@ -238,22 +239,22 @@ UNFIT = [
     (
         Coupling({"layers.**.gate.weight": "u i", "layers.0.**": "u i"}),
         SparsityError,
-        "layers.0.gate.weight is named by 'layers.**.gate.weight' and by 'layers.0.**'",
+        "layers.0.gate.weight matches both 'layers.**.gate.weight' and 'layers.0.**'",
     ),
 ]
 
 
-@pytest.mark.parametrize(("group", "kind", "says"), UNFIT, ids=range(len(UNFIT)))
-def test_a_group_that_does_not_fit_the_model_is_refused(group, kind, says):
+@pytest.mark.parametrize(("coupling", "kind", "message"), UNFIT, ids=range(len(UNFIT)))
+def test_a_coupling_that_does_not_fit_the_model_is_refused(coupling, kind, message):
     model = Stack(6, 6)
     model.layers[0].extra = nn.Linear(1, 6)
     with pytest.raises(kind) as e:
-        group.bind(model)
-    assert says in str(e.value)
+        coupling.bind(model)
+    assert message in str(e.value)
 
 
-def test_entries_refuse_what_the_group_says_itself_and_groups_of_buffers():
-    with pytest.raises(SparsityError, match="group 'weight': 'axes' is what the group says itself"):
+def test_entries_refuse_keys_of_the_coupling_itself_and_couplings_of_buffers():
+    with pytest.raises(SparsityError, match="coupling 'weight': entries sets 'axes' from the coupling; do not pass it"):
         Coupling({"weight": "u i"}).entries(nn.Linear(2, 3), axes="o u")
     with pytest.raises(SparsityError, match="no member is a parameter, so there is nothing to put a mask on"):
         Coupling({"running_mean": "u"}).entries(nn.BatchNorm1d(3))
@@ -269,14 +270,14 @@ MEANS = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "says"), MEANS, ids=range(len(MEANS)))
-def test_member_scores_that_mean_nothing_are_refused(keys, says):
+@pytest.mark.parametrize(("keys", "message"), MEANS, ids=range(len(MEANS)))
+def test_member_scores_with_wrong_values_are_refused(keys, message):
     with pytest.raises(SparsityError) as e:
         ScopeSparsifier().prepare(nn.Linear(2, 3), [{"tensor_fqn": "weight", **keys}])
-    assert str(e.value) == says
+    assert str(e.value) == message
 
 
-def test_coupled_members_must_agree_on_their_scores_and_masks_that_move_have_none():
+def test_coupled_members_must_agree_on_their_scores_and_dynamic_masks_have_none():
     entries = Coupling({"weight": "u i", "bias": "u"}, scores="mean").entries(nn.Linear(2, 3), nnz=1)
     with pytest.raises(CouplingError, match="members need the same member_scores, but weight gives 'mean' and bias"):
         ScopeSparsifier().prepare(nn.Linear(2, 3), [entries[0], {**entries[1], "member_scores": "sum"}])
@@ -287,24 +288,27 @@ def test_coupled_members_must_agree_on_their_scores_and_masks_that_move_have_non
 
 
 KINDS = [
-    ({"unit": 3}, "a group's unit must be a str, got 3"),
-    ({"scope": 3}, "a group's scope must be a str, got 3"),
-    ({"name": 3}, "a group's name must be a str, got 3"),
-    ({"sizes": [1]}, "group 'w': sizes must be a dict {axis: length}, got [1]"),
-    ({"attrs": [1]}, "group 'w': attrs must be a dict {name of an attribute: axes} of strs, got [1]"),
-    ({"attrs": {"heads": 3}}, "group 'w': attrs must be a dict {name of an attribute: axes} of strs, got {'heads': 3}"),
-    ({"sizes": {"v": 3}}, "group 'w': sizes has 'v', but no member has that axis; the members' are i, u"),
+    ({"unit": 3}, "Coupling: unit must be a str, got 3"),
+    ({"scope": 3}, "Coupling: scope must be a str, got 3"),
+    ({"name": 3}, "Coupling: name must be a str, got 3"),
+    ({"sizes": [1]}, "coupling 'w': sizes must be a dict {axis: length}, got [1]"),
+    ({"attrs": [1]}, "coupling 'w': attrs must be a dict {name of an attribute: axes} of strs, got [1]"),
+    (
+        {"attrs": {"heads": 3}},
+        "coupling 'w': attrs must be a dict {name of an attribute: axes} of strs, got {'heads': 3}",
+    ),
+    ({"sizes": {"v": 3}}, "coupling 'w': unknown axis 'v' in sizes; the members' axes are i, u"),
 ]
 
 
-@pytest.mark.parametrize(("keys", "says"), KINDS, ids=range(len(KINDS)))
-def test_arguments_of_a_wrong_kind_are_refused(keys, says):
+@pytest.mark.parametrize(("keys", "message"), KINDS, ids=range(len(KINDS)))
+def test_arguments_of_a_wrong_type_are_refused(keys, message):
     with pytest.raises(SparsityError) as e:
         Coupling({"w": "u i"}, **keys)
-    assert str(e.value) == says
+    assert str(e.value) == message
 
 
-def test_a_size_that_was_given_and_does_not_fit_is_said_to_be_given():
+def test_a_size_that_was_given_and_does_not_fit_is_not_blamed_on_a_member():
     model = nn.Sequential(nn.Linear(2, 6), nn.Linear(6, 2))
     with pytest.raises(SparsityError, match=r"^0.weight: .*99") as e:
         Coupling({"0.weight": "u i", "1.weight": "o u"}, sizes={"u": 99}).bind(model)

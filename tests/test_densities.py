@@ -55,7 +55,7 @@ def test_a_total_out_of_reach_names_the_range():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ((LENET, 1.5), "the overall density: a density must lie in [0, 1], got 1.5"),
         ((LENET, 0.1, {"fc1": -1}), "fc1: a density must lie in [0, 1], got -1"),
@@ -63,10 +63,10 @@ def test_a_total_out_of_reach_names_the_range():
         (({}, 0.1), "densities need tensors that have elements"),
     ],
 )
-def test_mistakes(arguments, says):
+def test_mistakes(arguments, message):
     with pytest.raises(SparsityError) as found:
         densities.uniform(*arguments)
-    assert says in str(found.value)
+    assert message in str(found.value)
 
 
 def test_a_negative_power_is_refused():

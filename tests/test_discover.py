@@ -1,4 +1,4 @@
-"""discover: what a forward says about axes, the lines it writes, what it freezes and why, and that it is right."""
+"""discover: the couplings of a forward, the lines that are printed, what is frozen and why, and that it is exact."""
 
 import threading
 
@@ -13,8 +13,8 @@ from torch import nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.coupling.discovery import rules
-from sparsekit_ao.coupling.discovery.factors import Factor, Part, fixed, regroup, tie
+from sparsekit_ao.coupling.discovery import trace
+from sparsekit_ao.coupling.discovery.factors import AxisFactor, Factor, fixed, reshape_axes, unify
 
 
 class Net(nn.Module):
@@ -68,7 +68,7 @@ def block():
 
 PAIR = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 2)}
 IMAGE, ROWS = torch.zeros(2, 3, 4, 4), torch.zeros(2, 4)
-CASES = {  # (model, example inputs, the groups: members, scope)
+CASES = {  # (model, example inputs, the couplings: members, scope)
     "two layers": (
         nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)),
         ROWS,
@@ -237,7 +237,7 @@ CASES = {  # (model, example inputs, the groups: members, scope)
 }
 
 
-ATTRS = {  # integers of the forward that hold a size, as a person lists them; by case and place of the group
+ATTRS = {  # integers of the forward that hold a size, as a person lists them; by case and place of the coupling
     ("grouped queries", 0): {"heads": "u g", "kv_heads": "u"},
     ("grouped queries", 1): {"heads": "s u"},
     ("grouped queries", 2): {"size": "u"},
@@ -245,21 +245,21 @@ ATTRS = {  # integers of the forward that hold a size, as a person lists them; b
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_forward_ties_is_said_as_a_person_would(name):
-    model, inputs, groups = CASES[name]
-    found = discover(model, inputs).groups
-    assert [(dict(g.members), g.scope) for g in found] == groups
+def test_couplings_are_written_as_a_person_would_write_them(name):
+    model, inputs, couplings = CASES[name]
+    found = discover(model, inputs).couplings
+    assert [(dict(g.members), g.scope) for g in found] == couplings
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_half_of_every_axis_goes_and_outputs_stay(name):
+def test_half_of_every_axis_is_removed_and_outputs_stay(name):
     model, inputs, _ = CASES[name]
     model, inputs = fill(model), torch.randn_like(inputs)
-    for at, group in enumerate(discover(model, inputs).groups):
-        assert_exact(model, group, inputs, ATTRS.get((name, at)))
+    for at, coupling in enumerate(discover(model, inputs).couplings):
+        assert_exact(model, coupling, inputs, ATTRS.get((name, at)))
 
 
-FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
+FROZEN = {  # (model, example inputs, a line with what is frozen and why)
     "input and output": (
         nn.Linear(4, 3),
         ROWS,
@@ -303,7 +303,7 @@ FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
     "two axes of one tensor": (
         Net(lambda m, x: m.c((lambda y: y + m.b(y))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
         ROWS,
-        "#   8 in a.weight[0] and 5 more: b.weight has it on two axes, which a group cannot say",
+        "#   8 in a.weight[0] and 5 more: b.weight has it on two axes, which a coupling cannot express",
     ),
     "a constant": (
         Net(lambda m, x: m.b(m.a(x) * torch.arange(8)), **PAIR),
@@ -341,25 +341,25 @@ FROZEN = {  # (model, example inputs, a line that says what is frozen and why)
 
 
 @pytest.mark.parametrize("name", FROZEN)
-def test_what_may_not_go_is_said_with_the_reason(name):
+def test_frozen_axes_are_printed_with_the_reason(name):
     model, inputs, line = FROZEN[name]
     assert line in str(discover(model, inputs))
 
 
-def test_a_rule_that_does_not_fit_the_result_is_not_believed(monkeypatch):
-    monkeypatch.setitem(rules._RULES, "gelu", lambda call: call.label("self")[:1])
+def test_a_rule_that_does_not_fit_the_result_is_not_applied(monkeypatch):
+    monkeypatch.setitem(trace._RULES, "gelu", lambda call: call.label("self")[:1])
     model, inputs, _ = CASES["two layers"]
     assert "6 in 0.weight[0] and 0.bias[0]: gelu in 1: not understood" in str(discover(model, inputs))
 
 
-def test_what_is_printed_is_python_for_the_same_groups():
+def test_what_is_printed_is_python_for_the_same_couplings():
     for model, inputs, _ in CASES.values():
         found = discover(model, inputs)
-        said = {"Coupling": Coupling}
-        exec(str(found), said)
-        assert tuple(said["groups"]) == found.groups
-        for group, (count, units) in zip(found.groups, found.counts, strict=True):
-            bound = group.bind(model)
+        names = {"Coupling": Coupling}
+        exec(str(found), names)
+        assert tuple(names["couplings"]) == found.couplings
+        for coupling, (count, units) in zip(found.couplings, found.counts, strict=True):
+            bound = coupling.bind(model)
             assert len(bound) == count and {b.grid[-1] for b in bound} == {units}
 
 
@@ -374,31 +374,31 @@ def test_the_model_stays_as_it_is():
         assert id(tensor) == before[name][0] and torch.equal(tensor, before[name][1]) and tensor.grad is None
 
 
-def test_only_shapes_matter_so_a_model_without_memory_will_do():
+def test_only_shapes_matter_so_a_model_on_the_meta_device_works():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    assert dict(discover(model, ROWS).groups[0].members) == CASES["two layers"][2][0][0]
-    assert dict(discover(model, torch.zeros(0, 4)).groups[0].members) == CASES["two layers"][2][0][0]
+    assert dict(discover(model, ROWS).couplings[0].members) == CASES["two layers"][2][0][0]
+    assert dict(discover(model, torch.zeros(0, 4)).couplings[0].members) == CASES["two layers"][2][0][0]
 
 
 def test_inputs_are_a_tensor_a_tuple_or_a_dict():
     model = Net(lambda m, x, y=0: m.b(m.a(x) + y), **PAIR)
-    assert len(discover(model, ROWS).groups) == len(discover(model, (ROWS,)).groups) == 1
-    assert not discover(model, {"x": ROWS, "y": torch.zeros(2, 8)}).groups  # y is an input, and added
+    assert len(discover(model, ROWS).couplings) == len(discover(model, (ROWS,)).couplings) == 1
+    assert not discover(model, {"x": ROWS, "y": torch.zeros(2, 8)}).couplings  # y is an input, and added
 
 
-def test_a_shared_parameter_goes_by_its_first_name():
+def test_a_shared_parameter_has_its_first_name():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
     found = discover(model, ROWS)
-    assert not found.groups  # its rows are the hidden axis and the output
+    assert not found.couplings  # its rows are the hidden axis and the output
     assert "4 in 0.weight[0] and 0.weight[1]: input[0]" in str(found) and "2.weight" not in str(found)
 
 
 def test_attention_of_torch_nn_is_followed_through():
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     found = discover(layer, torch.zeros(2, 5, 16))
-    heads, hidden = found.groups
+    heads, hidden = found.couplings
     assert heads.members == {
         "self_attn.in_proj_weight": "(g u d) i",
         "self_attn.in_proj_bias": "(g u d)",
@@ -412,7 +412,7 @@ def test_attention_of_torch_nn_is_followed_through():
     assert_exact(layer, hidden, inputs)
 
 
-def test_masks_of_an_earlier_forward_are_no_hindrance_but_parametrized_tensors_are_refused():
+def test_masks_of_an_earlier_forward_are_ignored_but_parametrized_tensors_are_refused():
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     sparsifier = ScopeSparsifier(sparsity_level=0.5)
     sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
@@ -421,10 +421,10 @@ def test_masks_of_an_earlier_forward_are_no_hindrance_but_parametrized_tensors_a
     ):
         discover(model, ROWS)
     sparsifier.squash_mask()
-    assert discover(model, ROWS).groups
+    assert discover(model, ROWS).couplings
 
 
-def test_errors_say_where_and_what_to_do():
+def test_errors_name_the_place_and_the_remedy():
     with pytest.raises(SparsityError, match=r"needs a model \(an nn.Module\), got str"):
         discover("model", ROWS)
     with pytest.raises(SparsityError, match="^discover: weight has no shape yet; run one forward of the lazy module"):
@@ -438,7 +438,7 @@ def test_errors_say_where_and_what_to_do():
     with pytest.raises(SparsityError, match="^discover: 1 runs aten.*Leave out of example_inputs what makes"):
         discover(many, ROWS)
     with pytest.raises(
-        SparsityError, match="^discover: the forward on the meta device failed in 0: RuntimeError: .*Check"
+        SparsityError, match="^discover: the forward on fake tensors failed in 0: RuntimeError: .*Check"
     ):
         discover(nn.Sequential(nn.Linear(3, 4)), ROWS)
 
@@ -448,7 +448,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
 
 @examples(100)
 @given(st.lists(SIZES, min_size=1, max_size=4), st.data())
-def test_a_regrouped_axis_counts_as_torch_reshapes(shape, data):
+def test_a_reshaped_axis_numbers_elements_as_torch_does(shape, data):
     """Every element keeps its digits: those of its factors, read in the old shape and in the new one."""
     total = torch.Size(shape).numel()
     target = []
@@ -457,7 +457,7 @@ def test_a_regrouped_axis_counts_as_torch_reshapes(shape, data):
         target.append(data.draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
     target.append(total // torch.Size(target).numel())
     old = tuple(fixed(n, "") for n in shape)
-    new = regroup(old, target)
+    new = reshape_axes(old, target)
     if new is None:
         return
     sizes = [[f.size for axis in axes for part in axis for f in part.factor.leaves()] for axes in (old, new)]
@@ -468,9 +468,9 @@ def test_a_regrouped_axis_counts_as_torch_reshapes(shape, data):
 
 @examples(100)
 @given(st.permutations([2, 3, 2]), st.permutations([2, 3, 2]))
-def test_tied_axes_have_the_same_factors_or_are_frozen(a, b):
-    left, right = (tuple(Part(Factor(n)) for n in sizes) for sizes in (a, b))
-    tie([left, right], "a reason")
+def test_unified_axes_have_the_same_factors_or_are_frozen(a, b):
+    left, right = (tuple(AxisFactor(Factor(n)) for n in sizes) for sizes in (a, b))
+    unify([left, right], "a reason")
     roots = [[f for part in axis for f in part.factor.leaves()] for axis in (left, right)]
     assert roots[0] == roots[1] or all(f.frozen == "a reason: its factors do not line up" for r in roots for f in r)
 
@@ -478,5 +478,5 @@ def test_tied_axes_have_the_same_factors_or_are_frozen(a, b):
 def test_a_model_that_cannot_be_copied_is_refused():
     model = nn.Linear(4, 6)
     model.lock = threading.Lock()
-    with pytest.raises(SparsityError, match="^discover: the model cannot be copied: TypeError: .*Take away first what"):
+    with pytest.raises(SparsityError, match="^discover: the model cannot be copied: TypeError: .*Remove what"):
         discover(model, ROWS)

@@ -103,9 +103,9 @@ STEP = st.tuples(
 
 @examples(60)
 @given(st.lists(STEP, min_size=1, max_size=8))
-def test_what_is_found_in_a_random_network_goes_exactly(steps):
+def test_what_is_found_in_a_random_network_is_removed_exactly(steps):
     model = fill(Program(steps)).double()
     inputs = torch.randn(5, 4, dtype=torch.float64)
-    for group in discover(model, inputs).groups:
-        _, report = compact(pruned(model, [group]), group, inputs)
+    for coupling in discover(model, inputs).couplings:
+        _, report = compact(pruned(model, [coupling]), coupling, inputs)
         assert report.difference <= 1e-5

@@ -1,28 +1,32 @@
-"""A group as it was found in one model: which tensors, and how many units.
+"""A coupling bound to one model: its tensors by full name, and the number of units; and name patterns with stars.
 
-Sizes of the axes that members share are worked out here, across members: a unit that one tensor counts need not be
-given for another.
+`bind` solves for the sizes of the axes that members share, across members: a size that follows from one tensor's shape
+need not be given for another.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..algebra import AxisPattern, dimensions_of
-from ..errors import CouplingError, SparsityError
+from ..errors import CouplingError
 from ..selection.strides import Shape
 
-__all__ = ["BoundCoupling", "Member", "bind", "lacking"]
+__all__ = ["BoundCoupling", "Member", "bind", "count_stars", "fill_stars", "match_names"]
+
+_STAR = re.compile(r"(\*\*?)")
+_MATCHES = {"*": "([^.]+)", "**": ".*"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One tensor of a group.
+    """One tensor of a coupling.
 
     Attributes:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: False for a buffer, which no mask can sit on.
+        is_parameter: False for a buffer, which cannot have a mask.
     """
 
     fqn: str
@@ -32,16 +36,16 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundCoupling:
-    """One coupled group of one model; see `Coupling.bind`.
+    """A coupling of one model; see `Coupling.bind`.
 
     Attributes:
         name: for errors and reports.
-        captured: what the `*`s of the names stood for.
-        members: the tensors, in the order of the group's patterns.
+        captured: the values of the `*`s in the names.
+        members: the tensors, in the order of the coupling's name patterns.
         unit: the axis that is kept or dropped.
         scope: axes of independent budgets.
         sizes: length of every scope axis, of the unit axis, and of the axes whose sizes were given.
-        attrs: {pattern of attributes: axes whose product they hold}, as the group has them.
+        attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
     """
 
     name: str
@@ -61,28 +65,27 @@ class BoundCoupling:
 def bind(
     name: str,
     captured: tuple[str, ...],
-    tensors: Iterable[tuple[str, str, Shape, bool]],
+    tensors: Sequence[tuple[str, str, Shape, bool]],
     *,
     unit: str,
     scope: Sequence[str],
     sizes: Mapping[str, int],
     attrs: Mapping[str, str],
 ) -> BoundCoupling:
-    """Work out all shared sizes and check every member against them.
+    """Compute all shared sizes and check every member against them.
 
     Args:
         name, captured, unit, scope, attrs: see `BoundCoupling`.
         tensors: (name, axes, shape, is a parameter) of every member.
-        sizes: lengths that the caller gave.
+        sizes: lengths given by the caller.
 
     Raises:
-        CouplingError: two members count different numbers of units.
+        CouplingError: two members have different numbers of units.
         SparsityError: a pattern does not fit a shape, or leaves a size open.
     """
-    found = list(tensors)
-    known = _solved(name, found, {*scope, unit}, dict(sizes))
+    known = _solve_sizes(name, tensors, {*scope, unit}, dict(sizes))
     members = []
-    for fqn, axes, shape, is_parameter in found:
+    for fqn, axes, shape, is_parameter in tensors:
         own = {axis: known[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in known}
         pattern = AxisPattern(axes=axes, unit=(*scope, unit), scope=tuple(scope), sizes=own, where=f"{fqn}: ")
         pattern.check_shape(shape)
@@ -92,43 +95,70 @@ def bind(
     )
 
 
-def _solved(
+def _solve_sizes(
     name: str, tensors: Sequence[tuple[str, str, Shape, bool]], shared: set[str], sizes: dict[str, int]
 ) -> dict[str, int]:
-    """Every size that follows: a dimension with one open axis gives its length, again until nothing new follows."""
-    said_by: dict[str, str] = {}
+    """All sizes that follow: a dimension with one unknown axis gives its length; repeated until nothing is new."""
+    source: dict[str, str] = {}
     given = set(sizes)
     while True:
         before = len(sizes)
         for fqn, axes, shape, _ in tensors:
-            for axis, size in _follows(axes, shape, sizes, f"{fqn}: "):
+            for axis, size in _implied_sizes(axes, shape, sizes, f"{fqn}: "):
                 if axis not in shared or axis in given:
-                    continue  # a member's own axis (h and w of two kernels need not agree); one the pattern checks
+                    continue  # h and w of two kernels need not agree; the pattern itself checks a given size
                 if sizes.setdefault(axis, size) != size:
                     raise CouplingError(
-                        f"group {name!r}: {fqn} has {axis}={size}, but {said_by[axis]} has {axis}={sizes[axis]}. Units "
-                        "must correspond one to one; mend the axes, or give the sizes of the axes inside a unit."
+                        f"coupling {name!r}: {fqn} has {axis}={size}, but {source[axis]} has {axis}={sizes[axis]}. "
+                        "Units must correspond one to one; correct the axes, or give the sizes of the axes inside a "
+                        "unit."
                     )
-                said_by.setdefault(axis, fqn)
+                source.setdefault(axis, fqn)
         if len(sizes) == before:
             return sizes
 
 
-def _follows(axes: str, shape: Shape, sizes: Mapping[str, int], where: str) -> Iterable[tuple[str, int]]:
+def _implied_sizes(axes: str, shape: Shape, sizes: Mapping[str, int], where: str) -> Iterable[tuple[str, int]]:
     dimensions = dimensions_of(axes, where)
     if len(dimensions) != len(shape):
-        return  # the pattern itself says so, in its own words
+        return  # check_shape reports it
     for size, factors in zip(shape, dimensions, strict=True):
-        given = {axis: sizes[axis] for axis in factors if axis in sizes}
         for axis in factors:
-            rest = math.prod(n for other, n in given.items() if other != axis)
-            if len(given.keys() - {axis}) == len(factors) - 1 and rest and size % rest == 0:
+            others = [other for other in factors if other != axis]
+            rest = math.prod(sizes.get(other, 0) for other in others)
+            if rest and size % rest == 0:
                 yield axis, size // rest
 
 
-def lacking(name: str, captured: Iterable[str], member: str) -> SparsityError:
-    """The error of a group that is not whole."""
-    return SparsityError(
-        f"group {name!r}: {', '.join(captured) or 'the model'} has no tensor {member!r}. Every member must be there "
-        "for every value of *; leave the member out, or make two groups."
-    )
+def count_stars(pattern: str) -> int:
+    """The number of `*`s: parts of a dotted name that a pattern captures. A `**` matches any text and captures none.
+
+    >>> count_stars("layers.*.experts.*.w1.weight"), count_stars("layers.**.weight")
+    (2, 0)
+    """
+    return _STAR.findall(pattern).count("*")
+
+
+def match_names(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+    """The names that a pattern matches, by what its `*`s capture; both in the order of `names`.
+
+    >>> match_names("layers.*.up.weight", ["layers.0.up.weight", "layers.1.up.weight", "layers.1.up.bias"])
+    {('0',): ['layers.0.up.weight'], ('1',): ['layers.1.up.weight']}
+    >>> match_names("**.weight", ["a.weight", "a.b.weight"])
+    {(): ['a.weight', 'a.b.weight']}
+    """
+    regex = re.compile("".join(_MATCHES.get(text) or re.escape(text) for text in _STAR.split(pattern)))
+    found: dict[tuple[str, ...], list[str]] = {}
+    for match in filter(None, map(regex.fullmatch, names)):
+        found.setdefault(match.groups(), []).append(match[0])
+    return found
+
+
+def fill_stars(pattern: str, captured: Iterable[str]) -> str:
+    """A pattern with its `*`s replaced by what they captured.
+
+    >>> fill_stars("layers.*.up.weight", ("3",))
+    'layers.3.up.weight'
+    """
+    values = iter(captured)
+    return _STAR.sub(lambda star: "**" if star[0] == "**" else next(values, "*"), pattern)

@@ -1,6 +1,6 @@
-"""Coupling: tensors that are pruned together, named with stars and said in einops notation.
+"""Coupling: which tensors are pruned together, as name patterns with stars and axes in einops notation.
 
-A group is a value: it knows names and axes, no model. `bind` finds it in one, `entries` are config dicts as any other.
+A `Coupling` refers to no model: `bind` matches it against one, `entries` returns config dicts for a sparsifier.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 from ..algebra import dimensions_of
 from ..errors import SparsityError
 from ..sparsifiers.config import named_tensors
-from .bound import BoundCoupling, bind, lacking
-from .names import filled, matched, stars
+from .bound import BoundCoupling, bind, count_stars, fill_stars, match_names
 
 __all__ = ["Coupling", "check_attrs"]
 
@@ -25,23 +24,24 @@ _OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "
 class Coupling:
     """Units that several tensors share: kept together, dropped together, removed together.
 
-    Names of tensors may hold stars. `*` stands for one part of a dotted name: there is one coupled group for each of
-    its values, so `"layers.*.mlp.up_proj.weight"` is one group a layer. `**` stands for any text and makes no groups:
-    all that it matches belongs together, as all layers do that read and write one residual stream.
+    Names of tensors may contain stars. `*` matches one part of a dotted name, and the coupling is bound once for each
+    of its values, so `"layers.*.mlp.up_proj.weight"` is one coupling a layer. `**` matches any text, and all tensors
+    that it matches belong to one coupling, as all layers do that write and read one residual stream.
 
     Args:
-        members: {name of a parameter or buffer: its axes}; the unit is what it has at the unit axis (and the scope
-            axes), whole along all others. Axes other than unit, scope and those of `sizes` are the member's own.
+        members: {name of a parameter or buffer: its axes}; the unit is what it has at one index of the unit axis (and
+            of the scope axes), whole along all others. Axes other than unit, scope and those of `sizes` may have
+            another length in each member.
         unit: the one axis that is kept or dropped.
         scope: axes within which the unit is chosen, an equal number in each: the query heads of every key head.
-        sizes: {axis: length} as far as shapes leave it open.
-        scores: how a unit's score is made of its members': `"sum"`, or `"mean"` (see `ScopeSparsifier.member_scores`).
+        sizes: {axis: length}, as far as the shapes leave them open.
+        scores: how the members' scores make a unit's: `"sum"` or `"mean"` (see `ScopeSparsifier.member_scores`).
         name: for errors and reports, with as many `*`s as the members or none; by default the first member.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`, for
-            `compact` to update; those of torch.nn's own layers need not be listed.
+            `compact` to update; attributes of torch.nn's own layers need not be listed.
 
     Raises:
-        SparsityError: members differ in their `*`s, a member lacks an axis, an argument of a wrong kind.
+        SparsityError: members differ in their `*`s, a member lacks an axis, an argument has the wrong type or value.
 
     >>> mlp = Coupling({"up.weight": "u i", "up.bias": "u", "down.weight": "o u"})
     >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 6), "down": torch.nn.Linear(6, 4)})
@@ -55,17 +55,17 @@ class Coupling:
     members: Mapping[str, str]
     unit: str = field(default="u", kw_only=True)
     scope: str = field(default="", kw_only=True)
-    sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True, hash=False)
+    sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     scores: str = field(default="sum", kw_only=True)
     name: str = field(default="", kw_only=True)
-    attrs: Mapping[str, str] = field(default_factory=dict, kw_only=True, hash=False)
+    attrs: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Mapping) or not self.members:
-            raise SparsityError(f"a group's members must be a dict {{name: axes}}, got {self.members!r}")
+            raise SparsityError(f"Coupling: members must be a dict {{name: axes}}, got {self.members!r}")
         for key in ("unit", "scope", "name"):
             if not isinstance(getattr(self, key), str):
-                raise SparsityError(f"a group's {key} must be a str, got {getattr(self, key)!r}")
+                raise SparsityError(f"Coupling: {key} must be a str, got {getattr(self, key)!r}")
         object.__setattr__(self, "name", self.name or str(next(iter(self.members))))
         check_attrs(self._where, self.attrs)
         if not isinstance(self.sizes, Mapping):
@@ -74,100 +74,104 @@ class Coupling:
             object.__setattr__(self, key, dict(getattr(self, key)))
         if self.scores not in ("sum", "mean"):
             raise SparsityError(f"{self._where}scores must be 'sum' or 'mean', got {self.scores!r}")
-        for axis, size in self.sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise SparsityError(f"{self._where}sizes[{axis!r}] must be a positive int, got {size!r}")
         if len(self.unit.split()) != 1 or self.unit in self.scope.split():
-            raise SparsityError(f"{self._where}unit must be one axis that scope has not, got {self.unit!r}")
-        for member, axes in self.members.items():
-            self._check_member(member, axes)
-        self._check_sizes()
-        first = next(iter(self.members))
-        for pattern in (*self.members, *self.attrs):
-            if stars(pattern) != stars(first) and (pattern in self.members or stars(pattern)):
-                raise SparsityError(
-                    f"{self._where}{pattern!r} has {stars(pattern)} '*', but {first!r} has {stars(first)}. There is "
-                    "one group for each value of '*', so all members need the same; write '**' where all that matches "
-                    "belongs to one group."
-                )
+            raise SparsityError(f"{self._where}unit must be one axis that is not in scope, got {self.unit!r}")
+        self._check_sizes(sorted({axis for item in self.members.items() for axis in self._axes_of(*item)}))
+        self._check_stars()
 
     def __hash__(self) -> int:
         return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name))
 
     def bind(self, model: nn.Module) -> list[BoundCoupling]:
-        """The group in a model: one for each value of the `*`s, in the model's order.
+        """The coupling in a model: one for each value of the `*`s, in the model's order.
 
         Raises:
             SparsityError: a name matches nothing, a member is missing for some value, a pattern does not fit.
-            CouplingError: members count different numbers of units.
+            CouplingError: members have different numbers of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
-        >>> [(g.name, g.grid) for g in Coupling({"*.weight": "u i", "*.bias": "u"}).bind(layers)]
+        >>> [(bound.name, bound.grid) for bound in Coupling({"*.weight": "u i", "*.bias": "u"}).bind(layers)]
         [('0.weight', (3,)), ('1.weight', (5,))]
         """
         tensors = dict(_tensors(model))
-        found = {member: matched(member, tensors) for member in self.members}
-        for member, groups in found.items():
-            if not groups:
+        found = {member: match_names(member, tensors) for member in self.members}
+        for member, matches in found.items():
+            if not matches:
                 raise SparsityError(f"{self._where}{member!r} matches no parameter or buffer of the model")
-        every = {captured: None for groups in found.values() for captured in groups}
-        return [self._bound(captured, found, tensors) for captured in every]
+        captures = {captured: None for matches in found.values() for captured in matches}
+        return [self._bind(captured, found, tensors) for captured in captures]
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-        """Config dicts for a sparsifier, one for each parameter of the group; they mix with any others.
+        """Config dicts for a sparsifier, one for each parameter of the coupling; they can be mixed with any others.
 
-        Buffers take no mask and have no entry. A tensor may be named once in a config, so groups that share one (the
+        Buffers have no mask and no entry. A tensor may be named once in a config, so couplings that share one (the
         heads and the residual stream, in a query projection) are pruned one after the other.
 
         Args:
             model: where the names are looked up.
-            keys: what every entry says besides: `sparsity_level` or `nnz` (of each scope), `norm`.
+            keys: further keys of every entry: `sparsity_level` or `nnz` (of each scope), `norm`.
 
         Raises:
-            SparsityError: as `bind`; a key that the group says itself; no member is a parameter.
+            SparsityError: as `bind`; a key that follows from the coupling; no member is a parameter.
         """
-        own = [key for key in keys if key in _OWN_KEYS]
-        if own:
-            raise SparsityError(f"{self._where}{own[0]!r} is what the group says itself")
+        for key in keys:
+            if key in _OWN_KEYS:
+                raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")
         return [entry for bound in self.bind(model) for entry in self._entries(bound, keys)]
 
     @property
     def _where(self) -> str:
-        return f"group {self.name!r}: "
+        return f"coupling {self.name!r}: "
 
-    def _check_sizes(self) -> None:
-        known = {axis for axes in self.members.values() for dimension in dimensions_of(axes) for axis in dimension}
-        for axis in self.sizes:
-            if axis not in known:
-                raise SparsityError(
-                    f"{self._where}sizes has {axis!r}, but no member has that axis; the members' are "
-                    f"{', '.join(sorted(known))}"
-                )
-
-    def _check_member(self, member: object, axes: object) -> None:
+    def _axes_of(self, member: object, axes: object) -> list[str]:
+        """The axes of a member, checked."""
         if not isinstance(member, str) or not isinstance(axes, str):
             raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
         names = [axis for dimension in dimensions_of(axes, f"{member}: ") for axis in dimension]
         for axis in (*self.scope.split(), self.unit):
             if axis not in names:
                 raise SparsityError(
-                    f"{self._where}{member} {axes!r} lacks the axis {axis!r}; every member has the unit axis and the "
+                    f"{self._where}{member} {axes!r} lacks the axis {axis!r}; every member needs the unit axis and the "
                     "scope axes"
                 )
+        return names
 
-    def _bound(
+    def _check_sizes(self, known: list[str]) -> None:
+        for axis, size in self.sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise SparsityError(f"{self._where}sizes[{axis!r}] must be a positive int, got {size!r}")
+            if axis not in known:
+                raise SparsityError(
+                    f"{self._where}unknown axis {axis!r} in sizes; the members' axes are {', '.join(known)}"
+                )
+
+    def _check_stars(self) -> None:
+        first = next(iter(self.members))
+        for pattern in (*self.members, *self.attrs):
+            count = count_stars(pattern)
+            if count != count_stars(first) and (pattern in self.members or count):
+                raise SparsityError(
+                    f"{self._where}{pattern!r} has {count} '*', but {first!r} has {count_stars(first)}. There is one "
+                    "coupling for each value of '*', so all members need the same number; write '**' where all that "
+                    "matches belongs to one coupling."
+                )
+
+    def _bind(
         self, captured: tuple[str, ...], found: Mapping[str, Mapping], tensors: Mapping[str, tuple[Tensor, bool]]
     ) -> BoundCoupling:
-        name = filled(self.name, captured) if stars(self.name) else " ".join((self.name, *captured))
+        name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
         rows: list[tuple[str, str, tuple[int, ...], bool]] = []
-        owner: dict[str, str] = {}
+        source: dict[str, str] = {}
         for member, axes in self.members.items():
             if captured not in found[member]:
-                raise lacking(self.name, captured, filled(member, captured))
+                raise SparsityError(
+                    f"{self._where}{', '.join(captured) or 'the model'} has no tensor {fill_stars(member, captured)!r}."
+                    " Every member must exist for every value of *; leave the member out, or write two couplings."
+                )
             for fqn in found[member][captured]:
-                if fqn in owner:
-                    raise SparsityError(f"{self._where}{fqn} is named by {owner[fqn]!r} and by {member!r}")
-                owner[fqn] = member
+                if fqn in source:
+                    raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
+                source[fqn] = member
                 tensor, is_parameter = tensors[fqn]
                 rows.append((fqn, axes, tuple(tensor.shape), is_parameter))
         scope = tuple(self.scope.split())
@@ -190,13 +194,13 @@ class Coupling:
 
 
 def check_attrs(where: str, attrs: object) -> None:
-    """Whether attributes are said as {name: axes}; `where` begins the error."""
+    """Raise unless attributes are a dict {name: axes}; the error begins with `where`."""
     if not isinstance(attrs, Mapping) or not all(isinstance(text, str) for pair in attrs.items() for text in pair):
         raise SparsityError(f"{where}attrs must be a dict {{name of an attribute: axes}} of strs, got {attrs!r}")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-    """Every parameter and buffer by the name users know it by, and whether it is a parameter."""
+    """Every parameter and buffer by its name before `prepare`, and whether it is a parameter."""
     for name, parameter in named_tensors(model):
         yield name, (parameter, True)
     for prefix, module in model.named_modules():

@@ -1,6 +1,6 @@
-"""What a model takes and returns: tensors in tuples, mappings and dataclasses.
+"""Inputs and outputs of a model: arguments of a forward, and tensors in tuples, mappings and dataclasses.
 
-Knows containers; other objects (a cache, say) are not looked into, and can be named.
+Objects of other types (a cache, say) are not inspected; `opaque_in` lists them.
 """
 
 import dataclasses
@@ -11,9 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["opaque_in", "tensors_in"]
+__all__ = ["arguments", "opaque_in", "tensors_in"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, torch.dtype, torch.device, torch.Size)
+
+
+def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a forward.
+
+    >>> arguments({"x": 1}), arguments([1, 2]), arguments(3)
+    (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
+    """
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
 def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -26,7 +37,7 @@ def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def opaque_in(place: str, value: Any) -> list[str]:
-    """The objects that are not looked into, in words; they may hold tensors.
+    """Descriptions of the objects that are not inspected; they may contain tensors.
 
     >>> opaque_in("output", (torch.ones(1), None, iter([])))
     ['output[2], a list_iterator']

@@ -1,6 +1,6 @@
 """Integers outside of torch.nn's layers that hold a removed size: `num_heads` of a module, fields of a config.
 
-Those that a group lists are changed; those that look like it are only told.
+Those that a coupling lists in `attrs` are changed; others that seem to hold one are only reported.
 """
 
 import math
@@ -11,22 +11,20 @@ from typing import Any
 from torch import nn
 
 from ..coupling import Coupling
+from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
-from ..coupling.names import filled, matched, stars
 from ..errors import SparsityError
-from .cut import members_of
-from .kept import Cut
-from .layers import sizes_of
+from .removal import Removal, owner_of, plain_tensors, sizes_of
 
-__all__ = ["Change", "apply_changes", "changes_of", "check_held", "likely_sizes", "with_attrs"]
+__all__ = ["Change", "apply_changes", "assign_attrs", "check_old_values", "find_changes", "unlisted_sizes"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One attribute that gets another value.
+    """A new value of one attribute.
 
     Attributes:
-        path: from the model on, `layers.0.attention.num_heads` or `config.hidden_size`.
+        path: relative to the model, `layers.0.attention.num_heads` or `config.hidden_size`.
         was, now: its values.
     """
 
@@ -35,97 +33,101 @@ class Change:
     now: Any
 
 
-def with_attrs(groups: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
-    """Every attribute handed to the one group that has its axes.
+def assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
+    """The couplings, with every attribute added to the one that has its axes.
 
     Raises:
-        SparsityError: no group has them, or several.
+        SparsityError: no coupling has them, or several.
     """
-    out = list(groups)
+    out = list(couplings)
     check_attrs("", attrs)
     for path, axes in attrs.items():
-        fits = [at for at, group in enumerate(out) if _speaks_of(group, path, axes)]
+        fits = [at for at, coupling in enumerate(out) if _fits(coupling, path, axes.split())]
         if len(fits) != 1:
             names = ", ".join(repr(out[at].name) for at in fits) or "none"
             raise SparsityError(
-                f"attrs[{path!r}] = {axes!r} must name the unit axis of one group, its scope axes and its sizes, but "
-                f"fits {names}. Give it to its group: Coupling(..., attrs={{...}}), or name units differently."
+                f"attrs[{path!r}] = {axes!r} must name the unit axis of one coupling, its scope axes and its sizes, "
+                f"but fits {names}. Pass it to its coupling: Coupling(..., attrs={{...}}), or name units differently."
             )
         at = fits[0]
         out[at] = replace(out[at], attrs={**out[at].attrs, path: axes})
     return out
 
 
-def _speaks_of(group: Coupling, path: str, axes: str) -> bool:
-    known = {group.unit, *group.scope.split(), *group.sizes}
-    captures = stars(next(iter(group.members)))
-    return group.unit in axes.split() and set(axes.split()) <= known and stars(path) in (0, captures)
+def _fits(coupling: Coupling, path: str, axes: Sequence[str]) -> bool:
+    known = {coupling.unit, *coupling.scope.split(), *coupling.sizes}
+    captures = count_stars(next(iter(coupling.members)))
+    return coupling.unit in axes and set(axes) <= known and count_stars(path) in (0, captures)
 
 
-def changes_of(model: nn.Module, cuts: Sequence[Cut]) -> list[Change]:
-    """New values of all attributes that the groups list.
+def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
+    """New values of all attributes that the couplings list.
 
-    Groups that share a tensor each shrink a factor of their own. Those that share none and list the same axes are
+    Couplings that share a tensor each shrink a factor of their own. Those that share none and list the same axes are
     layers that hold the same number: they must agree, and it shrinks once.
 
     Raises:
-        SparsityError: there is no such attribute, it holds another number, layers ask for different ones, or several
-            groups of one tensor count the same factor of it.
+        SparsityError: there is no such attribute, it holds another number, layers need different ones, or several
+            couplings of one tensor count the same factor of it.
     """
     found: dict[tuple[int, str], Change] = {}
-    counted: dict[tuple[int, str], list[tuple[Cut, str]]] = {}
-    for cut in cuts:
-        where = f"group {cut.group.name!r}: attrs "
-        for pattern, axes in cut.group.attrs.items():
-            path = filled(pattern, cut.group.captured) if stars(pattern) else pattern
-            for full, holder, name in _holders(model, path, where):
-                _check_value(full, getattr(holder, name), holder, axes, cut, where)
-                key = (id(holder), name)
-                first = _counted_by(model, counted.setdefault(key, []), cut, axes)
-                if first.kept * cut.of != cut.kept * first.of:
+    counted: dict[tuple[int, str], list[tuple[Removal, str]]] = {}
+    for removal, path, axes in _listed(removals):
+        name, where = removal.coupling.name, f"coupling {removal.coupling.name!r}: attrs "
+        for full, holder, attribute in _holders(model, path, where):
+            was, key = getattr(holder, attribute), (id(holder), attribute)
+            _check_value(full, was, holder, axes, removal, where)
+            first = _counted_by(model, counted.setdefault(key, []), removal, axes)
+            if first.kept * removal.of != removal.kept * first.of:
+                raise SparsityError(
+                    f"{where}{full!r} is one number for several layers, but {first.coupling.name!r} keeps {first.kept} "
+                    f"of {first.of} and {name!r} {removal.kept} of {removal.of}. Keep equal numbers, or do not list it."
+                )
+            if first is removal:
+                now = found[key].now if key in found else was
+                if now % removal.of:
                     raise SparsityError(
-                        f"{where}{full!r} is one number for several layers, but {first.group.name!r} keeps "
-                        f"{first.kept} of {first.of} and {cut.group.name!r} {cut.kept} of {cut.of}. Keep equal "
-                        "numbers, or do not list it."
+                        f"{where}{full!r} is {was}, and other couplings that list it leave {now}, no multiple of the "
+                        f"{removal.of} units here. Each coupling must count a factor of its own; if all hold the same "
+                        "number, list it in one of them."
                     )
-                if first is cut:
-                    was = found.setdefault(key, Change(path=full, was=getattr(holder, name), now=getattr(holder, name)))
-                    if was.now % cut.of:
-                        raise SparsityError(
-                            f"{where}{full!r} is {was.was}, and other groups that list it leave {was.now}, no multiple "
-                            f"of the {cut.of} units here. Each group must count a factor of its own; if all hold the "
-                            "same number, list it in one of them."
-                        )
-                    found[key] = replace(was, now=was.now // cut.of * cut.kept)
+                change = found.setdefault(key, Change(path=full, was=was, now=now))
+                found[key] = replace(change, now=now // removal.of * removal.kept)
     return list(found.values())
 
 
-def _counted_by(model: nn.Module, counted: list[tuple[Cut, str]], cut: Cut, axes: str) -> Cut:
-    """The cut that shrinks the factor that this one counts: an earlier one of another layer, or itself."""
-    for first, said in counted:
-        if first.source == cut.source or (said == axes and not _tensors(model, first) & _tensors(model, cut)):
+def _listed(removals: Sequence[Removal]) -> Iterator[tuple[Removal, str, str]]:
+    for removal in removals:
+        for pattern, axes in removal.coupling.attrs.items():
+            yield removal, fill_stars(pattern, removal.coupling.captured), axes
+
+
+def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: Removal, axes: str) -> Removal:
+    """The removal that shrinks the factor counted by this one: an earlier one of another layer, or itself."""
+    for first, listed in counted:
+        same_axes = listed == axes and not _tensor_ids(model, first) & _tensor_ids(model, removal)
+        if first.source == removal.source or same_axes:
             return first
-    counted.append((cut, axes))
-    return cut
+    counted.append((removal, axes))
+    return removal
 
 
-def _tensors(model: nn.Module, cut: Cut) -> set[int]:
-    return {id(tensor) for tensor in members_of(model, [m.fqn for m in cut.group.members]).values()}
+def _tensor_ids(model: nn.Module, removal: Removal) -> set[int]:
+    return {id(tensor) for tensor in plain_tensors(model, [m.fqn for m in removal.coupling.members]).values()}
 
 
-def check_held(model: nn.Module, changes: Sequence[Change]) -> None:
-    """Whether every attribute holds what it held when the changes were made.
+def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Check that every attribute has the value from which it was changed.
 
     Raises:
-        SparsityError: there is no such attribute, or it holds something else.
+        SparsityError: there is no such attribute, or it has another value.
     """
     for change in changes:
         for full, holder, name in _holders(model, change.path, "cut_to: "):
-            held = getattr(holder, name)
-            if held != change.was:
+            if getattr(holder, name) != change.was:
                 raise SparsityError(
-                    f"cut_to: {full!r} is {held!r}, but the dense model's was {change.was!r}; make the model as the "
-                    "dense one was made"
+                    f"cut_to: {full!r} is {getattr(holder, name)!r}, but was {change.was!r} in the dense model; "
+                    "construct the model as the dense one was constructed"
                 )
 
 
@@ -136,73 +138,68 @@ def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
         setattr(holder, name, change.now)
 
 
-def likely_sizes(small: nn.Module, cuts: Sequence[Cut], done: Sequence[Change]) -> list[str]:
-    """Integers, near the tensors that were cut and in the model's config, that still hold a size that is gone."""
+def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], done: Sequence[Change]) -> list[str]:
+    """Integers, in the modules around smaller tensors and in the model's config, that still equal a removed size."""
     known = {change.path for change in done}
     found: dict[str, str] = {}
-    for cut in cuts:
-        if cut.is_whole:
-            continue
-        gone = {cut.of, math.prod(cut.group.grid)}
-        for member in cut.group.members:
-            dimension = next(d for d in member.pattern.dimensions if cut.group.unit in d)
-            gone.add(math.prod(member.pattern.sizes.get(axis, 0) for axis in dimension))
-        for path, value, least in _integers_near(small, cut):
-            if value in gone and value >= least and path not in known:
-                found.setdefault(path, f"{path} = {value}, as {cut.group.name!r} had")
+    for removal in removals:
+        coupling = removal.coupling
+        old = {removal.of, math.prod(coupling.grid)}
+        for pattern in (member.pattern for member in coupling.members):
+            dimension = pattern.dimensions[pattern.dimension_of(coupling.unit)]
+            old.add(math.prod(pattern.sizes.get(axis, 0) for axis in dimension))
+        for path, value, least in () if removal.is_empty else _integers_near(small, removal):
+            if value in old and value >= least and path not in known:
+                found.setdefault(path, f"{path} = {value}, as {coupling.name!r} had")
     return list(found.values())
 
 
-def _integers_near(model: nn.Module, cut: Cut) -> Iterator[tuple[str, int, int]]:
+def _integers_near(model: nn.Module, removal: Removal) -> Iterator[tuple[str, int, int]]:
     """Integers of the modules that hold members, of the modules around those, and of the config; no layer's own.
 
-    Also of modules beside them that hold no tensor (a GroupNorm without weights). Those, as a config, hold many small
-    numbers that are no sizes (2 layers, a stride of 2), so with each comes the least value that says anything.
+    Also of their siblings that hold no tensor (a GroupNorm without weights). Those, as a config, hold many small
+    numbers that are no sizes (2 layers, a stride of 2), so each comes with the least value that is considered.
     """
     holders: dict[str, set[str]] = {"config": set()} if hasattr(model, "config") else {}
-    for member in cut.group.members:
-        prefix, _, name = member.fqn.rpartition(".")
-        module = model.get_submodule(prefix)
+    for member in removal.coupling.members:
+        prefix, (module, name) = member.fqn.rpartition(".")[0], owner_of(model, member.fqn)
         holders.setdefault(prefix, set()).update(sizes_of(module, name, getattr(module, name), ()))
         holders.setdefault(prefix.rpartition(".")[0], set())
-    modules = {name: module for name, module in model.named_modules() if not [*module.parameters(), *module.buffers()]}
-    beside = {name for name in modules if name.rpartition(".")[0] in holders} - holders.keys()
-    holders.update({name: set() for name in beside})
-    for prefix, own in holders.items():
+    empty = {name for name, module in model.named_modules() if not [*module.parameters(), *module.buffers()]}
+    siblings = {name for name in empty if name.rpartition(".")[0] in holders} - holders.keys()
+    for prefix, own in (holders | {name: set() for name in siblings}).items():
         for name, value in getattr(_reached(model, prefix), "__dict__", {}).items():
             if isinstance(value, int) and not isinstance(value, bool) and name not in own and not name.startswith("_"):
-                told = prefix == "config" or prefix in beside
-                yield f"{prefix}.{name}".removeprefix("."), value, 4 if told else 0
+                yield f"{prefix}.{name}".removeprefix("."), value, 4 if prefix in {"config", *siblings} else 0
 
 
-def _check_settable(path: str, holder: object, where: str) -> None:
-    own = getattr(type(holder), path.rpartition(".")[2], None)
-    if isinstance(own, property) and own.fset is None:
+def _check_value(path: str, value: object, holder: object, axes: str, removal: Removal, where: str) -> None:
+    sizes, names = removal.coupling.sizes, axes.split()
+    descriptor = getattr(type(holder), path.rpartition(".")[2], None)
+    if isinstance(descriptor, property) and descriptor.fset is None:
         raise SparsityError(f"{where}{path!r} is a property that cannot be set; list what it is computed from")
-
-
-def _check_value(path: str, value: object, holder: object, axes: str, cut: Cut, where: str) -> None:
-    sizes, names = cut.group.sizes, axes.split()
-    _check_settable(path, holder, where)
     for axis in names:
         if axis not in sizes:
-            raise SparsityError(f"{where}{path!r} = {axes!r}: the group knows the sizes of {', '.join(sizes)} only")
-    if cut.group.unit not in names:
-        raise SparsityError(f"{where}{path!r} = {axes!r} has no unit axis {cut.group.unit!r}, so it would not change")
+            raise SparsityError(
+                f"{where}{path!r} = {axes!r}: unknown axis {axis!r}; the coupling has sizes of {', '.join(sizes)}"
+            )
+    if removal.coupling.unit not in names:
+        raise SparsityError(
+            f"{where}{path!r} = {axes!r} lacks the unit axis {removal.coupling.unit!r}, so it would not change"
+        )
     product = math.prod(sizes[axis] for axis in names)
     if isinstance(value, bool) or not isinstance(value, int) or value != product:
-        asked = " * ".join(f"{axis}={sizes[axis]}" for axis in names)
-        raise SparsityError(f"{where}{path!r} is {value!r}, but {asked} is {product}; name other axes")
+        factors = " * ".join(f"{axis}={sizes[axis]}" for axis in names)
+        raise SparsityError(f"{where}{path!r} is {value!r}, but {factors} is {product}; name other axes")
 
 
 def _holders(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, str]]:
-    """(full path, object, attribute) of all that a path means: where it has `**`, of all modules with the attribute."""
+    """(full path, object, attribute) of all that a path matches: with `**`, of all modules with the attribute."""
     prefix, _, name = path.rpartition(".")
+    names = [prefix]
     if "*" in prefix:
-        names = [n for found in matched(prefix, dict(model.named_modules())).values() for n in found]
-    else:
-        names = [prefix]
-    reached = [(f"{found}.{name}".removeprefix("."), _reached(model, found), name) for found in names]
+        names = [n for matches in match_names(prefix, dict(model.named_modules())).values() for n in matches]
+    reached = [(f"{n}.{name}".removeprefix("."), _reached(model, n), name) for n in names]
     found = [(full, holder, name) for full, holder, name in reached if hasattr(holder, name)]
     if not found:
         raise SparsityError(f"{where}the model has no attribute {path!r}")
@@ -211,6 +208,6 @@ def _holders(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, st
 
 def _reached(model: nn.Module, path: str) -> Any:
     holder: Any = model
-    for part in path.split(".") if path else ():
-        holder = getattr(holder, part, None)
+    for name in path.split(".") if path else ():
+        holder = getattr(holder, name, None)
     return holder

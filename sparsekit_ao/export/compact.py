@@ -1,6 +1,7 @@
-"""compact: a masked model becomes a smaller dense one that gives the same outputs.
+"""compact: make a masked model smaller and dense, with the same outputs.
 
-The way: groups -> cuts -> a copy of the model, cut -> norms folded, sizes told -> both models run and compared.
+Steps: bind the couplings -> find the dropped units -> remove them from a copy of the model, fold norms, update sizes ->
+run both models and compare.
 """
 
 import copy
@@ -12,12 +13,11 @@ from torch import nn
 
 from ..coupling import Coupling
 from ..errors import SparsityError
-from .attributes import Change, apply_changes, changes_of, likely_sizes, with_attrs
-from .cut import cut_model, members_of
-from .kept import Cut, make_cut
+from .attributes import Change, apply_changes, assign_attrs, find_changes, unlisted_sizes
 from .manifest import make_manifest
-from .norms import cut_norms, fold, narrower_groups
-from .report import Compaction, KeptUnits, Size
+from .norms import fold_norm, narrowed_group_norms, pruned_norms
+from .removal import Removal, find_removal, plain_tensors, remove_units
+from .report import UNLISTED, Compaction, KeptUnits, Size
 from .verify import Comparison, Reference
 
 __all__ = ["compact"]
@@ -25,40 +25,42 @@ __all__ = ["compact"]
 
 def compact(
     model: nn.Module,
-    groups: Coupling | Sequence[Coupling],
+    couplings: Coupling | Sequence[Coupling],
     example_inputs: Any,
     *,
     multiple_of: int | Mapping[str, int] = 1,
     attrs: Mapping[str, str] | None = None,
     tolerance: float = 1e-5,
 ) -> tuple[nn.Module, Compaction]:
-    """Remove the dropped units of groups from every member, and check that outputs stay.
+    """Remove the dropped units of couplings from every member, and check that outputs do not change.
 
-    A unit is dropped where all weights of the group hold zeros only, as they do after pruning by `Coupling.entries` and
-    `squash_mask`. Whatever the groups say, masked and compacted model are run on the example inputs and compared.
+    A unit is dropped where all weights of the coupling hold only zeros, as they do after pruning by `Coupling.entries`
+    and `squash_mask`. In any case, the masked and the compacted model are run on the example inputs and compared.
 
     Args:
         model: squashed; neither it nor the inputs change, since copies run.
-        groups: one or several; a tensor may be in several.
-        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. They are the check, so give
-            them as in use: sequences of more than one token, values that are not zero, masks that mask. Tensors are
-            compared in tuples, mappings and dataclasses of the output; other objects (a cache, say) are told.
-        multiple_of: units kept of a scope are rounded up to a multiple (or to all) by keeping some dropped ones; a
-            number, or {group name: number} for some. At least one unit is kept.
-        attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one group that has
-            these axes.
-        tolerance: largest difference of an output tensor, relative to the largest of its values that differ; whole
-            numbers must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one.
-            Models of 16-bit floats are compared as float32 copies; where the masked model differs as much from its own
-            float64 copy, float64 copies decide.
+        couplings: one or several; a tensor may be in several.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
+            are, so use typical ones: sequences of more than one token, values that are not zero, attention masks with
+            zeros. Tensors are compared in tuples, mappings and dataclasses of the output; other objects (a cache, say)
+            are reported.
+        multiple_of: the number of units kept in a scope is rounded up to a multiple (or to all) by keeping some dropped
+            ones; a number, or {name of a coupling: number} for some. At least one unit is kept.
+        attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one coupling that
+            has these axes.
+        tolerance: largest difference of an output tensor, relative to the largest of its values that differ; integers
+            must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one. Models of
+            16-bit floats are compared as float32 copies; where the masked model differs as much from its own float64
+            copy, float64 copies decide.
 
     Returns:
         The smaller model, and a `Compaction`.
 
     Raises:
-        SparsityError: outputs differ (the group that makes them is named), are all zero or hold nan; a tensor still
-            has a mask; a name, axis or attribute that does not fit.
-        CouplingError: scopes of a group, or groups that share a tensor, leave no rectangle.
+        SparsityError: outputs differ (the message names the coupling that causes it), are all zero or contain nan; a
+            tensor still has a mask; a name, axis or attribute that does not fit.
+        CouplingError: scopes of a coupling keep different numbers, or what couplings keep of a tensor that they share
+            is not rectangular.
 
     >>> from sparsekit_ao import ScopeSparsifier
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
@@ -78,31 +80,31 @@ def compact(
     largest relative difference on the example inputs: ...
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise SparsityError(f"tolerance must be a number that is not negative, got {tolerance!r}")
-    cuts = _cuts(model, with_attrs(_checked(groups), attrs or {}), multiple_of)
-    changes = changes_of(model, cuts)
+        raise SparsityError(f"tolerance must be a number >= 0, got {tolerance!r}")
+    removals = _find_removals(model, assign_attrs(_checked(couplings), attrs or {}), multiple_of)
+    changes = find_changes(model, removals)
     reference = Reference(model, example_inputs)
-    made = _make(model, cuts, changes)
-    found = _compared(reference, made, tolerance)
+    result = _compact(model, removals, changes)
+    found = _compare(reference, result, tolerance)
     if isinstance(found, str):
-        raise _blamed(model, cuts, reference, tolerance, made, found)
+        raise _explained(model, removals, reference, tolerance, result, found)
     report = Compaction(
-        groups=tuple(_row(cut) for cut in cuts),
+        couplings=tuple(_row(removal) for removal in removals),
         before=_size(model, reference.flops),
-        after=_size(made.model, found.flops),
+        after=_size(result.model, found.flops),
         difference=found.difference,
         in_float64=found.in_float64,
-        notes=tuple(made.notes),
+        notes=tuple(result.notes),
         not_compared=tuple(reference.opaque),
-        likely=tuple(likely_sizes(made.model, cuts, made.changes)),
-        manifest=make_manifest(cuts, made.changes, made.shapes),
+        unlisted=tuple(unlisted_sizes(result.model, removals, result.changes)),
+        manifest=make_manifest(removals, result.changes, result.shapes),
     )
-    return made.model, report
+    return result.model, report
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Made:
-    """A compacted copy, and what was done to it."""
+class _Compacted:
+    """A compacted copy, the changed attributes, what is not exact, and the dense shapes."""
 
     model: nn.Module
     changes: list[Change]
@@ -110,76 +112,82 @@ class _Made:
     shapes: dict[str, tuple[int, ...]]
 
 
-def _checked(groups: Coupling | Sequence[Coupling]) -> list[Coupling]:
-    found = [groups] if isinstance(groups, Coupling) else groups
-    if not isinstance(found, Sequence) or not found or not all(isinstance(group, Coupling) for group in found):
-        raise SparsityError(f"groups must be a Coupling or a list of them, got {groups!r}")
+def _checked(couplings: Coupling | Sequence[Coupling]) -> list[Coupling]:
+    found = [couplings] if isinstance(couplings, Coupling) else couplings
+    if not isinstance(found, Sequence) or not found or not all(isinstance(one, Coupling) for one in found):
+        raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
     return list(found)
 
 
-def _cuts(model: nn.Module, groups: Sequence[Coupling], multiple_of: int | Mapping[str, int]) -> list[Cut]:
-    names = [group.name for group in groups]
+def _find_removals(
+    model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
+) -> list[Removal]:
+    names = [coupling.name for coupling in couplings]
     for name in multiple_of if isinstance(multiple_of, Mapping) else ():
         if name not in names:
-            raise SparsityError(f"multiple_of names {name!r}, but the groups are {', '.join(map(repr, names))}")
-    cuts = []
-    for at, group in enumerate(groups):
-        multiple = multiple_of.get(group.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        for bound in group.bind(model):
-            cuts.append(make_cut(bound, members_of(model, [m.fqn for m in bound.members]), multiple, at))
-    return cuts
+            raise SparsityError(f"multiple_of names {name!r}, but the couplings are {', '.join(map(repr, names))}")
+    removals = []
+    for source, coupling in enumerate(couplings):
+        multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
+        for bound in coupling.bind(model):
+            tensors = plain_tensors(model, [m.fqn for m in bound.members])
+            removals.append(find_removal(bound, tensors, multiple, source))
+    return removals
 
 
-def _make(model: nn.Module, cuts: Sequence[Cut], changes: Sequence[Change]) -> _Made:
+def _compact(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> _Compacted:
     small = copy.deepcopy(model)
-    cut_model(small, cuts)
+    remove_units(small, removals)
     apply_changes(small, changes)
-    all_changes, notes = list(changes), narrower_groups(model, small)
-    for norm in cut_norms(model, cuts):
-        folded, note = fold(model, small, norm)
+    all_changes, notes = list(changes), narrowed_group_norms(model, small)
+    for norm in pruned_norms(model, removals):
+        folded, note = fold_norm(model, small, norm)
         all_changes += folded
         notes += [note] if note else []
-    fqns = [m.fqn for cut in cuts for m in cut.group.members]
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in members_of(model, fqns).items()}
-    return _Made(model=small, changes=all_changes, notes=notes, shapes=shapes)
+    fqns = [m.fqn for removal in removals for m in removal.coupling.members]
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
+    return _Compacted(model=small, changes=all_changes, notes=notes, shapes=shapes)
 
 
-def _compared(reference: Reference, made: _Made, tolerance: float) -> Comparison | str:
-    """How a compacted model compares, or in words what is wrong with it."""
+def _compare(reference: Reference, result: _Compacted, tolerance: float) -> Comparison | str:
+    """How a compacted model compares, or a description of what is wrong with it."""
     try:
-        found = reference.compare(made.model, tolerance)
+        found = reference.compare(result.model, tolerance)
     except Exception as e:
         return f"does not run: {e}"
-    if found.decided <= tolerance:
+    if found.decisive <= tolerance:
         return found
-    finite = found.decided < float("inf")
-    how = f"a relative difference of {found.difference:.1e}" if finite else "other shapes, whole numbers, inf or nan"
+    finite = found.decisive < float("inf")
+    how = f"a relative difference of {found.difference:.1e}" if finite else "other shapes, integers, inf or nan"
     return f"gives other outputs: {how}"
 
 
-def _blamed(
-    model: nn.Module, cuts: Sequence[Cut], reference: Reference, tolerance: float, made: _Made, problem: str
+def _explained(
+    model: nn.Module,
+    removals: Sequence[Removal],
+    reference: Reference,
+    tolerance: float,
+    result: _Compacted,
+    problem: str,
 ) -> SparsityError:
-    """The error of a compacted model that is not the masked one, with the groups that make it so by themselves."""
+    """The error for a compacted model with other outputs, with the couplings that cause it by themselves."""
     lines = []
-    for cut in cuts:
-        if not cut.is_whole:
-            alone = _compared(reference, _make(model, [cut], changes_of(model, [cut])), tolerance)
-            lines += [f"group {cut.group.name!r} by itself {alone}"] if isinstance(alone, str) else []
-    lines = lines or ["each group by itself is right, so some of them contradict each other"]
-    lines += [f"not exact: {note}" for note in made.notes]
-    lines += [
-        f"likely a size that is gone (list it in attrs): {s}" for s in likely_sizes(made.model, cuts, made.changes)
-    ]
+    for removal in removals:
+        if not removal.is_empty:
+            alone = _compare(reference, _compact(model, [removal], find_changes(model, [removal])), tolerance)
+            lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
+    lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
+    lines += [f"not exact: {note}" for note in result.notes]
+    lines += [UNLISTED + text for text in unlisted_sizes(result.model, removals, result.changes)]
     return SparsityError(
         f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a removed "
         "size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
     )
 
 
-def _row(cut: Cut) -> KeptUnits:
-    scopes = cut.keep.numel() // cut.of
-    return KeptUnits(name=cut.group.name, kept=cut.kept, of=cut.of, scopes=scopes, partly=cut.partly)
+def _row(removal: Removal) -> KeptUnits:
+    scopes = removal.keep.numel() // removal.of
+    return KeptUnits(name=removal.coupling.name, kept=removal.kept, of=removal.of, scopes=scopes, partly=removal.partly)
 
 
 def _size(model: nn.Module, flops: int) -> Size:

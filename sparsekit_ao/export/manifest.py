@@ -1,6 +1,6 @@
-"""The manifest: which units of which tensors stayed, as plain data; a fresh model is cut to it in another process.
+"""The manifest: which units of which tensors were kept, as plain data; `cut_to` applies it in another process.
 
-Numbers and names only, no weights: those travel in a state dict.
+It contains numbers and names, no weights: those are saved as a state dict.
 """
 
 import json
@@ -14,56 +14,51 @@ from torch import nn
 from ..algebra import AxisPattern
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
-from .attributes import Change, apply_changes, check_held
-from .cut import cut_model, members_of
-from .kept import Cut
+from .attributes import Change, apply_changes, check_old_values
+from .removal import Removal, plain_tensors, remove_units
 
-__all__ = ["cut_to", "make_manifest", "save"]
+__all__ = ["cut_to", "make_manifest"]
 
 VERSION = 1
 
 
 def make_manifest(
-    cuts: Sequence[Cut], changes: Sequence[Change], shapes: Mapping[str, Sequence[int]]
+    removals: Sequence[Removal], changes: Sequence[Change], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Plain data of a compaction: groups with the units that stay, tensors as they were, attributes."""
+    """Plain data of a compaction: couplings with their kept units, dense shapes, attributes."""
     return {
         "version": VERSION,
         "groups": [
             {
-                "name": cut.group.name,
-                "unit": cut.group.unit,
-                "scope": list(cut.group.scope),
-                "sizes": dict(cut.group.sizes),
+                "name": removal.coupling.name,
+                "unit": removal.coupling.unit,
+                "scope": list(removal.coupling.scope),
+                "sizes": dict(removal.coupling.sizes),
                 "members": [
-                    {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)} for m in cut.group.members
+                    {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)}
+                    for m in removal.coupling.members
                 ],
-                "kept": cut.keep.reshape(-1, cut.of).nonzero()[:, 1].reshape(-1, cut.kept).tolist(),
+                "kept": removal.keep.reshape(-1, removal.of).nonzero()[:, 1].reshape(-1, removal.kept).tolist(),
             }
-            for cut in cuts
+            for removal in removals
         ],
         "tensors": {name: list(shape) for name, shape in shapes.items()},
         "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
     }
 
 
-def save(manifest: Mapping[str, Any], path: str | Path) -> None:
-    """Write a manifest as JSON."""
-    Path(path).write_text(json.dumps(manifest, indent=1) + "\n")
-
-
 def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> nn.Module:
     """Give a fresh dense model the shapes of a compacted one, in place, for `load_state_dict`.
 
     Args:
-        fresh_model: made as the dense model was, with any weights, on any device (meta included).
+        fresh_model: constructed as the dense model was, with any weights, on any device (meta included).
         manifest: a report's `manifest`, or the path of the file that `report.save` wrote.
 
     Returns:
         The model itself.
 
     Raises:
-        SparsityError: a manifest of another version, or a model of other shapes or attributes; nothing is then changed.
+        SparsityError: a manifest of another version, or a model of other shapes or attributes; it is then unchanged.
 
     >>> from sparsekit_ao import Coupling
     >>> from sparsekit_ao.export import compact
@@ -81,26 +76,26 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
         raise SparsityError(f"cut_to: the manifest has version {data.get('version')!r}, this library reads {VERSION}")
     _check_shapes(fresh_model, data["tensors"])
     changes = [Change(**change) for change in data["attributes"]]
-    check_held(fresh_model, changes)
-    cut_model(fresh_model, [_cut(group, data["tensors"]) for group in data["groups"]])
+    check_old_values(fresh_model, changes)
+    remove_units(fresh_model, [_removal(coupling) for coupling in data["groups"]])
     apply_changes(fresh_model, changes)
     return fresh_model
 
 
 def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     try:
-        found = members_of(model, list(shapes))
+        found = plain_tensors(model, list(shapes))
     except AttributeError as e:
         raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
     for name, shape in shapes.items():
         if list(found[name].shape) != list(shape):
             raise SparsityError(
-                f"cut_to: {name} is {tuple(found[name].shape)}, but the dense model's was {tuple(shape)}; give a "
-                "model that was never cut"
+                f"cut_to: {name} is {tuple(found[name].shape)}, but the dense model's was {tuple(shape)}; pass a "
+                "model with the dense shapes"
             )
 
 
-def _cut(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Cut:
+def _removal(data: Mapping[str, Any]) -> Removal:
     unit, scope = data["unit"], tuple(data["scope"])
     members = tuple(
         Member(
@@ -110,9 +105,9 @@ def _cut(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Cut:
         )
         for m in data["members"]
     )
-    group = BoundCoupling(
+    coupling = BoundCoupling(
         name=data["name"], captured=(), members=members, unit=unit, scope=scope, sizes=data["sizes"], attrs={}
     )
     keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool)
     keep.scatter_(1, torch.tensor(data["kept"]), True)
-    return Cut(group=group, keep=keep.reshape(group.grid))
+    return Removal(coupling=coupling, keep=keep.reshape(coupling.grid))

@@ -1,18 +1,19 @@
-"""What compaction did, as numbers and as text."""
+"""The report of a compaction, as numbers and as text."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import manifest as manifests
+__all__ = ["UNLISTED", "Compaction", "KeptUnits", "Size"]
 
-__all__ = ["Compaction", "KeptUnits", "Size"]
+UNLISTED = "possibly a removed size (list it in attrs): "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a model is.
+    """The size of a model.
 
     Attributes:
         parameters: elements of all parameters; a shared one counts once.
@@ -27,13 +28,13 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptUnits:
-    """One coupled group: how many units are left.
+    """How many units of one coupling are kept.
 
     Attributes:
-        name: of the group.
+        name: of the coupling.
         kept, of: units of a scope after and before.
-        scopes: independent sets of units.
-        partly: units, over all scopes, that stay although some member holds zeros only: another one does not.
+        scopes: number of independent sets of units.
+        partly: kept units, over all scopes, where some members hold only zeros, but not all.
     """
 
     name: str
@@ -50,42 +51,42 @@ class KeptUnits:
 
 @dataclass(frozen=True, kw_only=True)
 class Compaction:
-    """What `compact` did; `print(report)` reads well.
+    """The result of `compact` as numbers; `print(report)` shows it as text.
 
     Attributes:
-        groups: one row a coupled group.
+        couplings: one row a coupling.
         before, after: sizes of the model.
         difference: largest difference of an output on the example inputs, relative to the largest value that differs.
         in_float64: the same of float64 copies, where rounding explains why it is more than the tolerance.
-        notes: what is not exact, in words.
-        not_compared: objects in the output that were not looked into, so tensors in them were not compared.
-        likely: integers that seem to hold a removed size and are in no group's `attrs`.
-        manifest: what `cut_to` needs, plain data.
+        notes: descriptions of what is not exact.
+        not_compared: objects in the output that were not inspected, so tensors in them were not compared.
+        unlisted: integers that seem to hold a removed size and are in no coupling's `attrs`.
+        manifest: plain data for `cut_to`.
     """
 
-    groups: tuple[KeptUnits, ...]
+    couplings: tuple[KeptUnits, ...]
     before: Size
     after: Size
     difference: float
     in_float64: float | None = None
     notes: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
-    likely: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
         """Write the manifest as JSON, for `cut_to` in another process."""
-        manifests.save(self.manifest, path)
+        Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
 
     def __str__(self) -> str:
-        width = max((len(row.name) for row in self.groups), default=0)
-        lines = [f"{row.name:<{width}}  {row}" for row in self.groups]
+        width = max((len(row.name) for row in self.couplings), default=0)
+        lines = [f"{row.name:<{width}}  {row}" for row in self.couplings]
         for what in ("parameters", "bytes", "flops"):
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
         lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
         lines += [f"not exact: {note}" for note in self.notes]
-        lines += [f"not looked into, hence not compared: {text}" for text in self.not_compared]
-        lines += [f"likely a size that is gone (list it in attrs): {text}" for text in self.likely]
+        lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
+        lines += [UNLISTED + text for text in self.unlisted]
         return "\n".join(lines)

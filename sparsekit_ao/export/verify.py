@@ -1,7 +1,4 @@
-"""Masked against compacted: both run on the example inputs, every output tensor is compared.
-
-Knows models as functions.
-"""
+"""Compare a compacted model with the masked one: both run on the example inputs, every output tensor is compared."""
 
 import contextlib
 import copy
@@ -13,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..coupling.values import opaque_in, tensors_in
+from ..coupling.values import arguments, opaque_in, tensors_in
 from ..errors import SparsityError
 
 __all__ = ["Comparison", "Reference"]
 
 Outputs = list[tuple[str, Tensor]]
 
-_ROUNDINGS = 16  # times its own rounding that a model may differ by for float64 to be asked
+_ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +26,9 @@ class Comparison:
 
     Attributes:
         difference: the largest of an output tensor, relative to the largest value that differs; inf where shapes or
-            whole numbers differ, or a number is not one.
-        in_float64: the same of float64 copies, where `difference` is more than rounding should make, but no more than
-            it does make.
+            integers differ, or a value is nan or inf in one of the models only.
+        in_float64: the same of float64 copies, where `difference` is above the tolerance, but within the rounding
+            error of the masked model itself.
         flops: of one forward.
     """
 
@@ -40,18 +37,17 @@ class Comparison:
     flops: int
 
     @property
-    def decided(self) -> float:
+    def decisive(self) -> float:
         """The difference that counts."""
         return self.difference if self.in_float64 is None else self.in_float64
 
 
 class Reference:
-    """The masked model and what it gives on the example inputs.
+    """The masked model and its outputs on the example inputs.
 
-    Every run is one of copies, so neither models nor inputs change. Models of 16-bit floats are run as float32 copies:
-    their rounding would hide what is to be seen. Even that of float32 may grow through many layers, so a difference
-    that is too large is looked at again in float64, if the masked model itself is about as far from its own float64
-    copy.
+    Copies are run, so neither models nor inputs change. Models of 16-bit floats are run as float32 copies, because
+    their rounding would hide errors. Even that of float32 may grow through many layers, so a difference above the
+    tolerance is computed again in float64, if the masked model itself differs about as much from its own float64 copy.
 
     Args:
         model: the masked model.
@@ -59,10 +55,10 @@ class Reference:
 
     Attributes:
         flops: of one forward.
-        opaque: objects in the output that are not looked into, in words.
+        opaque: descriptions of objects in the output that are not inspected.
 
     Raises:
-        SparsityError: it does not run, returns no tensor, only zeros, or a nan.
+        SparsityError: it does not run, or returns no tensor, only zeros, or a nan.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -89,13 +85,13 @@ class Reference:
         for place, tensor in self._outputs:
             if bool(tensor.isnan().any()):
                 raise SparsityError(
-                    f"the masked model's {place} holds nan on example_inputs, and nan equals nothing. Give inputs and "
-                    "masks for which every output is a number."
+                    f"the masked model's {place} contains nan on example_inputs, and nan equals nothing. Pass inputs "
+                    "and masks for which every output is a number."
                 )
         if not any(bool(tensor.any()) for _, tensor in self._outputs):
             raise SparsityError(
-                "the masked model gives nothing but zeros on example_inputs, so any model could pass for it. Give "
-                "inputs as in use."
+                "the masked model returns only zeros on example_inputs, so the comparison would show nothing. Pass "
+                "typical inputs."
             )
 
     def _in_float64(self, small: nn.Module, found: Outputs) -> float | None:
@@ -105,7 +101,7 @@ class Reference:
                 list(tensors_in("output", _run(model, self._inputs, torch.float64)[0]))
                 for model in (self._model, small)
             )
-        except Exception:  # a device or a model that has no float64: then float32 decides
+        except Exception:  # a device or a model without float64: then float32 decides
             return None
         outputs = zip(self._outputs, found, exact, strict=True)
         if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in outputs):
@@ -118,34 +114,25 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None) -> tuple[Any,
     """The output of one forward of a copy in eval mode, and its FLOPs; as another dtype if one is given."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
-    model, inputs = copy.deepcopy(model), copy.deepcopy(_pytree.tree_map_only(Tensor, _leaf, inputs))
-    if dtype is not None:
-        model, inputs = model.to(dtype), _as_dtype(inputs, dtype)
-    with _seeded([*model.parameters(), *model.buffers(), *_inputs_of(inputs)]), FlopCounterMode(display=False) as count:
-        model.eval()
-        if isinstance(inputs, Mapping):
-            output = model(**inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    # Only leaf tensors can be copied.
+    inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
+    model, inputs = copy.deepcopy(model).eval(), copy.deepcopy(inputs)
+    args, kwargs = inputs if dtype is None else _as_dtype(inputs, dtype)
+    model = model if dtype is None else model.to(dtype)
+    tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
+    with _seeded(tensors), FlopCounterMode(display=False) as count:
+        output = model(*args, **kwargs)
     return output, count.get_total_flops()
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_leaf else tensor.detach()  # others cannot be copied
-
-
-def _inputs_of(inputs: Any) -> list[Tensor]:
-    return [tensor for _, tensor in tensors_in("input", inputs)]
 
 
 @contextlib.contextmanager
 def _seeded(tensors: list[Tensor]) -> Iterator[None]:
-    """Random numbers that start alike, on the CPU and the cards of the tensors; all other generators stay."""
-    cards = sorted({t.device.index for t in tensors if t.is_cuda})
-    with torch.random.fork_rng(devices=cards):
+    """Seed the generators of the CPU and of the tensors' devices; their states are restored afterwards."""
+    devices = sorted({t.device.index for t in tensors if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(0)
-        for card in cards:
-            with torch.cuda.device(card):
+        for device in devices:
+            with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
         yield
 
@@ -165,28 +152,28 @@ def _difference(want: Outputs, found: Outputs) -> float:
 
 
 def _relative(want: Tensor, found: Tensor) -> float:
-    """The largest difference over the largest value that differs: equal numbers, however large, hide nothing."""
+    """The largest difference over the largest value that differs, so that large equal values do not hide it."""
     if not (want.is_floating_point() or want.is_complex()):
         return 0.0 if torch.equal(want, found) else float("inf")
     a, b = _real(want), _real(found)
-    away = torch.where(a == b, 0.0, (a - b).abs())
-    if not bool(away.isfinite().all()):
+    error = torch.where(a == b, 0.0, (a - b).abs())
+    if not bool(error.isfinite().all()):
         return float("inf")
-    apart, largest = (float(t.max()) if t.numel() else 0.0 for t in (away, _that_differ(a, b)))
-    return apart / largest if largest else apart
+    worst, largest = (float(t.max()) if t.numel() else 0.0 for t in (error, _differing(a, b)))
+    return worst / largest if largest else worst
 
 
-def _that_differ(a: Tensor, b: Tensor) -> Tensor:
-    """Sizes of what differs, 0 elsewhere."""
+def _differing(a: Tensor, b: Tensor) -> Tensor:
+    """Absolute values of `a` where it differs from `b`, 0 elsewhere."""
     return torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
 
 
 def _is_rounding(want: Tensor, found: Tensor, exact: Tensor) -> bool:
-    """Whether two outputs differ about as the first one does from its float64 copy, among values as large."""
+    """Whether two outputs differ about as much as the first one from its float64 copy, among values as large."""
     a, b, wide = _real(want), _real(found), _real(exact)
     if torch.equal(a, b):
         return True
-    near = a.abs() <= _that_differ(a, b).max()
+    near = a.abs() <= _differing(a, b).max()
     own = torch.where(near, (a - wide).abs(), 0.0)
     return float(torch.where(a == b, 0.0, (a - b).abs()).max()) <= _ROUNDINGS * float(own.max())
 

@@ -1,6 +1,7 @@
-"""One operation of the forward as a rule sees it: arguments by name, the axes of its tensors, the result.
+"""One operation of a forward, as a rule receives it: arguments by name, the axes of its tensors, the result.
 
-Knows how torch names arguments, not what operations mean.
+A rule returns the axes of the result. This module holds how torch names arguments; what operations do to axes is in
+`arithmetic` and `shapes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree
 
-from .factors import Axis, Part, fixed, freeze
+from .factors import Axis, AxisFactor, fixed, freeze
 
-__all__ = ["Call", "Label", "Rule"]
+__all__ = ["AxisRule", "Call", "Label"]
 
 Label = tuple[Axis, ...]  # one axis a dimension
 
@@ -29,7 +30,7 @@ class Call:
         out: what it returned: a tensor, or a tuple or list of them.
         module: name of the module that ran it.
         label_of: the axes of a tensor.
-        is_norm: whether a tensor holds squares, and the module that ran it norms exactly this axis.
+        is_norm: whether a tensor holds squares, and the module that ran it normalizes exactly this axis.
     """
 
     func: Any
@@ -38,11 +39,11 @@ class Call:
     out: Any
     module: str
     label_of: Callable[[Tensor], Label]
-    is_norm: Callable[[Tensor, Sequence[Part]], bool]
+    is_norm: Callable[[Tensor, Sequence[AxisFactor]], bool]
 
     @property
     def name(self) -> str:
-        """The operator's name, overload left out: `add_`, `mm`."""
+        """The operator's name without its overload: `add_`, `mm`."""
         return str(self.func.overloadpacket.__name__)
 
     @property
@@ -74,6 +75,10 @@ class Call:
         """The axes of a tensor argument."""
         return self.label_of(self[name])
 
+    def labels(self, *names: str) -> list[Label]:
+        """The axes of those tensor arguments that were given."""
+        return [self.label(name) for name in names if self.get(name) is not None]
+
     @property
     def tensors(self) -> list[Tensor]:
         """All tensor arguments, in order."""
@@ -95,17 +100,14 @@ class Call:
         """A single dimension argument as a non-negative int."""
         return int(self[name]) % max(ndim, 1)
 
-    def fixed(self, size: int) -> Axis:
-        """A new axis from which nothing may be removed."""
-        return fixed(size, self.why)
+    def fixed(self, *sizes: int) -> Label:
+        """New axes from which nothing may be removed."""
+        return tuple(fixed(n, self.why) for n in sizes)
 
-    def free(self, size: int) -> Axis:
-        """A new axis that is tied to nothing yet."""
-        return fixed(size, "")
-
-    def freeze(self, axis: Sequence[Part], what: str = "") -> None:
-        """Nothing may be removed from the axis, because of this operation."""
-        freeze(axis, f"{self.why}{what and ': '}{what}")
+    def freeze(self, *axes: Sequence[AxisFactor], what: str = "") -> None:
+        """Nothing may be removed from the axes, because of this operation."""
+        for axis in axes:
+            freeze(axis, f"{self.why}{what and ': '}{what}")
 
 
-Rule = Callable[[Call], Label | list[Label]]
+AxisRule = Callable[[Call], Label | list[Label]]

@@ -1,4 +1,4 @@
-"""discover: the groups that one forward of a model suggests, as lines to read, edit and keep."""
+"""discover: the couplings that one forward of a model suggests, as Python code to read, edit and keep."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ from torch import nn
 
 from ...errors import SparsityError
 from ..coupling import Coupling
-from .fold import fold, fold_frozen
-from .ties import Frozen, Tie, ties
+from .shared import FrozenAxis, fold, fold_frozen, shared_axes
 from .trace import trace
 
 __all__ = ["Discovery", "discover"]
@@ -17,44 +16,45 @@ __all__ = ["Discovery", "discover"]
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """What `discover` found; printed, it is Python to be edited.
+    """The result of `discover`; printed, it is Python to be edited.
 
     Attributes:
-        groups: one for each kind of unit, layers folded into stars.
-        counts: for each, how many coupled groups it stands for and how many units each has.
-        frozen: axes that nothing may be removed from, with the reason, and how many are alike.
-        opaque: objects in the output that were not looked into, so tensors in them are not frozen.
+        couplings: one for each kind of unit, with stars for repeated layers.
+        counts: for each, how often it is bound and how many units each bound coupling has.
+        frozen: axes from which nothing may be removed, with the reason, and how many are alike.
+        opaque: objects in the output that were not inspected, so tensors in them are not frozen.
     """
 
-    groups: tuple[Coupling, ...]
+    couplings: tuple[Coupling, ...]
     counts: tuple[tuple[int, int], ...]
-    frozen: tuple[tuple[Frozen, int], ...]
+    frozen: tuple[tuple[FrozenAxis, int], ...]
     opaque: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [line for group, n in zip(self.groups, self.counts, strict=True) for line in _group_lines(group, *n)]
-        notes = [line for frozen, count in self.frozen for line in _frozen_lines(frozen, count)]
-        header = ["", "# Frozen, nothing is removed there:"] if notes else []
+        rows = zip(self.couplings, self.counts, strict=True)
+        lines = [line for coupling, counts in rows for line in _coupling_lines(coupling, *counts)]
+        notes = [_frozen_line(frozen, count) for frozen, count in self.frozen]
+        notes = ["", "# Frozen, nothing is removed there:", *notes] if notes else []
         unseen = [f"#   {text}" for text in self.opaque]
-        unseen = ["", "# Not looked into, tensors in there are not frozen:", *unseen] if unseen else []
-        return "\n".join(["groups = [", *lines, "]", *header, *notes, *unseen])
+        unseen = ["", "# Not inspected, tensors in there are not frozen:", *unseen] if unseen else []
+        return "\n".join(["couplings = [", *lines, "]", *notes, *unseen])
 
     __repr__ = __str__
 
 
 def discover(model: nn.Module, example_inputs: Any) -> Discovery:
-    """Suggest groups: which axes of which tensors are tied, found in one forward without values.
+    """Suggest couplings: which axes of which tensors belong together, found in one forward without values.
 
-    Every operation says how the axes of its operands and its result belong together; a reshape splits and merges them.
-    What is left free can be removed as a unit, as soon as the parameters of the unit are zero. Frozen are the
-    dimensions of inputs and outputs, what LayerNorm or softmax goes over, what is read by index, and all that an
-    operation touches that is not understood; the answer says which and where. Outputs are looked for in tuples,
-    mappings and dataclasses; objects of other kinds (a cache, say) are named and not looked into. Names are einops
-    axes: `u` the unit, scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read it,
-    keep the lines you want. Tied parameters go by their first name.
+    Every operation makes axes of its operands and its result the same; a reshape splits and merges them. An axis that
+    is not frozen can be pruned: its units can be removed as soon as their parameters are zero. Frozen are the
+    dimensions of inputs and outputs, the axes that LayerNorm or softmax normalizes, what is read by index, and
+    everything that an unknown operation reads; the result lists which and where. Outputs are searched for in tuples,
+    mappings and dataclasses; objects of other types (a cache, say) are listed but not inspected. Axes are named as in
+    einops: `u` the unit, scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read
+    it, keep the lines you want. Tied parameters have their first name.
 
     Args:
-        model: not changed, not moved, not run: a copy without values is, in eval mode; its hooks run with it.
+        model: not changed, moved or run: a copy without values runs in eval mode, with its hooks.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter.
 
     Raises:
@@ -62,8 +62,8 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
 
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
     >>> print(discover(mlp, torch.zeros(1, 4)))
-    groups = [
-        # 1 coupled group of 16 units
+    couplings = [
+        # 1 coupling of 16 units
         Coupling(
             {
                 "0.weight": "u i",
@@ -80,38 +80,34 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     if not isinstance(model, nn.Module):
         raise SparsityError(f"discover needs a model (an nn.Module), got {type(model).__name__}")
     found = trace(model, example_inputs)
-    free, frozen = ties(found, [name for name, _ in model.named_parameters()])
+    free, frozen = shared_axes(found, [name for name, _ in model.named_parameters()])
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     folded = fold(free, names)
     return Discovery(
-        groups=tuple(_group(tie) for tie, _ in folded),
-        counts=tuple((count, tie.units) for tie, count in folded),
+        couplings=tuple(Coupling(axis.members, scope=axis.scope, sizes=axis.sizes) for axis, _ in folded),
+        counts=tuple((count, axis.units) for axis, count in folded),
         frozen=tuple(fold_frozen(frozen)),
         opaque=tuple(found.opaque),
     )
 
 
-def _group(tie: Tie) -> Coupling:
-    return Coupling(tie.members, scope=tie.scope, sizes=tie.sizes)
-
-
-def _group_lines(group: Coupling, count: int, units: int) -> Iterator[str]:
-    yield f"    # {count} coupled group{'s' * (count > 1)} of {units} units"
+def _coupling_lines(coupling: Coupling, count: int, units: int) -> Iterator[str]:
+    yield f"    # {count} coupling{'s' * (count > 1)} of {units} units"
     yield "    Coupling("
     yield "        {"
-    for name, axes in group.members.items():
+    for name, axes in coupling.members.items():
         yield f'            "{name}": "{axes}",'
     yield "        },"
-    if group.scope:
-        yield f'        scope="{group.scope}",'
-    if group.sizes:
-        sizes = ", ".join(f'"{axis}": {size}' for axis, size in group.sizes.items())
+    if coupling.scope:
+        yield f'        scope="{coupling.scope}",'
+    if coupling.sizes:
+        sizes = ", ".join(f'"{axis}": {size}' for axis, size in coupling.sizes.items())
         yield f"        sizes={{{sizes}}},"
     yield "    ),"
 
 
-def _frozen_lines(frozen: Frozen, count: int) -> Iterator[str]:
+def _frozen_line(frozen: FrozenAxis, count: int) -> str:
     first, *more = [f"{name}[{d}]" for name, d in frozen.places]
     others = f" and {more[0]}" if len(more) == 1 else f" and {len(more)} more" if more else ""
-    yield f"#   {f'{count} x ' if count > 1 else ''}{frozen.size} in {first}{others}: {frozen.why}"
+    return f"#   {f'{count} x ' if count > 1 else ''}{frozen.size} in {first}{others}: {frozen.why}"

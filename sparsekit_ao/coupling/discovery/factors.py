@@ -1,19 +1,19 @@
-"""Axes made of factors: what a reshape splits and merges, and what an operation ties together.
+"""Axes made of factors: what a reshape splits and merges, and what an operation makes equal.
 
-A dimension of a tensor is a row of factors, outermost first, as einops writes them: `(h d)`. A factor is a node that
-may be found equal to another one or be split in two at any time, and every axis that mentions it sees that. Knows
-integers and reasons, neither tensors nor operations.
+A dimension of a tensor is a sequence of factors, outermost first, as einops writes them: `(h d)`. A factor is a node
+that may be united with another one or split in two at any time, and every axis that contains it is affected. This
+module handles integers and reasons only, no tensors and no operations.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Axis", "Factor", "Part", "cut", "fixed", "freeze", "leaves", "regroup", "tie"]
+__all__ = ["Axis", "AxisFactor", "Factor", "fixed", "freeze", "leaves", "reshape_axes", "split_axis", "unify"]
 
 
 class Factor:
-    """A factor of an axis; `frozen` says why nothing may be removed from it.
+    """A factor of an axis; `frozen` is the reason why nothing may be removed from it.
 
     >>> n = Factor(6)
     >>> outer, inner = n.split(2)
@@ -31,7 +31,7 @@ class Factor:
 
     @property
     def root(self) -> "Factor":
-        """The one node that speaks for all that are equal to this one."""
+        """The representative of all factors that were united with this one."""
         node = self
         while node._same is not None:
             node = node._same
@@ -39,7 +39,7 @@ class Factor:
 
     @property
     def frozen(self) -> str:
-        """Why it is frozen; empty while it is not."""
+        """Why it is frozen; empty if it is not."""
         return self.root._frozen
 
     def leaves(self) -> list["Factor"]:
@@ -55,21 +55,21 @@ class Factor:
         return parts
 
     def unite(self, other: "Factor") -> None:
-        """Say that two undivided factors of one size are the same."""
+        """Make two undivided factors of one size the same."""
         a, b = self.root, other.root
         if a is not b:
             b._frozen = b._frozen or a._frozen
             a._same = b
 
     def freeze(self, why: str) -> None:
-        """Nothing may be removed from any of its leaves; the first reason stays."""
+        """Nothing may be removed from any of its leaves; the first reason is kept."""
         for leaf in self.leaves():
             leaf._frozen = leaf._frozen or why
 
 
 @dataclass(frozen=True)
-class Part:
-    """A factor as one tensor has it.
+class AxisFactor:
+    """A factor in one tensor.
 
     Args:
         factor: which.
@@ -81,97 +81,97 @@ class Part:
     zero: bool = False
 
 
-Axis = tuple[Part, ...]
+Axis = tuple[AxisFactor, ...]
 
 
-def leaves(axis: Sequence[Part]) -> Axis:
+def leaves(axis: Sequence[AxisFactor]) -> Axis:
     """The axis with every factor replaced by what it has been split into."""
     return tuple(replace(part, factor=leaf) for part in axis for leaf in part.factor.leaves())
 
 
-def freeze(axis: Sequence[Part], why: str) -> None:
+def freeze(axis: Sequence[AxisFactor], why: str) -> None:
     """Nothing may be removed from the axis."""
     for part in axis:
         part.factor.freeze(why)
 
 
 def fixed(size: int, why: str) -> Axis:
-    """An axis of its own from which nothing may be removed; a dimension of size 1 has no factors."""
-    return () if size == 1 else (Part(Factor(size, why)),)
+    """A new axis, frozen if `why` is not empty; a dimension of size 1 has no factors."""
+    return () if size == 1 else (AxisFactor(Factor(size, why)),)
 
 
-def tie(axes: Sequence[Axis], why: str) -> None:
-    """Say that axes of one size are the same, factor by factor; what does not line up is frozen, because of `why`."""
+def unify(axes: Sequence[Axis], why: str) -> None:
+    """Make axes of one size the same, factor by factor; those whose factors do not align are frozen, with `why`."""
     for other in axes[1:]:
-        left, right = _Row(axes[0]), _Row(other)
+        left, right = _Reader(axes[0]), _Reader(other)
         while left and right:
-            a, b = left.pop().factor, right.pop().factor
+            a, b = left.read().factor, right.read().factor
             if 0 < b.size < a.size and a.size % b.size == 0:
-                a = left.take(a, b.size)
+                a = left.read_outer(a, b.size)
             elif 0 < a.size < b.size and b.size % a.size == 0:
-                b = right.take(b, a.size)
+                b = right.read_outer(b, a.size)
             if a.size != b.size:
                 freeze((*axes[0], *other), f"{why}: its factors do not line up")
                 return
             a.unite(b)
 
 
-def regroup(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:
-    """The same elements in row-major order under another shape; None where that cuts across factors, or is empty.
+def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:
+    """The same elements in row-major order under another shape; None if that divides a factor, or has no elements.
 
-    >>> row = (Part(Factor(2)), Part(Factor(12)))
-    >>> [[p.factor.size for p in axis] for axis in regroup([row], (8, 3))]
+    >>> row = (AxisFactor(Factor(2)), AxisFactor(Factor(12)))
+    >>> [[p.factor.size for p in axis] for axis in reshape_axes([row], (8, 3))]
     [[2, 4], [3]]
-    >>> regroup([row], (3, 8)) is None
+    >>> reshape_axes([row], (3, 8)) is None
     True
     """
     if 0 in shape:  # no elements, no order
         return None
-    row, grouped = _Row([part for axis in axes for part in axis]), []
+    reader, found = _Reader([part for axis in axes for part in axis]), []
     for size in shape:
-        axis: list[Part] = []
+        axis: list[AxisFactor] = []
         left = size
-        while left > 1 and row:
-            part = row.pop()
+        while left > 1 and reader:
+            part = reader.read()
             if left % part.factor.size and part.factor.size % left == 0:
-                part = replace(part, factor=row.take(part.factor, left, part.zero))
+                part = replace(part, factor=reader.read_outer(part.factor, left, part.zero))
             if left % part.factor.size:
                 return None
             left //= part.factor.size
             axis.append(part)
         if left != 1:
             return None
-        grouped.append(tuple(axis))
-    return tuple(grouped)
+        found.append(tuple(axis))
+    return tuple(found)
 
 
-def cut(axis: Axis, outer: int, why: str) -> tuple[Axis, Axis]:
-    """The axis as (outer, rest); where that cuts across its factors, both are frozen, because of `why`."""
+def split_axis(axis: Axis, outer: int, why: str) -> tuple[Axis, Axis]:
+    """The axis as (outer, rest); where that divides one of its factors, both are frozen, with `why`."""
     size = math.prod(part.factor.size for part in axis)
-    found = regroup([axis], (outer, size // outer))
+    found = reshape_axes([axis], (outer, size // outer))
     if found is None:
         freeze(axis, why)
         return fixed(outer, why), fixed(size // outer, why)
     return found[0], found[1]
 
 
-class _Row:
-    """Parts to be read from the left; each is divided as far as it is by the time it is read."""
+class _Reader:
+    """Reads factors from the left, each as far divided as it is at that time."""
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[AxisFactor]):
         self._rest = list(reversed(parts))
 
     def __bool__(self) -> bool:
         return bool(self._rest)
 
-    def pop(self) -> Part:
+    def read(self) -> AxisFactor:
         part = self._rest.pop()
         first, *rest = leaves([part])
         self._rest += reversed(rest)
         return first
 
-    def take(self, factor: Factor, outer: int, zero: bool = False) -> Factor:
-        """Split a factor just read and put its inner half back."""
+    def read_outer(self, factor: Factor, outer: int, zero: bool = False) -> Factor:
+        """Split a factor just read: return its outer part, the inner one is read next."""
         first, second = factor.split(outer)
-        self._rest.append(Part(second, zero))
+        self._rest.append(AxisFactor(second, zero))
         return first

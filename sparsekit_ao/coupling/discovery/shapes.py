@@ -1,58 +1,47 @@
-"""Rules of operations that move elements: reshape, permute, expand, slice, concatenate, pad."""
+"""Rules of operations that move or select elements: reshape, permute, expand, slice, concatenate, pad, index.
+
+Which entries an index reads depends on values, so nothing may be removed from an indexed axis.
+"""
 
 import math
 
-from .call import Call, Label
-from .factors import Axis, Part, cut, freeze, regroup
-from .pointwise import combined
+from torch import Tensor
 
-__all__ = [
-    "concatenate",
-    "expand",
-    "like",
-    "pad",
-    "permute",
-    "piece",
-    "pieces",
-    "repeat",
-    "reshape",
-    "same",
-    "select",
-    "stack",
-    "transpose",
-    "unbind",
-]
+from .arithmetic import combined
+from .call import AxisRule, Call, Label
+from .factors import Axis, AxisFactor, fixed, reshape_axes, split_axis
+
+__all__ = ["RULES"]
 
 
-def same(call: Call) -> Label:
+def _same(call: Call) -> Label:
     """The same elements in the same places."""
     return call.label_of(call.tensors[0])
 
 
-def like(call: Call) -> Label:
+def _like(call: Call) -> Label:
     """A new tensor of the same shape, all of one value: `zeros_like`, `full_like`."""
     zero = call.name == "zeros_like" or call.get("fill_value") == 0
-    return tuple(tuple(Part(part.factor, zero) for part in axis) for axis in call.label_of(call.tensors[0]))
+    return tuple(tuple(AxisFactor(part.factor, zero) for part in axis) for axis in _same(call))
 
 
-def reshape(call: Call) -> Label:
+def _reshape(call: Call) -> Label:
     """The same elements in row-major order: factors are split and merged."""
-    label, shape = call.label_of(call.tensors[0]), call.outs[0].shape
-    found = regroup(label, shape)
+    label, shape = _same(call), call.outs[0].shape
+    found = reshape_axes(label, shape)
     if found is None:
-        for axis in label:
-            call.freeze(axis, "the new shape cuts across its factors")
-        found = tuple(call.fixed(n) for n in shape)
+        call.freeze(*label, what="the new shape cuts across its factors")
+        found = call.fixed(*shape)
     return found
 
 
-def permute(call: Call) -> Label:
+def _permute(call: Call) -> Label:
     """Dimensions in another order."""
     label = call.label("self")
     return tuple(label[d] for d in call.dims("dims", len(label)))
 
 
-def transpose(call: Call) -> Label:
+def _transpose(call: Call) -> Label:
     """Two dimensions exchanged; `t` exchanges those of a matrix."""
     label = list(call.label("self"))
     if len(label) > 1:
@@ -61,58 +50,62 @@ def transpose(call: Call) -> Label:
     return tuple(label)
 
 
-def expand(call: Call) -> Label:
-    """A dimension of size 1 repeated: a new factor, which other tensors may tie to theirs."""
+def _expand(call: Call) -> Label:
+    """A dimension of size 1 repeated: a new factor, which may become the same as another tensor's."""
     shape = call.outs[0].shape
-    label = ((),) * (len(shape) - len(call.label("self"))) + call.label("self")
-    return tuple(axis or call.free(n) for axis, n in zip(label, shape, strict=True))
+    return tuple(axis or fixed(n, "") for axis, n in zip(_padded(call, len(shape)), shape, strict=True))
 
 
-def repeat(call: Call) -> Label:
+def _repeat(call: Call) -> Label:
     """Whole dimensions tiled: a new outer factor."""
     repeats = call["repeats"]
-    label = ((),) * (len(repeats) - len(call.label("self"))) + call.label("self")
-    return tuple(call.free(n) + axis for axis, n in zip(label, repeats, strict=True))
+    return tuple(fixed(n, "") + axis for axis, n in zip(_padded(call, len(repeats)), repeats, strict=True))
 
 
-def piece(call: Call) -> Label:
-    """A slice."""
+def _padded(call: Call, ndim: int) -> Label:
+    """The operand's axes with leading dimensions of size 1."""
+    label = call.label("self")
+    return ((),) * (ndim - len(label)) + label
+
+
+def _slice(call: Call) -> Label:
+    """A slice with a start, an end and a step."""
     label, shape = list(call.label("self")), call["self"].shape
     dim = call.dim("dim", len(label))
     start, step = call["start"] or 0, call.get("step") or 1
     start = max(start + shape[dim], 0) if start < 0 else start
-    label[dim] = _piece(call, label[dim], shape[dim], (start, call.outs[0].shape[dim], step))
+    label[dim] = _sliced(call, label[dim], shape[dim], (start, call.outs[0].shape[dim], step))
     return tuple(label)
 
 
-def pieces(call: Call) -> list[Label]:
-    """`split` and `chunk`: slices that follow each other."""
+def _split(call: Call) -> list[Label]:
+    """`split` and `chunk`: consecutive slices."""
     label, size = call.label("self"), call["self"].shape
     dim, start, found = call.dim("dim", len(label)), 0, []
     for out in call.outs:
         n = out.shape[dim]
-        axis = _piece(call, label[dim], size[dim], (start, n, 1))
+        axis = _sliced(call, label[dim], size[dim], (start, n, 1))
         found.append((*label[:dim], axis, *label[dim + 1 :]))
         start += n
     return found
 
 
-def _piece(call: Call, axis: Axis, size: int, window: tuple[int, int, int]) -> Axis:
-    """The axis of a window (start, length, step): its place is a frozen outer factor, what is inside stays."""
+def _sliced(call: Call, axis: Axis, size: int, window: tuple[int, int, int]) -> Axis:
+    """The axis of a slice (start, length, step): its position is a frozen outer factor, the inner one is unchanged."""
     start, length, step = window
     if length in (0, size):
-        return axis if length else call.fixed(0)
+        return axis if length else call.fixed(0)[0]
     if step > 1 and size % step == 0 and length == size // step:
-        outer, inner = cut(axis, length, call.why)
+        outer, inner = split_axis(axis, length, call.why)
         call.freeze(inner)
         return outer
     inner_size = math.gcd(start, length, size) if step == 1 else 1
-    outer, inner = cut(axis, size // inner_size, call.why)
+    outer, inner = split_axis(axis, size // inner_size, call.why)
     call.freeze(outer)
-    return call.fixed(length // inner_size) + inner
+    return call.fixed(length // inner_size)[0] + inner
 
 
-def select(call: Call) -> Label:
+def _select(call: Call) -> Label:
     """One index of a dimension."""
     label = call.label("self")
     dim = call.dim("dim", len(label))
@@ -120,51 +113,98 @@ def select(call: Call) -> Label:
     return label[:dim] + label[dim + 1 :]
 
 
-def unbind(call: Call) -> list[Label]:
+def _unbind(call: Call) -> list[Label]:
     """Every index of a dimension by itself."""
-    return [select(call)] * len(call.outs)
+    return [_select(call)] * len(call.outs)
 
 
-def concatenate(call: Call) -> Label:
-    """Tensors one after the other: equal pieces (or multiples of the smallest) are tied, others frozen."""
+def _concatenate(call: Call) -> Label:
+    """Tensors one after the other: of equal lengths (or multiples of the smallest) they are united, else frozen."""
     rank = call.outs[0].dim()
     dim = call.dim("dim", rank)
-    tensors = [t for t in call["tensors"] if t.dim() == rank and t.shape[dim]]  # what is empty adds nothing
+    tensors = [t for t in call["tensors"] if t.dim() == rank and t.shape[dim]]  # empty ones contribute nothing
     labels = [call.label_of(t) for t in tensors]
     if len(tensors) < 2:
-        return labels[0] if labels else tuple(call.fixed(n) for n in call.outs[0].shape)
+        return labels[0] if labels else call.fixed(*call.outs[0].shape)
     sizes = [t.shape[dim] for t in tensors]
     inner = min(sizes) if all(n % min(sizes) == 0 for n in sizes) else 1
-    cuts = [cut(label[dim], n // inner, call.why) for label, n in zip(labels, sizes, strict=True)]
-    for outer, _ in cuts:
-        call.freeze(outer)
-    joined = _joined(call, [part for _, part in cuts])
-    return tuple(
-        call.fixed(sum(sizes) // inner) + joined if k == dim else _joined(call, [label[k] for label in labels])
-        for k in range(len(labels[0]))
-    )
+    halves = [split_axis(label[dim], n // inner, call.why) for label, n in zip(labels, sizes, strict=True)]
+    call.freeze(*(outer for outer, _ in halves))
+    united = [(*label[:dim], half, *label[dim + 1 :]) for label, (_, half) in zip(labels, halves, strict=True)]
+    label = combined(united, call.why)
+    return (*label[:dim], call.fixed(sum(sizes) // inner)[0] + label[dim], *label[dim + 1 :])
 
 
-def stack(call: Call) -> Label:
+def _stack(call: Call) -> Label:
     """Tensors side by side along a new dimension."""
     labels = [call.label_of(t) for t in call["tensors"]]
-    joined = tuple(_joined(call, list(axes)) for axes in zip(*labels, strict=True))
-    dim = call.dim("dim", len(joined) + 1)
-    return (*joined[:dim], call.fixed(len(labels)), *joined[dim:])
+    label = combined(labels, call.why)
+    dim = call.dim("dim", len(label) + 1)
+    return (*label[:dim], *call.fixed(len(labels)), *label[dim:])
 
 
-def _joined(call: Call, axes: list[Axis]) -> Axis:
-    """One axis that several tensors share: zero where all of them are."""
-    return combined([(axis,) for axis in axes], call.why)[0]
-
-
-def pad(call: Call) -> Label:
-    """Constants put around some dimensions, which are frozen."""
+def _pad(call: Call) -> Label:
+    """Constants around some dimensions, which are frozen."""
     label, widths = list(call.label("self")), call["pad"]
     for k in range(len(widths) // 2):
         dim = len(label) - 1 - k
         if widths[2 * k] or widths[2 * k + 1]:
-            freeze(label[dim], call.why)
-            label[dim] = call.fixed(call.outs[0].shape[dim])
+            call.freeze(label[dim])
+            (label[dim],) = call.fixed(call.outs[0].shape[dim])
     zero = not call.get("value")
-    return tuple(tuple(Part(part.factor, part.zero and zero) for part in axis) for axis in label)
+    return tuple(tuple(AxisFactor(part.factor, part.zero and zero) for part in axis) for axis in label)
+
+
+def _embedding(call: Call) -> Label:
+    """Rows of a table."""
+    rows, columns = call.label("weight")
+    call.freeze(rows, what="read by index")
+    return (*call.label("indices"), columns)
+
+
+def _index_select(call: Call) -> Label:
+    """Some entries of one dimension."""
+    label = list(call.label("self"))
+    dim = call.dim("dim", len(label))
+    call.freeze(label[dim], what="read by index")
+    (label[dim],) = call.fixed(call.outs[0].shape[dim])
+    return tuple(label)
+
+
+def _gather(call: Call) -> Label:
+    """An index for every entry: nothing may be removed from any dimension."""
+    call.freeze(*call.label("self"), what="read by index")
+    return call.fixed(*call.outs[0].shape)
+
+
+def _index(call: Call) -> Label:
+    """Advanced indexing `x[i, :, j]`: the dimensions of the indices replace the first indexed one, or come first."""
+    label = call.label("self")
+    at = [d for d, given in enumerate(call["indices"]) if isinstance(given, Tensor)]
+    call.freeze(*(label[d] for d in at), what="read by index")
+    rest = [axis for d, axis in enumerate(label) if d not in at]
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    read = call.fixed(*call.outs[0].shape[first : call.outs[0].dim() - len(rest) + first])
+    return (*rest[:first], *read, *rest[first:])
+
+
+RULES: dict[AxisRule, str] = {
+    _same: "clone alias detach _to_copy lift_fresh contiguous",
+    _like: "zeros_like ones_like full_like empty_like rand_like randn_like",
+    _reshape: "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten",
+    _permute: "permute",
+    _transpose: "transpose t",
+    _expand: "expand",
+    _repeat: "repeat",
+    _slice: "slice",
+    _split: "split split_with_sizes chunk",
+    _select: "select",
+    _unbind: "unbind",
+    _concatenate: "cat",
+    _stack: "stack",
+    _pad: "constant_pad_nd",
+    _embedding: "embedding",
+    _index_select: "index_select",
+    _gather: "gather",
+    _index: "index _unsafe_index",
+}

@@ -1,13 +1,14 @@
-"""One forward without values: every tensor is a fake one, every operation leaves its rule on the axes.
+"""One forward without values: every tensor is a fake one, and the rule of every operation is applied to its axes.
 
-The model itself is not touched: a copy of its modules runs, whose parameters and buffers are fake (torch's
-FakeTensorMode: shapes and types on the meta device, no memory).
+The model itself does not change: a copy of its modules runs, whose parameters and buffers are fake (torch's
+FakeTensorMode: shapes and dtypes without memory). An operator without a rule is replaced by torch's own decomposition;
+if there is none either, everything that it reads is frozen.
 """
 
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,22 +27,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import SparsityError
-from ..values import opaque_in, tensors_in
-from .call import Call, Label
-from .factors import Factor, Part, fixed, freeze, leaves
-from .rules import rule_of
+from ..values import arguments, opaque_in, tensors_in
+from . import arithmetic, shapes
+from .call import AxisRule, Call, Label
+from .factors import AxisFactor, Factor, fixed, freeze, leaves
 
-__all__ = ["Trace", "arguments", "trace"]
+__all__ = ["Trace", "rule_of", "trace"]
+
+_RULES = {name: rule for rule, names in (arithmetic.RULES | shapes.RULES).items() for name in names.split()}
+
+
+def rule_of(func: Any) -> AxisRule | None:
+    """The rule of an operator, if there is one.
+
+    >>> rule_of(torch.ops.aten.relu_.default).__name__, rule_of(torch.ops.aten.mm.default).__name__
+    ('pointwise', '_matmul')
+    >>> rule_of(torch.ops.aten._fft_r2c.default) is None
+    True
+    """
+    name = str(func.overloadpacket.__name__)
+    if name in ("max", "min") and func._overloadname == "other":
+        return arithmetic.pointwise
+    found = _RULES.get(name.rstrip("_"))
+    if found is None and (torch.Tag.pointwise in func.tags or name == "copy_"):
+        return arithmetic.pointwise
+    return found
 
 
 class Trace(TorchDispatchMode):
-    """What one forward said about the axes of every tensor.
+    """The axes of every tensor of one forward.
 
     Attributes:
         named: {name of a parameter or buffer: its axes}; a tensor with several names has the first.
-        seen: the axes of every tensor that came up.
-        used: names of the tensors that took part.
-        opaque: objects in the output that are not looked into, in words.
+        seen: the axes of every result of an operation.
+        used: names of the parameters and buffers that were read.
+        opaque: descriptions of objects in the output that are not inspected.
     """
 
     def __init__(self) -> None:
@@ -57,9 +77,9 @@ class Trace(TorchDispatchMode):
         self._modules: list[tuple[str, nn.Module]] = []
 
     def name(self, name: str, tensor: Tensor, *, zero: bool) -> None:
-        """Give a parameter (`zero`: a mask may make its units zero) or buffer axes of its own, free as yet."""
+        """Give a parameter (`zero`: a mask may make its units zero) or buffer new axes that are not frozen."""
         if tensor not in self._labels:
-            label = tuple(() if n == 1 else (Part(Factor(n), zero),) for n in tensor.shape)
+            label = tuple(() if n == 1 else (AxisFactor(Factor(n), zero),) for n in tensor.shape)
             self.named[name] = self._labels[tensor] = label
             self._names[tensor] = name
 
@@ -70,20 +90,20 @@ class Trace(TorchDispatchMode):
                 freeze(axis, place)
 
     def freeze_unused(self) -> None:
-        """Freeze the parameters and buffers that took no part, since nothing is known of them."""
+        """Freeze the parameters and buffers that were not read, since nothing is known of them."""
         for name, label in self.named.items():
             for axis in label if name not in self.used else ():
                 freeze(axis, "not used in this forward")
 
     def watch(self, model: nn.Module) -> None:
-        """Know at each operation which module runs it."""
+        """Record for each operation which module runs it."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(self._leave)
 
     @property
     def where(self) -> str:
-        """The module that runs."""
+        """The name of the running module."""
         return self._modules[-1][0] or "the model" if self._modules else "the model"
 
     def _enter(self, name: str, module: nn.Module, _: Any) -> None:
@@ -93,7 +113,7 @@ class Trace(TorchDispatchMode):
         self._modules.pop()
 
     def label_of(self, tensor: Tensor) -> Label:
-        """The axes of a tensor; one that nothing is known of was made by the model itself, and is frozen."""
+        """The axes of a tensor; an unknown one was created by the model itself, and is frozen."""
         if tensor in self._names:
             self.used.add(self._names[tensor])
         if tensor not in self._labels:
@@ -102,19 +122,19 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question about a tensor, such as its device
+        if func.namespace == "prim":  # a query of a tensor, such as its device
             return func(*args, **kwargs)
         rule = rule_of(func)
         touched = [t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if rule is None and touched and (out := self._taken_apart(func, args, kwargs)) is not NotImplemented:
+        if rule is None and touched and (out := self._decomposed(func, args, kwargs)) is not NotImplemented:
             return out
         out = func(*args, **kwargs)
         if touched:
             self._apply(rule, Call(func, args, kwargs, out, self.where, self.label_of, self._is_norm))
         return out
 
-    def _taken_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation by the smaller ones that torch says it is made of; NotImplemented if it says nothing."""
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation run as torch's decomposition of it; NotImplemented if there is none."""
         if func.overloadpacket is torch.ops.aten.scaled_dot_product_attention and kwargs.get("scale") is None:
             why = f"attention in {self.where}: its scale follows from the size of a head"
             freeze(self.label_of(args[0])[-1], why)
@@ -123,7 +143,7 @@ class Trace(TorchDispatchMode):
             parts = get_decompositions([func]).get(func)
             return parts(*args, **kwargs) if out is NotImplemented and parts else out
 
-    def _apply(self, rule: Callable[[Call], Label | list[Label]] | None, call: Call) -> None:
+    def _apply(self, rule: AxisRule | None, call: Call) -> None:
         if call.is_square:
             self._squares.update(dict.fromkeys(call.outs, True))
         before = self.label_of(call.tensors[0]) if call.func._schema.is_mutable else None
@@ -140,24 +160,19 @@ class Trace(TorchDispatchMode):
             self._shared.update(dict.fromkeys((call.tensors[0], *call.outs), True))
 
     def _overwritten(self, call: Call, before: Label) -> None:
-        """Other views of the memory may still be held to be zero where this one no longer is."""
+        """Other views of the memory may still be recorded as zero where this one no longer is."""
         for old, new in zip(before, self.label_of(call.tensors[0]), strict=True):
             zero = [part.factor for part in leaves(new) if part.zero]
             lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
-            call.freeze(lost, "it writes into memory that other tensors share")
+            call.freeze(lost, what="it writes into memory that other tensors share")
 
     def _not_understood(self, call: Call) -> list[Label]:
-        if call.outs:  # others are assertions, say
-            self._freeze_all(call, "not understood")
-        return [tuple(call.fixed(n) for n in out.shape) for out in call.outs]
+        if call.outs:  # an assertion, say, returns nothing
+            call.freeze(*(axis for t in call.tensors for axis in self.label_of(t)), what="not understood")
+        return [call.fixed(*out.shape) for out in call.outs]
 
-    def _freeze_all(self, call: Call, what: str) -> None:
-        for tensor in call.tensors:
-            for axis in self.label_of(tensor):
-                call.freeze(axis, what)
-
-    def _is_norm(self, squares: Tensor, axis: Sequence[Part]) -> bool:
-        """Whether the running module norms this axis of squares: it has a weight along exactly it, and an epsilon."""
+    def _is_norm(self, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
+        """Whether the running module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
         if squares not in self._squares:
             return False  # a mean that is subtracted, say
         module = self._modules[-1][1] if self._modules else None
@@ -171,7 +186,7 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     """Run the model once on fake tensors.
 
     Args:
-        model: not touched; it runs as in eval mode.
+        model: not changed; a copy runs in eval mode.
         example_inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
 
     Raises:
@@ -180,31 +195,20 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     _check(model)
     found, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
     args, kwargs = arguments(example_inputs)
-    with torch.inference_mode(), _plain_attention():  # in which composite operations are seen
+    with torch.inference_mode(), _plain_attention():  # inference mode dispatches composite operations here
         for name, tensor, zero in _tensors(model):
             memo[id(tensor)] = fake = _fake(tensor, mode)
             found.name(name, fake, zero=zero)
-        twin = _copied(model, memo).eval()
-        found.watch(twin)
+        copied = _copied(model, memo).eval()
+        found.watch(copied)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
-        found.fix(args or kwargs, "input")  # arguments() gives one of both
+        found.fix(args or kwargs, "input")  # one of both is empty
         with mode, found:
-            out = _forward(twin, args, kwargs, found)
+            out = _forward(copied, args, kwargs, found)
         found.fix(out, "output")
         found.opaque = opaque_in("output", out)
     found.freeze_unused()
     return found
-
-
-def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a forward.
-
-    >>> arguments({"x": 1}), arguments([1, 2]), arguments(3)
-    (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
-    """
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
 def _shape(label: Label) -> tuple[int, ...]:
@@ -213,7 +217,7 @@ def _shape(label: Label) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Attention as the products and the softmax that it is, not as one fused operation."""
+    """Compute attention by products and a softmax, not by one fused operation."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -229,7 +233,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A stand-in on the CPU, whatever device the tensor is on."""
+    """A fake tensor on the CPU, for a tensor on any device."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
@@ -252,8 +256,8 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as e:
         raise SparsityError(
-            f"discover: the model cannot be copied: {type(e).__name__}: {e}. Take away first what cannot be: weights "
-            "that are computed (torch.nn.utils.remove_weight_norm), open files, locks."
+            f"discover: the model cannot be copied: {type(e).__name__}: {e}. Remove what cannot be copied: computed "
+            "weights (torch.nn.utils.remove_weight_norm), open files, locks."
         ) from e
 
 
@@ -262,12 +266,12 @@ def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fo
         return model(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         raise SparsityError(
-            f"discover: {found.where} runs {e.func}, whose result depends on values, and the forward has none (it runs "
-            "on the meta device). Leave out of example_inputs what makes the model look at values, or write the "
-            "groups by hand (Coupling)."
+            f"discover: {found.where} runs {e.func}, whose result depends on values, but the forward runs on fake "
+            "tensors without values. Leave out of example_inputs what makes the model read values, or write the "
+            "couplings by hand (Coupling)."
         ) from None
     except Exception as e:
         raise SparsityError(
-            f"discover: the forward on the meta device failed in {found.where}: {type(e).__name__}: {e}. Check that "
+            f"discover: the forward on fake tensors failed in {found.where}: {type(e).__name__}: {e}. Check that "
             "model(*example_inputs), or model(**example_inputs) for a dict, runs."
         ) from e

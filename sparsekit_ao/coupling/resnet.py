@@ -1,15 +1,14 @@
-"""Groups of a ResNet with torchvision's names: channels inside of blocks, and those of the residual streams."""
+"""Couplings of a ResNet with torchvision's names: channels inside of blocks, and those of the residual streams."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...errors import SparsityError
-from ...sparsifiers.config import named_tensors
-from ..coupling import Coupling
+from ..errors import SparsityError
+from .coupling import Coupling
 
-__all__ = ["is_resnet", "resnet_groups"]
+__all__ = ["is_resnet", "resnet_couplings"]
 
 _FIRST = re.compile(r"(.*?)layer1\.0\.conv1\.weight")
 _IN_BLOCK = re.compile(r"(layer\d+\.\d+)\.(.+)")
@@ -18,27 +17,26 @@ _NORMS = ("bn1", "bn2", "bn3", "downsample.1")
 _NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
-def is_resnet(model: nn.Module) -> bool:
+def is_resnet(names: Iterable[str]) -> bool:
     """Whether a tensor has the name of the first convolution of the first block."""
-    return any(_FIRST.fullmatch(name) for name, _ in named_tensors(model))
+    return any(map(_FIRST.fullmatch, names))
 
 
-def resnet_groups(model: nn.Module) -> dict[str, Coupling]:
-    """All groups of a ResNet.
+def resnet_couplings(model_tensors: Mapping[str, Tensor]) -> dict[str, Coupling]:
+    """All couplings of a ResNet, from its parameters and buffers by name.
 
     Raises:
         SparsityError: a block with tensors or shapes that torchvision's ResNet does not have.
     """
-    every: dict[str, Tensor] = dict(named_tensors(model)) | dict(model.named_buffers())
-    prefix = next(match[1] for match in map(_FIRST.fullmatch, every) if match)
-    tensors = {name.removeprefix(prefix): t for name, t in every.items() if name.startswith(prefix)}
+    prefix = next(match[1] for match in map(_FIRST.fullmatch, model_tensors) if match)
+    tensors = {name.removeprefix(prefix): t for name, t in model_tensors.items() if name.startswith(prefix)}
     blocks: dict[str, list[str]] = {}
     for match in filter(None, map(_IN_BLOCK.fullmatch, tensors)):
         blocks.setdefault(match[1], []).append(match[2])
     for block, names in blocks.items():
         _check_block(prefix, block, names, tensors)
-    last = f"conv{3 if 'layer1.0.conv3.weight' in tensors else 2}"
-    members = {f"conv{k}": _inside(k, tensors) for k in range(1, int(last[-1]))} | _streams(blocks, last, tensors)
+    last = 3 if "layer1.0.conv3.weight" in tensors else 2
+    members = {f"conv{k}": _inside(k, tensors) for k in range(1, last)} | _streams(blocks, last, tensors)
     return {
         kind: Coupling({prefix + name: axes for name, axes in found.items()}, name=kind)
         for kind, found in members.items()
@@ -47,23 +45,23 @@ def resnet_groups(model: nn.Module) -> dict[str, Coupling]:
 
 def _inside(k: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Channels between one convolution and the next, of every block."""
-    named = {"layer*.*." + name: axes for name, axes in _writes(f"conv{k}", f"bn{k}").items()}
+    named = {"layer*.*." + name: axes for name, axes in _writers(f"conv{k}", f"bn{k}").items()}
     found = {name: axes for name, axes in named.items() if name.replace("*.*", "1.0") in tensors}
     return found | {f"layer*.*.conv{k + 1}.weight": "o u h w"}
 
 
 def _streams(
-    blocks: Mapping[str, Sequence[str]], last: str, tensors: Mapping[str, Tensor]
+    blocks: Mapping[str, Sequence[str]], last: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, dict[str, str]]:
-    """Channels of each residual stream: a block with a downsampling ends one and opens the next."""
-    kind, found = "stem", {"stem": _writes("conv1", "bn1")}
+    """Channels of each residual stream: a block with a downsampling ends one and begins the next."""
+    kind, found = "stem", {"stem": _writers("conv1", "bn1")}
     for block, names in blocks.items():
         found[kind][f"{block}.conv1.weight"] = "o u h w"
         if "downsample.0.weight" in names:
             found[kind][f"{block}.downsample.0.weight"] = "o u h w"
             kind = block.partition(".")[0]
-            found[kind] = _writes(f"{block}.downsample.0", f"{block}.downsample.1")
-        found[kind] |= _writes(f"{block}.{last}", f"{block}.bn{last[-1]}")
+            found[kind] = _writers(f"{block}.downsample.0", f"{block}.downsample.1")
+        found[kind] |= _writers(f"{block}.conv{last}", f"{block}.bn{last}")
     if "fc.weight" in tensors:
         found[kind]["fc.weight"] = "o u"
     else:
@@ -71,7 +69,8 @@ def _streams(
     return {kind: {name: axes for name, axes in members.items() if name in tensors} for kind, members in found.items()}
 
 
-def _writes(conv: str, norm: str) -> dict[str, str]:
+def _writers(conv: str, norm: str) -> dict[str, str]:
+    """The tensors that write channels: a convolution and the norm behind it."""
     return {f"{conv}.weight": "u i h w"} | {f"{norm}.{name}": "u" for name in _NORM_TENSORS}
 
 
@@ -80,13 +79,14 @@ def _check_block(prefix: str, block: str, names: Sequence[str], tensors: Mapping
     other = [name for name in names if name not in known and not name.endswith("num_batches_tracked")]
     if other:
         raise SparsityError(
-            f"for_model: {prefix}{block} is named as in torchvision's ResNet, but has also {other[0]}. What goes "
-            "together there is not known; discover(model, example_inputs) suggests groups."
+            f"for_model: {prefix}{block} is named as in torchvision's ResNet, but also has {other[0]}, whose couplings "
+            "are unknown. discover(model, example_inputs) suggests couplings."
         )
     for before, after in (("conv1", "conv2"), ("conv2", "conv3")):
         a, b = (tensors.get(f"{block}.{conv}.weight") for conv in (before, after))
         if a is not None and b is not None and a.shape[0] != b.shape[1]:
             raise SparsityError(
-                f"for_model: {prefix}{block}.{after} reads {b.shape[1]} of {a.shape[0]} channels at a time, so it is "
-                "grouped and channels do not go one by one. discover(model, example_inputs) suggests groups."
+                f"for_model: {prefix}{block}.{after} reads {b.shape[1]} of {a.shape[0]} channels at a time: it is a "
+                "grouped convolution, whose channels cannot be removed one by one. discover(model, example_inputs) "
+                "suggests couplings."
             )

@@ -1,4 +1,4 @@
-"""for_model: it says what discover finds, its groups leave outputs as they are, and what it does not know it says."""
+"""for_model: it returns what discover finds, its couplings leave outputs unchanged, and unknown models are errors."""
 
 import einops
 import hf_models
@@ -65,10 +65,10 @@ def make(name):
     return hf_models.make(name)
 
 
-def units(model, groups):
-    """Every coupled group as {tensor: the number of the unit that each element belongs to}, comparable."""
+def units(model, couplings):
+    """Every coupled coupling as {tensor: the number of the unit that each element belongs to}, comparable."""
     found = []
-    for bound in (bound for group in groups for bound in group.bind(model)):
+    for bound in (bound for coupling in couplings for bound in coupling.bind(model)):
         numbers = torch.arange(torch.Size(bound.grid).numel()).reshape(bound.grid)
         rows = {}
         for member in bound.members:
@@ -83,26 +83,26 @@ def units(model, groups):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_ready_groups_are_what_discover_finds(name):
+def test_couplings_are_what_discover_finds(name):
     model, inputs = make(name)
     ready = for_model(model)
     assert list(ready) == KINDS.get(name, ["mlp", "heads", "kv_heads", "residual"])
-    found = units(model, discover(model, inputs).groups)
-    for kind, group in ready.items():
-        assert units(model, [group]) <= found, kind
+    found = units(model, discover(model, inputs).couplings)
+    for kind, coupling in ready.items():
+        assert units(model, [coupling]) <= found, kind
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_half_of_every_kind_goes_and_outputs_stay(name):
+def test_half_of_every_kind_is_removed_and_outputs_stay(name):
     model, inputs = make(name)
-    for kind, group in for_model(model).items():
+    for kind, coupling in for_model(model).items():
         if kind == "residual" and name == "Gemma2":
             continue  # its embedding is also its head, and a tied parameter takes no mask
-        assert_exact(model, group, inputs)
+        assert_exact(model, coupling, inputs)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "heads", "kv_heads", "residual"])
-def test_the_config_is_told_so_a_compacted_model_is_saved_and_loaded(kind, tmp_path):
+def test_the_config_is_updated_so_a_compacted_model_is_saved_and_loaded(kind, tmp_path):
     model, inputs = make("Llama")
     small = assert_exact(model, for_model(model)[kind], inputs)
     small.config.rms_norm_eps = small.model.norm.variance_epsilon  # another where a norm was folded
@@ -115,7 +115,7 @@ def test_the_config_is_told_so_a_compacted_model_is_saved_and_loaded(kind, tmp_p
     assert loaded.config.num_key_value_heads == {"kv_heads": 1}.get(kind, 2)
 
 
-def test_the_part_of_a_model_and_an_untied_one_work_as_well():
+def test_a_submodule_and_an_untied_model_work_as_well():
     model, _ = make("Llama")
     assert list(for_model(model.model)) == ["mlp", "heads", "kv_heads"]  # its hidden size is its output
     assert for_model(model.model)["mlp"].members["layers.*.mlp.up_proj.bias"] == "u"
@@ -138,7 +138,7 @@ def test_mlps_may_differ_in_width_which_one_number_of_the_config_cannot_hold():
     assert_exact(fill(model), for_model(model)["mlp"], inputs)
 
 
-def test_transformers_4_named_its_vit_otherwise():
+def test_transformers_4_names_its_vit_differently():
     dense = {n: nn.Linear(8, 8) for n in ("query", "key", "value")}
     attention = nn.ModuleDict({"attention": nn.ModuleDict(dense), "output": nn.ModuleDict({"dense": nn.Linear(8, 8)})})
     attention["attention"].num_attention_heads, attention["attention"].attention_head_size = 2, 4
@@ -149,14 +149,14 @@ def test_transformers_4_named_its_vit_otherwise():
     assert heads.attrs == {"layer.*.attention.attention.num_attention_heads": "u"}
 
 
-def test_an_unknown_model_gets_the_names_that_were_looked_for_and_the_ways_on():
+def test_an_unknown_model_gets_the_names_that_were_looked_for_and_the_alternatives():
     for name in ("GPT-2", "T5", "ConvNeXt", "ResNet", "MobileNetV2"):
         with pytest.raises(SparsityError) as caught:
             for_model(make(name)[0])
         for text in ("'*.self_attn.q_proj.weight'", "'*.attention.self.query.weight'", "'layer1.0.conv1.weight'"):
             assert text in str(caught.value)
         assert str(caught.value).startswith(f"for_model does not know {type(make(name)[0]).__name__}. It looked for")
-        assert "discover(model, example_inputs) suggests groups for any model; Coupling says" in str(caught.value)
+        assert "discover(model, example_inputs) suggests couplings for any model; Coupling writes" in str(caught.value)
 
 
 def refused(model, match):
@@ -164,27 +164,27 @@ def refused(model, match):
         for_model(model)
 
 
-def test_what_a_layer_has_besides_is_refused_not_overlooked():
+def test_unknown_tensors_of_a_layer_are_refused_not_ignored():
     refused(
-        make("Mixtral")[0], r"^for_model: model.layers.0 is named as in Llama-.* but has also mlp.experts.down_proj and"
+        make("Mixtral")[0], r"^for_model: model.layers.0 is named as in Llama-.* but also has mlp.experts.down_proj and"
     )
     model, _ = make("BERT")
     model.encoder.layer[1].adapter = nn.Linear(2, 2)
     refused(
-        model, r"encoder.layer.1 is named as in BERT-like encoders, but has also adapter.bias and 1 more. .*discover"
+        model, r"encoder.layer.1 is named as in BERT-like encoders, but also has adapter.bias and 1 more. .*discover"
     )
     model, _ = make("BERT")
     del model.encoder.layer[1].output.dense
     refused(model, "encoder.layer.1 .* but lacks output.dense.weight")
     model, _ = make("BasicBlock")
     model.layer1[1].se = nn.Linear(2, 2)
-    refused(model, "^for_model: layer1.1 is named as in torchvision's ResNet, but has also se.weight")
+    refused(model, "^for_model: layer1.1 is named as in torchvision's ResNet, but also has se.weight")
     model, _ = make("Bottleneck")
     model.layer2[0].conv2 = nn.Conv2d(12, 12, 3, groups=3, bias=False)
-    refused(model, "^for_model: layer2.0.conv2 reads 4 of 12 channels at a time, so it is grouped")
+    refused(model, "^for_model: layer2.0.conv2 reads 4 of 12 channels at a time: it is a grouped convolution")
 
 
-def test_layers_that_differ_and_sizes_that_nothing_tells_are_refused():
+def test_layers_that_differ_and_unknown_head_sizes_are_refused():
     model, _ = make("Llama")
     model.model.layers[1].self_attn.k_proj = nn.Linear(32, 32)
     refused(
@@ -197,7 +197,7 @@ def test_layers_that_differ_and_sizes_that_nothing_tells_are_refused():
     model, _ = make("Qwen3")
     for layer in model.model.layers:
         layer.self_attn.q_norm.weight = nn.Parameter(torch.ones(32))
-    refused(model, r"^for_model: model.layers.\*.self_attn.q_norm norms 32 values, not one head of 8")
+    refused(model, r"^for_model: model.layers.\*.self_attn.q_norm normalizes 32 values, not one head of 8")
     model, _ = make("Llama")
     refused(
         nn.ModuleDict({"a": model.model, "b": make("Llama")[0]}),
@@ -208,7 +208,8 @@ def test_layers_that_differ_and_sizes_that_nothing_tells_are_refused():
         del layer.attention.head_dim
     del headless.config
     refused(
-        headless, r"^for_model: nothing says how large a head is. .* of layers.0.attention, and for head_dim, or hidden"
+        headless,
+        r"^for_model: the head size is unknown. layers.0.attention has no head_dim or .* no head_dim, nor hidden",
     )
 
 
@@ -223,7 +224,7 @@ def test_head_sizes_come_from_the_module_else_from_the_config():
     assert for_model(model)["heads"].sizes == {"d": 16}
 
 
-def test_a_prepared_model_has_the_same_groups_as_a_plain_one():
+def test_a_prepared_model_has_the_same_couplings_as_a_plain_one():
     model, _ = make("BERT")
     plain = for_model(model)
     sparsifier = ScopeSparsifier()

@@ -1,0 +1,240 @@
+"""From factors to couplings: which axes of which tensors are one unit, and the patterns a person would write for them.
+
+`shared_axes` returns the axes that can be pruned and those that are frozen, one by one; `fold` and `fold_frozen` join
+those of repeated layers, with stars for the layers' numbers where the stars match exactly the joined names.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ..bound import match_names
+from .call import Label
+from .factors import Axis, Factor, leaves
+from .trace import Trace
+
+__all__ = ["FrozenAxis", "SharedAxis", "fold", "fold_frozen", "shared_axes"]
+
+_DIMENSIONS = "oihwxyzabc"  # names of dimensions without units, as of weights: out, in, height, width
+_SCOPES = "stpq"
+_OTHERS = "dgefjklmnrvABC"  # names of the other factors in a dimension with a unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedAxis:
+    """An axis of several tensors whose units can be removed.
+
+    Attributes:
+        members: {tensor: its pattern}; the unit is `u`.
+        scope: axes that accompany the unit in every tensor of the forward, so that units can be chosen within them.
+        sizes: lengths of the scope axes and of those inside a unit.
+        units: the number of units.
+    """
+
+    members: Mapping[str, str]
+    scope: str
+    sizes: Mapping[str, int]
+    units: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenAxis:
+    """An axis of several tensors from which nothing may be removed.
+
+    Attributes:
+        why: the operation and the module that need all of it.
+        size: its length.
+        places: (tensor, dimension) of each occurrence.
+    """
+
+    why: str
+    size: int
+    places: tuple[tuple[str, int], ...]
+
+
+def shared_axes(found: Trace, parameters: Iterable[str]) -> tuple[list[SharedAxis], list[FrozenAxis]]:
+    """Every axis of a parameter, free and frozen, in the order of their first tensors."""
+    own = set(parameters)
+    labels = {name: tuple(leaves(axis) for axis in label) for name, label in found.named.items()}
+    places: dict[Factor, list[tuple[str, int]]] = {}
+    for name, label in labels.items():
+        for d, axis in enumerate(label):
+            for part in axis:
+                places.setdefault(part.factor, []).append((name, d))
+    companions = _companions([*found.seen, *labels.values()])
+    free, frozen = [], []
+    for unit, at in places.items():
+        names = [name for name, _ in at]
+        if not own.intersection(names):
+            continue
+        twice = next((name for name in names if names.count(name) > 1), "")
+        why = unit.frozen or (twice and f"{twice} has it on two axes, which a coupling cannot express")
+        if why:
+            frozen.append(FrozenAxis(why=why, size=unit.size, places=tuple(at)))
+        else:
+            free.append(_shared(unit, {name: labels[name] for name in names}, companions[unit]))
+    return free, frozen
+
+
+def _companions(labels: Iterable[Label]) -> dict[Factor, set[Factor]]:
+    """{factor: the factors that all tensors with it have}."""
+    found: dict[Factor, set[Factor]] = {}
+    for label in labels:
+        factors = {part.factor for axis in label for part in leaves(axis)}
+        for factor in factors:
+            found[factor] = found[factor] & factors if factor in found else set(factors)
+    return found
+
+
+def _shared(unit: Factor, labels: Mapping[str, Label], companions: set[Factor]) -> SharedAxis:
+    order = [[part.factor for axis in label for part in axis] for label in labels.values()]
+    # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is no scope. Scopes are
+    # looked for outside of units only, as heads are outside of their dimensions: two axes are not each other's scope.
+    together = [factor for factor in dict.fromkeys(order[0]) if factor in companions - {unit} and not factor.frozen]
+    scopes = [factor for factor in together if all(_before(row, factor, unit) for row in order)][: len(_SCOPES)]
+    names = {unit: "u"} | dict(zip(scopes, _SCOPES, strict=False))
+    joined = _joined([axis for label in labels.values() for axis in label], names)
+    others = _OtherNames()
+    members = {name: others.pattern([_runs(axis, names, joined) for axis in label]) for name, label in labels.items()}
+    return SharedAxis(
+        members=members,
+        scope=" ".join(names[factor] for factor in scopes),
+        sizes={names[factor]: factor.size for factor in scopes} | others.sizes,
+        units=unit.size,
+    )
+
+
+def _before(row: Sequence[Factor], scope: Factor, unit: Factor) -> bool:
+    return row.count(scope) == 1 and row.index(scope) < row.index(unit)
+
+
+def _joined(axes: Sequence[Axis], names: Mapping[Factor, str]) -> set[tuple[Factor, Factor]]:
+    """Pairs of unnamed factors that are neighbours wherever they occur, so that they can be one factor."""
+    pairs: set[tuple[Factor | None, Factor | None]] = set()
+    for axis in axes:
+        row = [None if part.factor in names else part.factor for part in axis]
+        pairs |= set(pairwise([None, *row, None]))
+    after = {a: [y for x, y in pairs if x is a] for a, _ in pairs if a}
+    before = {b: [x for x, y in pairs if y is b] for _, b in pairs if b}
+    return {(a, b) for a, b in pairs if a and b and after[a] == [b] and before[b] == [a]}
+
+
+def _runs(axis: Axis, names: Mapping[Factor, str], joined: set[tuple[Factor, Factor]]) -> list[str | int]:
+    """The factors of a dimension: the names of unit and scopes, and the sizes of the others."""
+    runs: list[str | int] = []
+    last = None
+    for factor in (part.factor for part in axis):
+        if factor in names:
+            runs.append(names[factor])
+        elif (last, factor) in joined:
+            runs[-1] = int(runs[-1]) * factor.size
+        else:
+            runs.append(factor.size)
+        last = factor
+    return runs
+
+
+class _OtherNames:
+    """Names for the other factors of a unit's dimension: equal sizes have equal names throughout a coupling."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self._names: dict[tuple[int, int], str] = {}
+
+    def pattern(self, row: Sequence[Sequence[str | int]]) -> str:
+        """One tensor's axes; names are given from the right, where the innermost are."""
+        counts: dict[int, int] = {}
+        dimensions = [self._dimension(d, axis, counts) for d, axis in reversed(list(enumerate(row)))]
+        return " ".join(reversed(dimensions))
+
+    def _dimension(self, d: int, axis: Sequence[str | int], counts: dict[int, int]) -> str:
+        if not axis:
+            return "1"
+        if all(isinstance(run, int) for run in axis):
+            return _DIMENSIONS[d]
+        names = [run if isinstance(run, str) else self._name(run, counts) for run in reversed(axis)]
+        return names[0] if len(names) == 1 else f"({' '.join(reversed(names))})"
+
+    def _name(self, size: int, counts: dict[int, int]) -> str:
+        key = size, counts.setdefault(size, 0)
+        counts[size] += 1
+        if key not in self._names:
+            name = next(letter for letter in _OTHERS if letter not in self.sizes)
+            self._names[key], self.sizes[name] = name, size
+        return self._names[key]
+
+
+def fold(axes: Sequence[SharedAxis], names: Collection[str]) -> list[tuple[SharedAxis, int]]:
+    """Axes with starred names, and how many each represents, in the order of the first of each.
+
+    Args:
+        axes: with names as they are in the model.
+        names: all of the model's, which the stars must not match by mistake.
+    """
+    left = dict(enumerate(axes))
+    found: list[tuple[int, SharedAxis, int]] = []
+    for which in (slice(None), slice(-1, None), slice(0, 1)):  # all numbers, else the last, else the first
+        alike: dict[tuple, list[int]] = {}
+        for k, axis in left.items():
+            key = tuple(zip(_starred(axis, which), axis.members.values(), strict=True))
+            alike.setdefault((key, axis.scope, tuple(axis.sizes.items())), []).append(k)
+        for ks in alike.values():
+            columns = list(zip(*(left[k].members for k in ks), strict=True))
+            stars = [_common(column) for column in columns]
+            if len(ks) > 1 and all(_exact(star, column, names) for star, column in zip(stars, columns, strict=True)):
+                members = dict(zip(stars, left[ks[0]].members.values(), strict=True))
+                found.append((ks[0], replace(left[ks[0]], members=members), len(ks)))
+                left = {k: axis for k, axis in left.items() if k not in ks}
+    found += [(k, _folded_within(axis, names), 1) for k, axis in left.items()]
+    return [(axis, count) for _, axis, count in sorted(found, key=lambda row: row[0])]
+
+
+def fold_frozen(frozen: Iterable[FrozenAxis]) -> list[tuple[FrozenAxis, int]]:
+    """One for those that differ in numbers of names only, and how many it represents; `not understood` first."""
+    alike: dict[FrozenAxis, list[FrozenAxis]] = {}
+    for one in frozen:
+        places = tuple((_unnumbered(name), d) for name, d in one.places)
+        alike.setdefault(replace(one, why=_unnumbered(one.why), places=places), []).append(one)
+    found = []
+    for ones in alike.values():
+        columns = zip(*(one.places for one in ones), strict=True)
+        places = tuple((_common([name for name, _ in column]), column[0][1]) for column in columns)
+        found.append((replace(ones[0], why=_common([one.why for one in ones]), places=places), len(ones)))
+    return sorted(found, key=lambda row: "not understood" not in row[0].why)
+
+
+def _common(texts: Sequence[str], star: str = "*") -> str:
+    """One text for all, with stars for the words in which they differ."""
+    columns = zip(*(re.split("([ .:])", text) for text in texts), strict=True)
+    return "".join(column[0] if len(set(column)) == 1 else star for column in columns)
+
+
+def _starred(axis: SharedAxis, which: slice) -> list[str]:
+    """The names with `*` for some of the numbers that the beginnings of all names share."""
+    rows = [name.split(".") for name in axis.members]
+    columns = list(zip(*rows, strict=False))
+    same = next((k for k, column in enumerate(columns) if len(set(column)) > 1), len(columns))
+    numbers = [k for k in range(same) if rows[0][k].isdigit()][which]
+    return [".".join("*" if k in numbers else part for k, part in enumerate(row)) for row in rows]
+
+
+def _exact(starred: str, meant: Collection[str], names: Collection[str]) -> bool:
+    """Whether a starred name matches these names and no others."""
+    return {name for found in match_names(starred, names).values() for name in found} == set(meant)
+
+
+def _folded_within(axis: SharedAxis, names: Collection[str]) -> SharedAxis:
+    """One axis that extends over many layers, with `**` for their numbers."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, pattern in axis.members.items():
+        alike.setdefault((_unnumbered(name), pattern), []).append(name)
+    members: dict[str, str] = {}
+    for (_, pattern), same in alike.items():
+        star = _common(same, "**")
+        members |= dict.fromkeys([star] if len(same) > 1 and _exact(star, same, names) else same, pattern)
+    return replace(axis, members=members)
+
+
+def _unnumbered(text: str) -> str:
+    return re.sub(r"(?<![^. ])\d+(?![^.:])", "*", text)
