@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from ..distributed import has_process_group
 from ..errors import SparsityError
-from ..patterns import Pattern
 from ..sparsifiers.config import Place, TensorGroup
 from ..sparsifiers.planned import PlannedSparsifier
+from ..sparsifiers.structure import checked_pattern
 from .apply import Movement, run_update, zero_dropped, zero_dropped_gradients, zero_dropped_state
 from .budgets import check_exclusive, overall_level
 from .gradients import GradientCapture
@@ -115,10 +115,10 @@ class DynamicSparsifier(PlannedSparsifier):
         )
         if isinstance(sparsity_level, Optimizer):
             raise SparsityError("sparsity_level must be a number, got an optimizer; give it as optimizer=")
-        pattern = structure.get("pattern")
-        if isinstance(pattern, Pattern) and pattern.sparsity_level is not None and sparsity_level is None:
+        pattern = checked_pattern(structure.get("pattern"), "")
+        if pattern is not None and pattern.sparsity_level is not None and sparsity_level is None:
             sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
-        count = pattern.arguments[0] if isinstance(pattern, Pattern) and pattern.budget == "nnz" else nnz
+        count = pattern.arguments[0] if pattern is not None and pattern.budget == "nnz" else nnz
         check_exclusive(self.settings, sparsity_level, count)
         if sparsity_level is None and count is None and (pattern is None or pattern.budget is None):
             sparsity_level = overall_level(self.settings, 0.9, 0)
