@@ -107,12 +107,21 @@ def test_a_view_function_may_not_change_the_dtype():
 
 WRONG_VIEWS = [
     (((2, 4), (1,), 0), "w: a view needs one stride a dimension, got shape (2, 4) (2) and stride (1,) (1)"),
-    (((2, 4), (5, 1), 0), "w: view (2, 4):(5, 1) with offset 0 reaches address 8, but the parameter (2, 4) ends at 7"),
-    (((2, 4), (4, 1), 1), "w: view (2, 4):(4, 1) with offset 1 reaches address 8, but the parameter (2, 4) ends at 7"),
-    (((2, 2), (1, 1), 0), "w: view (2, 2):(1, 1) meets some element twice"),
-    (((2, 2), (0, 1), 0), "w: view (2, 2):(0, 1) meets some element twice"),
-    (((3, 2), (1, 2), 0), "w: view (3, 2):(1, 2) meets some element twice"),
-    (((2, 2, 2), (1, 2, 3), 0), "w: view (2, 2, 2):(1, 2, 3) meets some element twice"),
+    (
+        ((2, 4), (5, 1), 0),
+        "w: view (2, 4):(5, 1) with offset 0 is out of bounds: it ends at element 8, the parameter (2, 4) at",
+    ),
+    (
+        ((2, 4), (4, 1), 1),
+        "w: view (2, 4):(4, 1) with offset 1 is out of bounds: it ends at element 8, the parameter (2, 4) at",
+    ),
+    (((2, 2), (1, 1), 0), "w: view (2, 2):(1, 1): strides overlap: indices (0, 1) and (1, 0) map to one element"),
+    (((2, 2), (0, 1), 0), "w: view (2, 2):(0, 1): strides overlap: indices (0, 0) and (1, 0) map to one element"),
+    (((3, 2), (1, 2), 0), "w: view (3, 2):(1, 2): strides overlap: indices (0, 1) and (2, 0) map to one element"),
+    (
+        ((2, 2, 2), (1, 2, 3), 0),
+        "w: view (2, 2, 2):(1, 2, 3): strides overlap: indices (0, 0, 1) and (1, 1, 0) map to",
+    ),
     (((2,), (-1,), 1), "w: view stride must be non-negative ints, got (-1,)"),
     (((2,), (1,), -1), "w: view offset must be non-negative ints, got (-1,)"),
     (((-2,), (1,), 0), "w: view shape must be non-negative ints, got (-2,)"),
@@ -137,11 +146,13 @@ def test_numbers_that_are_not_ints_are_refused_whatever_came_before(window):
 
 def test_a_window_stays_inside_the_parameter_not_merely_its_storage():
     base = count(4, 6)
-    with refuses("view (5,):(1,) with offset 0 reaches address 4, but the parameter (4,) ends at 3"):
+    with refuses(
+        "view (5,):(1,) with offset 0 is out of bounds: it ends at element 4, the parameter (4,) at element 3"
+    ):
         View(base.view(-1)[:4], (5,), (1,))
-    with refuses("meets storage between the elements of the parameter (4, 4):(6, 1)"):
+    with refuses("contains elements that are not the parameter's: (4, 4):(6, 1) is a slice of a larger tensor"):
         View(base[:, :4], (2, 5), (6, 1))
-    with refuses("meets storage between the elements"):
+    with refuses("contains elements that are not the parameter's"):
         View(base[:, ::2], (3,), (1,))
     assert View(base[:, ::2], (2, 2), (12, 4)).data.tolist() == [[0, 4], [12, 16]]
 
@@ -213,9 +224,9 @@ def test_to_param_rc_is_right_for_strides_that_are_not_nested():
 @pytest.mark.parametrize("index", [(2, 0), (0, -1), (0,), (0, 0, 0)])
 def test_an_index_outside_the_view_is_refused(index):
     view = View.from_existing(count(2, 3))
-    with refuses(f"index {index} lies outside the view (2, 3)"):
+    with refuses(f"index {index} is out of bounds for the view (2, 3)"):
         view.linear_offset(index)
-    with refuses(f"index {index} lies outside the view (2, 3)"):
+    with refuses(f"index {index} is out of bounds for the view (2, 3)"):
         view.to_param_rc(index)
 
 
@@ -580,7 +591,7 @@ def test_grids_that_do_not_line_up_are_named():
 @pytest.mark.parametrize(
     ("orders", "text"),
     [
-        ([None], "mlp: 2 members but 1 orders"),
+        ([None], "mlp: 2 members but 1 orders; give one for each member, or None"),
         ([None, (0, 0)], "mlp: down: order (0, 0) is no permutation of the 2 aligned grid dimensions"),
         ([None, (2, 1)], "mlp: down: order (2, 1) is no permutation"),
         ([None, (1, 0, 2)], "mlp: down: order (1, 0, 2) is no permutation"),
