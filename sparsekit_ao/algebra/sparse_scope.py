@@ -157,7 +157,7 @@ class SparseScope(Thresholded):
         tensor([[False,  True,  True, False]])
         """
         if values is not None and block_scores is not None:
-            raise SparsityError(f"{self._where()}get_masks takes values to score, or block_scores, not both")
+            raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values, block_scores)
         allowed = self._rows_of(block_mask, "block_mask")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
@@ -181,7 +181,7 @@ class SparseScope(Thresholded):
             impl: `"auto"`, `"reference"` or `"triton"` (which takes thresholds, and no other values).
         """
         if (thresholds is None) == (nnz is None):
-            raise SparsityError(f"{self._where()}hard_threshold takes exactly one of thresholds and nnz")
+            raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
         if nnz is not None or values is not None:
             refuse_triton(impl, "hard_threshold by a count or by other values", self._where())
         if nnz is not None:
