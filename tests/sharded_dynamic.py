@@ -495,8 +495,8 @@ def one_component_at_a_time():
     rows_of_masks = dynamic.slots.Slots.rows_of_masks
     _, many = twins((functools.partial(RIGL, redistribute="gradient"), None, ADAM), sharded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic.slots, "whole", watched)
-        patch.setattr(dynamic.parts, "whole", watched)
+        patch.setattr(dynamic.slots, "full_tensor", watched)
+        patch.setattr(dynamic.parts, "full_tensor", watched)
         patch.setattr(dynamic.slots.Slots, "rows_of_masks", watched_rows)
         for step in range(1, 5):
             train(many, step)

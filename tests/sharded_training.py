@@ -190,7 +190,7 @@ def other_meshes():
         layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, at))
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, CONFIGS["global"])
-    with pytest.raises(SparsityError, match=r"0.weight: it lies on .*, but 1.weight, with which it shares a budget"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on .*, but 1.weight, with which it shares a budget"):
         sparsifier.step()
 
 

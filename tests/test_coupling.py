@@ -224,7 +224,7 @@ UNFIT = [
     (
         Coupling({"layers.*.gate.weight": "(u d) i"}),
         SparsityError,
-        "layers.0.gate.weight: axes '(u d) i': dimension 0 of size 6 is (u d); give the sizes of all but one of u, d",
+        "layers.0.gate.weight: axes '(u d) i': dimension 0 (u d) has size 6; give the sizes of all but one of u, d",
     ),
     (
         Coupling({"layers.*.gate.weight": "(u d) i"}, sizes={"d": 4}),
@@ -234,7 +234,7 @@ UNFIT = [
     (
         Coupling({"embed.weight": "v u w"}),
         SparsityError,
-        "embed.weight: axes 'v u w': there are 3 dimensions in it, but the tensor has 2: (9, 4)",
+        "embed.weight: axes 'v u w': it has 3 dimensions, but the tensor has 2: (9, 4)",
     ),
     (
         Coupling({"layers.**.gate.weight": "u i", "layers.0.**": "u i"}),

@@ -38,7 +38,7 @@ EDGES = ["error", "partial"]
 
 @st.composite
 def tiled_windows(draw, **kwargs):
-    """A BlockSpec on a random window of a random parameter, with what the definitions say of it."""
+    """A BlockSpec on a random window of a random parameter, with the grid and blocks that the definitions give."""
     param = draw(params(**kwargs))
     window = draw(windows(param))
     edge = draw(st.sampled_from(EDGES))
@@ -204,7 +204,7 @@ def test_min_max_and_nnz(case, data):
 
 @examples(60)
 @given(tiled_windows(pool=[1.0]), st.data())
-def test_block_masks_reach_whole_blocks_and_nothing_else(case, data):
+def test_block_masks_cover_whole_blocks_and_nothing_else(case, data):
     block, tiled = case
     kept = {at for at in tiled.blocks if data.draw(st.booleans())}
     keep = grid_tensor(tiled.grid, {at: at in kept for at in tiled.blocks}, torch.bool)
@@ -305,8 +305,10 @@ def test_a_later_stage_chooses_among_what_the_earlier_left(case, data):
     nnz = data.draw(st.integers(0, scope.numblk_per_scope()))
     left, dtype, kept = tiled.param.masked_fill(~mask, 0), accumulator(tiled.param.dtype), set()
     for found in scopes.values():
-        alive = [(slot, b) for slot, b in found if any(mask[at] for at in tiled.blocks[b])]
-        kept |= choose([(norm_of(tiled.read(b, left), 2, dtype, tiled.partial), slot, b) for slot, b in alive], nnz)
+        candidates = [(slot, b) for slot, b in found if any(mask[at] for at in tiled.blocks[b])]
+        kept |= choose(
+            [(norm_of(tiled.read(b, left), 2, dtype, tiled.partial), slot, b) for slot, b in candidates], nnz
+        )
     expected = mask & mask_of(tiled, kept)
     scope.update_masks({scope.block: mask}, nnz, among_kept=True)
     assert torch.equal(mask, expected)
@@ -440,7 +442,7 @@ def coupled_blocks(draw, pool):
 
 @examples(120)
 @given(coupled_blocks(pool=[*SMALL, math.nan]), st.data())
-def test_coupled_blocks_are_the_union_and_share_one_fate(case, data):
+def test_coupled_blocks_are_the_union_and_are_dropped_together(case, data):
     coupling, aligned, members, oracles = case
     assert coupling.grid_shape == aligned and coupling.numblk() == math.prod(aligned)
     dtype = torch.float64 if any(o.param.dtype == torch.float64 for o in oracles) else torch.float32

@@ -1,4 +1,4 @@
-"""The algebra: views, blocks, scopes and their couplings. Lower to strided windows, act through the kernels."""
+"""Views, blocks, scopes and their couplings: which elements are kept or dropped together, and what competes."""
 
 from .axes import AxisPattern, dimensions_of
 from .block import BlockSpec, SparseBlock, block_windows

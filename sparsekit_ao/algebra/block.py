@@ -1,11 +1,11 @@
-"""Blocks: the elements that are kept or dropped together.
+"""Blocks: the elements that are kept or dropped together, and their norms, masks and multipliers.
 
-`SparseBlock` is what one tensor's blocks (`BlockSpec`) and coupled ones (`coupling.BlockCoupling`) have in common.
-Knows no budgets: choosing is the scope's job.
+`SparseBlock` is the base class of one tensor's blocks (`BlockSpec`) and coupled ones (`coupling.BlockCoupling`).
+Budgets and selection are in `sparse_scope`.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,24 +17,20 @@ from ..selection import Blocks, Scopes, block_scores, fill_mask
 from ..selection.strides import Shape, grid_of
 from ..selection.tiling import from_aligned
 from .elements import elements_of
-from .in_place import Settings, on_grid, refuse_triton
-from .layout import resolve_tile
-from .threshold import shrink_blocks, zero_below
-from .view import View, public_mask
+from .in_place import refuse_triton
+from .layout import is_dense, resolve_tile
+from .threshold import Thresholded, Values, zero_below
+from .view import View
 
-__all__ = ["BlockSpec", "SparseBlock", "Values", "block_windows", "live_windows"]
-
-Values = Tensor | Mapping[Tensor, Tensor] | None
+__all__ = ["BlockSpec", "SparseBlock", "block_windows", "live_windows"]
 
 
-class SparseBlock(ABC):
-    """Blocks on one aligned grid; `BlockSpec` and `BlockCoupling` are the two kinds.
+class SparseBlock(Thresholded):
+    """Blocks on one aligned grid; base class of `BlockSpec` and `BlockCoupling`.
 
     `values` arguments are always parameter-shaped tensors: one tensor for a `BlockSpec`, a mapping
     {parameter: tensor} for coupled ones; None means the parameters themselves.
     """
-
-    name: str | None
 
     @abstractmethod
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
@@ -51,11 +47,11 @@ class SparseBlock(ABC):
         return len(self.grid_shape)
 
     def blocks(self) -> "list[BlockSpec]":
-        """The specs that take part, in order."""
+        """The specs of all members, in order."""
         return [spec for spec, _ in self.members()]
 
     def parameters(self) -> list[Tensor]:
-        """The distinct parameters that take part, in order."""
+        """The distinct parameters of all members, in order."""
         return list({id(b.view.param): b.view.param for b in self.blocks()}.values())
 
     def numblk(self) -> int:
@@ -63,7 +59,7 @@ class SparseBlock(ABC):
         return math.prod(self.grid_shape)
 
     def numel(self) -> int:
-        """Number of elements that the blocks hold together."""
+        """Number of elements in all blocks together."""
         return sum(b.view.numel() for b in self.blocks())
 
     def numel_per_block(self) -> int:
@@ -77,7 +73,7 @@ class SparseBlock(ABC):
     def norms(self, values: Values = None, p: float = 2) -> Tensor:
         """The p-norm of every block, `(sum_j ||.||_p^p)^(1/p)` over members; float32 or wider, of the grid's shape.
 
-        With partial edges it is the power mean over the elements that a block has.
+        With partial edges it is the power mean over the elements of a block.
 
         Args:
             values: what the norms are taken of; None means the parameters.
@@ -119,7 +115,8 @@ class SparseBlock(ABC):
         """
         masks = {spec: spec.view.new_mask() for spec in self.blocks()}
         fill_mask(block_windows(self, None, masks), self._on_grid(block_mask).bool())
-        return {spec: public_mask(spec.view, mask) for spec, mask in masks.items()}
+        # a slice of a larger tensor leaves gaps in memory; users get a mask without them
+        return {s: m if is_dense(m.shape, m.stride()) else m.contiguous() for s, m in masks.items()}
 
     @torch.no_grad()
     def hard_threshold(self, thresholds: Tensor | float, values: Values = None, *, impl: str = "auto") -> None:
@@ -132,40 +129,11 @@ class SparseBlock(ABC):
         """
         if values is not None:
             refuse_triton(impl, "hard_threshold by other values", self._where())
-        t = on_grid(thresholds, self.grid_shape, self._where())
         scored = None if values is None else [self._one_each(block_windows(self, values))]
-        zero_below([self._one_each(live_windows(self))], t, scored=scored, impl=impl)
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored, impl=impl)
 
-    @torch.no_grad()
-    def soft_threshold(
-        self,
-        thresholds: Tensor | float,
-        conditioners: Values = None,
-        scale: bool = False,
-        max_iter: int = 50,
-        atol: float | None = None,
-        eps: float = 0.0,
-        *,
-        impl: str = "auto",
-    ) -> None:
-        """Shrink every block by the proximal map of `t ||.||_2`, in place.
-
-        Args:
-            thresholds: t >= 0, a number or a tensor that broadcasts to the grid.
-            conditioners: positive parameter-shaped diagonals (Adam's preconditioner); None is the Euclidean map.
-            scale: multiply each t by sqrt(elements of the block), so that t is per element.
-            max_iter: Newton steps of the conditioned variant.
-            atol: its tolerance on |phi(s) - 1|; by default 1e-6, or 1e-12 for float64.
-            eps: added to the conditioners (Adam's epsilon).
-            impl: `"auto"`, `"reference"` or `"triton"`.
-
-        Raises:
-            SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
-        """
-        t = on_grid(thresholds, self.grid_shape, self._where())
-        settings = Settings(conditioned=conditioners is not None, max_iter=max_iter, atol=atol, eps=eps)
-        live = self._one_each(live_windows(self, conditioners))
-        shrink_blocks([live], t, scale=scale, settings=settings, impl=impl, where=self._where())
+    def _live(self, conditioners: Values = None) -> list[Scopes]:
+        return [self._one_each(live_windows(self, conditioners))]
 
     def _one_each(self, windows: tuple[Blocks, ...]) -> Scopes:
         """Scopes of one block each."""
@@ -189,9 +157,6 @@ class SparseBlock(ABC):
                     f"{b._where()}{what} needs whole blocks; block {b.shape} leaves partial ones on {b.view.shape}"
                 )
 
-    def _where(self) -> str:
-        return f"{self.name}: " if self.name else ""
-
 
 class BlockSpec(SparseBlock):
     """One View cut into blocks: the block of element i is floor(i / b).
@@ -203,7 +168,7 @@ class BlockSpec(SparseBlock):
         edge: `"partial"` allows the last block of a dimension to be smaller.
 
     Raises:
-        SparsityError: (a ValueError) naming the dimension, both numbers and the way out.
+        SparsityError: (a ValueError) a shape that does not fit the view.
 
     >>> b = BlockSpec(torch.arange(8.0).reshape(2, 4), (1, 2))
     >>> b.grid_shape, b.norms(p=1)

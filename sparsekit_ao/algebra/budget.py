@@ -1,4 +1,4 @@
-"""Budgets: how many blocks a scope keeps, from a level or a count; pure numbers."""
+"""Budgets: how many blocks a scope keeps, from a sparsity level or a count."""
 
 import math
 import numbers
@@ -28,7 +28,7 @@ def sparsity_to_nnz(sparsity: float, members: int, where: str = "") -> int:
 def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: int, where: str) -> Budget:
     """A budget with least <= nnz <= members - spare: an int, or int64 of the scope grid's shape; else an error.
 
-    The numbers of a tensor on another device than the CPU are not looked at: that would wait for the device.
+    The values of a tensor on another device than the CPU are not checked: that would wait for the device.
     """
     if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
         raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")

@@ -1,7 +1,7 @@
-"""Couplings: blocks of several tensors that share one fate, scopes of several that share one budget.
+"""Couplings: blocks of several tensors that are kept or dropped together, scopes of several that share one budget.
 
-Both line grids up by permutations and refuse what does not correspond; the rest is what one tensor's blocks and
-scopes do already.
+Grids are aligned by permutations; grids that differ are an error. Everything else is inherited from `SparseBlock` and
+`SparseScope`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["BlockCoupling", "ScopeCoupling"]
 
 
 class BlockCoupling(SparseBlock):
-    """Blocks of several tensors that share one fate: `B_ref[k] = B_j[order_j(k)]`.
+    """Blocks of several tensors that are kept or dropped together: `B_ref[k] = B_j[order_j(k)]`.
 
     Args:
         specs: the members; the first one's grid is the reference. Missing grid dimensions have size 1, so a bias
@@ -30,7 +30,7 @@ class BlockCoupling(SparseBlock):
     Raises:
         CouplingError: aligned grids differ, or an order is no permutation.
 
-    >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up share the fate of columns of down
+    >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up go with columns of down
     >>> c = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], orders=[None, (1, 0)])
     >>> c.grid_shape, c.numel_per_block()
     ((4, 1), 6)
@@ -41,7 +41,7 @@ class BlockCoupling(SparseBlock):
     ) -> None:
         self.name = name
         names, ndims = [s.name for s in specs], [len(s.grid_shape) for s in specs]
-        _refuse_twice(specs, self._where())
+        _check_distinct(specs, self._where())
         self._members = list(zip(specs, _orders(orders, ndims, names, self._where()), strict=True))
         grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in self._members]
         self._grid = _common_grid("block", grids, names, self._where())
@@ -86,7 +86,7 @@ class ScopeCoupling(SparseScope):
     ) -> None:
         self.name = name
         names, ndims = [s.name for s in scopes], [len(s.shape) for s in scopes]
-        _refuse_twice([leaf for s in scopes for leaf in s.block.blocks()], self._where())
+        _check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
         full = _orders(orders, ndims, names, self._where())
         grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in zip(scopes, full, strict=True)]
         # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
@@ -126,12 +126,10 @@ class ScopeCoupling(SparseScope):
         return f"ScopeCoupling({self._specs!r})"
 
 
-def _refuse_twice(leaves: Sequence[BlockSpec], where: str) -> None:
-    seen: set[int] = set()
-    for leaf in leaves:
-        if id(leaf) in seen:
-            raise CouplingError(f"{where}{leaf.name or 'a block spec'} takes part twice")
-        seen.add(id(leaf))
+def _check_distinct(specs: Sequence[BlockSpec], where: str) -> None:
+    for at, spec in enumerate(specs):
+        if any(spec is other for other in specs[:at]):
+            raise CouplingError(f"{where}{spec.name or 'a block spec'} is given twice; members must be distinct")
 
 
 def _orders(
@@ -142,7 +140,7 @@ def _orders(
         raise CouplingError(f"{where}a coupling needs at least one member")
     orders = list(given) if given is not None else [None] * len(ndims)
     if len(orders) != len(ndims):
-        raise CouplingError(f"{where}{len(ndims)} members but {len(orders)} orders")
+        raise CouplingError(f"{where}{len(ndims)} members but {len(orders)} orders; give one for each member, or None")
     out: list[Shape] = []
     for order, name in zip(orders, names, strict=True):
         full = () if order is None else tuple(order) + tuple(range(len(order), max(ndims)))

@@ -1,11 +1,11 @@
-"""What all scopes have in common: budgets, k-th largest norms, exact masks, thresholding.
+"""Scopes: the sets of blocks that compete, their budgets, k-th largest norms and exact masks.
 
-`scope.ScopeSpec` is one block grid tiled into scopes, `coupling.ScopeCoupling` joins several. Every mask comes from
-the one selection rule (`kernels`).
+`SparseScope` is the base class of one block grid's scopes (`scope.ScopeSpec`) and coupled ones
+(`coupling.ScopeCoupling`). `MaskUpdate` describes one update of masks, `update_masks` carries updates out.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ from ..errors import SparsityError
 from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
 from ..selection.strides import Shape, grid_of
 from ..selection.tiling import real_slots, tile_volumes
-from .block import BlockSpec, SparseBlock, Values, block_windows, live_windows
+from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
-from .in_place import Settings, on_grid, refuse_triton
-from .threshold import shrink_blocks, zero_below
+from .in_place import refuse_triton
+from .threshold import Thresholded, Values, zero_below
 
 __all__ = ["MaskUpdate", "ScopeMember", "SparseScope", "scope_windows", "update_masks", "write_back"]
 
@@ -53,14 +53,14 @@ class ScopeMember:
         return math.prod(self.shape)
 
 
-class SparseScope(ABC):
-    """Scopes on one aligned grid; `ScopeSpec` and `ScopeCoupling` are the two kinds.
+class SparseScope(Thresholded):
+    """Scopes on one aligned grid; base class of `ScopeSpec` and `ScopeCoupling`.
 
     `values` are parameter-shaped (a mapping {parameter: tensor} for several parameters), None the parameters
     themselves. Budgets `nnz` count blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
     """
 
-    name: str | None
+    _grid_name = "scope grid"
 
     @abstractmethod
     def members(self) -> list[ScopeMember]:
@@ -92,8 +92,8 @@ class SparseScope(ABC):
         return sum(m.width * m.block.numel_per_block() for m in self.members())
 
     def members_per_scope(self) -> Tensor:
-        """Blocks that each scope really has (fewer at a partial edge); int64, of the scope grid's shape."""
-        volumes = [(tile_volumes(g.grid, g.shape), g.order) for g in scope_windows(self)]
+        """Blocks of each scope (fewer at a partial edge); int64, of the scope grid's shape."""
+        volumes = [(tile_volumes(m.block.grid_shape, m.shape), m.order) for m in self.members()]
         aligned = [(v.permute(order) if order else v).reshape(self.grid_shape) for v, order in volumes]
         return torch.stack(aligned).sum(0)
 
@@ -104,9 +104,9 @@ class SparseScope(ABC):
 
     def sparsity_to_nnz(self, sparsity: float) -> Budget:
         """Blocks to keep in each scope at a level; an int, or int64 of the scope grid's shape if scopes differ."""
-        whole = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
+        of_full_scope = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
         if not self.is_partial:
-            return whole
+            return of_full_scope
         count = self.members_per_scope()
         return count - torch.floor(count.double() * float(sparsity) + 1e-9).long()
 
@@ -157,14 +157,11 @@ class SparseScope(ABC):
         tensor([[False,  True,  True, False]])
         """
         if values is not None and block_scores is not None:
-            raise SparsityError(f"{self._where()}get_masks takes values to score, or block_scores, not both")
+            raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values, block_scores)
         allowed = self._rows_of(block_mask, "block_mask")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
-        out: dict[BlockSpec, Tensor] = {}
-        for block, grid in self._grids_of(kept):
-            out.update(block.get_masks(grid))
-        return out
+        return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}
 
     @torch.no_grad()
     def hard_threshold(
@@ -184,7 +181,7 @@ class SparseScope(ABC):
             impl: `"auto"`, `"reference"` or `"triton"` (which takes thresholds, and no other values).
         """
         if (thresholds is None) == (nnz is None):
-            raise SparsityError(f"{self._where()}hard_threshold takes exactly one of thresholds and nnz")
+            raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
         if nnz is not None or values is not None:
             refuse_triton(impl, "hard_threshold by a count or by other values", self._where())
         if nnz is not None:
@@ -192,32 +189,8 @@ class SparseScope(ABC):
                 spec.view.param.detach().masked_fill_(~mask, 0)
             return
         assert thresholds is not None
-        t = on_grid(thresholds, self.grid_shape, self._where(), "scope grid")
         scored = None if values is None else scope_windows(self, values)
-        zero_below(self._live(None), t, scored=scored, impl=impl)
-
-    @torch.no_grad()
-    def soft_threshold(
-        self,
-        thresholds: Tensor | float,
-        conditioners: Values = None,
-        scale: bool = False,
-        max_iter: int = 50,
-        atol: float | None = None,
-        eps: float = 0.0,
-        *,
-        impl: str = "auto",
-    ) -> None:
-        """Shrink every block by its scope's threshold, in place; see `SparseBlock.soft_threshold`.
-
-        Args:
-            thresholds: t >= 0, a number or a tensor that broadcasts to the scope grid.
-            conditioners, scale, max_iter, atol, eps, impl: as there; `scale` multiplies by sqrt(elements per block).
-        """
-        t = on_grid(thresholds, self.grid_shape, self._where(), "scope grid")
-        settings = Settings(conditioned=conditioners is not None, max_iter=max_iter, atol=atol, eps=eps)
-        live = self._live(conditioners)
-        shrink_blocks(live, t, scale=scale, settings=settings, impl=impl, where=self._where())
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored, impl=impl)
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
         """The budget, checked: least <= nnz <= blocks per scope - spare."""
@@ -234,16 +207,7 @@ class SparseScope(ABC):
         among_kept: bool = False,
         impl: str = "auto",
     ) -> None:
-        """Fill parameter-shaped masks in place.
-
-        Args:
-            masks: {block: mask} for every block, of any dtype (1 = keep).
-            nnz: blocks kept in each scope.
-            values: what is scored.
-            norm: 1, 2 or inf; see `selection.block_scores`.
-            among_kept: choose only among what the masks still keep.
-            impl: see `selection`.
-        """
+        """Fill parameter-shaped masks in place; see `MaskUpdate` for the arguments, and `selection` for `impl`."""
         update = MaskUpdate(scope=self, masks=masks, keep=nnz, values=values, norm=norm, among_kept=among_kept)
         update_masks([update], impl=impl)
 
@@ -252,13 +216,11 @@ class SparseScope(ABC):
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
-        windows = scope_windows(self, values)
-        rows = [scope_scores(w, as_mean=self.as_mean) for w in windows]
-        return torch.cat(rows, dim=1)
+        return torch.cat([scope_scores(w, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
     def as_mean(self) -> bool:
-        """Whether norms are power means: competitors are scored alike, so as soon as some block is partial."""
+        """Whether norms are power means, so that they compare: where some block is partial."""
         return any(n % b for spec in self.blocks() for n, b in zip(spec.view.shape, spec.shape, strict=True))
 
     def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
@@ -269,19 +231,17 @@ class SparseScope(ABC):
             if len(members) > 1:
                 raise SparsityError(f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes")
             per_block = {members[0].block: per_block}
-        rows = []
-        for windows, m in zip(scope_windows(self), members, strict=True):
+        for m in members:
             if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
                 where = f"{m.name}: " if m.name else ""
                 raise SparsityError(f"{where}{what} must have the block grid's shape {m.block.grid_shape}")
-            rows.append(to_scopes(per_block[m.block], windows, 0))
+        rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
 
     def _grids_of(self, rows: Tensor) -> list[tuple[SparseBlock, Tensor]]:
         """Rows [scopes, blocks of a scope over all members] as one tensor of the block grid's shape for each member."""
-        members = self.members()
+        members, windows = self.members(), scope_windows(self)
         parts = rows.split([m.width for m in members], dim=1)
-        windows = scope_windows(self)
         return [(m.block, from_scopes(part, w)) for m, part, w in zip(members, parts, windows, strict=True)]
 
     def _select(self, rows: Tensor, keep: Budget, allowed: Tensor | None = None) -> Tensor:
@@ -296,8 +256,7 @@ class SparseScope(ABC):
         smallest = torch.where(number, rows, float("inf")).amin(1)
         return torch.where(number.any(1), smallest, float("nan"))
 
-    def _live(self, conditioners: Values) -> list[Scopes]:
-        """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
+    def _live(self, conditioners: Values = None) -> list[Scopes]:
         self._check_values(conditioners)
         return [
             Scopes(members=live_windows(m.block, conditioners), shape=m.shape, order=m.order) for m in self.members()
@@ -306,9 +265,6 @@ class SparseScope(ABC):
     def _check_values(self, values: Values) -> None:
         if isinstance(values, Tensor) and len({id(spec.view.param) for spec in self.blocks()}) > 1:
             raise SparsityError(f"{self._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
-
-    def _where(self) -> str:
-        return f"{self.name}: " if self.name else ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,8 @@ preconditioner.
 """
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,10 +15,94 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes
+from ..selection.strides import Shape
 from .elements import counts_of, elements_of, write_elements
-from .in_place import Settings, negative_threshold, shrink_in_place, threshold_in_place
+from .in_place import Settings, shrink_in_place, threshold_in_place
 
-__all__ = ["shrink_blocks", "shrink_rows", "shrink_rows_conditioned", "zero_below"]
+__all__ = ["Thresholded", "Values", "shrink_rows", "shrink_rows_conditioned", "zero_below"]
+
+Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
+
+
+class Thresholded(ABC):
+    """Base class of `SparseBlock` and `SparseScope`: a grid of thresholds, and how errors name it."""
+
+    name: str | None
+    _grid_name = "grid"
+
+    @property
+    @abstractmethod
+    def grid_shape(self) -> Shape:
+        """The shape of a tensor of thresholds."""
+
+    @abstractmethod
+    def _live(self, conditioners: Values = None) -> list[Scopes]:
+        """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
+
+    @torch.no_grad()
+    def soft_threshold(
+        self,
+        thresholds: Tensor | float,
+        conditioners: Values = None,
+        scale: bool = False,
+        max_iter: int = 50,
+        atol: float | None = None,
+        eps: float = 0.0,
+        *,
+        impl: str = "auto",
+    ) -> None:
+        """Shrink every block by the proximal map of `t ||.||_2`, in place; t is the block's or its scope's.
+
+        Args:
+            thresholds: t >= 0, a number or a tensor that broadcasts to the grid.
+            conditioners: positive parameter-shaped diagonals (Adam's preconditioner); None is the Euclidean map.
+            scale: multiply each t by sqrt(elements of the block), so that t is per element.
+            max_iter: Newton steps of the conditioned variant.
+            atol: its tolerance on |phi(s) - 1|; by default 1e-6, or 1e-12 for float64.
+            eps: added to the conditioners (Adam's epsilon).
+            impl: `"auto"`, `"reference"` or `"triton"`.
+
+        Raises:
+            SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
+        """
+        t, scopes = self._thresholds(thresholds), self._live(conditioners)
+        settings = Settings(conditioned=conditioners is not None, scale=scale, max_iter=max_iter, atol=atol, eps=eps)
+        self._check_signs(t, scopes, settings)
+        factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
+        if shrink_in_place(scopes, t, factors=factors, settings=settings, impl=impl, where=self._where()):
+            return
+        rows = [_shrunk(s, t, settings) for s in scopes]
+        for s, shrunk in zip(scopes, rows, strict=True):
+            write_elements(s.members, shrunk, s.grid)
+
+    def _thresholds(self, thresholds: Tensor | float) -> Tensor | float:
+        """A number or a single element as it is, other tensors expanded to the grid."""
+        if not isinstance(thresholds, Tensor):
+            return thresholds
+        try:
+            expanded = thresholds.expand(self.grid_shape)
+        except RuntimeError:
+            raise SparsityError(
+                f"{self._where()}thresholds must broadcast to the {self._grid_name} {self.grid_shape}, got shape "
+                f"{tuple(thresholds.shape)}"
+            ) from None
+        return thresholds.reshape(()) if thresholds.numel() == 1 else expanded
+
+    def _check_signs(self, thresholds: Tensor | float, scopes: Sequence[Scopes], settings: Settings) -> None:
+        least = thresholds
+        if isinstance(thresholds, Tensor):
+            least = float(thresholds.amin()) if thresholds.numel() else 0.0
+        if not least >= 0:
+            raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
+        for m in (m for s in scopes for m in s.members if settings.conditioned and m.window.numel()):
+            assert m.mask is not None
+            dtype = torch.float64 if m.window.dtype == torch.float64 else torch.float32
+            low = float(m.mask.amin().to(dtype) + settings.eps)
+            if not low > 0:
+                raise SparsityError(f"{self._where()}soft_threshold needs conditioners > 0, got {low}")
+
+    def _where(self) -> str:
+        return f"{self.name}: " if self.name else ""
 
 
 def zero_below(
@@ -41,18 +126,6 @@ def zero_below(
         drops.append(norms < _per_block(thresholds, s, norms))
     for s, drop in zip(scopes, drops, strict=True):
         _zero(s.members, drop)
-
-
-def shrink_blocks(
-    scopes: Sequence[Scopes], thresholds: Tensor | float, *, scale: bool, settings: Settings, impl: str, where: str
-) -> None:
-    """Shrink every block by the proximal map of its scope's threshold, in place; see `SparseBlock.soft_threshold`."""
-    factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
-    if shrink_in_place(scopes, thresholds, factors=factors, settings=settings, impl=impl, where=where):
-        return
-    rows = [_shrunk(s, thresholds, scale, settings, where) for s in scopes]
-    for s, shrunk in zip(scopes, rows, strict=True):
-        write_elements(s.members, shrunk, s.grid)
 
 
 def shrink_rows(v: Tensor, t: Tensor) -> Tensor:
@@ -113,22 +186,18 @@ def shrink_rows_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, a
     return torch.where((t == 0)[:, None], v, w)
 
 
-def _shrunk(scopes: Scopes, thresholds: Tensor | float, scale: bool, settings: Settings, where: str) -> Tensor:
+def _shrunk(scopes: Scopes, thresholds: Tensor | float, settings: Settings) -> Tensor:
     """What soft thresholding writes: [blocks, elements], float32 or wider."""
     ndim = len(scopes.shape)
     v = elements_of(scopes.members, ndim, 0.0)
     v = v.reshape(math.prod(scopes.grid), v.shape[-1])
     v = v if v.dtype == torch.float64 else v.float()
     t = _per_block(thresholds, scopes, v)
-    if not bool((t >= 0).all()):
-        raise negative_threshold(float(t.min()), where)
-    t = (t * counts_of(scopes.members, ndim).to(v.dtype).sqrt() if scale else t).reshape(-1)
+    t = (t * counts_of(scopes.members, ndim).to(v.dtype).sqrt() if settings.scale else t).reshape(-1)
     if not settings.conditioned:
         return shrink_rows(v, t)
     conditioners = [replace(m, values=m.mask) for m in scopes.members]
     h = elements_of(conditioners, ndim, 1.0).reshape(v.shape).to(v.dtype) + settings.eps
-    if not bool((h > 0).all()):
-        raise SparsityError(f"{where}soft_threshold needs conditioners > 0, got {float(h.min())}")
     default = 1e-12 if v.dtype == torch.float64 else 1e-6
     atol = default if settings.atol is None else settings.atol
     return shrink_rows_conditioned(v, h, t, max_iter=settings.max_iter, atol=atol)

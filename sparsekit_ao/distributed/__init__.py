@@ -1,10 +1,8 @@
-"""Beyond one device: masks of sharded tensors, chosen as one process would choose them.
+"""Sharded tensors: their masks are those that one process would choose. See README.md in this folder.
 
-Nothing here imports `torch.distributed.tensor` before a DTensor is seen; plain tensors pass through. `README.md` in
-this folder says how it works and why.
+`torch.distributed.tensor` is imported only once a DTensor is given; plain tensors need none of this.
 """
 
-from .agreement import all_agree, sum_over_ranks
 from .fsdp import (
     fsdp_records,
     has_process_group,
@@ -16,7 +14,17 @@ from .fsdp import (
     without_fsdp_class,
 )
 from .placement import is_sharded
-from .tensors import fill, from_local, full_tensor, is_placed_like, local, local_bytes, placed_like
+from .tensors import (
+    all_agree,
+    fill,
+    from_local,
+    full_tensor,
+    is_placed_like,
+    local,
+    local_bytes,
+    placed_like,
+    sum_over_ranks,
+)
 from .update import common_mesh, update_masks
 
 __all__ = [

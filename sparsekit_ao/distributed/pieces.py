@@ -1,7 +1,7 @@
-"""Pieces of scopes: the blocks of one tensor that this rank holds, as rows of keys with their places in the scopes.
+"""Pieces of scopes: the blocks of one tensor that this rank holds, as rows of keys.
 
-A piece knows its scores, which scopes it takes part in, and the index that each of its blocks has there over all
-ranks; it does not know that there are ranks.
+A `Piece` is made of windows on one rank's values and masks. It gives the keys of its blocks, the scopes that they
+belong to and their indices in those scopes over all ranks, and fills its masks from thresholds, without communication.
 """
 
 from collections.abc import Sequence
@@ -44,28 +44,21 @@ class Piece:
     ) -> None:
         self.counts, self._base, self._tile, self._order = counts, base, member.shape, member.order
         self._windows, self._among_kept = tuple(windows), update.among_kept
-        self._magnitude = not callable(update.norm)
+        self._magnitude = update.norm is not None and not callable(update.norm)
         self._grid = Scopes(members=self._windows, shape=self._tile).grid
-        first = [at // g for at, g in zip(start, self._tile, strict=True)]
+        first = [at // g for at, g in zip(start, self._tile, strict=True)]  # scope along each dimension
         last = [(at + n - 1) // g for at, n, g in zip(start, self._grid, self._tile, strict=True)]
         inner = [a == b for a, b in zip(first, last, strict=True)]  # this rank's blocks are in one scope along it
-        own = tuple(n if one else g for n, g, one in zip(self._grid, self._tile, inner, strict=True))
-        into = [
-            at - f * g for at, f, g in zip(start, first, self._tile, strict=True)
-        ]  # the first block, from its scope's
-        self._lead = tuple(0 if one else at for one, at in zip(inner, into, strict=True))  # padding before the blocks
-        self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))
-        self._own = own
+        into = [at % g for at, g in zip(start, self._tile, strict=True)]  # place of the first block in its scope
+        self._row_shape = tuple(n if one else g for n, g, one in zip(self._grid, self._tile, inner, strict=True))
+        self._padding = tuple(0 if one else at for one, at in zip(inner, into, strict=True))  # slots before the blocks
+        self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))  # of a row in its scope
         self.scopes = _scope_ids(member.grid_shape, self._order, first, last)
         values, candidates = _scored(self._windows, update)
         self._rows = self._in_rows(values, 0)
-        if candidates is None and self._is_padded:
+        if candidates is None and self._rows.numel() > values.numel():  # padded
             candidates = torch.ones(self._grid, dtype=torch.bool, device=values.device)
         self._candidates = None if candidates is None else self._in_rows(candidates, False).bool()
-
-    @property
-    def _is_padded(self) -> bool:
-        return any(self._lead) or any((a + n) % g for a, n, g in zip(self._lead, self._grid, self._own, strict=True))
 
     @property
     def width(self) -> int:
@@ -75,14 +68,14 @@ class Piece:
     def keys(self, row: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Keys of slots start .. stop of one of its rows, as scores of `dtype` have them."""
         keys = order_keys(self._rows[row, start:stop].to(dtype), magnitude=self._magnitude)
-        return (
-            keys if self._candidates is None else keys.masked_fill_(~self._candidates[row, start:stop], absent(dtype))
-        )
+        if self._candidates is not None:
+            keys.masked_fill_(~self._candidates[row, start:stop], absent(dtype))
+        return keys
 
     def indices(self, slots: Tensor) -> Tensor:
-        """The index in its whole scope of every slot; int64."""
+        """The index of every slot in its scope over all ranks; int64."""
         out = torch.full_like(slots, self._base)
-        for own, shift, step in zip(row_major(self._own), self._shift, row_major(self._tile), strict=True):
+        for own, shift, step in zip(row_major(self._row_shape), self._shift, row_major(self._tile), strict=True):
             out += (slots // own + shift) * step
             slots = slots % own
         return out
@@ -106,28 +99,27 @@ class Piece:
         fill_mask(self._windows, self._from_rows(kept), among_kept=self._among_kept)
 
     def _layout(self, grid: Tensor) -> Scopes:
-        return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._own, order=self._order)
+        return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._row_shape, order=self._order)
 
     def _in_rows(self, grid: Tensor, blank: float | bool) -> Tensor:
-        if any(self._lead):
-            sizes = [a + n for a, n in zip(self._lead, self._grid, strict=True)]
-            led = grid.new_full(sizes, blank)
-            led[tuple(slice(a, None) for a in self._lead)] = grid
-            grid = led
+        if any(self._padding):
+            sizes = [a + n for a, n in zip(self._padding, self._grid, strict=True)]
+            padded = grid.new_full(sizes, blank)
+            padded[tuple(slice(a, None) for a in self._padding)] = grid
+            grid = padded
         return to_scopes(grid, self._layout(grid), blank)
 
     def _from_rows(self, rows: Tensor) -> Tensor:
-        sizes = [a + n for a, n in zip(self._lead, self._grid, strict=True)]
-        whole = from_scopes(rows, self._layout(rows.new_empty(sizes)))
-        return whole[tuple(slice(a, None) for a in self._lead)]
+        sizes = [a + n for a, n in zip(self._padding, self._grid, strict=True)]
+        padded = from_scopes(rows, self._layout(rows.new_empty(sizes)))
+        return padded[tuple(slice(a, None) for a in self._padding)]
 
 
 class PieceRows:
-    """The keys of all scopes on this rank, piece after piece (see `kernels.radix.KeyRows`)."""
+    """The keys of all scopes on this rank, piece after piece; a `selection.radix.KeyRows`."""
 
     def __init__(self, pieces: Sequence[Piece], rows: int, dtype: torch.dtype) -> None:
-        self.rows, self.bits = rows, key_bits(dtype)
-        self.dtype = dtype
+        self.rows, self.bits, self.dtype = rows, key_bits(dtype), dtype
         self._of: list[list[tuple[Piece, int]]] = [[] for _ in range(rows)]
         for piece in pieces:
             for at, scope in enumerate(piece.scopes):
@@ -140,7 +132,7 @@ class PieceRows:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
 
     def spans(self, row: int, start: int, stop: int) -> list[tuple[Piece, int, int, int]]:
-        """Which slots of which pieces stand at start .. stop of a scope: (piece, its row, from, to)."""
+        """Which slots of which pieces are slots start .. stop of a scope: (piece, its row, from, to)."""
         out, before = [], 0
         for piece, at in self._of[row]:
             a, b = max(start - before, 0), min(stop - before, piece.width)
@@ -166,7 +158,7 @@ class TiedRows:
 
 
 def _scope_ids(scope_grid: Shape, order: Shape, first: Sequence[int], last: Sequence[int]) -> list[int]:
-    """The scopes from `first` to `last` along each of a spec's own dimensions, in the order of its rows."""
+    """The scopes from `first` to `last` along each dimension of a member's grid, in the order of its rows."""
     if not first:
         return [0]
     aligned = order or tuple(range(len(first)))
@@ -183,8 +175,8 @@ def _scored(windows: Sequence[Blocks], update: MaskUpdate) -> tuple[Tensor, Tens
     candidates = candidates_of(windows, ndim) if update.among_kept else None
     if update.among_kept:
         windows = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
-    as_mean = update.scope.as_mean
-    plain = len(windows) == 1 and not as_mean and not callable(update.norm) and all(b == 1 for b in first.shape)
-    if plain and first.window.dtype in KEY_DTYPES:
+    as_mean, numeric = update.scope.as_mean, update.norm is not None and not callable(update.norm)
+    single = len(windows) == 1 and numeric and not as_mean and all(b == 1 for b in first.shape)
+    if single and first.window.dtype in KEY_DTYPES:
         return windows[0].window, candidates
     return block_scores(windows, update.norm, ndim=ndim, as_mean=as_mean), candidates
