@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
-from ..patterns import Pattern
 from . import report
 from .base import MaskSparsifier
 from .config import Place, TensorGroup, copied
 from .plan import Component, Plan, batches, make_plan
-from .structure import AXES, SHAPES, STRUCTURE, joined, refuse_two_budgets, resolved, stage_budgets, stages_of
+from .structure import (
+    AXES,
+    SHAPES,
+    STRUCTURE,
+    checked_pattern,
+    joined,
+    refuse_two_budgets,
+    resolved,
+    stage_budgets,
+    stages_of,
+)
 
 __all__ = ["PlannedSparsifier"]
 
@@ -52,8 +61,8 @@ class PlannedSparsifier(MaskSparsifier):
             if key not in known:
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; it takes {', '.join(sorted(known))}")
         budgets = {"sparsity_level": sparsity_level, "nnz": nnz}
-        pattern, own = structure.get("pattern"), refuse_two_budgets(budgets, "")
-        if isinstance(pattern, Pattern) and pattern.budget is not None:
+        pattern, own = checked_pattern(structure.get("pattern"), ""), refuse_two_budgets(budgets, "")
+        if pattern is not None and pattern.budget is not None:
             if own:
                 raise SparsityError(f"{own[0]} and {pattern} are mutually exclusive: both specify how much is kept")
             sparsity_level = pattern.sparsity_level

@@ -24,6 +24,7 @@ __all__ = [
     "SHAPES",
     "STRUCTURE",
     "Stage",
+    "checked_pattern",
     "joined",
     "refuse_two_budgets",
     "resolved",
@@ -62,15 +63,20 @@ def resolved(given: Mapping[str, Any], place: Place) -> dict[str, Any]:
     Raises:
         SparsityError: not a pattern, it does not fit, or blocks and scopes are specified beside it.
     """
+    where = f"{place.tensor_fqn}: "
     own = {k: v for k, v in given.items() if k != "pattern"}
-    pattern = given.get("pattern")
+    pattern = checked_pattern(given.get("pattern"), where)
     if pattern is None:
         return own
-    where = f"{place.tensor_fqn}: "
-    if not isinstance(pattern, Pattern):
-        raise SparsityError(f"{where}pattern must be one of `sparsekit_ao.patterns`, got {pattern!r}")
     _refuse_two_notations(["pattern", *own], where)
     return {**pattern.resolve(place.module, place.tensor_name, place.tensor, where), **own}
+
+
+def checked_pattern(pattern: object, where: str) -> Pattern | None:
+    """The pattern, or None where there is none."""
+    if pattern is None or isinstance(pattern, Pattern):
+        return pattern
+    raise SparsityError(f"{where}pattern must be one of `sparsekit_ao.patterns`, got {pattern!r}")
 
 
 def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
