@@ -15,25 +15,22 @@ from torch import Tensor
 from ..densities import allocate, shares
 from ..errors import SparsityError
 from ..selection import keep_mask
-from ..sparsifiers.config import TensorGroup
-from .budgets import ideal_budgets, overall_level, whole_budgets
+from .budgets import Budgets, overall_level
 from .parts import KeptSlots, Part
 from .rules import Rule
-from .settings import Settings
 from .slots import Slots
 
 __all__ = ["choose", "count_after_pruning", "exchange"]
 
 
 def choose(
-    parts: Sequence[Part], settings: Settings, groups: Sequence[TensorGroup], iteration: int, fraction: float
+    parts: Sequence[Part], budgets: Budgets, iteration: int, fraction: float
 ) -> tuple[list[KeptSlots], list[Tensor]]:
     """What every part keeps, and how many blocks each of its scopes then holds.
 
     Args:
         parts: every component as it is now.
-        settings: rules and target.
-        groups: where budgets are read from.
+        budgets: of these components, with the settings.
         iteration: at which the target is evaluated.
         fraction: of the active blocks to prune, in [0, 1).
 
@@ -42,26 +39,24 @@ def choose(
     """
     if not 0 <= fraction < 1:
         raise SparsityError(f"the update fraction must be in [0, 1), so that no layer is emptied; got {fraction!r}")
-    components = [p.slots.component for p in parts]
+    settings, level = budgets.settings, overall_level(budgets.settings, 0.0, iteration)
     most = None  # blocks that all parts may keep together, if they compete and there is a target
-    if settings.target is not None:
-        ideals = ideal_budgets(components, groups, settings, overall_level(settings, 0.0, iteration))
-        if settings.prune.is_global:
-            most = next(iter(ideals.values()))[1] // next(p.size for p in parts if p.shares_budget)
-        else:
-            high = _active_counts(parts) if settings.grow is None else None  # without growth no scope can keep more
-            parts = _with_budgets(parts, whole_budgets(components, ideals, high=high))
+    if settings.target is not None and settings.prune.is_global:
+        most = budgets.ideals(level)[1] // next(p.size for p in parts if p.shares_budget)
+    elif settings.target is not None:
+        high = _active_counts(parts) if settings.grow is None else None  # without growth no scope can keep more
+        parts = _with_budgets(parts, budgets.counts(level, high=high))
     kept = _prune(parts, settings.prune, fraction, most, regrows=settings.grow is not None)
     if settings.grow is None:
         new = [k if p.shares_budget else p.store(p.slots.active) for k, p in zip(kept, parts, strict=True)]
         return new, [k.count for k in new]
     if most is not None:
         low = {k: int(found.count.max()) for k, found in enumerate(kept)}
-        parts = _with_budgets(parts, whole_budgets(components, ideals, low=low))
-    budgets = [p.budget for p in parts]
+        parts = _with_budgets(parts, budgets.counts(level, low=low))
+    after = [p.budget for p in parts]
     if settings.redistribute is not None:
-        budgets = _redistribute(parts, kept, settings.redistribute)
-    return [_grow(p, k, b, settings.grow) for p, k, b in zip(parts, kept, budgets, strict=True)], budgets
+        after = _redistribute(parts, kept, settings.redistribute)
+    return [_grow(p, k, b, settings.grow) for p, k, b in zip(parts, kept, after, strict=True)], after
 
 
 def _active_counts(parts: Sequence[Part]) -> dict[int, int]:
@@ -75,9 +70,6 @@ def _active_counts(parts: Sequence[Part]) -> dict[int, int]:
 
 def _with_budgets(parts: Sequence[Part], nnz: Mapping[int, int]) -> list[Part]:
     return [replace(p, budget=torch.full_like(p.budget, nnz[k])) if k in nnz else p for k, p in enumerate(parts)]
-
-
-# pruning
 
 
 def _prune(parts: Sequence[Part], rule: Rule, fraction: float, most: int | None, *, regrows: bool) -> list[KeptSlots]:
@@ -166,9 +158,6 @@ def _compete(
     return [keep_mask(s, n // m, candidates=a) for s, n, m, a in zip(scored, counts, scopes, active, strict=True)]
 
 
-# redistribution
-
-
 def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], rule: Rule) -> list[Tensor]:
     """Budgets after the pruned blocks are shared out anew over the parts that share the budget; their sum stays.
 
@@ -231,9 +220,6 @@ def _share(rule: Rule, part: Part) -> float:
             f"{part.slots.name}: rule {rule.name!r} must return one number for redistribution, got {found!r}"
         )
     return float(found)
-
-
-# growth
 
 
 def _grow(part: Part, kept: KeptSlots, budget: Tensor, rule: Rule) -> KeptSlots:

@@ -17,7 +17,7 @@ from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.scope import ScopeSparsifier
 from .apply import Movement, run_update, zero_dropped, zero_dropped_gradients, zero_dropped_state
-from .budgets import check_exclusive, overall_level
+from .budgets import Budgets, check_exclusive, overall_level
 from .gradients import GradientCapture
 from .mask import DynamicMask, starting_mask
 from .optimizers import check_optimizers, keeps_zeros, original, unwrap_optimizer, unwrap_optimizers
@@ -280,7 +280,8 @@ class DynamicSparsifier(ScopeSparsifier):
             momenta = self._capture.momenta() if s.needs_momentum else {}
             if self._capture.is_ready(s.needs_gradient, momenta):
                 plan, given = self._planned(self.groups), self._level_given
-                self.last_update = run_update(plan, self.groups, s, self._capture, momenta, given, self.iteration)
+                budgets = Budgets(components=plan.components, groups=self.groups, settings=s)
+                self.last_update = run_update(budgets, self._capture, momenta, given, self.iteration)
                 self._pending = False
 
     def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
