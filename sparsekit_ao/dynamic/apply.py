@@ -53,7 +53,7 @@ def run_update(
     """Gather, choose and apply; if a rule raises, nothing has changed.
 
     Args:
-        budgets: of the plan, with the groups of a prepared model and the settings; shared ones get new values.
+        budgets: of a prepared model; those that are shared are set to their new values.
         capture: the captured gradients, and the optimizers.
         momenta: by tensor_fqn, where a rule needs them.
         level_given: see `ScopeSparsifier`; the levels of new budgets are written here too.
@@ -82,11 +82,7 @@ def run_update(
 
 
 def _apply(
-    groups: Sequence[TensorGroup],
-    masks: Sequence[Tensor],
-    settings: Settings,
-    capture: GradientCapture,
-    iteration: int,
+    groups: Sequence[TensorGroup], masks: Sequence[Tensor], settings: Settings, capture: GradientCapture, iteration: int
 ) -> dict[str, list[int]]:
     """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
 

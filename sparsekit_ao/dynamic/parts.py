@@ -41,20 +41,11 @@ class Part:
     Attributes:
         slots: its blocks with all that rules read.
         budget: int64 [scopes], blocks that each scope keeps after the update, unless they are redistributed.
-        shares_budget: it takes part in redistribution and in the comparison over all tensors; its budget is set by the
-            sparsifier, not by its config entry.
-        size: elements of a block, in units common to all parts.
-        unit: what one more block in every scope takes, in these units.
-        capacity: what all blocks take, in these units.
         sharded: {block: weight} where weights are sharded; empty where all are plain.
     """
 
     slots: Slots
     budget: Tensor
-    shares_budget: bool
-    size: int
-    unit: int
-    capacity: int
     sharded: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
 
     @property
@@ -99,15 +90,15 @@ def gather(
     level_given: Mapping[str, float],
     step: int,
 ) -> list[Part]:
-    """One part for each component.
+    """One part for each component of a prepared model's plan, in this order.
 
     Args:
-        budgets: with the plan's components and the groups of a prepared model.
+        budgets: with components and groups.
         gradients, momenta: by tensor_fqn, where there are any.
         level_given: see `ScopeSparsifier`.
-        step: the iteration, which random numbers depend on.
+        step: the iteration, on which random numbers depend.
     """
-    parts, shared = [], budgets.shared
+    parts = []
     for k, component in enumerate(budgets.components):
         own = {spec: budgets.groups[at] for spec, at in component.leaves}
         weights = {spec: original(g).detach() for spec, g in own.items()}
@@ -125,10 +116,6 @@ def gather(
         part = Part(
             slots=slots,
             budget=budgets.rows(k, level_given).to(device),
-            shares_budget=k in shared,
-            size=budgets.sizes[k],
-            unit=budgets.units[k],
-            capacity=budgets.capacities[k],
             sharded=weights if any(map(is_sharded, weights.values())) else {},
         )
         parts.append(part)

@@ -285,8 +285,7 @@ class DynamicSparsifier(ScopeSparsifier):
                 self._pending = False
 
     def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
-        state = self.iteration, self._pending, self._level_given, self._capture
-        return progress_of(*state, with_gradients=with_gradients)
+        return progress_of(self.iteration, self._pending, self._level_given, self._capture, with_gradients)
 
     def _pickled(self) -> dict[str, Any]:
         return {**super()._pickled(), "dynamic": self._progress()}

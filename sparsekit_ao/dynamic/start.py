@@ -34,17 +34,16 @@ def start_masks(
 ) -> dict[str, Tensor]:
     """The initial mask of every group, {tensor_fqn: bool, sharded as its weight}; none for weights on the meta device.
 
-    Args:
-        components: of the plan of these groups.
-        groups: those that share the overall budget get their budgets written.
-        settings: how to start.
-        sparsity_level: the overall one, unless there is a target.
+    Writes the budgets of the groups that share the overall one, `sparsity_level` unless there is a target.
     """
     budgets = Budgets(components=components, groups=groups, settings=settings)
     _check_shared(budgets)
     if settings.init.masks is None and budgets.shared:
         if settings.init.first_dense:
-            _fix_dense(budgets, budgets.shared[0])
+            first = budgets.components[budgets.shared[0]]
+            budgets.set(budgets.shared[0], first.scope.numblk_per_scope())
+            for _, at in first.leaves:
+                groups[at]["fixed"] = True
         for level in _extremes(settings):  # raise now rather than in the middle of a run
             budgets.counts(level)
         for k, nnz in budgets.counts(overall_level(settings, sparsity_level, 0)).items():
@@ -64,14 +63,7 @@ def finish_start(
     settings: Settings,
     masks: Mapping[str, Tensor],
 ) -> None:
-    """Check the optimizers, and initialize masks that `prepare` could not, since weights were on the meta device.
-
-    Args:
-        components: of the plan of these groups.
-        groups: of a prepared model.
-        optimizers: those attached; with none there is nothing to check.
-        settings: how to start.
-        masks: from `start_masks`.
+    """Check the optimizers, if any, and initialize masks of weights that were on the meta device in `start_masks`.
 
     Raises:
         SparsityError: an optimizer does not fit, or a weight is still on the meta device. Nothing is then changed.
@@ -177,12 +169,6 @@ def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
         )
     else:
         budgets.set(k, int(found[0]))
-
-
-def _fix_dense(budgets: Budgets, k: int) -> None:
-    budgets.set(k, budgets.components[k].scope.numblk_per_scope())
-    for _, at in budgets.components[k].leaves:
-        budgets.groups[at]["fixed"] = True
 
 
 def refuse_means(groups: Sequence[TensorGroup]) -> None:
