@@ -14,8 +14,7 @@ from ..distributed import fill, full_tensor, local, placed_like, sum_over_ranks
 from ..errors import SparsityError
 from ..masking import find_mask, select
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.plan import Plan
-from .budgets import set_budget
+from .budgets import Budgets
 from .choose import choose
 from .gradients import GradientCapture
 from .optimizers import original, placed_gradient, reset_state, second_moments, start_second_moments
@@ -45,9 +44,7 @@ class Movement:
 
 
 def run_update(
-    plan: Plan,
-    groups: Sequence[TensorGroup],
-    settings: Settings,
+    budgets: Budgets,
     capture: GradientCapture,
     momenta: Mapping[str, Tensor | None],
     level_given: dict[str, float],
@@ -56,44 +53,45 @@ def run_update(
     """Gather, choose and apply; if a rule raises, nothing has changed.
 
     Args:
-        plan: of these groups.
-        groups: of a prepared model; those that share a budget get their new one written.
-        settings: rules, target and options.
+        budgets: of a prepared model; those that are shared are set to their new values.
         capture: the captured gradients, and the optimizers.
         momenta: by tensor_fqn, where a rule needs them.
         level_given: see `ScopeSparsifier`; the levels of new budgets are written here too.
         iteration: now.
     """
+    settings = budgets.settings
     only_prunes = settings.grow is None and settings.target is not None
     fraction = 0.0 if only_prunes else value_at(settings.update_fraction, iteration, "update_fraction")
-    values = {"gradients": capture.gradients, "momenta": momenta}
-    parts = gather(plan.components, groups, values, level_given, iteration, settings.seed)
-    chosen, held = choose(parts, settings, groups, iteration, fraction)
-    new: dict[int, Tensor] = {}
+    parts = gather(budgets, capture.gradients, momenta, level_given, iteration)
+    chosen, held = choose(parts, budgets, iteration, fraction)
+    masks: dict[int, Tensor] = {}
     for part, kept in zip(parts, chosen, strict=True):
-        masks = part.masks(kept)
-        new.update({at: masks[spec] for spec, at in part.slots.component.leaves})
-    ordered = [new[at] for at in range(len(groups))]
-    done = _apply(groups, ordered, settings, capture.optimizers, capture.gradients, iteration, fraction)
-    for part, count in zip(parts, held, strict=True):
-        if part.shares_budget:
-            level_given.update(set_budget(part.slots.component, groups, int(count[0])))
-    return done
+        new = part.masks(kept)
+        masks.update({at: new[spec] for spec, at in part.slots.component.leaves})
+    ordered = [masks[at] for at in range(len(budgets.groups))]
+    counts = _apply(budgets.groups, ordered, settings, capture, iteration)
+    for k in budgets.shared:
+        level_given.update(budgets.set(k, int(held[k][0])))
+    return Movement(
+        iteration=iteration,
+        fraction=fraction,
+        grown={fqn: grown for fqn, (grown, _, _) in counts.items()},
+        pruned={fqn: changed - grown for fqn, (grown, changed, _) in counts.items()},
+        kept={fqn: kept for fqn, (_, _, kept) in counts.items()},
+    )
 
 
 def _apply(
-    groups: Sequence[TensorGroup],
-    masks: Sequence[Tensor],
-    settings: Settings,
-    optimizers: Sequence[Optimizer],
-    gradients: Mapping[str, Tensor],
-    iteration: int,
-    fraction: float,
-) -> Movement:
+    groups: Sequence[TensorGroup], masks: Sequence[Tensor], settings: Settings, capture: GradientCapture, iteration: int
+) -> dict[str, list[int]]:
     """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
 
     Grown and pruned weights become zero (or `new_values`), and so does their optimizer state.
+
+    Returns:
+        {tensor_fqn: [grown, grown or pruned, kept elements]}.
     """
+    optimizers = capture.optimizers
     moments: list[list[Tensor]] = [[] for _ in groups]
     if settings.state_init == "grad":
         moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) for g in groups]
@@ -109,17 +107,10 @@ def _apply(
             held.copy_(torch.where(local(grown), local(value), held))
         reset_state(optimizers, weight, changed)
         if second:
-            start_second_moments(second, grown, gradients[fqn])
+            start_second_moments(second, grown, capture.gradients[fqn])
         fill(mask, new)
         counts[fqn] = sum_over_ranks(torch.stack([local(t).count_nonzero() for t in (grown, changed, new)]), weight)
-    found = {fqn: c.tolist() for fqn, c in counts.items()}
-    return Movement(
-        iteration=iteration,
-        fraction=fraction,
-        grown={fqn: grown for fqn, (grown, _, _) in found.items()},
-        pruned={fqn: changed - grown for fqn, (grown, changed, _) in found.items()},
-        kept={fqn: kept for fqn, (_, _, kept) in found.items()},
-    )
+    return {fqn: found.tolist() for fqn, found in counts.items()}  # waits for the device once all is launched
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:

@@ -15,25 +15,22 @@ from torch import Tensor
 from ..densities import allocate, shares
 from ..errors import SparsityError
 from ..selection import keep_mask
-from ..sparsifiers.config import TensorGroup
-from .budgets import ideal_budgets, overall_level, whole_budgets
+from .budgets import Budgets, overall_level
 from .parts import KeptSlots, Part
 from .rules import Rule
-from .settings import Settings
 from .slots import Slots
 
 __all__ = ["choose", "count_after_pruning", "exchange"]
 
 
 def choose(
-    parts: Sequence[Part], settings: Settings, groups: Sequence[TensorGroup], iteration: int, fraction: float
+    parts: Sequence[Part], budgets: Budgets, iteration: int, fraction: float
 ) -> tuple[list[KeptSlots], list[Tensor]]:
     """What every part keeps, and how many blocks each of its scopes then holds.
 
     Args:
         parts: every component as it is now.
-        settings: rules and target.
-        groups: where budgets are read from.
+        budgets: of these components, with the settings.
         iteration: at which the target is evaluated.
         fraction: of the active blocks to prune, in [0, 1).
 
@@ -42,26 +39,26 @@ def choose(
     """
     if not 0 <= fraction < 1:
         raise SparsityError(f"the update fraction must be in [0, 1), so that no layer is emptied; got {fraction!r}")
-    components = [p.slots.component for p in parts]
+    settings, shared = budgets.settings, budgets.shared
+    level = overall_level(settings, 0.0, iteration)
     most = None  # blocks that all parts may keep together, if they compete and there is a target
-    if settings.target is not None:
-        ideals = ideal_budgets(components, groups, settings, overall_level(settings, 0.0, iteration))
-        if settings.prune.is_global:
-            most = next(iter(ideals.values()))[1] // next(p.size for p in parts if p.shares_budget)
-        else:
-            high = _active_counts(parts) if settings.grow is None else None  # without growth no scope can keep more
-            parts = _with_budgets(parts, whole_budgets(components, ideals, high=high))
-    kept = _prune(parts, settings.prune, fraction, most, regrows=settings.grow is not None)
+    if settings.target is not None and settings.prune.is_global:
+        most = budgets.ideals(level)[1] // budgets.sizes[shared[0]]
+    elif settings.target is not None:
+        high = _active_counts(parts) if settings.grow is None else None  # without growth no scope can keep more
+        parts = _with_budgets(parts, budgets.counts(level, high=high))
+    competing = shared if settings.prune.is_global else []
+    kept = _prune(parts, competing, settings.prune, fraction, most, regrows=settings.grow is not None)
     if settings.grow is None:
-        new = [k if p.shares_budget else p.store(p.slots.active) for k, p in zip(kept, parts, strict=True)]
+        new = [kept[k] if k in shared else p.store(p.slots.active) for k, p in enumerate(parts)]
         return new, [k.count for k in new]
     if most is not None:
         low = {k: int(found.count.max()) for k, found in enumerate(kept)}
-        parts = _with_budgets(parts, whole_budgets(components, ideals, low=low))
-    budgets = [p.budget for p in parts]
+        parts = _with_budgets(parts, budgets.counts(level, low=low))
+    after = [p.budget for p in parts]
     if settings.redistribute is not None:
-        budgets = _redistribute(parts, kept, settings.redistribute)
-    return [_grow(p, k, b, settings.grow) for p, k, b in zip(parts, kept, budgets, strict=True)], budgets
+        after = _redistribute(parts, kept, budgets, settings.redistribute)
+    return [_grow(p, k, b, settings.grow) for p, k, b in zip(parts, kept, after, strict=True)], after
 
 
 def _active_counts(parts: Sequence[Part]) -> dict[int, int]:
@@ -77,10 +74,9 @@ def _with_budgets(parts: Sequence[Part], nnz: Mapping[int, int]) -> list[Part]:
     return [replace(p, budget=torch.full_like(p.budget, nnz[k])) if k in nnz else p for k, p in enumerate(parts)]
 
 
-# pruning
-
-
-def _prune(parts: Sequence[Part], rule: Rule, fraction: float, most: int | None, *, regrows: bool) -> list[KeptSlots]:
+def _prune(
+    parts: Sequence[Part], competing: Sequence[int], rule: Rule, fraction: float, most: int | None, *, regrows: bool
+) -> list[KeptSlots]:
     """Which active slots stay: all but exactly floor(fraction * active) in every part; never more than its budget.
 
     Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
@@ -88,15 +84,16 @@ def _prune(parts: Sequence[Part], rule: Rule, fraction: float, most: int | None,
 
     Args:
         parts: every component.
-        rule: a global one drops floor(fraction * active) of all parts that share the budget together.
+        competing: those that lose floor(fraction * active) together, and keep at most `most` blocks.
+        rule: scores.
         fraction: of the active blocks.
-        most: with a global rule, blocks that these parts keep at most.
+        most: None for no limit.
         regrows: scopes grow to their budgets afterwards; else all scopes of a part lose the same number.
     """
-    competing = {k: p for k, p in enumerate(parts) if p.shares_budget and rule.is_global}
     even = most is not None or not regrows
-    found = dict(zip(competing, _prune_together(list(competing.values()), rule, fraction, most, even), strict=True))
-    return [found[k] if k in found else _prune_alone(p, rule, fraction, regrows) for k, p in enumerate(parts)]
+    found = _prune_together([parts[k] for k in competing], rule, fraction, most, even)
+    together = dict(zip(competing, found, strict=True))
+    return [together[k] if k in together else _prune_alone(p, rule, fraction, regrows) for k, p in enumerate(parts)]
 
 
 def _prune_alone(part: Part, rule: Rule, fraction: float, regrows: bool) -> KeptSlots:
@@ -166,10 +163,7 @@ def _compete(
     return [keep_mask(s, n // m, candidates=a) for s, n, m, a in zip(scored, counts, scopes, active, strict=True)]
 
 
-# redistribution
-
-
-def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], rule: Rule) -> list[Tensor]:
+def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Budgets, rule: Rule) -> list[Tensor]:
     """Budgets after the pruned blocks are shared out anew over the parts that share the budget; their sum stays.
 
     In proportion to the rule's share. Where one more block in every scope costs the same in all these parts, the
@@ -178,26 +172,24 @@ def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], rule: Rule) 
     Returns:
         int64 [scopes] for each part.
     """
-    at = [k for k, p in enumerate(parts) if p.shares_budget]
-    sharing = [parts[k] for k in at]
-    units = [p.unit for p in sharing]
-    left = [int(kept[k].count.sum()) * parts[k].size for k in at]
-    now = [int(p.budget.sum()) * p.size for p in sharing]
-    capacity = [p.capacity for p in sharing]
-    weights = [_share(rule, p) for p in sharing]
+    at = budgets.shared
+    units, capacity = [budgets.units[k] for k in at], [budgets.capacities[k] for k in at]
+    left = [int(kept[k].count.sum()) * budgets.sizes[k] for k in at]
+    now = [int(parts[k].budget.sum()) * budgets.sizes[k] for k in at]
+    weights = [_share(rule, parts[k]) for k in at]
     if not any(math.isfinite(w) and w > 0 for w in weights):
         weights = [float(b - n) for b, n in zip(now, left, strict=True)]
     free = [c - n for c, n in zip(capacity, left, strict=True)]
     given = shares(weights, sum(now) - sum(left), free)
     ideals = [n + g for n, g in zip(left, given, strict=True)]
-    low = [int(kept[k].count.max()) * parts[k].unit for k in at]
+    low = [int(kept[k].count.max()) * budgets.units[k] for k in at]
     if len(set(units)) == 1:
         counts = allocate(ideals, sum(now), low, capacity, units)
     else:
         counts = exchange(now, ideals, low, capacity, units)
     out = [p.budget for p in parts]
-    for k, n in zip(at, counts, strict=True):
-        out[k] = torch.full_like(out[k], n // parts[k].unit)
+    for k, n, unit in zip(at, counts, units, strict=True):
+        out[k] = torch.full_like(out[k], n // unit)
     return out
 
 
@@ -231,9 +223,6 @@ def _share(rule: Rule, part: Part) -> float:
             f"{part.slots.name}: rule {rule.name!r} must return one number for redistribution, got {found!r}"
         )
     return float(found)
-
-
-# growth
 
 
 def _grow(part: Part, kept: KeptSlots, budget: Tensor, rule: Rule) -> KeptSlots:

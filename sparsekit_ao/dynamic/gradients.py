@@ -6,8 +6,7 @@ masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay 
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,9 +59,29 @@ class StepHooks(ABC):
     def _register(self) -> None:
         self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
 
-    @abstractmethod
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """The hook before a step."""
+        """The hook before a step: acts on gradients now, or after every call of the closure, which computes them."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._on_gradients(optimizer, getattr(optimizer, "grad_scale", None))
+            return None
+
+        def around() -> Any:
+            self._on_closure(optimizer)
+            with torch.enable_grad():
+                loss = closure()
+            self._on_gradients(optimizer, getattr(optimizer, "grad_scale", None))
+            return loss
+
+        return ((args[0], around, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": around})
+
+    @abstractmethod
+    def _on_closure(self, optimizer: Optimizer) -> None:
+        """Called before every call of a step's closure."""
+
+    @abstractmethod
+    def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        """Called when the gradients of a step exist; `scale` is what gradient scaling has multiplied them by."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_handles"}
@@ -84,13 +103,11 @@ class DecayHooks(StepHooks):
         super().__init__()
         self.decay = decay
 
-    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        return _with_gradients(
-            args, kwargs, lambda: self._add(optimizer, getattr(optimizer, "grad_scale", None)), first=None
-        )
+    def _on_closure(self, optimizer: Optimizer) -> None:
+        pass
 
     @torch.no_grad()
-    def _add(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+    def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         for group in groups_of(optimizer, self.groups, self.model):
             parameter, found = original(group), find_dynamic(group["module"], group["tensor_name"])
             grad = placed_gradient(parameter)
@@ -131,7 +148,7 @@ class GradientCapture(StepHooks):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Register the hooks on these optimizers instead of the present ones."""
-        self._check_count(self._restored, len(optimizers))
+        self.check_restorable(self._restored, optimizers)
         super().attach(optimizers)
         self.stepped = list(self._restored) if any(self._restored) else [False] * len(self.optimizers)
 
@@ -151,22 +168,17 @@ class GradientCapture(StepHooks):
 
     def restore(self, gradients: Mapping[str, Tensor], stepped: Sequence[bool]) -> None:
         """Continue in the middle of an iteration, with optimizers that are attached now or later in this iteration."""
-        self.check_restorable(stepped)
+        self.check_restorable(stepped, self.optimizers)
         if self.optimizers:
             self.stepped = list(stepped) if any(stepped) else [False] * len(self.optimizers)
         self.gradients, self._restored, self._used = dict(gradients), list(stepped), set()
 
-    def check_restorable(self, stepped: Sequence[bool]) -> None:
-        """Raise if `stepped` is from the middle of an iteration with another number of optimizers."""
-        if self.optimizers:
-            self._check_count(stepped, len(self.optimizers))
-
-    @staticmethod
-    def _check_count(stepped: Sequence[bool], count: int) -> None:
-        if any(stepped) and len(stepped) != count:
+    def check_restorable(self, stepped: Sequence[bool], optimizers: Sequence[Optimizer]) -> None:
+        """Raise if `stepped` is from the middle of an iteration with another number of optimizers, if there are any."""
+        if any(stepped) and optimizers and len(stepped) != len(optimizers):
             raise SparsityError(
                 f"the loaded state was saved between the steps of {len(stepped)} optimizers and the sparsifier's step, "
-                f"and {count} are attached; attach as many, or load a state that was saved after the sparsifier's step"
+                f"and {len(optimizers)} are attached; attach as many, or load a state saved after the sparsifier's step"
             )
 
     def restorable(self) -> list[bool]:
@@ -208,8 +220,14 @@ class GradientCapture(StepHooks):
             self.gradients[name] = from_local(dense, parameter)
             grad.copy_(select(grad, mask_here))
 
+    def _on_closure(self, optimizer: Optimizer) -> None:
+        """What was captured of the gradients that exist now stays valid unless the closure makes new ones."""
+        for group in groups_of(optimizer, self.groups, self.model) if self.is_open else ():
+            grad = original(group).grad
+            self._before_closure[group["tensor_fqn"]] = (grad, None if grad is None else _version(grad))
+
     @torch.no_grad()
-    def _capture(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+    def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Keep the dense gradients (divided by `scale`), and leave in `.grad` what the optimizer is to step with."""
         for name, parameter, mask in self._open_gradients(optimizer):
             grad, mask_here = local(parameter.grad), local(mask.mask)
@@ -270,22 +288,6 @@ class GradientCapture(StepHooks):
         is_ready = exists and all(t is not None and _is_finite(local(t)) for t in found)
         return all_agree(is_ready, map(original, self.groups))
 
-    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if not self.is_open:
-            return None
-        return _with_gradients(
-            args,
-            kwargs,
-            lambda: self._capture(optimizer, getattr(optimizer, "grad_scale", None)),
-            first=partial(self._note_versions, optimizer),
-        )
-
-    def _note_versions(self, optimizer: Optimizer) -> None:
-        """Before a closure: what was captured of these gradients stays valid unless the closure makes new ones."""
-        for group in groups_of(optimizer, self.groups, self.model):
-            grad = original(group).grad
-            self._before_closure[group["tensor_fqn"]] = (grad, None if grad is None else _version(grad))
-
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._before_closure = {}
         if self.is_open:  # another step in this iteration has another gradient
@@ -302,35 +304,6 @@ class GradientCapture(StepHooks):
         """A copy has the copied optimizers, and hooks of its own on them."""
         super().__setstate__(state)
         self._reset_versions()
-
-
-def _with_gradients(
-    args: tuple, kwargs: dict[str, Any], then: Callable[[], None], first: Callable[[], None] | None
-) -> tuple[tuple, dict[str, Any]] | None:
-    """Call `then` once gradients exist: now, or after every call of the step's closure, which computes them.
-
-    Args:
-        args, kwargs: of the step, with the optimizer first.
-        then: what to do with the gradients.
-        first: called before every call of the closure.
-
-    Returns:
-        What the hook is to return: the step's arguments with another closure, or None where there is none.
-    """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        then()
-        return None
-
-    def around() -> Any:
-        if first is not None:
-            first()
-        with torch.enable_grad():
-            loss = closure()
-        then()
-        return loss
-
-    return ((args[0], around, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": around})
 
 
 def _version(grad: Tensor) -> Version:

@@ -13,6 +13,12 @@ from ..errors import SparsityError
 
 __all__ = ["INITS", "Init", "lottery_ticket", "parse_init", "random", "resume"]
 
+_DENSITIES: dict[str, Densities] = {
+    "uniform": densities.uniform,
+    "er": densities.erdos_renyi,
+    "erk": densities.erdos_renyi_kernel,
+}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Init:
@@ -41,16 +47,10 @@ def random(distribution: str | Densities = "uniform", *, first_dense: bool = Fal
         distribution: "uniform", "er", "erk" or a function such as `densities.power`.
         first_dense: leave the first tensor dense.
     """
-    known: dict[str, Densities] = {
-        "uniform": densities.uniform,
-        "er": densities.erdos_renyi,
-        "erk": densities.erdos_renyi_kernel,
-    }
-    if isinstance(distribution, str) and distribution not in known:
-        raise SparsityError(
-            f"random: distribution must be one of {', '.join(known)}, or a function, got {distribution!r}"
-        )
-    found = known[distribution] if isinstance(distribution, str) else distribution
+    if isinstance(distribution, str) and distribution not in _DENSITIES:
+        names = ", ".join(_DENSITIES)
+        raise SparsityError(f"random: distribution must be one of {names}, or a function, got {distribution!r}")
+    found = _DENSITIES[distribution] if isinstance(distribution, str) else distribution
     return Init(name="random", densities=found, first_dense=first_dense)
 
 
@@ -73,13 +73,7 @@ def resume(masks: Mapping[str, Any] | None = None) -> Init:
 
 
 #: starts by name, for the argument `init` of `DynamicSparsifier`
-INITS: dict[str, Init] = {
-    "random": random(),
-    "uniform": random("uniform"),
-    "er": random("er"),
-    "erk": random("erk"),
-    "resume": resume(),
-}
+INITS = {"random": random(), **{name: random(name) for name in _DENSITIES}, "resume": resume()}
 
 
 def parse_init(given: object) -> Init:

@@ -52,9 +52,6 @@ _ORDER = (
 )
 
 
-# which optimizer trains which parameter
-
-
 def original(group: TensorGroup) -> Tensor:
     """The parameter under a group's mask.
 
@@ -134,9 +131,6 @@ def _ids(optimizers: Sequence[Optimizer]) -> set[int]:
     return {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
 
 
-# checks
-
-
 def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup], settings: Settings) -> None:
     """Raise unless every sparsified parameter is trained by one of these, and every one of these trains some.
 
@@ -208,9 +202,6 @@ def _no_second_moments(name: str) -> str:
         f"{name}: state_init='grad' sets second moments, and its optimizer keeps none "
         f"({', '.join(SECOND_MOMENTS)}). Use state_init='zero'."
     )
-
-
-# optimizer state
 
 
 def momentum_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | None:

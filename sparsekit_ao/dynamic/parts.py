@@ -4,16 +4,14 @@ A part has a component's weights, masks, gradients, momenta (`Slots`) and budget
 rule reads them: what was chosen (`KeptSlots`) is sharded again before the next component is read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..algebra import BlockSpec
 from ..distributed import full_tensor, is_sharded, placed_like
-from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.plan import Component
-from .budgets import block_sizes, budget_rows, is_fixed
+from .budgets import Budgets
 from .mask import find_dynamic
 from .optimizers import original
 from .slots import Gathered, Slots
@@ -43,32 +41,17 @@ class Part:
     Attributes:
         slots: its blocks with all that rules read.
         budget: int64 [scopes], blocks that each scope keeps after the update, unless they are redistributed.
-        shares_budget: it takes part in redistribution and in the comparison over all tensors; its budget is set by the
-            sparsifier, not by its config entry.
-        size: elements of a block, in units common to all parts.
         sharded: {block: weight} where weights are sharded; empty where all are plain.
     """
 
     slots: Slots
     budget: Tensor
-    shares_budget: bool
-    size: int = 1
     sharded: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
 
     @property
     def scopes(self) -> int:
         """Number of scopes."""
         return self.slots.shape[0]
-
-    @property
-    def unit(self) -> int:
-        """Elements that one more block in every scope takes."""
-        return self.size * self.scopes
-
-    @property
-    def capacity(self) -> int:
-        """Elements of all blocks, in the units of `size`."""
-        return self.unit * self.slots.shape[1]
 
     def store(self, rows: Tensor) -> KeptSlots:
         """What is kept, from bool rows; where weights are sharded no whole tensor or row is held afterwards."""
@@ -101,45 +84,38 @@ class Part:
 
 
 def gather(
-    components: Sequence[Component],
-    groups: Sequence[TensorGroup],
-    values: Mapping[str, Mapping[str, Tensor | None]],
+    budgets: Budgets,
+    gradients: Mapping[str, Tensor],
+    momenta: Mapping[str, Tensor | None],
     level_given: Mapping[str, float],
     step: int,
-    seed: int,
 ) -> list[Part]:
-    """One part for each component.
+    """One part for each component of a prepared model's plan, in this order.
 
     Args:
-        components: of the plan of these groups.
-        groups: of a prepared model.
-        values: "gradients" and "momenta" by tensor_fqn, where there are any.
+        budgets: with components and groups.
+        gradients, momenta: by tensor_fqn, where there are any.
         level_given: see `ScopeSparsifier`.
-        step, seed: the key of random numbers.
+        step: the iteration, on which random numbers depend.
     """
     parts = []
-    for component, size in zip(components, block_sizes(components), strict=True):
-        own = {spec: groups[at] for spec, at in component.leaves}
+    for k, component in enumerate(budgets.components):
+        own = {spec: budgets.groups[at] for spec, at in component.leaves}
         weights = {spec: original(g).detach() for spec, g in own.items()}
-        found = {
-            kind: {s: t for s, g in own.items() if (t := by_name.get(g["tensor_fqn"])) is not None}
-            for kind, by_name in values.items()
-        }
         device = next(iter(weights.values())).device
         slots = Slots(
             component=component,
             weights=Gathered(weights),
             masks=Gathered({s: find_dynamic(g["module"], g["tensor_name"]).mask for s, g in own.items()}),
+            gradients=Gathered({s: t for s, g in own.items() if (t := gradients.get(g["tensor_fqn"])) is not None}),
+            momenta=Gathered({s: t for s, g in own.items() if (t := momenta.get(g["tensor_fqn"])) is not None}),
             device=device,
             step=step,
-            seed=seed,
-            **{kind: Gathered(tensors) for kind, tensors in found.items()},
+            seed=budgets.settings.seed,
         )
         part = Part(
             slots=slots,
-            budget=budget_rows(component, groups, level_given).to(device),
-            shares_budget=not is_fixed(component, groups),
-            size=size,
+            budget=budgets.rows(k, level_given).to(device),
             sharded=weights if any(map(is_sharded, weights.values())) else {},
         )
         parts.append(part)

@@ -23,19 +23,9 @@ _KINDS = {"iteration": int, "pending": bool, "level_given": Mapping, "stepped": 
 
 
 def progress_of(
-    iteration: int,
-    pending: bool,
-    level_given: Mapping[str, float],
-    capture: GradientCapture,
-    *,
-    with_gradients: bool = False,
+    iteration: int, pending: bool, level_given: Mapping[str, float], capture: GradientCapture, with_gradients: bool
 ) -> dict[str, Any]:
-    """A plain dict of copies.
-
-    Args:
-        iteration, pending, level_given, capture: the sparsifier's.
-        with_gradients: have an entry for every gradient; zeros for those that were not captured, which do not count.
-    """
+    """A plain dict of copies; `with_gradients`, with zeros for gradients that were not captured, which do not count."""
     blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in capture.groups} if with_gradients else {}
     return {
         "iteration": iteration,
@@ -69,7 +59,7 @@ def checked_progress(state_dict: object, groups: Sequence[TensorGroup], capture:
     for name, level in saved["level_given"].items():
         if isinstance(level, bool) or not isinstance(level, numbers.Real):
             raise SparsityError(f"load_state_dict: {name}: 'level_given' needs a number, got {level!r}")
-    capture.check_restorable(saved["stepped"])
+    capture.check_restorable(saved["stepped"], capture.optimizers)
     captured = {n: g for n, g in saved["gradients"].items() if n in saved.get("taken", saved["gradients"])}
     return {**saved, "gradients": _gradients(captured, groups)}
 
@@ -85,15 +75,10 @@ def warn_of_missed(iteration: int) -> None:
 
 def _gradients(saved: Mapping[str, Any], groups: Sequence[TensorGroup]) -> dict[str, Tensor]:
     out = {}
-    for group in groups:
-        name, weight = group["tensor_fqn"], original(group)
-        if name not in saved:
-            continue
-        found = saved[name]
+    for name, weight in ((g["tensor_fqn"], original(g)) for g in groups if g["tensor_fqn"] in saved):
+        found, want = saved[name], tuple(weight.shape)
         if not isinstance(found, Tensor) or found.shape != weight.shape:
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise SparsityError(
-                f"load_state_dict: {name}: the saved gradient is {shape}, the weight {tuple(weight.shape)}"
-            )
+            raise SparsityError(f"load_state_dict: {name}: the saved gradient is {shape}, the weight {want}")
         out[name] = placed_like(found.detach().clone().to(weight.device), weight)
     return out

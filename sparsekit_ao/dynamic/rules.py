@@ -85,28 +85,20 @@ def global_magnitude(criterion: str | None = None) -> Rule:
     """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
 
     Where nothing grows back, or budgets follow a target, every scope keeps its largest block, and all scopes of a
-    tensor lose the same number: the comparison over tensors decides how many.
-
-    Args:
-        criterion: see `magnitude`.
+    tensor lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
     """
     return _by_values("global", "weights", criterion, is_global=True)
 
 
 def gradient(criterion: str | None = None) -> Rule:
-    """|dense gradient|: the largest grow (RigL, arXiv 1911.11134).
-
-    Args:
-        criterion: see `magnitude`.
-    """
+    """|dense gradient|: the largest grow (RigL, arXiv 1911.11134); `criterion` as in `magnitude`."""
     return _by_values("gradient", "gradients", criterion, needs=("gradient",))
 
 
 def momentum(criterion: str | None = None) -> Rule:
     """|momentum|: SGD's buffer, Adam's m / (sqrt(v) + eps); the largest grow (SNFS, arXiv 1907.04840).
 
-    Args:
-        criterion: see `magnitude`.
+    `criterion` as in `magnitude`.
     """
     return _by_values("momentum", "momenta", criterion, needs=("momentum",))
 

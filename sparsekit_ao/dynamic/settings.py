@@ -16,6 +16,7 @@ from .rules import Rule, parse_rule
 __all__ = ["NewValues", "Settings", "make_settings", "value_at"]
 
 NewValues = Callable[[Tensor, torch.Generator], Tensor]
+_LEAST = {"update_every": 1, "until": 0, "seed": 0}  # integers and their lower bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,53 +73,29 @@ class Settings:
         return self.updates and (self.until is None or iteration <= self.until)
 
 
-def make_settings(
-    *,
-    update_every: object,
-    update_fraction: object,
-    until: object,
-    target: object,
-    seed: object,
-    state_init: object,
-    new_values: object,
-    **named: object,
-) -> Settings:
-    """Settings, once every argument is known to be valid by itself and with the others.
-
-    Args:
-        update_every, update_fraction, until, target, seed, state_init, new_values: see `DynamicSparsifier`.
-        named: `init`, `prune`, `grow` and `redistribute`, each a name, a value, or a function.
-    """
-    every = None if update_every is None else _integer("update_every", update_every, least=1)
-    last = None if until is None else _integer("until", until, least=0)
-    if state_init not in ("zero", "grad"):
-        raise SparsityError(f"state_init must be 'zero' or 'grad', got {state_init!r}")
-    _check_callable("target", target, "a schedule (iteration -> sparsity)")
-    _check_callable("new_values", new_values, "a function (weight, generator) -> values")
-    if target is not None and every is None:
+def make_settings(**given: Any) -> Settings:
+    """`DynamicSparsifier`'s arguments as Settings, once each is known to be valid by itself and with the others."""
+    checked = {purpose: parse_rule(purpose, given[purpose]) for purpose in ("prune", "grow", "redistribute")}
+    prune, grow, fraction = checked["prune"], checked["grow"], given["update_fraction"]
+    if given["state_init"] not in ("zero", "grad"):
+        raise SparsityError(f"state_init must be 'zero' or 'grad', got {given['state_init']!r}")
+    _check_callable("target", given["target"], "a schedule (iteration -> sparsity)")
+    _check_callable("new_values", given["new_values"], "a function (weight, generator) -> values")
+    if given["target"] is not None and given["update_every"] is None:
         raise SparsityError(
             "target takes effect in updates, and update_every=None means that there are none; pass sparsity_level"
         )
-    rules = {purpose: parse_rule(purpose, named[purpose]) for purpose in ("prune", "grow", "redistribute")}
-    if rules["prune"] is None:
+    if prune is None:
         raise SparsityError("prune must be a rule; for masks that never change use update_every=None")
-    if rules["redistribute"] is not None and rules["grow"] is None:
+    if grow is None and checked["redistribute"] is not None:
         raise SparsityError("redistribute distributes what grows, and grow is None; pass a growth rule or leave it out")
-    if rules["grow"] is None and target is not None and update_fraction is not None:
+    if grow is None and given["target"] is not None and fraction is not None:
         raise SparsityError(
             "update_fraction is the fraction that grows again; with a target and grow=None nothing does. Leave one out."
         )
-    return Settings(
-        init=parse_init(named["init"]),
-        update_every=every,
-        update_fraction=_fraction(0.3 if update_fraction is None else update_fraction),
-        until=last,
-        target=target,  # type: ignore[arg-type]
-        seed=_integer("seed", seed, least=0),
-        state_init=state_init,
-        new_values=new_values,  # type: ignore[arg-type]
-        **rules,  # type: ignore[arg-type]
-    )
+    integers = {name: _integer(name, given[name], least) for name, least in _LEAST.items()}
+    fraction = _fraction(0.3 if fraction is None else fraction)
+    return Settings(**{**given, **checked, **integers, "init": parse_init(given["init"]), "update_fraction": fraction})
 
 
 def _check_callable(name: str, given: object, what: str) -> None:
@@ -134,7 +111,9 @@ def _fraction(given: object) -> Schedule:
     raise SparsityError(f"update_fraction must be a schedule or a number in [0, 1), got {given!r}")
 
 
-def _integer(name: str, value: object, least: int) -> int:
+def _integer(name: str, value: object, least: int) -> int | None:
+    if value is None and name != "seed":
+        return None
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         raise SparsityError(f"{name} must be an int >= {least}, got {value!r}")
     return int(value)

@@ -19,7 +19,7 @@ from ..sparsifiers.config import Place, TensorGroup
 from ..sparsifiers.planned import PlannedSparsifier
 from ..sparsifiers.structure import checked_pattern
 from .apply import Movement, run_update, zero_dropped, zero_dropped_gradients, zero_dropped_state
-from .budgets import check_exclusive, overall_level
+from .budgets import Budgets, check_exclusive, overall_level
 from .gradients import GradientCapture
 from .mask import DynamicMask, starting_mask
 from .optimizers import check_optimizers, keeps_zeros, original, unwrap_optimizer, unwrap_optimizers
@@ -296,12 +296,12 @@ class DynamicSparsifier(PlannedSparsifier):
             momenta = self._capture.momenta() if s.needs_momentum else {}
             if self._capture.is_ready(s.needs_gradient, momenta):
                 plan, given = self._planned(self.groups), self._level_given
-                self.last_update = run_update(plan, self.groups, s, self._capture, momenta, given, self.iteration)
+                budgets = Budgets(components=plan.components, groups=self.groups, settings=s)
+                self.last_update = run_update(budgets, self._capture, momenta, given, self.iteration)
                 self._pending = False
 
     def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
-        state = self.iteration, self._pending, self._level_given, self._capture
-        return progress_of(*state, with_gradients=with_gradients)
+        return progress_of(self.iteration, self._pending, self._level_given, self._capture, with_gradients)
 
     def _pickled(self) -> dict[str, Any]:
         return {**super()._pickled(), "dynamic": self._progress()}

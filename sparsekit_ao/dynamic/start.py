@@ -19,16 +19,7 @@ from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
 from .apply import zero_dropped, zero_dropped_state
-from .budgets import (
-    block_sizes,
-    budget_rows,
-    ideal_budgets,
-    is_fixed,
-    overall_level,
-    refuse_uneven_scopes,
-    set_budget,
-    whole_budgets,
-)
+from .budgets import Budgets, overall_level
 from .inits import Init
 from .mask import find_dynamic
 from .optimizers import check_optimizers, original
@@ -43,27 +34,25 @@ def start_masks(
 ) -> dict[str, Tensor]:
     """The initial mask of every group, {tensor_fqn: bool, sharded as its weight}; none for weights on the meta device.
 
-    Args:
-        components: of the plan of these groups.
-        groups: those that share the overall budget get their budgets written.
-        settings: how to start.
-        sparsity_level: the overall one, unless there is a target.
+    Writes the budgets of the groups that share the overall one, `sparsity_level` unless there is a target.
     """
-    shared = [k for k, c in enumerate(components) if not is_fixed(c, groups)]
-    _check_shared(components, shared, settings)
-    if settings.init.masks is None and shared:
+    budgets = Budgets(components=components, groups=groups, settings=settings)
+    _check_shared(budgets)
+    if settings.init.masks is None and budgets.shared:
         if settings.init.first_dense:
-            _fix_dense(components[shared[0]], groups)
+            first = budgets.components[budgets.shared[0]]
+            budgets.set(budgets.shared[0], first.scope.numblk_per_scope())
+            for _, at in first.leaves:
+                groups[at]["fixed"] = True
         for level in _extremes(settings):  # raise now rather than in the middle of a run
-            whole_budgets(components, ideal_budgets(components, groups, settings, level))
-        level = overall_level(settings, sparsity_level, 0)
-        for k, nnz in whole_budgets(components, ideal_budgets(components, groups, settings, level)).items():
-            set_budget(components[k], groups, nnz)
+            budgets.counts(level)
+        for k, nnz in budgets.counts(overall_level(settings, sparsity_level, 0)).items():
+            budgets.set(k, nnz)
     masks: dict[str, Tensor] = {}
     weights = [original(g).detach() for g in groups]
-    for component in components:
+    for k, component in enumerate(components):
         if settings.init.masks is not None or not any(weights[at].is_meta for _, at in component.leaves):
-            masks.update(_component_masks(component, groups, weights, settings))
+            masks.update(_component_masks(budgets, k, weights))
     return masks
 
 
@@ -74,14 +63,7 @@ def finish_start(
     settings: Settings,
     masks: Mapping[str, Tensor],
 ) -> None:
-    """Check the optimizers, and initialize masks that `prepare` could not, since weights were on the meta device.
-
-    Args:
-        components: of the plan of these groups.
-        groups: of a prepared model.
-        optimizers: those attached; with none there is nothing to check.
-        settings: how to start.
-        masks: from `start_masks`.
+    """Check the optimizers, if any, and initialize masks of weights that were on the meta device in `start_masks`.
 
     Raises:
         SparsityError: an optimizer does not fit, or a weight is still on the meta device. Nothing is then changed.
@@ -90,12 +72,13 @@ def finish_start(
         check_optimizers(optimizers, groups, settings)
     waiting = [g for g in groups if not find_dynamic(g["module"], g["tensor_name"]).is_initialized]
     refuse_meta(waiting, "Call to_empty and initialize the weights first, then attach(optimizer).")
+    budgets = Budgets(components=components, groups=groups, settings=settings)
     weights = [original(g).detach() for g in groups]
-    for component in components:
+    for k, component in enumerate(components):
         own = [g for _, at in component.leaves if (g := groups[at]) in waiting]
         found = masks
         if any(g["tensor_fqn"] not in masks for g in own):
-            found = _component_masks(component, groups, weights, settings)
+            found = _component_masks(budgets, k, weights)
         for g in own:
             find_dynamic(g["module"], g["tensor_name"]).initialize(found[g["tensor_fqn"]])
     zero_dropped(waiting)
@@ -109,26 +92,24 @@ def mark_initialized(groups: Sequence[TensorGroup]) -> None:
         found.is_initialized |= not found.mask.is_meta
 
 
-# the masks of one component
-
-
-def _component_masks(
-    component: Component, groups: Sequence[TensorGroup], weights: Sequence[Tensor], settings: Settings
-) -> Mapping[str, Tensor]:
+def _component_masks(budgets: Budgets, k: int, weights: Sequence[Tensor]) -> dict[str, Tensor]:
     """The initial masks of one component's groups; see `start_masks`."""
-    init, saved = settings.init, {}
+    component, groups, init, saved = budgets.components[k], budgets.groups, budgets.settings.init, {}
     if init.masks is not None:
         saved = {spec: _saved_mask(groups[at], weights[at], init.masks) for spec, at in component.leaves}
     fresh = {spec: _full_mask(weights[at]) for spec, at in component.leaves}
     device = next(iter(fresh.values())).device
-    slots = Slots(component=component, weights=fresh, masks=saved, device=device, seed=settings.seed)
+    slots = Slots(component=component, weights=fresh, masks=saved, device=device, seed=budgets.settings.seed)
     if init.masks is None:
-        rows = keep_mask(slots.random("init"), budget_rows(component, groups, {}), candidates=slots.real)
+        rows = keep_mask(slots.random("init"), budgets.rows(k, {}), candidates=slots.real)
     else:
         rows = _saved_rows(slots, init)
-        _take_budget(component, groups, rows)
+        _take_budget(budgets, k, rows)
     slots.write(rows, fresh)
-    return {groups[at]["tensor_fqn"]: _placed(fresh[spec], weights[at]) for spec, at in component.leaves}
+    return {
+        groups[at]["tensor_fqn"]: fresh[spec] if weights[at].is_meta else placed_like(fresh[spec], weights[at])
+        for spec, at in component.leaves
+    }
 
 
 def _saved_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tensor:
@@ -172,35 +153,22 @@ def _device_of_mask(weight: Tensor) -> torch.device:
     return torch.device("cpu") if weight.is_meta else weight.device
 
 
-def _placed(mask: Tensor, weight: Tensor) -> Tensor:
-    return mask if weight.is_meta else placed_like(mask, weight)
-
-
-def _take_budget(component: Component, groups: Sequence[TensorGroup], rows: Tensor) -> None:
+def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
     """Saved masks define the budget of a component that shares one; a fixed budget must agree with them."""
-    found = rows.sum(1).cpu()
-    if is_fixed(component, groups):
-        if not torch.equal(found, budget_rows(component, groups, {})):
+    label, found = budgets.components[k].label, rows.sum(1).cpu()
+    if k not in budgets.shared:
+        if not torch.equal(found, budgets.rows(k, {})):
             raise SparsityError(
-                f"{component.label}: the saved mask keeps {int(found.min())} .. {int(found.max())} blocks a scope, but "
-                "its config entry has another budget; leave that out, or take another mask"
+                f"{label}: the saved mask keeps {int(found.min())} .. {int(found.max())} blocks a scope, but its "
+                "config entry has another budget; leave that out, or take another mask"
             )
     elif found.numel() and int(found.min()) != int(found.max()):
         raise SparsityError(
-            f"{component.label}: scopes of the saved mask keep from {int(found.min())} to {int(found.max())} blocks, "
-            "and every scope needs the same number; give the scope_shape that the mask was made with"
+            f"{label}: scopes of the saved mask keep from {int(found.min())} to {int(found.max())} blocks, and every "
+            "scope needs the same number; give the scope_shape that the mask was made with"
         )
     else:
-        set_budget(component, groups, int(found[0]))
-
-
-def _fix_dense(component: Component, groups: Sequence[TensorGroup]) -> None:
-    set_budget(component, groups, component.scope.numblk_per_scope())
-    for _, at in component.leaves:
-        groups[at]["fixed"] = True
-
-
-# checks
+        budgets.set(k, int(found[0]))
 
 
 def refuse_meta(groups: Sequence[TensorGroup], advice: str) -> None:
@@ -220,8 +188,9 @@ def refuse_parametrized(groups: Sequence[TensorGroup]) -> None:
             )
 
 
-def _check_shared(components: Sequence[Component], shared: Sequence[int], settings: Settings) -> None:
+def _check_shared(budgets: Budgets) -> None:
     """Raise where a setting that moves budgets between tensors cannot."""
+    settings, shared = budgets.settings, budgets.shared
     requested = {
         "redistribute": settings.redistribute is not None,
         "target": settings.target is not None,
@@ -233,26 +202,26 @@ def _check_shared(components: Sequence[Component], shared: Sequence[int], settin
                 f"{name} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
                 "sparsity_level out of the entries that should share"
             )
-    if settings.prune.is_global and settings.target and len({block_sizes(components)[k] for k in shared}) > 1:
+    if settings.prune.is_global and settings.target and len({budgets.sizes[k] for k in shared}) > 1:
         raise SparsityError(
             "prune='global' with a target counts blocks of all tensors together, so they need one size; use "
             "prune='magnitude'"
         )
     if settings.redistribute is not None:
-        refuse_uneven_scopes([components[k] for k in shared])
-        _refuse_without_exchange(components, shared)
+        budgets.refuse_uneven_scopes()
+        _refuse_without_exchange(budgets)
 
 
-def _refuse_without_exchange(components: Sequence[Component], shared: Sequence[int]) -> None:
+def _refuse_without_exchange(budgets: Budgets) -> None:
     """Raise where no two tensors could ever exchange blocks, since every scope gets the same number."""
-    units = [block_sizes(components)[k] * components[k].scope.numscp() for k in shared]
-    capacity = [u * components[k].scope.numblk_per_scope() for k, u in zip(shared, units, strict=True)]
+    shared = budgets.shared
+    units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
     pairs = [(a, b) for a in range(len(units)) for b in range(a)]
     if pairs and all(math.lcm(units[a], units[b]) > min(capacity[a], capacity[b]) for a, b in pairs):
         raise SparsityError(
-            f"redistribute: {components[shared[0]].label} and the others have numbers of scopes and block sizes with "
-            f"no common multiple that fits ({units} elements for one more block in every scope), so no block could "
-            "ever move; use redistribute=None, or other scopes"
+            f"redistribute: {budgets.components[shared[0]].label} and the others have numbers of scopes and block "
+            f"sizes with no common multiple that fits ({units} elements for one more block in every scope), so no "
+            "block could ever move; use redistribute=None, or other scopes"
         )
 
 
