@@ -58,6 +58,7 @@ class SparseScope(Thresholded):
 
     `values` are parameter-shaped (a mapping {parameter: tensor} for several parameters), None the parameters
     themselves. Budgets `nnz` count blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
+    `grid_shape` counts the scopes along each dimension of the aligned scope grid.
     """
 
     _grid_name = "scope grid"
@@ -65,11 +66,6 @@ class SparseScope(Thresholded):
     @abstractmethod
     def members(self) -> list[ScopeMember]:
         """The block grids whose blocks compete at each aligned scope index, in order."""
-
-    @property
-    @abstractmethod
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the aligned scope grid."""
 
     def blocks(self) -> list[BlockSpec]:
         """The block specs of all members, in order."""
