@@ -63,7 +63,7 @@ def sizes(components: Sequence[Component]) -> list[int]:
 def budget_rows(component: Component, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> Tensor:
     """Blocks that each scope is to hold; int64 [scopes]."""
     asked = torch.as_tensor(component.budget(groups, level_given)).expand(component.scope.grid_shape)
-    return torch.minimum(asked, component.scope.members_per_scope()).reshape(-1)
+    return torch.minimum(asked, component.scope.blocks_per_scope()).reshape(-1)
 
 
 def distribute(
