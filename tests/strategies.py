@@ -162,7 +162,7 @@ def mask_of(tiled, kept):
 
 
 def shrunk(v, t, h=None):
-    """The proximal map of t ||.|| of a float64 block under the diagonal h (None: ones), by bisection on its norm."""
+    """The proximal map of t ||.|| of one float64 block under the diagonal h (None: ones), by bisection on its norm."""
     h = torch.ones_like(v) if h is None else h
     pull = h * v
     if pull.norm() <= t:

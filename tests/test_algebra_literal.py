@@ -792,7 +792,7 @@ def test_a_budget_amounts_to_a_level(width, scope, nnz, level):
 
 def test_partial_scopes_get_a_budget_each():
     s = ScopeSpec(torch.ones(1, 10), (1, 4), edge="partial")
-    assert s.members_per_scope().tolist() == [[4, 4, 2]]
+    assert s.blocks_per_scope().tolist() == [[4, 4, 2]]
     assert s.sparsity_to_nnz(0.5).tolist() == [[2, 2, 1]]
     assert only(s.get_masks(s.sparsity_to_nnz(0.5))).tolist() == booleans("xx..xx..x.").tolist()
     assert only(s.get_masks(3)).tolist() == booleans("xxx.xxx.xx").tolist()
@@ -912,7 +912,7 @@ def test_a_bias_shares_a_budget_with_the_rows_or_the_columns_of_a_weight():
     by_row = ScopeCoupling([ScopeSpec(w, (1, -1)), ScopeSpec(b, (1,))])
     assert by_row.block_norms().tolist() == [[[1, 2, 5]], [[3, 4, 0]]]
     by_column = ScopeCoupling([ScopeSpec(w, (-1, 1)), ScopeSpec(b, (1,))], [None, (1, 0)])
-    assert by_column.grid_shape == (1, 2) and by_column.members_per_scope().tolist() == [[3, 3]]
+    assert by_column.grid_shape == (1, 2) and by_column.blocks_per_scope().tolist() == [[3, 3]]
     assert by_column.block_norms().tolist() == [[[1, 3, 5], [2, 4, 0]]]
     first, second = by_column.get_masks(1).values()
     assert torch.equal(first, booleans(".. .x")) and second.tolist() == [True, False]

@@ -150,7 +150,7 @@ def test_grids_and_counts(case):
     assert scope.grid_shape == tuple(1 + max(at[k] for at in scopes) for k in range(len(tiled.grid)))
     assert scope.numscp() == len(scopes)
     counts = grid_tensor(scope.grid_shape, {at: len(found) for at, found in scopes.items()}, torch.int64)
-    assert torch.equal(scope.members_per_scope(), counts)
+    assert torch.equal(scope.blocks_per_scope(), counts)
     assert block.numel_per_block() >= max(map(len, tiled.blocks.values()))
     if not tiled.partial:
         assert block.numel_per_block() == len(next(iter(tiled.blocks.values())))

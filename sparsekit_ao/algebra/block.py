@@ -29,17 +29,13 @@ class SparseBlock(Thresholded):
     """Blocks on one aligned grid; base class of `BlockSpec` and `BlockCoupling`.
 
     `values` arguments are always parameter-shaped tensors: one tensor for a `BlockSpec`, a mapping
-    {parameter: tensor} for coupled ones; None means the parameters themselves.
+    {parameter: tensor} for coupled ones; None means the parameters themselves. `grid_shape` counts the blocks along
+    each dimension of the aligned grid.
     """
 
     @abstractmethod
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
         """Every spec with its order: aligned grid dimension k is the spec's dimension order[k] (() = identity)."""
-
-    @property
-    @abstractmethod
-    def grid_shape(self) -> Shape:
-        """Blocks along each dimension of the aligned grid."""
 
     @property
     def grid_ndim(self) -> int:
@@ -183,16 +179,11 @@ class BlockSpec(SparseBlock):
         self.name = name if name is not None else self.view.name
         self.edge = edge
         self.shape = resolve_tile("block", self.view.shape, shape, edge=edge, where=self._where())
-        self._grid = grid_of(self.view.shape, self.shape)
+        self.grid_shape = grid_of(self.view.shape, self.shape)
 
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
         """The spec itself."""
         return [(self, ())]
-
-    @property
-    def grid_shape(self) -> Shape:
-        """Blocks along each dimension."""
-        return self._grid
 
     @property
     def data(self) -> Tensor:

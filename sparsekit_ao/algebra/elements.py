@@ -1,4 +1,4 @@
-"""The elements of blocks as one row a block: read from windows, and written back to them."""
+"""Tensors cut into tiles, and the elements of blocks as one row a block, read from windows and written back."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import SparsityError
 from ..selection import Blocks
 from ..selection.reference import element_counts
 from ..selection.strides import Shape
 from ..selection.tiling import from_aligned, pad_to, split, to_aligned
 
-__all__ = ["counts_of", "elements_of", "write_elements"]
+__all__ = ["counts_of", "elements_of", "tiles_of", "write_elements"]
+
+
+def tiles_of(t: Tensor, tile: Shape, reorder: bool = True, merge: bool = False) -> Tensor:
+    """A tensor cut into tiles that divide it: (*grid, *tile), or interleaved (g0, t0, g1, t1, ...) without `reorder`.
+
+    With `merge` the dimensions of the tile become one. A view where the strides allow.
+    """
+    if merge and not reorder:
+        raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")
+    n, tiles = t.ndim, split(t, tile)
+    if not reorder:
+        return tiles
+    ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
+    return ordered.reshape([*ordered.shape[:n], math.prod(tile)]) if merge else ordered
 
 
 def elements_of(members: Sequence[Blocks], ndim: int, fill: float) -> Tensor:
@@ -21,12 +36,8 @@ def elements_of(members: Sequence[Blocks], ndim: int, fill: float) -> Tensor:
     tensor([[ 2., -1.],
             [ 5., -1.]])
     """
-    parts = []
-    for m in members:
-        n = m.window.ndim
-        tiles = split(pad_to(m.window, m.shape, fill), m.shape).permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
-        parts.append(to_aligned(tiles.reshape([*m.grid, math.prod(m.shape)]), m.order, ndim, trailing=1))
-    return torch.cat(parts, dim=-1)
+    rows = [(tiles_of(pad_to(m.window, m.shape, fill), m.shape, merge=True), m.order) for m in members]
+    return torch.cat([to_aligned(elements, order, ndim, trailing=1) for elements, order in rows], dim=-1)
 
 
 def write_elements(members: Sequence[Blocks], elements: Tensor, grid: Shape) -> None:

@@ -128,32 +128,31 @@ def _check_window(
             f"{where}the parameter {param_shape}:{param_stride} is expanded: several of its elements share memory. "
             "Make it contiguous first."
         )
-    _check_inside(param_shape, param_stride, shape, stride, offset, where)
+    end, last = cosize(shape, stride, offset) - 1, cosize(param_shape, param_stride) - 1
+    view = f"{where}view {shape}:{stride}"
+    if end > last:
+        raise SparsityError(
+            f"{view} with offset {offset} is out of bounds: it ends at element {end}, the parameter {param_shape} at "
+            f"element {last}"
+        )
+    if not _is_inside(param_shape, param_stride, shape, stride, offset):
+        raise SparsityError(
+            f"{view} with offset {offset} contains elements that are not the parameter's: {param_shape}:{param_stride} "
+            "is a slice of a larger tensor"
+        )
     if not is_injective(shape, stride):
         first, second = _overlap(shape, stride)
         raise SparsityError(
-            f"{where}view {shape}:{stride}: strides overlap: indices {first} and {second} map to one element. "
-            "Use strides under which every index has its own element."
+            f"{view}: strides overlap: indices {first} and {second} map to one element. Use strides under which every "
+            "index has its own element."
         )
 
 
-def _check_inside(
-    param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str
-) -> None:
-    end, last = cosize(shape, stride, offset), cosize(param_shape, param_stride)
-    if end > last:
-        raise SparsityError(
-            f"{where}view {shape}:{stride} with offset {offset} is out of bounds: it ends at element {end - 1}, "
-            f"the parameter {param_shape} at element {last - 1}"
-        )
+def _is_inside(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:
+    """Whether every address of a window within the parameter's bounds is an element of the parameter."""
     if is_dense(param_shape, param_stride) or _no_carry(param_shape, param_stride, shape, stride, offset):
-        return
-    inside = torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride))
-    if not bool(inside.all()):
-        raise SparsityError(
-            f"{where}view {shape}:{stride} with offset {offset} contains elements that are not the parameter's: "
-            f"{param_shape}:{param_stride} is a slice of a larger tensor"
-        )
+        return True
+    return bool(torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride)).all())
 
 
 def _no_carry(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:

@@ -58,6 +58,7 @@ class SparseScope(Thresholded):
 
     `values` are parameter-shaped (a mapping {parameter: tensor} for several parameters), None the parameters
     themselves. Budgets `nnz` count blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
+    `grid_shape` counts the scopes along each dimension of the aligned scope grid.
     """
 
     _grid_name = "scope grid"
@@ -65,11 +66,6 @@ class SparseScope(Thresholded):
     @abstractmethod
     def members(self) -> list[ScopeMember]:
         """The block grids whose blocks compete at each aligned scope index, in order."""
-
-    @property
-    @abstractmethod
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the aligned scope grid."""
 
     def blocks(self) -> list[BlockSpec]:
         """The block specs of all members, in order."""
@@ -91,7 +87,7 @@ class SparseScope(Thresholded):
         """Elements in a full scope."""
         return sum(m.width * m.block.numel_per_block() for m in self.members())
 
-    def members_per_scope(self) -> Tensor:
+    def blocks_per_scope(self) -> Tensor:
         """Blocks of each scope (fewer at a partial edge); int64, of the scope grid's shape."""
         volumes = [(tile_volumes(m.block.grid_shape, m.shape), m.order) for m in self.members()]
         aligned = [(v.permute(order) if order else v).reshape(self.grid_shape) for v, order in volumes]
@@ -107,14 +103,14 @@ class SparseScope(Thresholded):
         of_full_scope = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
         if not self.is_partial:
             return of_full_scope
-        count = self.members_per_scope()
+        count = self.blocks_per_scope()
         return count - torch.floor(count.double() * float(sparsity) + 1e-9).long()
 
     def level_of(self, nnz: Budget) -> float:
         """The fraction of all blocks that a budget drops."""
         if isinstance(nnz, int) and not self.is_partial:
             return 1 - nnz / self.numblk_per_scope()
-        counts = self.members_per_scope()
+        counts = self.blocks_per_scope()
         return 1 - int(torch.minimum(torch.as_tensor(nnz), counts).sum()) / max(int(counts.sum()), 1)
 
     def block_norms(self, values: Values = None) -> Tensor:

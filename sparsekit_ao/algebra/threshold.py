@@ -28,12 +28,8 @@ class Thresholded(ABC):
     """Base class of `SparseBlock` and `SparseScope`: a grid of thresholds, and how errors name it."""
 
     name: str | None
+    grid_shape: Shape
     _grid_name = "grid"
-
-    @property
-    @abstractmethod
-    def grid_shape(self) -> Shape:
-        """The shape of a tensor of thresholds."""
 
     @abstractmethod
     def _live(self, conditioners: Values = None) -> list[Scopes]:

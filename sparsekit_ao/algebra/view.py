@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..selection.strides import Shape, cosize
 from ..selection.tiling import split
+from .elements import tiles_of
 from .layout import check_window, coordinate_of, resolve_tile
 
 __all__ = ["View"]
@@ -166,14 +167,7 @@ class View:
         Returns:
             A view of t where its strides allow (always without `merge`, if t has the parameter's strides).
         """
-        if merge and not reorder:
-            raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")
-        tiles = split(self.window(t), self._tile(block_shape))
-        if not reorder:
-            return tiles
-        n = self.ndim
-        ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
-        return ordered.flatten(n) if merge and n else ordered.unsqueeze(-1) if merge else ordered
+        return tiles_of(self.window(t), self._tile(block_shape), reorder, merge)
 
     def broadcast_block_to_element(self, values: Tensor, block_shape: Sequence[int], fake: bool = False) -> Tensor:
         """Every element gets the value of its block.

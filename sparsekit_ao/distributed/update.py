@@ -220,5 +220,5 @@ def _budgets(update: MaskUpdate) -> Tensor:
     """Blocks to keep, one entry a scope; a scope at a partial edge keeps at most what it has."""
     keep = torch.as_tensor(update.keep, dtype=torch.int64, device="cpu").expand(update.scope.grid_shape)
     if update.scope.is_partial:
-        keep = torch.minimum(keep, update.scope.members_per_scope().cpu())
+        keep = torch.minimum(keep, update.scope.blocks_per_scope().cpu())
     return keep.reshape(-1)

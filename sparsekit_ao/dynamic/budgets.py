@@ -78,7 +78,7 @@ class Budgets:
         """Blocks that each scope of a component is to keep, by its groups; int64 [scopes]."""
         component = self.components[k]
         budget = torch.as_tensor(component.budget(self.groups, level_given)).expand(component.scope.grid_shape)
-        return torch.minimum(budget, component.scope.members_per_scope()).reshape(-1)
+        return torch.minimum(budget, component.scope.blocks_per_scope()).reshape(-1)
 
     def set(self, k: int, nnz: int) -> dict[str, float]:
         """Write a budget into a component's groups, as a count and as the level that it amounts to.

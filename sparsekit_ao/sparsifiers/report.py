@@ -267,7 +267,7 @@ def _miscounted(
     for group in scope_windows(component.scope, None, own):
         kept = kept + to_scopes(candidates_of(group.members, len(group.shape)), group, False).sum(1).cpu()
     want = torch.as_tensor(budget).expand(component.scope.grid_shape)
-    want = torch.minimum(want, component.scope.members_per_scope()).reshape(-1)
+    want = torch.minimum(want, component.scope.blocks_per_scope()).reshape(-1)
     bad = (kept > want) | (kept < (want if low is None else low))
     if bool(bad.any()):
         first = int(bad.nonzero()[0, 0])
