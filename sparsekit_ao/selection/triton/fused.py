@@ -17,11 +17,12 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
 
     With FORM.stored rows of `scores` are selected and `kept` is written.
     """
+    NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
     which, part, first = opened(starts, parts, PARTS, FORM.big)
     scope = first * FORM.tile + tl.arange(0, FORM.tile)
     valid = scope < evenly(part, ROWS, FORM)
     real = valid[:, None] & (tl.arange(0, FORM.padded) < FORM.width)[None, :]
-    total = tl.full([FORM.tile, FORM.padded], 0, tl.int32 if FORM.norm == "inf" else tl.float32)
+    total = tl.full([FORM.tile, FORM.padded], 0, tl.int32 if NORM == "inf" else tl.float32)
     keys = tl.full([FORM.tile, FORM.padded], 0, tl.uint32)
     alive = tl.full([FORM.tile, FORM.padded], 0, tl.int32)
     for m in range(FORM.members):
@@ -37,10 +38,10 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
         if FORM.single:
             keys = tl.reshape(order_key(x, FORM.signed), [FORM.tile, FORM.padded])
         else:
-            found = folded(power(x, FORM.norm), FORM.tile * FORM.padded, FORM.chunk, FORM.norm)
-            total = join(total, tl.reshape(found, [FORM.tile, FORM.padded]), FORM.norm)
+            found = folded(power(x, NORM), FORM.tile * FORM.padded, FORM.chunk, NORM)
+            total = join(total, tl.reshape(found, [FORM.tile, FORM.padded]), NORM)
     if not FORM.single:
-        keys = order_key(rooted(total, FORM.norm), False)
+        keys = order_key(rooted(total, NORM), False)
     keys = tl.where(real & (alive > 0) if FORM.among_kept else real, keys, 0).to(tl.uint32)
     keep = tl.full([FORM.tile], 0, tl.int32) + budget(part, scope, valid, FORM.each).to(tl.int32)
     chosen = keep_pairs(keys, keep, FORM.width) if FORM.padded <= PAIRS else keep_bisected(keys, keep, FORM.bits)
