@@ -17,7 +17,7 @@ from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
 from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
 from sparsekit_ao.selection import triton as gpu
-from sparsekit_ao.selection.triton import Limits, launch, plan, ready, reasons, select
+from sparsekit_ao.selection.triton import Limits, device_plan, launch, plan, reasons
 from sparsekit_ao.selection.triton.plan import make_plan
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -120,8 +120,8 @@ def sampled(width, count):
 def test_the_sample_may_hit_miss_or_overflow(monkeypatch):
     """All modes of a narrowed select are taken by these rows, and each gives the reference's bits."""
     seen = []
-    real = select._bracket
-    monkeypatch.setattr(select, "_bracket", lambda *a: seen.append(a[-1]) or real(*a))
+    real = launch._bracket
+    monkeypatch.setattr(launch, "_bracket", lambda *a: seen.append(a[-1]) or real(*a))
     width, samples = 4096, 1024
     limits = Limits(fused=6, tile=512, programs=4, narrow=16, samples=samples)
     random = torch.randn(width, generator=generator()).abs()
@@ -459,9 +459,9 @@ def test_nothing_to_choose():
 @pytest.fixture
 def plans(monkeypatch):
     """An empty memory of plans, and launches that do nothing."""
-    monkeypatch.setattr(ready, "_plans", type(ready._plans)())
-    monkeypatch.setattr(ready, "run", lambda *a, **k: None)
-    return ready._plans
+    monkeypatch.setattr(device_plan, "_plans", type(device_plan._plans)())
+    monkeypatch.setattr(device_plan, "run", lambda *a, **k: None)
+    return device_plan._plans
 
 
 def one_of(values, keep):
@@ -481,7 +481,7 @@ def test_numbers_among_budgets_are_written_in_place(monkeypatch):
 
 
 def test_what_is_remembered_is_bounded_by_bytes(plans, monkeypatch):
-    monkeypatch.setattr(ready, "KEPT", 4000)
+    monkeypatch.setattr(device_plan, "CACHE_BYTES", 4000)
     for k in range(20):
         gpu.scope_masks([one_of(integers((2, 8), seed=k), 2)])
     held = [8 * r.memory.numel() for r in plans.values()]
@@ -497,7 +497,7 @@ def test_two_threads_make_one_table(plans):
         return make_plan([update], FUSED)
 
     def ask():
-        ready.prepared(("key",), [ready.budget_of(2, torch.device("cpu"))], torch.device("cpu"), make)
+        device_plan.device_plan(("key",), [device_plan.budget_of(2, torch.device("cpu"))], torch.device("cpu"), make)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for t in threads:
@@ -511,9 +511,11 @@ def test_another_stream_waits_for_the_upload_and_then_numbers_stay(monkeypatch):
     said = []
     memory = SimpleNamespace(device="cuda", record_stream=lambda stream: said.append("record"))
     other = SimpleNamespace(wait_event=lambda event: said.append(event))
-    table = ready.Ready(slots=0, fused=(), scored=(), rows=(), wide=(), memory=memory, numbers=[2], written="uploaded")
+    table = device_plan.DevicePlan(
+        slots=0, fused=(), scored=(), rows=(), radix=(), memory=memory, numbers=[2], written="uploaded"
+    )
     table.stream = own = object()
-    monkeypatch.setattr(ready, "_upload", lambda table, content, numbers: said.append(numbers))
+    monkeypatch.setattr(device_plan, "_upload", lambda table, content, numbers: said.append(numbers))
     for stream, numbers, followed, expected in (
         (own, [2], True, []),
         (other, [3], False, []),  # kernels of the first stream may not have read the 2 yet
@@ -521,7 +523,7 @@ def test_another_stream_waits_for_the_upload_and_then_numbers_stay(monkeypatch):
         (own, [3], False, []),  # nor those of the other
     ):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
-        assert ready._follow(table, numbers) is followed
+        assert device_plan._set_numbers(table, numbers) is followed
         assert said == expected
         said.clear()
     assert table.numbers == [2]
@@ -531,7 +533,7 @@ def test_numbers_that_a_graph_reads_stay(plans):
     update = one_of(integers((4, 8)), 2)
     gpu.scope_masks([update])
     (captured,) = plans.values()
-    assert ready._for_graph(captured, [2]) is captured
+    assert device_plan._for_graph(captured, [2]) is captured
     gpu.scope_masks([Update(groups=update.groups, keep=3)])
     (newer,) = plans.values()
     assert (captured.numbers, int(captured.memory[0])) == ([2], 2)
@@ -539,9 +541,9 @@ def test_numbers_that_a_graph_reads_stay(plans):
     gpu.scope_masks([Update(groups=update.groups, keep=1)])
     assert list(plans.values()) == [newer] and newer.numbers == [1]
     with pytest.raises(SparsityError, match="captured with other numbers for budgets .* Update with these once before"):
-        ready._for_graph(newer, [3])
-    with pytest.raises(SparsityError, match=r"never updated before.* masks that lie like .*torch.zeros_like"):
-        ready._for_graph(None, [3])
+        device_plan._for_graph(newer, [3])
+    with pytest.raises(SparsityError, match=r"never updated before.* masks with the strides of .*torch.zeros_like"):
+        device_plan._for_graph(None, [3])
 
 
 def test_scores_of_one_shape_share_a_table_only_with_the_same_number(plans):
@@ -581,7 +583,7 @@ def by_row(shape, width, stride=None):
 )
 def test_launches_are_as_many_as_the_notes_say(block, scope, count, monkeypatch):
     seen = []
-    for module in (ready, select):
+    for module in (device_plan, launch):
         monkeypatch.setattr(module, "run", lambda kernel, *a, **k: seen.append(kernel.__name__))
     for weights in (1, 5):
         groups = []
@@ -594,25 +596,25 @@ def test_launches_are_as_many_as_the_notes_say(block, scope, count, monkeypatch)
 
 
 def test_rows_just_too_long_for_one_program_are_narrowed_where_they_are_many():
-    (few,), (many_rows,) = (make_plan([by_row((n, 20_000), 20_000)], FUSED).wide for n in (4, 4096))
+    (few,), (many_rows,) = (make_plan([by_row((n, 20_000), 20_000)], FUSED).radix for n in (4, 4096))
     assert not few.batches[0].form.narrow and many_rows.batches[0].form.narrow
     assert many_rows.batches[0].length == 5  # tiles: a span never reaches beyond its row
-    assert many_rows.samples == 8192 and many_rows.batches[0].places[0].samples == 5000
+    assert many_rows.samples == 8192 and many_rows.batches[0].parts[0].samples == 5000
 
 
 def test_tensors_of_any_size_share_what_was_compiled():
-    plans = [make_plan([whole((n, 4096))], FUSED).wide[0].batches[0] for n in (4096, 12288, 28672)]
+    plans = [make_plan([whole((n, 4096))], FUSED).radix[0].batches[0] for n in (4096, 12288, 28672)]
     assert len({b.length for b in plans}) == 3 and len({b.form for b in plans}) == 1
 
 
 def test_scopes_are_walked_as_the_weight_lies_in_memory():
     straight, turned = (make_plan([by_row((64, 32), 4, s)], FUSED).fused[0] for s in (None, (1, 64)))
-    assert straight.form.flat and not turned.form.units[4]
-    part = turned.places[0].part
+    assert straight.form.contiguous and not turned.form.unit_strides[4]
+    part = turned.parts[0].part
     assert part.members[0].scope[0] == (256, 1) and part.scope_sizes == (8, 64)
     keep = torch.zeros(64, 8, dtype=torch.int64)
     own = Update(groups=by_row((64, 32), 4, (1, 64)).groups, keep=keep)
-    assert make_plan([own], FUSED).fused[0].places[0].part.scope_sizes == (64, 8)  # budgets go by number
+    assert make_plan([own], FUSED).fused[0].parts[0].part.scope_sizes == (64, 8)  # budgets go by number
 
 
 # many at once
@@ -629,7 +631,7 @@ def many(layers):
 
 
 def launches(plan):
-    return [len(plan.fused), len(plan.scored), len(plan.rows), sum(len(family.batches) for family in plan.wide)]
+    return [len(plan.fused), len(plan.scored), len(plan.rows), sum(len(radix.batches) for radix in plan.radix)]
 
 
 @pytest.mark.parametrize("way", ["fused", "narrowed"])
@@ -879,7 +881,7 @@ def test_what_cannot_be_thresholded_is_refused_before_anything_changes():
 def test_no_number_is_spread_over_a_grid_or_looked_at_on_the_device(monkeypatch):
     """Neither the check nor the launch of a threshold that is a number makes a tensor of it."""
     seen = []
-    monkeypatch.setattr(ready.Launch, "run", lambda self, kernel, *a, **k: seen.append(a))
+    monkeypatch.setattr(device_plan.Launch, "run", lambda self, kernel, *a, **k: seen.append(a))
     w = threefour((4, 8))
     for act in (BlockSpec(w, (1, 2)), ScopeSpec(BlockSpec(w, (1, 2)), (1, 2))):
         with monkeypatch.context() as patch:
