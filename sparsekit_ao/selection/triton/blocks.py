@@ -4,24 +4,18 @@ import triton
 import triton.language as tl
 
 from .device import (
-    BLOCK,
-    COLUMN,
-    ELEMENT,
     MEMBER_FIELDS,
-    OFFSET,
     ROWS,
-    SCOPE,
-    WIDTH,
     block_offsets,
     block_tile,
     budget,
     count_field,
-    elements_at,
     elements_of,
     mask_of,
-    offset_of,
     part_of_program,
+    scope_tile,
     slots_of,
+    stored_slots,
     values_and_mask,
     values_of,
     write_mask,
@@ -76,25 +70,6 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
 
 
 @triton.jit
-def scope_tile(part, member, first, scope, real, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Offsets [TILE, PADDED, CHUNK] in values or mask, and which exist; contiguous where FORM states so."""
-    if FORM.contiguous:
-        volume: tl.constexpr = FORM.padded * FORM.chunk
-        at = first * (FORM.tile * volume) + tl.arange(0, FORM.tile * volume)
-        exists = at < count_field(part, ROWS, FORM) * volume
-    else:
-        block = tl.arange(0, FORM.padded)
-        element, in_block = elements_at(member, 0, FORM)
-        at = (
-            offset_of(part, member, scope, SCOPE, MASKED, FORM)[:, None, None]
-            + offset_of(part, member, block, BLOCK, MASKED, FORM)[None, :, None]
-            + offset_of(part, member, element, ELEMENT, MASKED, FORM)[None, None, :]
-        )
-        exists = real[:, :, None] & in_block[None, None, :]
-    return at, exists
-
-
-@triton.jit
 def score_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS: tl.constexpr):
     """float32 scores of TILE blocks, CHUNK elements at a time; for a later stage also which blocks were kept so far."""
     NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
@@ -142,9 +117,3 @@ def fill_kernel(starts, parts, members, kept, FORM: tl.constexpr, PARTS: tl.cons
             at, exists = block_tile(part, member, first, begin, base, real, True, FORM)
             spread = tl.broadcast_to(chosen[:, None], [FORM.tile, FORM.chunk])
             write_mask(mask + at, tl.reshape(spread, at.shape), exists, FORM)
-
-
-@triton.jit
-def stored_slots(part, scope, block):
-    """Indices of slots among stored scores and decisions."""
-    return tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block

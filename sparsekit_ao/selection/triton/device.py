@@ -150,6 +150,12 @@ def slots_of(part, first, FORM: tl.constexpr):
 
 
 @triton.jit
+def stored_slots(part, scope, block):
+    """Indices of slots among stored scores and decisions."""
+    return tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block
+
+
+@triton.jit
 def block_offsets(part, member, scope, block, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Offsets of the blocks of slots in a member's values, or in its mask."""
     return offset_of(part, member, scope, SCOPE, MASKED, FORM) + offset_of(part, member, block, BLOCK, MASKED, FORM)
@@ -157,16 +163,9 @@ def block_offsets(part, member, scope, block, MASKED: tl.constexpr, FORM: tl.con
 
 @triton.jit
 def block_tile(part, member, first, begin, base, real, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Offsets of CHUNK elements of each slot's block, and which of them exist; contiguous where FORM states so.
+    """Offsets of CHUNK elements, from `begin` on, of blocks that start at `base`, and which of them exist.
 
-    Args:
-        part, member: rows of the tables.
-        first: the program's number within the part.
-        begin: first element.
-        base: offsets of the blocks.
-        real: which slots exist.
-        MASKED: in the mask, else in the values.
-        FORM: what is known at compile time.
+    The tile is contiguous where FORM states so.
     """
     if FORM.contiguous:
         at = first * (FORM.tile * FORM.chunk) + tl.arange(0, FORM.tile * FORM.chunk)
@@ -175,6 +174,25 @@ def block_tile(part, member, first, begin, base, real, MASKED: tl.constexpr, FOR
         element, in_block = elements_at(member, begin, FORM)
         at = base[:, None] + offset_of(part, member, element, ELEMENT, MASKED, FORM)[None, :]
         exists = real[:, None] & in_block[None, :]
+    return at, exists
+
+
+@triton.jit
+def scope_tile(part, member, first, scope, real, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Offsets [TILE, PADDED, CHUNK] in values or mask, and which exist; contiguous where FORM states so."""
+    if FORM.contiguous:
+        volume: tl.constexpr = FORM.padded * FORM.chunk
+        at = first * (FORM.tile * volume) + tl.arange(0, FORM.tile * volume)
+        exists = at < count_field(part, ROWS, FORM) * volume
+    else:
+        block = tl.arange(0, FORM.padded)
+        element, in_block = elements_at(member, 0, FORM)
+        at = (
+            offset_of(part, member, scope, SCOPE, MASKED, FORM)[:, None, None]
+            + offset_of(part, member, block, BLOCK, MASKED, FORM)[None, :, None]
+            + offset_of(part, member, element, ELEMENT, MASKED, FORM)[None, None, :]
+        )
+        exists = real[:, :, None] & in_block[None, None, :]
     return at, exists
 
 

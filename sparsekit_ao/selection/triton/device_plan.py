@@ -18,10 +18,9 @@ from ...errors import SparsityError
 from ..tiling import Blocks
 from ..update import Update
 from .forms import Form, run
-from .parts import power_of_two
-from .plan import Batch, Plan, RadixPlan
+from .plan import Plan, RadixPlan
 
-__all__ = ["Budget", "DevicePlan", "Launch", "RadixLaunches", "budget_of", "device_plan", "key_of"]
+__all__ = ["Budget", "DevicePlan", "Launch", "budget_of", "device_plan", "key_of"]
 
 CACHE_BYTES = 64 << 20  # of device memory that cached tables take at most: about 100,000 tensors
 
@@ -34,28 +33,21 @@ _lock = threading.RLock()
 class Launch:
     """A batch with its tables in device memory; see `plan.Batch`."""
 
-    starts: Tensor
-    row_starts: Tensor
-    parts: Tensor
-    members: Tensor
+    tables: tuple[Tensor, ...]
     programs: int
     rows: int
     length: int
     form: Form
-    count: int
+
+    @property
+    def count(self) -> int:
+        """Parts, padded to a power of two."""
+        return self.tables[0].numel()
 
     def run(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Launch a kernel on all programs: the tables, `arguments`, compile-time `constants`."""
-        tables = (self.starts, self.parts, self.members)
-        run(kernel, self.programs, *tables, *arguments, form=self.form, PARTS=self.count, **constants)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RadixLaunches:
-    """The launches of a `plan.RadixPlan`."""
-
-    plan: RadixPlan
-    launches: tuple[Launch, ...]
+        starts, _, parts, members = self.tables
+        run(kernel, self.programs, starts, parts, members, *arguments, form=self.form, PARTS=self.count, **constants)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,7 +62,7 @@ class DevicePlan:
     fused: tuple[Launch, ...]
     scored: tuple[Launch, ...]
     rows: tuple[Launch, ...]
-    radix: tuple[RadixLaunches, ...]
+    radix: tuple[tuple[RadixPlan, tuple[Launch, ...]], ...]
     memory: Tensor
     numbers: list[int] = field(default_factory=list)
     stream: Any = None
@@ -200,25 +192,18 @@ def _on_device(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> D
         tables = batch.tables()
         ends = list(accumulate(map(len, tables), initial=len(content)))
         content += [n for table in tables for n in table]
-        launches.append(_launch(batch, *(memory[a:b] for a, b in pairwise(ends))))
+        launch = Launch(
+            tables=tuple(memory[a:b] for a, b in pairwise(ends)),
+            programs=sum(batch.programs(p) for p in batch.parts),
+            rows=sum(p.part.rows for p in batch.parts),
+            length=batch.length,
+            form=batch.form,
+        )
+        launches.append(launch)
     assert len(content) == memory.numel()
     left = iter(launches)
-    fused, scored, rows = (tuple(islice(left, len(found))) for found in (plan.fused, plan.scored, plan.rows))
-    radix = tuple(RadixLaunches(plan=r, launches=tuple(islice(left, len(r.batches)))) for r in plan.radix)
-    found = DevicePlan(slots=plan.slots, fused=fused, scored=scored, rows=rows, radix=radix, memory=memory)
+    fused, scored, stored = (tuple(islice(left, len(found))) for found in (plan.fused, plan.scored, plan.rows))
+    radix = tuple((r, tuple(islice(left, len(r.batches)))) for r in plan.radix)
+    found = DevicePlan(slots=plan.slots, fused=fused, scored=scored, rows=stored, radix=radix, memory=memory)
     _upload(found, content, numbers)
     return found
-
-
-def _launch(batch: Batch, starts: Tensor, row_starts: Tensor, parts: Tensor, members: Tensor) -> Launch:
-    return Launch(
-        starts=starts,
-        row_starts=row_starts,
-        parts=parts,
-        members=members,
-        programs=sum(batch.programs(p) for p in batch.parts),
-        rows=sum(p.part.rows for p in batch.parts),
-        length=batch.length,
-        form=batch.form,
-        count=power_of_two(len(batch.parts)),
-    )

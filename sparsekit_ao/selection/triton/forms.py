@@ -129,15 +129,12 @@ def fused_form(
         part,
         among_kept,
         part.contiguous and part.width == padded and part.elements == chunk,
-        members=len(part.members),
-        inner=part.inner,
         tile=max(1, limits.tile // (padded * chunk)),
         width=part.width,
         padded=padded,
         chunk=chunk,
         sides=sides,
         norm=norm,
-        single=part.single,
         signed=signed,
         bits=key_bits(part.dtype, signed) if part.single else 31,
         stored=stored,
@@ -160,11 +157,7 @@ def block_form(
 ) -> Form:
     """What kernels over blocks are specialised on: scores, masks, thresholds.
 
-    Args:
-        part, norm, among_kept, limits: what the kernels work on.
-        contiguous: whether a tile may be read as contiguous memory.
-        per_scope: whether every scope has its own threshold.
-        held: blocks of at most so many elements are read in one chunk.
+    `contiguous` permits contiguous tiles; blocks of at most `held` elements are read in one chunk.
     """
     elements, sides = tree_of(part, limits)
     chunk = elements if elements <= held else min(elements, limits.block)
@@ -174,13 +167,10 @@ def block_form(
         part,
         among_kept,
         contiguous and part.contiguous and part.elements == chunk,
-        members=len(part.members),
-        inner=part.inner,
         tile=max(limits.tile // chunk, SECTOR // part.dtype.itemsize if across else 1),
         chunk=chunk,
         sides=sides,
         norm=norm,
-        single=part.single,
         chunked=part.elements > chunk,
         whole_chunks=all(m.elements.count % chunk == 0 for m in part.members),
         per_scope=per_scope,
@@ -196,6 +186,9 @@ def _form(part: Part, among_kept: bool, contiguous: bool, **more: Any) -> Form:
         unit_strides=part.unit_strides,
         alignment=part.alignment(contiguous),
         big=part.big,
+        members=len(part.members),
+        inner=part.inner,
+        single=part.single,
         among_kept=among_kept,
         contiguous=contiguous,
         **more,
@@ -231,21 +224,13 @@ def norm_name(update: Update) -> str:
     return "inf" if update.norm == math.inf else str(update.norm).removesuffix(".0")
 
 
-def has_own_budgets(update: Update) -> bool:
-    """Whether every scope of an update has its own budget."""
-    return isinstance(update.keep, Tensor) and update.keep.numel() > 1
+def is_per_scope(keep: int | Tensor) -> bool:
+    """Whether every scope has its own budget."""
+    return isinstance(keep, Tensor) and keep.numel() > 1
 
 
 def run(kernel: Any, programs: int, *arguments: Any, form: Form, **constants: Any) -> None:
-    """Launch a kernel on `programs` programs.
-
-    Args:
-        kernel: of this folder.
-        programs: how many.
-        arguments: in the kernel's order, up to its constants.
-        form: what it is specialised on; determines warps and registers too.
-        constants: its further compile-time arguments.
-    """
+    """Launch a kernel on `programs` programs: its arguments in order, then its form and further constants."""
     options = options_of(kernel.__name__, form)
     kernel[(programs,)](*arguments, **({"FORM": form} if "FORM" in kernel.arg_names else {}), **constants, **options)
 

@@ -6,29 +6,19 @@ Nothing here waits for the device: sizes come from shapes, budgets are read by t
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..tiling import Blocks, Scopes
 from ..update import Update
+from . import radix
 from .blocks import fill_kernel, fused_kernel, score_kernel
-from .device_plan import DevicePlan, Launch, RadixLaunches, budget_of, device_plan, key_of
+from .device_plan import DevicePlan, Launch, budget_of, device_plan, key_of
 from .forms import Limits, run
 from .parts import strided_part
-from .plan import Plan, make_plan, rows_plan, score_plan
-from .radix import (
-    BINS,
-    DIGIT,
-    SPAN_FIELDS,
-    STATE_FIELDS,
-    bracket_kernel,
-    histogram_kernel,
-    mark_kernel,
-    narrow_kernel,
-    sample_kernel,
-    tie_kernel,
-)
+from .plan import RadixPlan, make_plan, rows_plan, score_plan
 from .reasons import score_reasons
 from .shrink import condition_kernel, threshold_kernel
 
@@ -46,11 +36,7 @@ FINEST = 1e-6  # smallest tolerance that float32 reaches
 
 
 def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None:
-    """Fill the masks of all updates; parts of the same form share launches.
-
-    Args:
-        updates: on one device, each one that `reasons_of` finds nothing against.
-        limits: sizes at which another kernel is chosen.
+    """Fill the masks of updates on one device, for which `reasons_of` is empty; parts of the same form share launches.
 
     Raises:
         SparsityError: a CUDA graph is being captured and these tensors were not updated before.
@@ -112,48 +98,47 @@ def _select(plan: DevicePlan, scores: Tensor, kept: Tensor) -> None:
     """Select in rows of stored scores, and in long rows of any kind."""
     for launch in plan.rows:
         launch.run(fused_kernel, scores, kept)
-    for radix in plan.radix:
-        _radix_select(radix, scores, kept)
+    for long_rows, launches in plan.radix:
+        _radix_select(long_rows, launches, scores, kept)
 
 
-def _radix_select(radix: RadixLaunches, scores: Tensor, kept: Tensor) -> None:
+def _radix_select(plan: RadixPlan, launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:
     """Sample, bracket and narrow where rows are long; then radix passes, ties and masks.
 
     The launches share a workspace, because an update may have parts in several.
     """
-    plan, launches, device = radix.plan, radix.launches, scores.device
-    form, length = launches[0].form, launches[0].length
-    passes = -(-form.bits // DIGIT.value)
+    form, length, device = launches[0].form, launches[0].length, scores.device
+    passes = -(-form.bits // radix.DIGIT.value)
     gathered = plan.spans * length * (form.tile // 8) if form.narrow else 1
     count_dtype = torch.int64 if plan.wide_counts else torch.int32
-    state = torch.zeros(plan.rows, STATE_FIELDS.value, dtype=torch.int64, device=device)
-    counts = torch.zeros(plan.rows, passes, BINS.value, dtype=count_dtype, device=device)
-    spans = torch.empty(plan.spans, SPAN_FIELDS.value, dtype=torch.int32, device=device)
+    state = torch.zeros(plan.rows, radix.STATE_FIELDS.value, dtype=torch.int64, device=device)
+    counts = torch.zeros(plan.rows, passes, radix.BINS.value, dtype=count_dtype, device=device)
+    spans = torch.empty(plan.spans, radix.SPAN_FIELDS.value, dtype=torch.int32, device=device)
     inside = torch.empty(gathered, dtype=torch.uint32, device=device)
     memory = (scores, kept, state, spans, inside)
     if form.narrow:
-        _bracket(radix, scores, kept, state)
+        _bracket(plan, launches, scores, kept, state)
         for launch in launches:
-            launch.run(narrow_kernel, *memory, length)
+            launch.run(radix.narrow_kernel, *memory, length)
     for at in range(passes):
         for launch in launches:
-            launch.run(histogram_kernel, *memory, counts, length, PASS=at)
+            launch.run(radix.histogram_kernel, *memory, counts, length, PASS=at)
     for launch in launches:
-        launch.run(tie_kernel, *memory, counts, length)
+        launch.run(radix.tie_kernel, *memory, counts, length)
     for launch in launches:
-        launch.run(mark_kernel, *memory[:4], length)
+        launch.run(radix.mark_kernel, *memory[:4], length)
 
 
-def _bracket(radix: RadixLaunches, scores: Tensor, kept: Tensor, state: Tensor) -> None:
+def _bracket(plan: RadixPlan, launches: Sequence[Launch], scores: Tensor, kept: Tensor, state: Tensor) -> None:
     """Bracket each row's threshold from a sample."""
-    capacity = radix.plan.samples
-    samples = torch.empty(radix.plan.rows, capacity, dtype=torch.uint32, device=scores.device)
-    for x in radix.launches:
-        arguments = (x.row_starts, x.parts, x.members, scores, kept, samples)
-        run(sample_kernel, x.rows, *arguments, form=x.form, CAPACITY=capacity, PARTS=x.count)
-    for x in radix.launches:
+    capacity = plan.samples
+    samples = torch.empty(plan.rows, capacity, dtype=torch.uint32, device=scores.device)
+    for x in launches:
+        _, *tables = x.tables  # these programs take rows, not spans
+        run(radix.sample_kernel, x.rows, *tables, scores, kept, samples, form=x.form, CAPACITY=capacity, PARTS=x.count)
+    for x in launches:
         constants = {"CAPACITY": capacity, "BITS": x.form.bits, "PARTS": x.count}
-        run(bracket_kernel, x.rows, x.row_starts, x.parts, state, samples, form=x.form, **constants)
+        run(radix.bracket_kernel, x.rows, *x.tables[1:3], state, samples, form=x.form, **constants)
 
 
 def threshold_reasons(scopes: Scopes, as_mean: bool | None = None) -> list[str]:
@@ -242,10 +227,7 @@ def _threshold_launch(scopes: Scopes, thresholds: Tensor | float, limits: Limits
     update, device = Update(groups=(scopes,), keep=0), scopes.members[0].window.device
     budget = budget_of(0, device)
     key = (limits, device, "threshold", per_scope, held, key_of(update, budget))
-
-    def make() -> Plan:
-        return score_plan(update, limits, contiguous=False, per_scope=per_scope, held=held)
-
+    make = partial(score_plan, update, limits, contiguous=False, per_scope=per_scope, held=held)
     return device_plan(key, [budget], device, make).scored[0]
 
 

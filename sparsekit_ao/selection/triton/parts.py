@@ -5,11 +5,10 @@ from functools import cached_property, lru_cache
 from math import gcd, prod
 
 import torch
-from torch import Tensor
 
 from ..nests import Nest, Nests, lower
 from ..strides import Shape, cosize
-from ..tiling import Blocks, Scopes
+from ..tiling import Scopes
 
 __all__ = ["LOOPS", "Member", "Part", "power_of_two", "starts_of", "strided_part", "to_part"]
 
@@ -139,33 +138,34 @@ def to_part(scopes: Scopes, *, big: bool) -> Part:
         scopes: nothing partial; every member has values or a mask.
         big: compute offsets in 64 bits even where 32 would do.
     """
-    far = any(_is_far(t) for m in scopes.members for t in (m.values, m.mask))
+    tensors = [t for m in scopes.members for t in (m.values, m.mask) if t is not None]
+    far = any(cosize(tuple(t.shape), t.stride()) >= BIG for t in tensors)
     aligned = not any(start % 16 for pair in starts_of(scopes) for start in pair)
-    both = tuple(m.values is not None and m.mask is not None for m in scopes.members)
-    dtype = scopes.members[0].window.dtype
+    first = scopes.members[0]
+    mask_dtype = torch.uint8 if first.mask is None or first.mask.dtype == torch.bool else first.mask.dtype
     blocks = {tuple(n for n in m.shape if n > 1) for m in scopes.members}
     block = next(iter(blocks)) if len(blocks) == 1 else ()
-    return _part(lower(scopes), both, dtype, _mask_dtype(scopes.members[0]), big or far, aligned, block)
+    return _part(lower(scopes), (first.window.dtype, mask_dtype), big or far, aligned, block)
 
 
 @lru_cache(maxsize=4096)
-def _part(
-    nests: Nests,
-    both: tuple[bool, ...],
-    dtype: torch.dtype,
-    mask_dtype: torch.dtype,
-    big: bool,
-    aligned: bool,
-    block: Shape,
-) -> Part:
+def _part(nests: Nests, dtypes: tuple[torch.dtype, torch.dtype], big: bool, aligned: bool, block: Shape) -> Part:
     members, at = [], 0
-    for has_both, nest in zip(both, nests.elements, strict=True):
-        pair = (at, at + 1) if has_both else (at, at)
-        at += 2 if has_both else 1
+    for nest in nests.elements:
+        pair = (at, at + len(nest.strides) - 1)  # the member's values and mask among all tensors, or the one it has
+        at += len(nest.strides)
         elements = Nest(sizes=nest.sizes, strides=(nest.strides[0], nest.strides[-1]))
         members.append(Member(elements=elements, scope=_pair(nests.scope, pair), block=_pair(nests.block, pair)))
-    sizes = {"scope_sizes": nests.scope.sizes, "block_sizes": nests.block.sizes, "block": block}
-    return Part(members=tuple(members), dtype=dtype, mask_dtype=mask_dtype, big=big, aligned=aligned, **sizes)
+    return Part(
+        members=tuple(members),
+        scope_sizes=nests.scope.sizes,
+        block_sizes=nests.block.sizes,
+        dtype=dtypes[0],
+        mask_dtype=dtypes[1],
+        big=big,
+        aligned=aligned,
+        block=block,
+    )
 
 
 def starts_of(scopes: Scopes) -> tuple[Shape, ...]:
@@ -199,12 +199,3 @@ def power_of_two(n: int) -> int:
 
 def _pair(nest: Nest, tensors: Shape) -> tuple[Shape, Shape]:
     return nest.strides[tensors[0]], nest.strides[tensors[1]]
-
-
-def _mask_dtype(m: Blocks) -> torch.dtype:
-    dtype = torch.uint8 if m.mask is None else m.mask.dtype
-    return torch.uint8 if dtype == torch.bool else dtype
-
-
-def _is_far(t: Tensor | None) -> bool:
-    return t is not None and cosize(tuple(t.shape), t.stride()) >= BIG

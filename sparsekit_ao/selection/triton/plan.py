@@ -16,8 +16,8 @@ from torch import Tensor
 from ..strides import Shape
 from ..update import Update
 from .device import LOOPS, MEMBER_FIELDS, PART_FIELDS
-from .forms import Form, Limits, block_form, fused_form, has_own_budgets, is_fused, norm_name, row_form
-from .parts import Member, Part, power_of_two, starts_of, strided_part, to_part
+from .forms import Form, Limits, block_form, fused_form, is_fused, is_per_scope, norm_name, row_form
+from .parts import Part, power_of_two, starts_of, strided_part, to_part
 
 __all__ = ["Batch", "PlacedPart", "Plan", "RadixPlan", "make_plan", "rows_plan", "score_plan"]
 
@@ -150,31 +150,32 @@ class Plan:
     slots: int = 0
 
 
-Formed = list[tuple[Form, PlacedPart]]
+Parts = list[tuple[Form, PlacedPart]]
 
 
 def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
     """Sort the updates' parts into batches; updates without elements are left out."""
-    fused: Formed = []
-    scored: Formed = []
-    rows: Formed = []
-    long: list[Formed] = []
+    fused: Parts = []
+    scored: Parts = []
+    rows: Parts = []
+    long: list[Parts] = []
     slots = 0
     for at, update in enumerate(updates):
-        parts, among_kept = _placed_parts(update, at, limits), update.among_kept
-        first = parts[0]
+        parts, among_kept, norm = _placed_parts(update, at, limits), update.among_kept, norm_name(update)
+        per_scope, first = is_per_scope(update.keep), parts[0]
         if first.width * first.part.rows * first.part.elements == 0:
             continue
         if len(parts) == 1 and is_fused(first.part, among_kept, limits):
-            fused.append(_fused(first, update, limits))
+            part = first.part if per_scope else first.part.in_memory_order  # budgets go by the index of a scope
+            fused.append((fused_form(part, norm, among_kept, per_scope, limits), replace(first, part=part)))
         elif _is_long(parts, limits):
             long.append([(row_form(p.part, among_kept, limits), p) for p in parts])
         else:
-            norm, count = norm_name(update), first.part.rows
+            count = first.part.rows
             scored += [(block_form(p.part, norm, among_kept, limits), replace(p, offset=slots)) for p in parts]
             part = strided_part(count, first.width, (first.width, 1), dtype=torch.float32, big=limits.big)
             stored = PlacedPart(part=part, starts=NO_ADDRESSES, update=at, width=first.width, column=0, offset=slots)
-            _add_stored(stored, replace(update, norm=2), limits, rows, long)
+            _add_stored(stored, per_scope, among_kept, limits, rows, long, False)
             slots += -(-first.width * count // 16) * 16  # so that rows of the next update are aligned
     return Plan(
         fused=_batched(fused, "scopes"),
@@ -188,9 +189,9 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
 def rows_plan(part: Part, keep: int | Tensor, among_kept: bool, signed: bool, limits: Limits) -> Plan:
     """How rows of given scores are selected."""
     placed = PlacedPart(part=part, starts=NO_ADDRESSES, update=0, width=part.width, column=0)
-    rows: Formed = []
-    long: list[Formed] = []
-    _add_stored(placed, Update(groups=(), keep=keep, among_kept=among_kept), limits, rows, long, signed=signed)
+    rows: Parts = []
+    long: list[Parts] = []
+    _add_stored(placed, is_per_scope(keep), among_kept, limits, rows, long, signed)
     return Plan(rows=_batched(rows, "scopes"), radix=_radix_plans(long, limits))
 
 
@@ -229,14 +230,6 @@ def _placed_parts(update: Update, at: int, limits: Limits) -> list[PlacedPart]:
     ]
 
 
-def _fused(placed: PlacedPart, update: Update, limits: Limits) -> tuple[Form, PlacedPart]:
-    """Scopes go in memory order, unless each has its own budget, found by the scope's index."""
-    own_budgets = has_own_budgets(update)
-    part = placed.part if own_budgets else placed.part.in_memory_order
-    form = fused_form(part, norm_name(update), update.among_kept, own_budgets, limits)
-    return form, replace(placed, part=part)
-
-
 def _is_long(parts: Sequence[PlacedPart], limits: Limits) -> bool:
     """Whether rows are long, and of single elements of one dtype, so that their scores need not be stored."""
     dtypes = {(p.part.dtype, p.part.mask_dtype) for p in parts}
@@ -244,18 +237,17 @@ def _is_long(parts: Sequence[PlacedPart], limits: Limits) -> bool:
 
 
 def _add_stored(
-    placed: PlacedPart, update: Update, limits: Limits, rows: Formed, long: list[Formed], *, signed: bool = False
+    placed: PlacedPart, per_scope: bool, among_kept: bool, limits: Limits, rows: Parts, long: list[Parts], signed: bool
 ) -> None:
     """Add stored rows to those that a program takes whole, or to the long ones."""
-    part, among_kept = placed.part, update.among_kept
+    part, more = placed.part, {"stored": True, "signed": signed}
     if is_fused(part, among_kept, limits):
-        own_budgets, norm = has_own_budgets(update), norm_name(update)
-        rows.append((fused_form(part, norm, among_kept, own_budgets, limits, stored=True, signed=signed), placed))
+        rows.append((fused_form(part, "2", among_kept, per_scope, limits, **more), placed))
     else:
-        long.append([(row_form(part, among_kept, limits, stored=True, signed=signed), placed)])
+        long.append([(row_form(part, among_kept, limits, **more), placed)])
 
 
-def _batched(found: Formed, unit: str, length: int = 0) -> tuple[Batch, ...]:
+def _batched(found: Parts, unit: str, length: int = 0) -> tuple[Batch, ...]:
     by_form: dict[Form, list[PlacedPart]] = {}
     for form, placed in found:
         by_form.setdefault(form, []).append(placed)
@@ -266,9 +258,9 @@ def _batched(found: Formed, unit: str, length: int = 0) -> tuple[Batch, ...]:
     )
 
 
-def _radix_plans(rows: Sequence[Formed], limits: Limits) -> tuple[RadixPlan, ...]:
+def _radix_plans(rows: Sequence[Parts], limits: Limits) -> tuple[RadixPlan, ...]:
     """Long rows by what lets them share passes: number of digits, narrowed or not, stored or not."""
-    by_kind: dict[tuple, list[Formed]] = {}
+    by_kind: dict[tuple, list[Parts]] = {}
     for parts in rows:
         form, placed = parts[0]
         narrow = placed.part.rows * placed.width >= limits.narrow
@@ -277,7 +269,7 @@ def _radix_plans(rows: Sequence[Formed], limits: Limits) -> tuple[RadixPlan, ...
     return tuple(_radix_plan(found, limits) for found in by_kind.values())
 
 
-def _radix_plan(rows: Sequence[Formed], limits: Limits) -> RadixPlan:
+def _radix_plan(rows: Sequence[Parts], limits: Limits) -> RadixPlan:
     """Assign spans, samples and state to the parts."""
     every = [formed for parts in rows for formed in parts]
     tiles = [-(-p.part.width // limits.tile) for _, p in every]
@@ -308,16 +300,14 @@ def _radix_plan(rows: Sequence[Formed], limits: Limits) -> RadixPlan:
 @lru_cache(maxsize=4096)
 def _member_fields(part: Part) -> tuple[Shape, ...]:
     """What follows the addresses in each member's row."""
-    return tuple(_fields_of(m, part.nests[2]) for m in part.members)
-
-
-def _fields_of(m: Member, loops: int) -> Shape:
-    spare = loops - len(m.elements.sizes)
-    strides = [*m.scope, *m.block, *((0,) * spare + own for own in m.elements.strides)]
-    nests = [*strides, (1,) * spare + m.elements.sizes]
-    fields = (m.elements.count, *(n for nest in nests for n in _padded(nest)))
-    assert len(fields) == MEMBER_FIELDS.value - 2
-    return fields
+    found = []
+    for m in part.members:
+        spare = part.nests[2] - len(m.elements.sizes)
+        strides = [*m.scope, *m.block, *((0,) * spare + own for own in m.elements.strides)]
+        nests = [*strides, (1,) * spare + m.elements.sizes]
+        found.append((m.elements.count, *(n for nest in nests for n in _padded(nest))))
+        assert len(found[-1]) == MEMBER_FIELDS.value - 2
+    return tuple(found)
 
 
 def _padded(nest: Shape) -> Shape:
