@@ -156,7 +156,7 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
             assert torch.equal(member.mask, expected)
 
 
-def test_a_capture_of_tensors_never_seen_is_refused():
+def test_a_capture_of_tensors_never_updated_is_refused():
     values = torch.randn(64, 64, device="cuda")
     mask = torch.zeros(64, 64, dtype=torch.bool, device="cuda")
     graph = torch.cuda.CUDAGraph()

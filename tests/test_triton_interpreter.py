@@ -1,7 +1,7 @@
 """The Triton kernels under the interpreter, bit for bit against the reference, in a process of its own.
 
 The interpreter is chosen by an environment variable that must be set before triton is imported, so the tests
-themselves stand in `interpreted_kernels.py`.
+themselves are in `interpreted_kernels.py`.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def test_every_kernel_equals_the_reference_bit_for_bit():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
-def test_tensors_that_no_gpu_holds_are_refused_by_name():
+def test_cpu_tensors_are_refused_when_triton_is_requested():
     mask = torch.zeros(4, 8, dtype=torch.bool)
     member = Blocks(shape=(1, 1), values=torch.ones(4, 8), mask=mask)
     for call in (
@@ -55,7 +55,7 @@ def test_tensors_that_no_gpu_holds_are_refused_by_name():
     assert not mask.any()
 
 
-def test_without_triton_only_asking_by_name_is_an_error(tmp_path):
+def test_without_triton_only_requesting_it_is_an_error(tmp_path):
     code = """
 import importlib.util, torch
 find = importlib.util.find_spec

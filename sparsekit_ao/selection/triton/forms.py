@@ -114,14 +114,7 @@ def row_form(part: Part, among_kept: bool, limits: Limits, *, stored: bool = Fal
 
 @lru_cache(maxsize=4096)
 def fused_form(
-    part: Part,
-    norm: str,
-    among_kept: bool,
-    per_scope: bool,
-    limits: Limits,
-    *,
-    stored: bool = False,
-    signed: bool = False,
+    part: Part, norm: str, among_kept: bool, per_scope: bool, limits: Limits, stored: bool = False, signed: bool = False
 ) -> Form:
     """What the fused kernel is specialised on."""
     padded, (chunk, sides) = power_of_two(part.width), tree_of(part, limits)
@@ -150,7 +143,6 @@ def block_form(
     norm: str,
     among_kept: bool,
     limits: Limits,
-    *,
     contiguous: bool = True,
     per_scope: bool = False,
     held: int = 0,
