@@ -50,7 +50,7 @@ def scopes(values, block, scope, **more):
 
 
 def copied(groups):
-    """The same groups over masks of their own."""
+    """The same scopes over copies of their masks."""
     return [g.with_members([replace(m, mask=m.mask.clone()) for m in g.members]) for g in groups]
 
 
@@ -175,8 +175,8 @@ def test_patterns_equal_the_reference_on_every_path(name, path):
 def test_values_and_masks_of_every_dtype(dtype, mask_dtype):
     for path, block in (("fused", (1, 4)), ("rows", (1, 4)), ("narrowed", (1, 1))):
         if path != "rows" or dtype == torch.bfloat16:
-            group = scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)
-            agree([group], 13 if block == (1, 4) else 5, PATHS[path])
+            scoped = scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)
+            agree([scoped], 13 if block == (1, 4) else 5, PATHS[path])
 
 
 @pytest.mark.parametrize("norm", [1, 2, math.inf, 1.0, 2.0])
@@ -335,10 +335,10 @@ def test_scopes_that_share_one_budget(path):
 
 def test_scope_orders_are_those_of_the_reference():
     values = integers((4, 12))
-    group = Scopes(members=(blocks_of(values, (1, 1)),), shape=(2, 3), order=(1, 0))
+    scoped = Scopes(members=(blocks_of(values, (1, 1)),), shape=(2, 3), order=(1, 0))
     keep = torch.arange(8).reshape(4, 2) % 7
-    agree([group], keep)
-    agree([group, scopes(integers((12, 4), seed=1), (1, 1), (3, 2))], keep, LONG)
+    agree([scoped], keep)
+    agree([scoped, scopes(integers((12, 4), seed=1), (1, 1), (3, 2))], keep, LONG)
 
 
 # stages
@@ -447,10 +447,10 @@ def test_every_scope_may_have_a_budget_of_its_own(path):
 def test_nothing_to_choose():
     for shape in ((0, 8), (8, 0), (0, 0)):
         values, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-        group = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, max(shape[1], 1)))
-        scope_mask([group], 0, impl="triton")
+        scoped = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, max(shape[1], 1)))
+        scope_mask([scoped], 0, impl="triton")
         assert keep_mask(values, 0, impl="triton").shape == shape
-        assert block_scores(group.members, 2, impl="triton").shape == shape
+        assert block_scores(scoped.members, 2, impl="triton").shape == shape
 
 
 # cached plans
@@ -968,8 +968,8 @@ def test_a_block_whose_norm_overflows_keeps_what_the_reference_keeps():
 def test_autograd_notices_what_kernels_write():
     values, mask = torch.randn(4, 8, requires_grad=True), torch.ones(4, 8, dtype=torch.bool)
     out = torch.where(mask, values, 0)
-    group = Scopes(members=(Blocks(shape=(1, 1), values=values.detach(), mask=mask),), shape=(1, 4))
-    gpu.scope_masks([Update(groups=(group,), keep=2)])
+    scoped = Scopes(members=(Blocks(shape=(1, 1), values=values.detach(), mask=mask),), shape=(1, 4))
+    gpu.scope_masks([Update(groups=(scoped,), keep=2)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     weight = torch.randn(4, 8, requires_grad=True)

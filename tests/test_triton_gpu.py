@@ -149,10 +149,10 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
         two.fill_(n), keep.fill_(k), blocks.fill_(b)
         graph.replay()
         for update in updates:
-            (group,), (member,) = update.groups, update.groups[0].members
+            (scoped,), (member,) = update.groups, update.groups[0].members
             expected = torch.zeros_like(member.mask)
             own = Blocks(shape=member.shape, values=values, mask=expected)
-            scope_mask([Scopes(members=(own,), shape=group.shape)], int(update.keep), impl="reference")
+            scope_mask([Scopes(members=(own,), shape=scoped.shape)], int(update.keep), impl="reference")
             assert torch.equal(member.mask, expected)
 
 
@@ -196,13 +196,13 @@ def test_thresholds_counted_in_64_bits_equal_those_in_32():
         found = []
         for big in (False, True):
             values = torch.randn(1024, 1024, generator=generator()).bfloat16().cuda()
-            group = Scopes(members=(Blocks(shape=block, values=values, mask=diagonal),), shape=(1, 1))
-            t = torch.linspace(0, 40, math.prod(group.scope_grid), device="cuda").view(group.scope_grid)
+            scoped = Scopes(members=(Blocks(shape=block, values=values, mask=diagonal),), shape=(1, 1))
+            t = torch.linspace(0, 40, math.prod(scoped.scope_grid), device="cuda").view(scoped.scope_grid)
             if diagonal is None:
-                gpu_kernels.threshold(group, t, soft=True, limits=gpu_kernels.Limits(big=big))
+                gpu_kernels.threshold(scoped, t, soft=True, limits=gpu_kernels.Limits(big=big))
             else:
                 settings = {"factor": 1.0, "eps": 0.0, "atol": 1e-6, "max_iter": 50}
-                misses = gpu_kernels.condition(group, t, **settings, limits=gpu_kernels.Limits(big=big))
+                misses = gpu_kernels.condition(scoped, t, **settings, limits=gpu_kernels.Limits(big=big))
                 assert not misses.any()
             found.append(values)
         assert torch.equal(*found) and bool((found[0] == 0).any()) and bool((found[0] != 0).any())
@@ -242,7 +242,7 @@ def test_sums_of_blocks_are_the_references_bits():
 def test_streams_share_tables_and_numbers_follow_their_order():
     values = torch.randn(1024, 1024, device="cuda").bfloat16()
     mask = torch.zeros(1024, 1024, dtype=torch.bool, device="cuda")
-    group = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))
+    scoped = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))
     torch.cuda.synchronize()
     last = torch.cuda.current_stream()
     for turn in range(40):
@@ -250,7 +250,7 @@ def test_streams_share_tables_and_numbers_follow_their_order():
         stream.wait_stream(last)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000)
-            scope_masks([Update(groups=(group,), keep=turn % 5)], impl="triton")
+            scope_masks([Update(groups=(scoped,), keep=turn % 5)], impl="triton")
             counts = mask.view(-1, 4).sum(1)
         last = stream
         torch.cuda.current_stream().wait_stream(stream)
