@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError
-from . import report
 from .checkpoint import check_saved, kept_params, merged_group, plain
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
+from .report import Report, Row, make_report, make_row
 
 __all__ = ["MaskSparsifier"]
 
@@ -216,11 +216,19 @@ class MaskSparsifier(BaseSparsifier):
             raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self._state) or 'none'}")
         return self._state[tensor_fqn]["mask"]
 
-    def report(self) -> report.Report:
+    def report(self) -> Report:
         """What every mask holds now, as rows of numbers; see `report.Report`."""
         self._need_prepared("report")
-        masks = [self._live_mask(g) for g in self.groups]
-        return report.element_report(self.groups, masks, self._describe, self._resolved, self.model)
+        assert self.model is not None
+        return make_report(list(self._rows()), self._resolved, self.model)
+
+    def _rows(self) -> Iterator[Row]:
+        """One row a group; here of single elements, for masks that are not made of scopes."""
+        for group in self.groups:
+            mask, level = self._live_mask(group), group.get("sparsity_level", float("nan"))
+            blocks = int(torch.count_nonzero(distributed.full_tensor(mask))), mask.numel()
+            pattern = self._describe(group)
+            yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
 
     def _describe(self, group: TensorGroup) -> str:
         return ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View, block_windows
 from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
+from ..selection.reference import candidates_of
 from ..selection.strides import row_major
 from .config import TensorGroup
 from .structure import Stage, stage_budgets
@@ -100,6 +101,23 @@ class Component:
     def level(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> float:
         """The sparsity level that the budget amounts to, over all scopes."""
         return self.scope.level_of(self.budget(groups, level_given))
+
+    def leaf(self, at: int) -> BlockSpec:
+        """The block spec of a group, by the group's index."""
+        return next(spec for spec, i in self.leaves if i == at)
+
+    def kept_blocks(self, at: int, mask: Tensor) -> tuple[int, int]:
+        """Blocks of a group that a whole mask keeps, and blocks in all."""
+        leaf = self.leaf(at)
+        kept = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
+        return int(torch.count_nonzero(kept)), leaf.numblk()
+
+    def pattern(self, at: int) -> str:
+        """The shapes of a group's view (where it is not the tensor), blocks and scopes, as text."""
+        leaf = self.leaf(at)
+        scope = next(m for m in self.scope.members() if leaf in m.block.blocks())
+        view = "" if leaf.view.shape == tuple(leaf.view.param.shape) else f"view {_by(leaf.view.shape)} "
+        return f"{view}block {_by(leaf.shape)} scope {_by(scope.shape)}"
 
     def _members(self, groups: Sequence[TensorGroup]) -> list[tuple[str, int]]:
         return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
@@ -279,3 +297,7 @@ def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> 
     if group.get("nnz") is not None and not scheduled:
         return "nnz", group["nnz"]
     return "sparsity_level", group["sparsity_level"]
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "1"

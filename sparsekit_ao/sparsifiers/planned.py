@@ -5,7 +5,7 @@ is decided by the subclasses.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
-from . import report
 from .base import MaskSparsifier
+from .check import check_masks
 from .config import Place, TensorGroup, copied
 from .plan import Component, Plan, batches, make_plan
+from .report import Row, make_row
 from .structure import (
     AXES,
     SHAPES,
@@ -100,12 +101,14 @@ class PlannedSparsifier(MaskSparsifier):
             self._update_components(components, groups)
             self._after_update([self.groups[i] for i in sorted({i for c in components for _, i in c.leaves})])
 
-    def report(self) -> report.Report:
-        """What every mask holds now; see `report.Report`."""
-        self._need_prepared("report")
-        plan = self._planned(self.groups)
-        masks = self._masks(None)
-        return report.make_report(plan, self.groups, masks, self._level_given, self._resolved, self.model)
+    def _rows(self) -> Iterator[Row]:
+        plan, rules = self._planned(self.groups), self._resolved.rules
+        for at, group in enumerate(self.groups):
+            own = [c for c in plan.components if any(i == at for _, i in c.leaves)]
+            mask, level = self._live_mask(group), own[-1].level(self.groups, self._level_given)
+            blocks = own[-1].kept_blocks(at, distributed.full_tensor(mask))
+            pattern = " then ".join(c.pattern(at) for c in own)
+            yield make_row(group, mask, rules, pattern=pattern, asked=level, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
         """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
@@ -127,7 +130,7 @@ class PlannedSparsifier(MaskSparsifier):
             self._need_prepared("check")
         distributed.reshard(self.model if model is None else model)
         plan = self._planned(self.groups, model)
-        return report.check_masks(plan, self.groups, self._masks(model), self._level_given)
+        return check_masks(plan, self.groups, self._masks(model), self._level_given)
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
         own, defaults = self._resolve(own, place), copied(self.defaults)
