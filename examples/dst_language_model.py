@@ -38,10 +38,10 @@ def replaces(until: int) -> dict[str, Any]:
 
 
 METHODS: dict[str, Make] = {
-    "static": lambda o, level, until: Static(o, level),
-    "SET": lambda o, level, until: SET(o, level, init="erk", **replaces(until)),
-    "RigL": lambda o, level, until: RigL(o, level, **replaces(until)),
-    "GMP": lambda o, level, until: GMP(o, level, until=until, update_every=UPDATE_EVERY, prune="global"),
+    "static": lambda o, level, until: Static(level, optimizer=o),
+    "SET": lambda o, level, until: SET(level, optimizer=o, init="erk", **replaces(until)),
+    "RigL": lambda o, level, until: RigL(level, optimizer=o, **replaces(until)),
+    "GMP": lambda o, level, until: GMP(level, optimizer=o, until=until, update_every=UPDATE_EVERY, prune="global"),
 }
 
 

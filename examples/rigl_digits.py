@@ -32,11 +32,11 @@ LEVELS = (0.90, 0.95)
 Make = Callable[[torch.optim.Optimizer, float, int], DynamicSparsifier]
 
 METHODS: dict[str, Make] = {
-    "static": lambda o, level, until: Static(o, level),
-    "SET": lambda o, level, until: SET(o, level, init="erk", until=until, **replaces(until)),
-    "RigL": lambda o, level, until: RigL(o, level, until=until, **replaces(until)),
-    "SNFS": lambda o, level, until: SNFS(o, level, until=until, **replaces(until)),
-    "GMP": lambda o, level, until: GMP(o, level, until=until, update_every=UPDATE_EVERY, prune="global"),
+    "static": lambda o, level, until: Static(level, optimizer=o),
+    "SET": lambda o, level, until: SET(level, optimizer=o, init="erk", until=until, **replaces(until)),
+    "RigL": lambda o, level, until: RigL(level, optimizer=o, until=until, **replaces(until)),
+    "SNFS": lambda o, level, until: SNFS(level, optimizer=o, until=until, **replaces(until)),
+    "GMP": lambda o, level, until: GMP(level, optimizer=o, until=until, update_every=UPDATE_EVERY, prune="global"),
 }
 
 

@@ -5,17 +5,14 @@ says; `WeightNormSparsifier` and `NearlyDiagonalSparsifier` replace torch.ao's b
 structures, `schedules` change budgets over time.
 """
 
-from . import coupling, densities, dynamic, export, patterns, schedules
-from .algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from . import coupling, densities, dynamic, export, patterns, schedules, scores
+from .algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
 from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
 from .selection import keep_mask
-from .sparsifiers.nearly_diagonal import NearlyDiagonalSparsifier
-from .sparsifiers.report import Report, Row
-from .sparsifiers.scope import ScopeSparsifier
-from .sparsifiers.weight_norm import WeightNormSparsifier
+from .sparsifiers import NearlyDiagonalSparsifier, ScopeSparsifier, WeightNormSparsifier
 
 __version__ = "0.1.0"
 
@@ -31,14 +28,10 @@ __all__ = [
     "CouplingError",
     "DynamicSparsifier",
     "NearlyDiagonalSparsifier",
-    "Report",
     "RigL",
-    "Row",
     "ScopeCoupling",
     "ScopeSparsifier",
     "ScopeSpec",
-    "SparseBlock",
-    "SparseScope",
     "SparsityError",
     "Static",
     "StraightThrough",
@@ -53,4 +46,5 @@ __all__ = [
     "keep_mask",
     "patterns",
     "schedules",
+    "scores",
 ]

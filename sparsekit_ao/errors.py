@@ -1,6 +1,6 @@
-"""The exceptions of the library: each message says where, what was required, what was found, what to do.
+"""The exceptions of the library: each message names where, what was required, what was found and what to do.
 
-Knows nothing of tensors or models. Both classes are `ValueError`s, so code that catches those keeps working.
+Both classes are `ValueError`s, so code that catches those keeps working.
 """
 
 __all__ = ["CouplingError", "SparsityError"]
@@ -11,4 +11,4 @@ class SparsityError(ValueError):
 
 
 class CouplingError(SparsityError):
-    """Tensors that were asked to share one fate or one budget do not line up."""
+    """Tensors that are to be kept or dropped together, or to share one budget, do not line up."""

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
-from .distributed import bare, beside, is_beside, is_sharded, refuse_gathered
+from .distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from .errors import SparsityError
 
 __all__ = [
     "WeightMask",
-    "bake",
     "dense_weight",
     "find_mask",
     "install_mask",
     "live_mask",
     "rebuilt_originals",
     "select",
+    "squash",
 ]
 
 FROM = 1 << 15  # elements from which `where` is the slower one
@@ -51,7 +51,7 @@ class WeightMask(FakeSparsity):
         """The weight with dropped elements exactly zero; shape and dtype as given."""
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        return select(x, beside(self.mask, x))
+        return select(x, placed_like(self.mask, x))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that leaves the meta device keeps everything, since it had no values there."""
@@ -62,16 +62,16 @@ class WeightMask(FakeSparsity):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        """As any module's; a mask that was saved whole fits a sharded one, and the other way round."""
+        """As any module's; a mask that was saved whole fits a sharded one, and the reverse."""
         for name, own in self.named_buffers():
             saved = state_dict.get(f"{prefix}{name}")
             if isinstance(saved, Tensor) and saved.shape == own.shape:
-                state_dict = {**state_dict, f"{prefix}{name}": beside(saved, own)}
+                state_dict = {**state_dict, f"{prefix}{name}": placed_like(saved, own)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def lie_beside(self, weight: Tensor) -> None:
+    def shard_like(self, weight: Tensor) -> None:
         """Cut the mask over the ranks as its weight is."""
-        self.mask = beside(self.mask, weight)
+        self.mask = placed_like(self.mask, weight)
 
     def right_inverse(self, x: Tensor) -> Tensor:
         """Assigning to the masked weight sets the dense one."""
@@ -98,7 +98,7 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     """The mask on a tensor, or None; from now on sharded as the tensor is, if it has been sharded since.
 
     Raises:
-        SparsityError: the tensor is sharded, and another parametrization lies below its mask; or it is gathered at
+        SparsityError: the tensor is sharded, and another parametrization is below its mask; or it is gathered at
             the moment.
     """
     found = find_mask(module, tensor_name)
@@ -107,13 +107,13 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     chain = _chain(module, tensor_name)
     weight = _originals(chain)[0]
     refuse_gathered(tensor_fqn, weight, found.mask)
-    if is_sharded(weight) and not is_beside(found.mask, weight):
+    if is_sharded(weight) and not is_placed_like(found.mask, weight):
         if _below(chain):
             raise SparsityError(
-                f"{tensor_fqn}: {type(_below(chain)[0]).__name__} lies below its mask, and its parameters are sharded "
+                f"{tensor_fqn}: {type(_below(chain)[0]).__name__} is below its mask, and its parameters are sharded "
                 "over ranks. Remove that parametrization before fully_shard, or leave the tensor out."
             )
-        found.lie_beside(weight)
+        found.shard_like(weight)
     return found
 
 
@@ -128,7 +128,7 @@ def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
     """New values of the parameters under the mask, such that the tensor is masked without the mask.
 
     Returns:
-        Nothing where the mask lies on the parameter itself, which `bake` then masks in place.
+        Nothing where the mask is on the parameter itself, which `squash` then masks in place.
 
     Raises:
         SparsityError: a parametrization below the mask cannot express the masked weight. Nothing is changed.
@@ -152,7 +152,7 @@ def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
     return list(back)
 
 
-def bake(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) -> None:
+def squash(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) -> None:
     """Write the zeros (or `rebuilt_originals`) into the parameters in place, and take the mask away; others stay."""
     chain = _chain(module, tensor_name)
     originals = _originals(chain)
@@ -165,7 +165,7 @@ def bake(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) ->
         del chain[len(_below(chain))]
         return
     # Deep copies share the class that parametrize made for the module; removing edits that class, so own it first.
-    with bare(module):
+    with without_fsdp_class(module):
         kind = type(module)
         namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(kind.__name__, kind.__bases__, namespace)
@@ -225,7 +225,7 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def _is_plain(weight: Tensor, mask: Tensor) -> bool:
-    """Whether both are large CPU tensors of no special kind, and nobody records or transforms the operations."""
+    """Whether both are large CPU tensors of no special kind, and no mode or transform records the operations."""
     return (
         weight.numel() >= FROM
         and weight.device.type == mask.device.type == "cpu"

@@ -1,93 +1,255 @@
-"""Presets: common structures as config dicts, to be spread into an entry.
+"""Common structures by name: values that fit themselves to a module and the shape of its weight.
+
+A pattern goes into a config entry or a sparsifier's defaults, as `pattern=` or spread (`**`), with the same masks. It
+knows which dimension of a weight holds outputs and which inputs: of Linear and convolutions, of transposed convolutions
+and transformers' `Conv1D` (stored transposed), and of packed experts `(experts, out, in)`.
 
 >>> from sparsekit_ao import patterns
 >>> {"tensor_fqn": "fc.weight", **patterns.n_m(2, 4)}
-{'tensor_fqn': 'fc.weight', 'block_shape': (1, 1), 'scope_shape': (1, 4), 'nnz': 2}
+{'tensor_fqn': 'fc.weight', 'pattern': patterns.n_m(2, 4)}
+>>> patterns.n_m(2, 4).resolve(torch.nn.ConvTranspose2d(8, 3, 3), "weight")
+{'block_shape': (1, 1, 1, 1), 'scope_shape': (4, 1, 1, 1), 'nnz': 2}
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import SparsityError
 
-__all__ = ["blocks", "columns", "filters", "heads", "n_m", "rows", "unstructured", "v_n_m"]
+__all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "rows", "unstructured", "v_n_m"]
 
-Preset = dict[str, Any]
+Keys = dict[str, Any]
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def unstructured(sparsity_level: float | None = None) -> Preset:
+@dataclass(frozen=True)
+class Pattern:
+    """One structure; made by the functions of this module.
+
+    Attributes:
+        kind: the name of the function.
+        arguments: its whole numbers.
+        sparsity_level: fraction of blocks dropped; None takes the entry's or the sparsifier's.
+    """
+
+    kind: str
+    arguments: tuple[int, ...] = ()
+    sparsity_level: float | None = None
+
+    @property
+    def budget(self) -> str | None:
+        """The config key that says how much the pattern keeps, if it says so."""
+        level = None if self.sparsity_level is None else "sparsity_level"
+        return {"n_m": "nnz", "v_n_m": "stages"}.get(self.kind, level)
+
+    def resolve(self, module: nn.Module, tensor_name: str, tensor: Tensor | None = None, where: str = "") -> Keys:
+        """The config keys that this pattern stands for on one tensor.
+
+        Args:
+            module: the tensor's module, whose class tells the order of the dimensions.
+            tensor_name: the tensor's name in the module.
+            tensor: the tensor, if the module does not hold it by that name as it is.
+            where: opening words of error messages.
+
+        Raises:
+            SparsityError: the tensor has no such dimension, or the numbers do not fit it.
+        """
+        found = getattr(module, tensor_name) if tensor is None else tensor
+        keys = _KINDS[self.kind](_dimensions(module, tuple(found.shape)), f"{where}{self}: ", *self.arguments)
+        return keys if self.sparsity_level is None else {**keys, "sparsity_level": self.sparsity_level}
+
+    def keys(self) -> Iterator[str]:
+        """What `**pattern` spreads into a dict: the pattern itself, under one key."""
+        return iter(("pattern",))
+
+    def __getitem__(self, key: str) -> "Pattern":
+        if key != "pattern":
+            raise KeyError(key)
+        return self
+
+    def __repr__(self) -> str:
+        level = [] if self.sparsity_level is None else [self.sparsity_level]
+        return f"patterns.{self.kind}({', '.join(map(repr, [*self.arguments, *level]))})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dimensions:
+    """Which dimension of a weight is what.
+
+    Attributes:
+        shape: the weight's shape.
+        output: the dimension of output units.
+        input: the dimension of inputs; None of a 1-D tensor.
+        experts: the dimension of independent matrices, or None.
+        groups: of a convolution; its inputs and outputs fall into so many independent parts.
+    """
+
+    shape: tuple[int, ...]
+    output: int
+    input: int | None
+    experts: int | None = None
+    groups: int = 1
+
+    def tile(self, default: int, **sizes: int) -> tuple[int, ...]:
+        """A shape with `default` everywhere but at the named dimensions (`output`, `input`, `experts`)."""
+        at = {getattr(self, name): size for name, size in sizes.items()}
+        return tuple(at.get(k, default) for k in range(len(self.shape)))
+
+    def needs_input(self, where: str) -> None:
+        if self.input is None:
+            raise SparsityError(f"{where}needs a weight with inputs and outputs, got shape {self.shape}")
+
+
+def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
+    groups = getattr(module, "groups", 1) if isinstance(module, (*_TRANSPOSED, *_CONVOLUTIONS)) else 1
+    if len(shape) < 2:
+        return _Dimensions(shape=shape, output=0, input=None)
+    if isinstance(module, _TRANSPOSED):
+        return _Dimensions(shape=shape, output=1, input=0, groups=groups)
+    if any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers") for c in type(module).__mro__):
+        return _Dimensions(shape=shape, output=1, input=0)
+    if len(shape) == 3 and not isinstance(module, (*_CONVOLUTIONS, nn.Bilinear)):
+        # transformers marks experts that are stored as (experts, in, out)
+        output, input_ = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
+        return _Dimensions(shape=shape, output=output, input=input_, experts=0)
+    return _Dimensions(shape=shape, output=0, input=1, groups=groups)
+
+
+def unstructured(sparsity_level: float | None = None) -> Pattern:
     """Single elements over the whole tensor, of any rank."""
-    return {"block_shape": (), "scope_shape": (), **_level(sparsity_level)}
+    return Pattern("unstructured", (), sparsity_level)
 
 
-def n_m(n: int, m: int, ndim: int = 2) -> Preset:
-    """Keep n of every m consecutive inputs (2:4, 1:4, ...); `ndim=4` for the input channels of a Conv2d."""
+def n_m(n: int, m: int) -> Pattern:
+    """Keep n of every m consecutive inputs (2:4, 1:4, ...); of a convolution, n of every m input channels."""
     if not 0 <= n <= m:
         raise SparsityError(f"n_m keeps n of m, so 0 <= n <= m; got n={n}, m={m}")
-    rest = (1,) * (ndim - 2)
-    return {"block_shape": (1, 1, *rest), "scope_shape": (1, m, *rest), "nnz": n}
+    return Pattern("n_m", (n, m))
 
 
-def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Preset:
-    """Blocks of rows x columns elements over the whole matrix."""
-    return {"block_shape": (rows, columns), "scope_shape": (-1, -1), **_level(sparsity_level)}
+def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Pattern:
+    """Blocks of rows x columns (outputs x inputs) over the whole tensor; of a convolution, at each kernel position."""
+    return Pattern("blocks", (rows, columns), sparsity_level)
 
 
-def rows(sparsity_level: float | None = None) -> Preset:
-    """Whole rows of a matrix: output neurons of a Linear."""
-    return {"block_shape": (1, -1), "scope_shape": (-1, -1), **_level(sparsity_level)}
+def rows(sparsity_level: float | None = None) -> Pattern:
+    """Whole output units: rows of a Linear, filters of a convolution; experts compete each within itself."""
+    return Pattern("rows", (), sparsity_level)
 
 
-def columns(sparsity_level: float | None = None) -> Preset:
-    """Whole columns of a matrix: input features of a Linear."""
-    return {"block_shape": (-1, 1), "scope_shape": (-1, -1), **_level(sparsity_level)}
+def columns(sparsity_level: float | None = None) -> Pattern:
+    """Whole inputs: columns of a Linear, input channels of a convolution; experts compete each within itself."""
+    return Pattern("columns", (), sparsity_level)
 
 
-def filters(sparsity_level: float | None = None, ndim: int = 4) -> Preset:
-    """Whole filters (output channels) of a convolution; `ndim` is the weight's, 4 for Conv2d."""
-    return {"block_shape": (1, *(-1,) * (ndim - 1)), "scope_shape": (-1,) * ndim, **_level(sparsity_level)}
+def filters(sparsity_level: float | None = None) -> Pattern:
+    """Whole filters (output channels) of a convolution, and rows of a Linear; as `rows`."""
+    return Pattern("filters", (), sparsity_level)
 
 
-def heads(count: int, sparsity_level: float | None = None) -> Preset:
-    """Whole attention heads of one projection whose rows are `count` heads of equal size."""
+def heads(count: int, sparsity_level: float | None = None) -> Pattern:
+    """Whole attention heads of one projection, whose outputs are `count` heads of equal size."""
     if count < 1:
         raise SparsityError(f"heads needs at least one head, got {count}")
-    return {
-        "view": SplitRows(count),
-        "block_shape": (1, -1, -1),
-        "scope_shape": (-1, -1, -1),
-        **_level(sparsity_level),
-    }
+    return Pattern("heads", (count,), sparsity_level)
 
 
-def v_n_m(v: int, n: int, m: int) -> Preset:
+def v_n_m(v: int, n: int, m: int) -> Pattern:
     """V:N:M (arXiv 2310.02065): of m columns keep 4 for every v rows together, then n of those 4 in each row."""
     if not 0 <= n <= 4 <= m:
         raise SparsityError(f"v_n_m keeps n of 4 of m columns, so 0 <= n <= 4 <= m; got n={n}, m={m}")
+    return Pattern("v_n_m", (v, n, m))
+
+
+@dataclass(frozen=True)
+class SplitDimension:
+    """A view function: one dimension of the weight split into `count` equal parts."""
+
+    count: int
+    dim: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The weight as (..., count, size of a part, ...)."""
+        return weight.unflatten(self.dim, (self.count, -1))
+
+
+def _unstructured(_: _Dimensions, where: str) -> Keys:
+    return {"block_shape": (), "scope_shape": ()}
+
+
+def _n_m(d: _Dimensions, where: str, n: int, m: int) -> Keys:
+    return {"block_shape": d.tile(1), "scope_shape": _inputs(d, where, m), "nnz": n}
+
+
+def _inputs(d: _Dimensions, where: str, m: int) -> tuple[int, ...]:
+    """A scope of m consecutive inputs."""
+    d.needs_input(where)
+    if d.groups > 1 and d.input == 0 and d.shape[0] // d.groups % m:  # inputs of all groups share the dimension
+        raise SparsityError(f"{where}needs the inputs of each group divisible by {m}, got {d.shape[0] // d.groups}")
+    return d.tile(1, input=m)
+
+
+def _blocks(d: _Dimensions, where: str, rows: int, columns: int) -> Keys:
+    d.needs_input(where)
+    return {"block_shape": d.tile(1, output=rows, input=columns), "scope_shape": ()}
+
+
+def _rows(d: _Dimensions, where: str) -> Keys:
+    return _units(d, "output", "input")
+
+
+def _columns(d: _Dimensions, where: str) -> Keys:
+    d.needs_input(where)
+    return _units(d, "input", "output")
+
+
+def _units(d: _Dimensions, unit: str, other: str) -> Keys:
+    """One block for each index of a dimension, over everything else; each group and each expert by itself.
+
+    Dimension 0 of a convolution with groups holds the units of all groups one after another, dimension 1 one group's.
+    """
+    if d.groups > 1 and getattr(d, other) == 0:
+        rest = " ".join(f"k{i}" for i in range(len(d.shape) - 2))
+        return {"axes": f"(g a) u {rest}", "unit": "g u", "sizes": {"g": d.groups}}
+    if d.experts is None:
+        return {"block_shape": d.tile(-1, **{unit: 1}), "scope_shape": ()}
+    return {"block_shape": d.tile(-1, **{unit: 1, "experts": 1}), "scope_shape": d.tile(-1, experts=1)}
+
+
+def _heads(d: _Dimensions, where: str, count: int) -> Keys:
+    size = d.shape[d.output]
+    if size % count:
+        raise SparsityError(f"{where}needs dimension {d.output} (outputs) divisible by {count}, got {size}")
+    block = [-1] * (len(d.shape) + 1)
+    block[d.output] = 1
+    scope = [-1] * len(block)
+    if d.experts is not None:
+        block[d.experts] = scope[d.experts] = 1
+    view = SplitDimension(count, d.output)
+    return {"view": view, "block_shape": tuple(block), "scope_shape": tuple(scope)}
+
+
+def _v_n_m(d: _Dimensions, where: str, v: int, n: int, m: int) -> Keys:
+    scope = _inputs(d, where, m)
     return {
         "stages": [
-            {"block_shape": (v, 1), "scope_shape": (1, m), "nnz": 4},
-            {"block_shape": (1, 1), "scope_shape": (1, m), "nnz": n},
+            {"block_shape": d.tile(1, output=v), "scope_shape": scope, "nnz": 4},
+            {"block_shape": d.tile(1), "scope_shape": scope, "nnz": n},
         ]
     }
 
 
-@dataclass(frozen=True)
-class SplitRows:
-    """A view function: dimension 0 split into `count` equal parts."""
-
-    count: int
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        """The weight as (count, rows of a part, ...)."""
-        if weight.shape[0] % self.count:
-            raise SparsityError(
-                f"heads({self.count}) needs dimension 0 divisible by {self.count}, got {weight.shape[0]}"
-            )
-        return weight.unflatten(0, (self.count, -1))
-
-
-def _level(sparsity_level: float | None) -> Preset:
-    return {} if sparsity_level is None else {"sparsity_level": sparsity_level}
+_KINDS: dict[str, Callable[..., Keys]] = {
+    "unstructured": _unstructured,
+    "n_m": _n_m,
+    "blocks": _blocks,
+    "rows": _rows,
+    "columns": _columns,
+    "filters": _rows,
+    "heads": _heads,
+    "v_n_m": _v_n_m,
+}

@@ -31,7 +31,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Target:
-    """Stands for a GPU of one architecture that is only compiled for."""
+    """A driver of a GPU of one architecture, of which only compilation is used."""
 
     def __init__(self, arch):
         self.arch = arch
@@ -47,7 +47,7 @@ class Target:
 
 
 def empty(shape, dtype, stride=None, start=0):
-    """A tensor on the meta device, whose memory starts `start` elements after a multiple of 16 bytes."""
+    """A tensor on the meta device, that starts `start` elements after a multiple of 16 bytes."""
     stride = row_major(shape) if stride is None else stride
     memory = torch.empty(cosize(shape, stride) + start, dtype=dtype, device="meta")
     return memory.as_strided(shape, stride, start)
@@ -73,7 +73,7 @@ def many(count):
 
 
 def hidden_units(dtype, big, among_kept=False):
-    """Rows of gate and up, columns of down: one fate."""
+    """Rows of gate and up, columns of down, coupled."""
     gate, up = (blocks((11008, 4096), (1, 4096), dtype) for _ in range(2))
     group = Scopes(members=(gate, up, blocks((4096, 11008), (4096, 1), dtype, (1, 0))), shape=(11008, 1))
     return lambda: gpu.scope_masks([Update(groups=(group,), keep=1, among_kept=among_kept)], gpu.Limits(big=big))
@@ -155,10 +155,10 @@ def usage(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = tool("cuobjdump", "--dump-resource-usage", file.name)
-        stack = int(re.search(r"STACK:(\d+)", said)[1])
+        text = tool("cuobjdump", "--dump-resource-usage", file.name)
+        stack = int(re.search(r"STACK:(\d+)", text)[1])
         spills = len(re.findall(r"\b(?:STL|LDL)\b", tool("cuobjdump", "-sass", file.name))) if stack else 0
-    return {"registers": int(re.search(r"REG:(\d+)", said)[1]), "spills": spills}
+    return {"registers": int(re.search(r"REG:(\d+)", text)[1]), "spills": spills}
 
 
 def tool(name, *arguments):

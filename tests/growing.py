@@ -70,7 +70,7 @@ def prepared(optimizer="momentum", model=None, config=None, **arguments):
     model = mlp() if model is None else model
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     arguments = {"sparsity_level": 0.75, "update_every": 2, **arguments}
-    sparsifier = arguments.pop("kind", DynamicSparsifier)(optimizer, **arguments)
+    sparsifier = arguments.pop("kind", DynamicSparsifier)(optimizer=optimizer, **arguments)
     sparsifier.prepare(model, config)
     return model, optimizer, sparsifier
 

@@ -1,7 +1,7 @@
 """The Triton kernels on CPU tensors, bit for bit against the reference; run by test_triton_interpreter.py.
 
-Needs TRITON_INTERPRET=1 before triton is imported. Shapes are tiny, and limits made small, so that every way (one
-kernel, stored rows, long rows narrowed or not) is taken.
+Needs TRITON_INTERPRET=1 before triton is imported. Shapes are tiny and limits small, so that every path (one kernel,
+stored rows, long rows narrowed or not) is taken.
 """
 
 import math
@@ -17,7 +17,7 @@ from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
 from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
 from sparsekit_ao.selection import triton as gpu
-from sparsekit_ao.selection.triton import Limits, launch, plan, ready, reasons, select
+from sparsekit_ao.selection.triton import Limits, device_plan, launch, plan, reasons
 from sparsekit_ao.selection.triton.plan import make_plan
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,8 +25,8 @@ FUSED = Limits()
 ROWS = Limits(fused=64, tile=64)  # scopes beyond 48 elements: stored scores, rows still taken whole
 LONG = Limits(fused=6, tile=64, programs=3, block=16)
 NARROWED = Limits(fused=6, tile=64, programs=3, narrow=16, samples=64, block=16)
-WAYS = {"fused": FUSED, "rows": ROWS, "long": LONG, "narrowed": NARROWED}
-BIG = {f"{name}, 64-bit": Limits(**{**vars(WAYS[name]), "big": True}) for name in ("fused", "narrowed")}
+PATHS = {"fused": FUSED, "rows": ROWS, "long": LONG, "narrowed": NARROWED}
+BIG = {f"{name}, 64-bit": Limits(**{**vars(PATHS[name]), "big": True}) for name in ("fused", "narrowed")}
 TURNS = [(kind, FLOATS[at % 3]) for at, kind in enumerate(KINDS)]  # each kind of scores in one dtype
 
 
@@ -117,11 +117,11 @@ def sampled(width, count):
     return at * width // count + (at * 2654435761 % 2**32) % max(width // count, 1)
 
 
-def test_the_sample_may_hit_miss_or_overflow(monkeypatch):
+def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
     """All modes of a narrowed select are taken by these rows, and each gives the reference's bits."""
     seen = []
-    real = select._bracket
-    monkeypatch.setattr(select, "_bracket", lambda *a: seen.append(a[-1]) or real(*a))
+    real = launch._bracket
+    monkeypatch.setattr(launch, "_bracket", lambda *a: seen.append(a[-1]) or real(*a))
     width, samples = 4096, 1024
     limits = Limits(fused=6, tile=512, programs=4, narrow=16, samples=samples)
     random = torch.randn(width, generator=generator()).abs()
@@ -162,44 +162,44 @@ PATTERNS = {  # shape, block, scope, keep
 }
 
 
-@pytest.mark.parametrize("way", ["fused", "rows", "long", *BIG])
+@pytest.mark.parametrize("path", ["fused", "rows", "long", *BIG])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns_equal_the_reference_by_every_way(name, way):
+def test_patterns_equal_the_reference_on_every_path(name, path):
     shape, block, scope, keep = PATTERNS[name]
     dtype = FLOATS[len(name) % 3]
-    agree([scopes(integers(shape, dtype), block, scope)], keep, (WAYS | BIG)[way])
+    agree([scopes(integers(shape, dtype), block, scope)], keep, (PATHS | BIG)[path])
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, *FLOATS])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_values_and_masks_of_every_dtype(dtype, mask_dtype):
-    for way, block in (("fused", (1, 4)), ("rows", (1, 4)), ("narrowed", (1, 1))):
-        if way != "rows" or dtype == torch.bfloat16:
+    for path, block in (("fused", (1, 4)), ("rows", (1, 4)), ("narrowed", (1, 1))):
+        if path != "rows" or dtype == torch.bfloat16:
             group = scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)
-            agree([group], 13 if block == (1, 4) else 5, WAYS[way])
+            agree([group], 13 if block == (1, 4) else 5, PATHS[path])
 
 
 @pytest.mark.parametrize("norm", [1, 2, math.inf, 1.0, 2.0])
 def test_norms(norm):
     values = integers((6, 16), torch.bfloat16)
     members = (blocks_of(values, (2, 4)),)
-    for way in ("fused", "rows", "long", "narrowed"):
-        agree([Scopes(members=members, shape=(3, 4))], 5, WAYS[way], norm)
-        agree([scopes(values, (1, 1), (1, 4))], 2, WAYS[way], norm)
+    for path in ("fused", "rows", "long", "narrowed"):
+        agree([Scopes(members=members, shape=(3, 4))], 5, PATHS[path], norm)
+        agree([scopes(values, (1, 1), (1, 4))], 2, PATHS[path], norm)
     expected = block_scores(members, norm, impl="reference")
     assert torch.equal(block_scores(members, norm, impl="triton"), expected)
 
 
-@pytest.mark.parametrize(("way", "dtype"), list(zip(["fused", "rows", "narrowed"], FLOATS, strict=True)))
-def test_nan_infinities_zeros_and_equal_weights(dtype, way):
+@pytest.mark.parametrize(("path", "dtype"), list(zip(["fused", "rows", "narrowed"], FLOATS, strict=True)))
+def test_nan_infinities_zeros_and_equal_weights(dtype, path):
     for kind in ("special", "all equal", "bit patterns"):
         values = scores_like(kind, 8, 24, dtype)
-        agree([scopes(values, (1, 1), (1, 4))], 2, WAYS[way])
-        agree([scopes(values, (1, 1), (8, 24))], 60, WAYS[way])
+        agree([scopes(values, (1, 1), (1, 4))], 2, PATHS[path])
+        agree([scopes(values, (1, 1), (8, 24))], 60, PATHS[path])
     special = scores_like("special", 8, 24, dtype)
     for norm in (1, 2, math.inf):
-        agree([scopes(special, (1, 2), (1, 4))], 2, WAYS[way], norm)
-        agree([scopes(special, (2, 2), (4, 12))], 9, WAYS[way], norm)
+        agree([scopes(special, (1, 2), (1, 4))], 2, PATHS[path], norm)
+        agree([scopes(special, (2, 2), (4, 12))], 9, PATHS[path], norm)
 
 
 def test_the_largest_of_a_block_is_nan_where_one_element_is():
@@ -241,27 +241,27 @@ VIEWS = {  # window, block, scope, keep
 }
 
 
-@pytest.mark.parametrize("way", ["fused", "rows", "narrowed, 64-bit"])
+@pytest.mark.parametrize("path", ["fused", "rows", "narrowed, 64-bit"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_any_strides(name, way):
+def test_any_strides(name, path):
     make, block, scope, keep = VIEWS[name]
     values = make()
     member = blocks_of(
         values, block, mask=torch.empty_strided(values.shape, values.stride(), dtype=torch.bool).fill_(0)
     )
-    agree([Scopes(members=(member,), shape=scope)], keep, (WAYS | BIG)[way])
-    if way != "fused":
+    agree([Scopes(members=(member,), shape=scope)], keep, (PATHS | BIG)[path])
+    if path != "fused":
         return
-    other = blocks_of(values, block, mask=torch.zeros(values.shape, dtype=torch.bool))  # a mask that lies otherwise
-    agree([Scopes(members=(other,), shape=scope)], keep, (WAYS | BIG)[way])
+    other = blocks_of(values, block, mask=torch.zeros(values.shape, dtype=torch.bool))  # a mask with other strides
+    agree([Scopes(members=(other,), shape=scope)], keep, (PATHS | BIG)[path])
 
 
 def test_elements_outside_the_window_stay_as_they_were():
     whole, mask = integers((8, 32)), torch.full((8, 32), 7, dtype=torch.uint8)
     member = Blocks(shape=(1, 1), values=whole[2:6, 8:24], mask=mask[2:6, 8:24])
-    for way in ("fused", "long", "narrowed"):
-        scope = (1, 4) if way == "fused" else (4, 16)
-        gpu.scope_masks([Update(groups=(Scopes(members=(member,), shape=scope),), keep=2)], WAYS[way])
+    for path in ("fused", "long", "narrowed"):
+        scope = (1, 4) if path == "fused" else (4, 16)
+        gpu.scope_masks([Update(groups=(Scopes(members=(member,), shape=scope),), keep=2)], PATHS[path])
         outside = torch.ones(8, 32, dtype=torch.bool)
         outside[2:6, 8:24] = False
         assert bool((mask[outside] == 7).all()) and bool((mask[~outside] < 2).all())
@@ -270,8 +270,8 @@ def test_elements_outside_the_window_stay_as_they_were():
 # couplings
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_blocks_that_share_one_fate(way):
+@pytest.mark.parametrize("path", PATHS)
+def test_coupled_blocks(path):
     gate, up, down, bias = (
         integers((6, 10)),
         integers((6, 10), seed=1),
@@ -284,24 +284,24 @@ def test_blocks_that_share_one_fate(way):
         blocks_of(down, (10, 1), (1, 0)),
         blocks_of(bias, (1,)),
     )
-    masks = agree([Scopes(members=members, shape=(6, 1))], 2, WAYS[way])
+    masks = agree([Scopes(members=members, shape=(6, 1))], 2, PATHS[path])
     assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 2
-    agree([Scopes(members=members[:3], shape=(3, 1))], 2, WAYS[way])
+    agree([Scopes(members=members[:3], shape=(3, 1))], 2, PATHS[path])
     gate, down = integers((16, 32)), integers((32, 16), seed=1)  # sizes that vectors divide, a stride of 1 in one only
     members = (blocks_of(gate, (1, 32)), blocks_of(down, (32, 1), (1, 0)))
-    agree([Scopes(members=members, shape=(8, 1))], 3, WAYS[way])
+    agree([Scopes(members=members, shape=(8, 1))], 3, PATHS[path])
 
 
-def windows_of_unlike_loops():
+def windows_of_different_loops():
     """Blocks of 4 rows of 16 (two loops over elements) coupled with blocks of one row of 24 (one loop)."""
     weights = integers((8, 64)), integers((2, 32), seed=1)
     windows = View(weights[0], (8, 16), (64, 1)), View(weights[1], (2, 24), (32, 1))
     return weights, BlockCoupling([BlockSpec(windows[0], (4, 16)), BlockSpec(windows[1], (1, 24))])
 
 
-def test_every_element_of_coupled_blocks_with_unlike_loops_is_read_and_written():
+def test_every_element_of_coupled_blocks_with_different_loops_is_read_and_written():
     for impl in ("triton", "reference"):
-        (_, two), blocks = windows_of_unlike_loops()
+        (_, two), blocks = windows_of_different_loops()
         masks = {spec: torch.zeros_like(spec.view.param, dtype=torch.bool) for spec in blocks.blocks()}
         ScopeSpec(blocks, (2, 1)).update_masks(masks, 1, impl=impl)
         assert sorted(int(m[:, :24].sum()) for m in masks.values()) == [24, 64]
@@ -310,8 +310,8 @@ def test_every_element_of_coupled_blocks_with_unlike_loops_is_read_and_written()
         assert not two[:, :24].any() and torch.equal(two[:, 24:], before[:, 24:])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_scopes_that_share_one_budget(way):
+@pytest.mark.parametrize("path", PATHS)
+def test_scopes_that_share_one_budget(path):
     one, two, three = (
         integers((4, 12), torch.bfloat16),
         integers((8, 6), torch.bfloat16, 1),
@@ -322,15 +322,15 @@ def test_scopes_that_share_one_budget(way):
         scopes(two.t(), (1, 1), (6, 8)),
         scopes(three, (1,), (5,)),
     ]
-    agree(groups, 37, WAYS[way])
-    agree(groups[:2], 91, WAYS[way])
+    agree(groups, 37, PATHS[path])
+    agree(groups[:2], 91, PATHS[path])
     rows = [
         scopes(one, (1, 2), (1, 6)),
         scopes(one.clone(), (1, 1), (1, 12)),
     ]
-    agree(rows, torch.tensor([[3], [0], [18], [7]]), WAYS[way])  # blocks of unlike sizes, a budget for each row
+    agree(rows, torch.tensor([[3], [0], [18], [7]]), PATHS[path])  # blocks of different sizes, a budget for each row
     mixed = [groups[0], scopes(two.float(), (1, 1), (8, 6))]
-    agree(mixed, 40, WAYS[way])
+    agree(mixed, 40, PATHS[path])
 
 
 def test_scope_orders_are_those_of_the_reference():
@@ -344,8 +344,8 @@ def test_scope_orders_are_those_of_the_reference():
 # stages
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_later_stage_chooses_among_what_is_left(way):
+@pytest.mark.parametrize("path", PATHS)
+def test_a_later_stage_chooses_among_what_is_kept(path):
     values = integers((8, 16), torch.bfloat16)
     for dtype in (torch.bool, torch.bfloat16):
         mask = (torch.rand(8, 16, generator=generator(4)) < 0.5).to(dtype)
@@ -356,7 +356,7 @@ def test_a_later_stage_chooses_among_what_is_left(way):
             ((1, 4), (1, 4), 2),
         ):
             member = Blocks(shape=block, values=values, mask=mask)
-            agree([Scopes(members=(member,), shape=scope)], keep, WAYS[way], among_kept=True)
+            agree([Scopes(members=(member,), shape=scope)], keep, PATHS[path], among_kept=True)
 
 
 def test_v_n_m_in_two_stages():
@@ -373,7 +373,7 @@ def test_v_n_m_in_two_stages():
 
 
 def near_ties(rows, block, count):
-    """Blocks of the same elements in other orders: equal in exact arithmetic, unlike once sums are rounded."""
+    """Blocks of the same elements in other orders: equal in exact arithmetic, different once sums are rounded."""
     g = generator(11)
     size = math.prod(block)
     one = torch.randn(size, generator=g) * (2 * torch.randn(size, generator=g)).exp()
@@ -383,7 +383,7 @@ def near_ties(rows, block, count):
 
 
 @pytest.mark.parametrize("block", [(1, 4), (8, 1), (4, 8), (32, 32), (1, 3), (3, 3), (5, 7), (1, 11)])
-def test_sums_of_blocks_are_the_references_bits_by_every_way(block):
+def test_sums_of_blocks_are_the_references_bits_on_every_path(block):
     """So masks agree even where blocks differ by no more than rounding."""
     values = near_ties(2, block, 8)
     members = (blocks_of(values, block),)
@@ -403,7 +403,7 @@ def test_sums_over_coupled_and_transposed_blocks_are_the_references_bits():
         agree([Scopes(members=members, shape=(6, 1))], 2, limits)
 
 
-def test_long_blocks_are_summed_alike_however_they_lie():
+def test_long_blocks_have_one_sum_in_any_layout():
     """A weight and its transpose give one score, and scoring alone what scoring for a mask gives."""
     values = torch.randn(3, 2500, generator=generator(12))
     rows, columns = (blocks_of(values, (1, 2500)),), (blocks_of(values.t().contiguous(), (2500, 1)),)
@@ -432,15 +432,15 @@ def test_a_budget_tensor_is_read_at_each_update():
         assert bool((mask.view(-1, 4).sum(1) == number).all())
 
 
-@pytest.mark.parametrize("way", ["fused", "rows", "narrowed"])
-def test_every_scope_may_have_a_budget_of_its_own(way):
+@pytest.mark.parametrize("path", ["fused", "rows", "narrowed"])
+def test_every_scope_may_have_a_budget_of_its_own(path):
     values = integers((6, 24))
-    agree([scopes(values, (1, 1), (1, 8))], torch.arange(18).reshape(6, 3) % 9, WAYS[way])
-    agree([scopes(values, (1, 4), (1, 6))], torch.arange(6)[:, None].int(), WAYS[way])
+    agree([scopes(values, (1, 1), (1, 8))], torch.arange(18).reshape(6, 3) % 9, PATHS[path])
+    agree([scopes(values, (1, 4), (1, 6))], torch.arange(6)[:, None].int(), PATHS[path])
     agree(
         [scopes(values, (1, 1), (1, 24))],
         torch.arange(12).reshape(6, 2)[:, :1] * 2,
-        WAYS[way],
+        PATHS[path],
     )
 
 
@@ -453,15 +453,15 @@ def test_nothing_to_choose():
         assert block_scores(group.members, 2, impl="triton").shape == shape
 
 
-# what is remembered
+# cached plans
 
 
 @pytest.fixture
 def plans(monkeypatch):
-    """An empty memory of plans, and launches that do nothing."""
-    monkeypatch.setattr(ready, "_plans", type(ready._plans)())
-    monkeypatch.setattr(ready, "run", lambda *a, **k: None)
-    return ready._plans
+    """An empty cache of plans, and launches that do nothing."""
+    monkeypatch.setattr(device_plan, "_plans", type(device_plan._plans)())
+    monkeypatch.setattr(device_plan, "run", lambda *a, **k: None)
+    return device_plan._plans
 
 
 def one_of(values, keep):
@@ -480,8 +480,8 @@ def test_numbers_among_budgets_are_written_in_place(monkeypatch):
     assert len(made) == 1
 
 
-def test_what_is_remembered_is_bounded_by_bytes(plans, monkeypatch):
-    monkeypatch.setattr(ready, "KEPT", 4000)
+def test_the_cache_of_plans_is_bounded_by_bytes(plans, monkeypatch):
+    monkeypatch.setattr(device_plan, "CACHE_BYTES", 4000)
     for k in range(20):
         gpu.scope_masks([one_of(integers((2, 8), seed=k), 2)])
     held = [8 * r.memory.numel() for r in plans.values()]
@@ -497,7 +497,7 @@ def test_two_threads_make_one_table(plans):
         return make_plan([update], FUSED)
 
     def ask():
-        ready.prepared(("key",), [ready.budget_of(2, torch.device("cpu"))], torch.device("cpu"), make)
+        device_plan.device_plan(("key",), [device_plan.budget_of(2, torch.device("cpu"))], torch.device("cpu"), make)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for t in threads:
@@ -507,13 +507,15 @@ def test_two_threads_make_one_table(plans):
     assert len(made) == 1 and len(plans) == 1
 
 
-def test_another_stream_waits_for_the_upload_and_then_numbers_stay(monkeypatch):
-    said = []
-    memory = SimpleNamespace(device="cuda", record_stream=lambda stream: said.append("record"))
-    other = SimpleNamespace(wait_event=lambda event: said.append(event))
-    table = ready.Ready(slots=0, fused=(), scored=(), rows=(), wide=(), memory=memory, numbers=[2], written="uploaded")
+def test_another_stream_waits_for_the_upload_and_then_numbers_do_not_change(monkeypatch):
+    calls = []
+    memory = SimpleNamespace(device="cuda", record_stream=lambda stream: calls.append("record"))
+    other = SimpleNamespace(wait_event=lambda event: calls.append(event))
+    table = device_plan.DevicePlan(
+        slots=0, fused=(), scored=(), rows=(), radix=(), memory=memory, numbers=[2], written="uploaded"
+    )
     table.stream = own = object()
-    monkeypatch.setattr(ready, "_upload", lambda table, content, numbers: said.append(numbers))
+    monkeypatch.setattr(device_plan, "_upload", lambda table, content, numbers: calls.append(numbers))
     for stream, numbers, followed, expected in (
         (own, [2], True, []),
         (other, [3], False, []),  # kernels of the first stream may not have read the 2 yet
@@ -521,17 +523,17 @@ def test_another_stream_waits_for_the_upload_and_then_numbers_stay(monkeypatch):
         (own, [3], False, []),  # nor those of the other
     ):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
-        assert ready._follow(table, numbers) is followed
-        assert said == expected
-        said.clear()
+        assert device_plan._set_numbers(table, numbers) is followed
+        assert calls == expected
+        calls.clear()
     assert table.numbers == [2]
 
 
-def test_numbers_that_a_graph_reads_stay(plans):
+def test_numbers_that_a_graph_reads_do_not_change(plans):
     update = one_of(integers((4, 8)), 2)
     gpu.scope_masks([update])
     (captured,) = plans.values()
-    assert ready._for_graph(captured, [2]) is captured
+    assert device_plan._for_graph(captured, [2]) is captured
     gpu.scope_masks([Update(groups=update.groups, keep=3)])
     (newer,) = plans.values()
     assert (captured.numbers, int(captured.memory[0])) == ([2], 2)
@@ -539,9 +541,9 @@ def test_numbers_that_a_graph_reads_stay(plans):
     gpu.scope_masks([Update(groups=update.groups, keep=1)])
     assert list(plans.values()) == [newer] and newer.numbers == [1]
     with pytest.raises(SparsityError, match="captured with other numbers for budgets .* Update with these once before"):
-        ready._for_graph(newer, [3])
-    with pytest.raises(SparsityError, match=r"never updated before.* masks that lie like .*torch.zeros_like"):
-        ready._for_graph(None, [3])
+        device_plan._for_graph(newer, [3])
+    with pytest.raises(SparsityError, match=r"never updated before.* masks with the strides of .*torch.zeros_like"):
+        device_plan._for_graph(None, [3])
 
 
 def test_scores_of_one_shape_share_a_table_only_with_the_same_number(plans):
@@ -550,7 +552,7 @@ def test_scores_of_one_shape_share_a_table_only_with_the_same_number(plans):
     assert sorted(int(table.memory[0]) for table in plans.values()) == [2, 5]
 
 
-def test_layouts_that_were_looked_at_are_not_looked_at_again(monkeypatch):
+def test_reasons_are_computed_once_for_a_layout(monkeypatch):
     monkeypatch.setattr(reasons, "_known", {})
     first, second = (one_of(integers((6, 16), seed=k), 2) for k in range(2))
     assert gpu.reasons_of(first) == []
@@ -579,9 +581,9 @@ def by_row(shape, width, stride=None):
 @pytest.mark.parametrize(
     ("block", "scope", "count"), [((1, 1), (1, 4), 1), ((1, 1), (8192, 8192), 7), ((32, 32), (256, 256), 8)]
 )
-def test_launches_are_as_many_as_the_notes_say(block, scope, count, monkeypatch):
+def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypatch):
     seen = []
-    for module in (ready, select):
+    for module in (device_plan, launch):
         monkeypatch.setattr(module, "run", lambda kernel, *a, **k: seen.append(kernel.__name__))
     for weights in (1, 5):
         groups = []
@@ -594,25 +596,25 @@ def test_launches_are_as_many_as_the_notes_say(block, scope, count, monkeypatch)
 
 
 def test_rows_just_too_long_for_one_program_are_narrowed_where_they_are_many():
-    (few,), (many_rows,) = (make_plan([by_row((n, 20_000), 20_000)], FUSED).wide for n in (4, 4096))
+    (few,), (many_rows,) = (make_plan([by_row((n, 20_000), 20_000)], FUSED).radix for n in (4, 4096))
     assert not few.batches[0].form.narrow and many_rows.batches[0].form.narrow
     assert many_rows.batches[0].length == 5  # tiles: a span never reaches beyond its row
-    assert many_rows.samples == 8192 and many_rows.batches[0].places[0].samples == 5000
+    assert many_rows.samples == 8192 and many_rows.batches[0].parts[0].samples == 5000
 
 
 def test_tensors_of_any_size_share_what_was_compiled():
-    plans = [make_plan([whole((n, 4096))], FUSED).wide[0].batches[0] for n in (4096, 12288, 28672)]
+    plans = [make_plan([whole((n, 4096))], FUSED).radix[0].batches[0] for n in (4096, 12288, 28672)]
     assert len({b.length for b in plans}) == 3 and len({b.form for b in plans}) == 1
 
 
-def test_scopes_are_walked_as_the_weight_lies_in_memory():
+def test_scopes_go_in_memory_order_unless_they_have_budgets():
     straight, turned = (make_plan([by_row((64, 32), 4, s)], FUSED).fused[0] for s in (None, (1, 64)))
-    assert straight.form.flat and not turned.form.units[4]
-    part = turned.places[0].part
+    assert straight.form.contiguous and not turned.form.unit_strides[4]
+    part = turned.parts[0].part
     assert part.members[0].scope[0] == (256, 1) and part.scope_sizes == (8, 64)
     keep = torch.zeros(64, 8, dtype=torch.int64)
     own = Update(groups=by_row((64, 32), 4, (1, 64)).groups, keep=keep)
-    assert make_plan([own], FUSED).fused[0].places[0].part.scope_sizes == (64, 8)  # budgets go by number
+    assert make_plan([own], FUSED).fused[0].parts[0].part.scope_sizes == (64, 8)  # budgets go by the index of a scope
 
 
 # many at once
@@ -629,38 +631,38 @@ def many(layers):
 
 
 def launches(plan):
-    return [len(plan.fused), len(plan.scored), len(plan.rows), sum(len(family.batches) for family in plan.wide)]
+    return [len(plan.fused), len(plan.scored), len(plan.rows), sum(len(radix.batches) for radix in plan.radix)]
 
 
-@pytest.mark.parametrize("way", ["fused", "narrowed"])
-def test_many_tensors_share_launches_and_equal_one_by_one(way):
+@pytest.mark.parametrize("path", ["fused", "narrowed"])
+def test_many_tensors_share_launches_and_equal_one_by_one(path):
     updates = many(5)
     expected = [copied(u.groups) for u in updates]
     for update, groups in zip(updates, expected, strict=True):
         scope_mask(groups, update.keep, impl="reference")
-    gpu.scope_masks(updates, WAYS[way])
+    gpu.scope_masks(updates, PATHS[path])
     for update, groups in zip(updates, expected, strict=True):
         assert torch.equal(update.groups[0].members[0].mask, groups[0].members[0].mask)
-    assert launches(make_plan(many(5), WAYS[way])) == launches(make_plan(many(1), WAYS[way]))
+    assert launches(make_plan(many(5), PATHS[path])) == launches(make_plan(many(1), PATHS[path]))
 
 
-@pytest.mark.parametrize("way", ["fused", "narrowed"])
-def test_more_parts_than_a_launch_takes_are_several_launches(way, monkeypatch):
+@pytest.mark.parametrize("path", ["fused", "narrowed"])
+def test_more_parts_than_a_launch_takes_are_several_launches(path, monkeypatch):
     (batches,) = {len(make_plan([by_row((4, 8), 4)] * n, FUSED).fused) for n in (513, 1024)}
     assert batches == 2
     monkeypatch.setattr(plan, "MOST_PARTS", 2)
     updates = many(3)
     expected = [copied(u.groups) for u in updates]
-    gpu.scope_masks(updates, WAYS[way])
-    assert sum(launches(make_plan(updates, WAYS[way]))) > sum(launches(make_plan(updates[:6], WAYS[way])))
+    gpu.scope_masks(updates, PATHS[path])
+    assert sum(launches(make_plan(updates, PATHS[path]))) > sum(launches(make_plan(updates[:6], PATHS[path])))
     for update, groups in zip(updates, expected, strict=True):
         scope_mask(groups, update.keep, impl="reference")
         assert torch.equal(update.groups[0].members[0].mask, groups[0].members[0].mask)
     coupled = [scopes(integers((4, 12), seed=k), (1, 1), (4, 12)) for k in range(5)]
-    agree(coupled, 100, WAYS[way])  # parts of one row in several launches
+    agree(coupled, 100, PATHS[path])  # parts of one row in several launches
 
 
-def test_the_door_takes_many_at_once_too():
+def test_the_public_function_takes_many_updates_at_once():
     updates = many(2)
     scope_masks(updates, impl="triton")
     expected = copied(updates[4].groups)
@@ -680,7 +682,7 @@ def test_one_bad_update_of_many_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("member", "scope", "norm", "said"),
+    ("member", "scope", "norm", "message"),
     [
         (
             lambda: blocks_of(torch.zeros(4, 8, dtype=torch.float64), (1, 1)),
@@ -705,8 +707,8 @@ def test_one_bad_update_of_many_changes_nothing():
         ),
     ],
 )
-def test_what_is_not_for_the_kernels_is_refused_by_name(member, scope, norm, said):
-    with pytest.raises(SparsityError, match=said) as error:
+def test_unsupported_work_is_refused_with_the_reason(member, scope, norm, message):
+    with pytest.raises(SparsityError, match=message) as error:
         scope_mask([Scopes(members=(member(),), shape=scope)], 1, norm, impl="triton")
     assert 'impl="triton" cannot take this' in str(error.value) and 'Use impl="auto"' in str(error.value)
 
@@ -718,7 +720,7 @@ def test_every_reason_is_listed_at_once():
     assert str(error.value).count(";") == 4
 
 
-def test_members_of_unlike_dtypes_are_refused():
+def test_members_of_different_dtypes_are_refused():
     members = (blocks_of(torch.zeros(4, 8), (1, 8)), blocks_of(torch.zeros(4).bfloat16(), (1,)))
     with pytest.raises(SparsityError, match="block-coupled members differ in the dtype"):
         scope_mask([Scopes(members=members, shape=(4, 1))], 1, impl="triton")
@@ -846,7 +848,7 @@ def test_what_cannot_be_thresholded_is_refused_before_anything_changes():
     bad[3, 7] = 0
     never = ones.clone()
     never[0, 0] = NAN
-    for act, said in (
+    for act, message in (
         (lambda: block.soft_threshold(-1.0, impl="triton"), "w: soft_threshold needs thresholds >= 0, got -1.0"),
         (lambda: scope.soft_threshold(torch.full((4, 2), NAN), impl="triton"), "needs thresholds >= 0, got nan"),
         (lambda: block.soft_threshold(1.0, bad, impl="triton"), "w: soft_threshold needs conditioners > 0, got 0.0"),
@@ -867,7 +869,7 @@ def test_what_cannot_be_thresholded_is_refused_before_anything_changes():
         (lambda: scope.hard_threshold(nnz=1, impl="bogus"), "impl must be one of .*, got 'bogus'"),
         (lambda: scope.hard_threshold(9.0, values=ones, impl="bogus"), "impl must be one of .*, got 'bogus'"),
     ):
-        with pytest.raises(SparsityError, match=said):
+        with pytest.raises(SparsityError, match=message):
             act()
     partial = BlockSpec(torch.ones(1, 5), (1, 2), edge="partial")
     with pytest.raises(SparsityError, match="a block at an edge is smaller"):
@@ -876,10 +878,10 @@ def test_what_cannot_be_thresholded_is_refused_before_anything_changes():
     assert not partial.view.param.any() and torch.equal(w, threefour((4, 8)))
 
 
-def test_no_number_is_spread_over_a_grid_or_looked_at_on_the_device(monkeypatch):
+def test_a_threshold_that_is_a_number_makes_no_tensor(monkeypatch):
     """Neither the check nor the launch of a threshold that is a number makes a tensor of it."""
     seen = []
-    monkeypatch.setattr(ready.Launch, "run", lambda self, kernel, *a, **k: seen.append(a))
+    monkeypatch.setattr(device_plan.Launch, "run", lambda self, kernel, *a, **k: seen.append(a))
     w = threefour((4, 8))
     for act in (BlockSpec(w, (1, 2)), ScopeSpec(BlockSpec(w, (1, 2)), (1, 2))):
         with monkeypatch.context() as patch:
@@ -913,7 +915,7 @@ def test_conditioned_thresholds_solve_the_reference_equation():
         assert torch.allclose(ours, theirs.data, rtol=1e-4, atol=1e-6)
 
 
-def test_a_conditioned_block_that_does_not_converge_is_left_alone_and_said():
+def test_a_conditioned_block_that_does_not_converge_is_left_alone_and_raises():
     before, diagonal = torch.tensor([[3.0, 4.0, 1.0, 2.0]]), torch.tensor([[1.0, 1e4, 1.0, 1.0]])
     values = before.clone()
     with pytest.raises(SparsityError, match=r"no convergence to atol=1e-06 in 0 steps \(missed by .*as they were"):
@@ -934,7 +936,7 @@ def test_newton_converges_at_any_condition_that_float32_holds():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_nan_stays_visible_under_a_condition_and_hides_no_neighbour():
+def test_nan_stays_with_a_conditioner_and_its_neighbour_is_right():
     for bad in (NAN, INF):
         values = torch.tensor([[bad, 1.0, 3.0, 4.0]])
         expected = values.clone()
@@ -944,10 +946,10 @@ def test_nan_stays_visible_under_a_condition_and_hides_no_neighbour():
         assert values[0, 2:].tolist() == pytest.approx([2.4, 3.2])
 
 
-def test_what_the_conditioned_kernel_does_not_take():
+def test_what_the_conditioned_kernel_refuses():
     wide = Blocks(shape=(1, 2048), values=torch.zeros(2, 2048), mask=torch.ones(2, 2048))
-    said = gpu.condition_reasons(each_alone((wide,)), 1e-6)
-    assert said == ["conditioned thresholding holds blocks of 1024 elements at most"]
+    reasons_found = gpu.condition_reasons(each_alone((wide,)), 1e-6)
+    assert reasons_found == ["conditioned thresholding holds blocks of 1024 elements at most"]
     assert "coupled blocks" in gpu.condition_reasons(each_alone((wide, wide)), 1e-6)[0]
 
 

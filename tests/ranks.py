@@ -16,11 +16,11 @@ def run_ranks(world, folder, cases, *, seconds=240):
 
     Args:
         world: number of ranks.
-        folder: an empty folder, where they meet.
+        folder: an empty folder for their rendezvous.
         cases: a function of a module; every rank lists and runs the same cases in the same order.
 
     Returns:
-        {name: the first rank's error text, or None}; a rank that dies ends the whole run.
+        {name: the first rank's error text, or None}; a rank that dies ends the run.
     """
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=_rank, args=(k, world, str(folder), cases)) for k in range(world)]
@@ -41,7 +41,7 @@ def _rank(rank, world, folder, cases):
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/meeting",
+        init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=60),
@@ -57,11 +57,11 @@ def _rank(rank, world, folder, cases):
             found.setdefault(name, None)
     torch.save(found, f"{folder}/rank{rank}.pt")
     distributed.barrier()
-    os._exit(0)  # gloo's threads now and then abort a process that takes itself apart
+    os._exit(0)  # gloo's threads sometimes abort a process that exits normally
 
 
 def _any_failed(mine):
-    """Whether the case failed on any rank; also keeps ranks in step between cases."""
+    """Whether the case failed on any rank; also synchronizes the ranks between cases."""
     flag = torch.tensor(int(mine))
     distributed.all_reduce(flag, distributed.ReduceOp.MAX)
     return bool(flag)

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.nn import functional as F
 
 from sparsekit_ao import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, SparsityError, TopKAST, dynamic
-from sparsekit_ao.distributed import beside, fill, is_sharded, local, whole
+from sparsekit_ao.distributed import fill, full_tensor, is_sharded, local, placed_like
 from sparsekit_ao.dynamic import inits
 from sparsekit_ao.schedules import cubic
 
@@ -116,9 +116,9 @@ def feed(run, step):
         grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + k))
         group = live.get(name)
         if group is not None and not getattr(group["module"].parametrizations.weight[0], "is_open", True):
-            grad *= whole(sparsifier.mask(group["tensor_fqn"])) != 0
+            grad *= full_tensor(sparsifier.mask(group["tensor_fqn"])) != 0
             group = None
-        p.grad = beside(grad, p) if group is None else unsummed(grad, p)
+        p.grad = placed_like(grad, p) if group is None else unsummed(grad, p)
     optimizer.step()
     sparsifier.step()
 
@@ -135,11 +135,13 @@ def unsummed(t, p):
 def everything(run):
     """What an update may change, whole: parameters, masks, optimizer state; budgets and what moved."""
     model, optimizer, sparsifier = run
-    found = {n: whole(p.detach()) for n, p in model.named_parameters()}
-    found |= {f"{g['tensor_fqn']} mask": whole(sparsifier.mask(g["tensor_fqn"])) != 0 for g in sparsifier.groups}
+    found = {n: full_tensor(p.detach()) for n, p in model.named_parameters()}
+    found |= {f"{g['tensor_fqn']} mask": full_tensor(sparsifier.mask(g["tensor_fqn"])) != 0 for g in sparsifier.groups}
     for name, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
-            found[f"{name} {key}"] = whole(value.detach()) if isinstance(value, torch.Tensor) else torch.tensor(-1.0)
+            found[f"{name} {key}"] = (
+                full_tensor(value.detach()) if isinstance(value, torch.Tensor) else torch.tensor(-1.0)
+            )
     budgets = [(g.get("nnz"), g["sparsity_level"]) for g in sparsifier.groups]
     return found, (budgets, getattr(sparsifier, "last_update", None))
 
@@ -263,7 +265,7 @@ def each_rank_its_data():
         assert all(update == said[0] for update in said)
         if step % 2 == 0:
             assert said[0].iteration == step and sum(said[0].pruned.values()) > 0
-            kept = {name: int(whole(found["mask"]).sum()) for name, found in many[2].state.items()}
+            kept = {name: int(full_tensor(found["mask"]).sum()) for name, found in many[2].state.items()}
             assert said[0].kept == kept == one[2].last_update.kept
     assert many[2].check() == one[2].check()
 
@@ -305,7 +307,7 @@ def on_meta(init):
     model, many = mlp("meta"), RIGL(**level)
     many.prepare(model, None)
     shard(model)
-    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialise"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialize"):
         many.attach(ADAM(model.parameters()))
     model.to_empty(device="cpu")
     fresh = dict(mlp().named_parameters())
@@ -329,7 +331,7 @@ def too_early_on_meta():
     with pytest.raises(SparsityError, match=r"\(21, 12\) was prepared on the meta device.*call sparsifier.attach"):
         model(batch(0)[0])
     model = mlp("meta")
-    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device and has no zeros to go on with"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. It has no zeros to resume"):
         DynamicSparsifier(init="resume").prepare(model, None)
     assert not hasattr(model[0], "parametrizations")
 
@@ -339,7 +341,7 @@ def wrong_orders():
     none = r"0.weight: one optimizer must train it, but 0 of the 1 given do.*"
     model = mlp()
     optimizer = ADAM(model.parameters())
-    sparsifier = RIGL(optimizer)
+    sparsifier = RIGL(optimizer=optimizer)
     sparsifier.prepare(model, None)
     shard(model)
     model(batch(0)[0]).sum().backward()
@@ -421,7 +423,7 @@ def squashed_before_summing():
         weight.grad = unsummed(torch.ones(weight.shape), weight)
     sparsifier.squash_mask()
     for layer in layers:
-        assert torch.equal(whole(layer.weight.grad) != 0, whole(layer.weight.detach()) != 0)
+        assert torch.equal(full_tensor(layer.weight.grad) != 0, full_tensor(layer.weight.detach()) != 0)
 
 
 def state_on_one_rank_alone():
@@ -484,7 +486,7 @@ def one_component_at_a_time():
         return tensor
 
     def watched(t):
-        return seen(whole(t), t.numel()) if is_sharded(t) else t
+        return seen(full_tensor(t), t.numel()) if is_sharded(t) else t
 
     def watched_rows(slots, masks):
         found = rows_of_masks(slots, masks)
@@ -493,8 +495,8 @@ def one_component_at_a_time():
     rows_of_masks = dynamic.slots.Slots.rows_of_masks
     _, many = twins((functools.partial(RIGL, redistribute="gradient"), None, ADAM), sharded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic.slots, "whole", watched)
-        patch.setattr(dynamic.parts, "whole", watched)
+        patch.setattr(dynamic.slots, "full_tensor", watched)
+        patch.setattr(dynamic.parts, "full_tensor", watched)
         patch.setattr(dynamic.slots.Slots, "rows_of_masks", watched_rows)
         for step in range(1, 5):
             train(many, step)
@@ -512,9 +514,9 @@ def squashed():
         assert not any("parametrizations" in name for name in model.state_dict())
         model(batch(0)[0]).sum().backward()
     for (name, p), q in zip(one[0].named_parameters(), many[0].parameters(), strict=True):
-        assert torch.equal(whole(q.detach()), p), name
+        assert torch.equal(full_tensor(q.detach()), p), name
         for key, value in one[1].state[p].items():
-            assert torch.equal(whole(many[1].state[q][key]), value), (name, key)
+            assert torch.equal(full_tensor(many[1].state[q][key]), value), (name, key)
     assert int((one[0][0].weight == 0).sum()) > 100
 
 
@@ -529,11 +531,11 @@ def from_one_kind_to_the_other():
     for target, (weights, state) in ((cut, saved[0]), (fresh, saved[1])):
         for key, value in weights.items():
             if not key.endswith("mask"):  # those find their way by themselves
-                weights[key] = beside(value, target[0].state_dict()[key])
+                weights[key] = placed_like(value, target[0].state_dict()[key])
         target[0].load_state_dict(weights)
         target[2].load_state_dict(state)
         for name, found in one[2].state.items():
-            assert torch.equal(whole(target[2].mask(name)) != 0, found["mask"] != 0)
+            assert torch.equal(full_tensor(target[2].mask(name)) != 0, found["mask"] != 0)
         assert target[2].iteration == 2
     assert fresh[2].mask("0.weight").dtype == torch.float32 and cut[2].mask("0.weight").dtype == torch.bool
 
@@ -548,18 +550,18 @@ STRAIGHT = {
 
 def straight_through(method, put=None, iteration=train):
     one, many = twins(STRAIGHT[method], put or sharded)
-    before = whole(many[2].mask("0.weight")).clone()
+    before = full_tensor(many[2].mask("0.weight")).clone()
     for step in range(1, 6):
         for run in (one, many):
             iteration(run, step)
         for kind in ("mask", "backward_mask"):
             for g, h in zip(one[2].groups, many[2].groups, strict=True):
                 a, b = (getattr(x["module"].parametrizations.weight[0], kind) for x in (g, h))
-                assert torch.equal(whole(b), a), (g["tensor_fqn"], kind)
+                assert torch.equal(full_tensor(b), a), (g["tensor_fqn"], kind)
                 if kind == "backward_mask":
                     assert bool(a.all()) == (not method.startswith("Top"))
         assert_same(one, many)
-    assert not torch.equal(whole(many[2].mask("0.weight")), before)
+    assert not torch.equal(full_tensor(many[2].mask("0.weight")), before)
 
 
 def resumable():

@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
-from sparsekit_ao.distributed import beside, is_sharded, local, whole
+from sparsekit_ao.distributed import full_tensor, is_sharded, local, placed_like
 
 CONFIGS = {
     "global": [{"tensor_fqn": "*.weight", "scope_coupling": "all"}],
@@ -55,7 +55,7 @@ def pair(config, make=ScopeSparsifier, mlp=mlp, **kwargs):
 def assert_same_masks(one, many):
     for g in one.groups:
         name = g["tensor_fqn"]
-        assert torch.equal(whole(many.mask(name)), one.mask(name)), name
+        assert torch.equal(full_tensor(many.mask(name)), one.mask(name)), name
 
 
 def train(model, optimizer, step, rows=slice(None)):
@@ -79,11 +79,11 @@ def offload():
     return CPUOffloadPolicy(pin_memory=False)
 
 
-def life(config, **kwargs):
+def every_method(config, **kwargs):
     plain, one, sharded, many = pair(CONFIGS[config], **kwargs)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, sharded)]
     x = batch(0)[0]
-    assert torch.equal(sharded(x), plain(x))  # all is kept, and masks are still whole
+    assert torch.equal(sharded(x), plain(x))  # all is kept, and masks are not sharded yet
     for step in range(6):
         for sparsifier in (one, many):
             for g in sparsifier.groups:
@@ -106,11 +106,11 @@ def life(config, **kwargs):
     assert many.check() == one.check()
     assert list(sharded.state_dict()) == list(plain.state_dict())
     for name, w in plain.state_dict().items():
-        got = whole(sharded.state_dict()[name])
+        got = full_tensor(sharded.state_dict()[name])
         assert torch.equal(got != 0, w != 0), name
         torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sharded(x), plain(x), rtol=1e-4, atol=1e-5)
-    train(sharded, optimizers[1], 9, mine())  # and it goes on training
+    train(sharded, optimizers[1], 9, mine())  # and it can be trained on
     train(plain, optimizers[0], 9)
     torch.testing.assert_close(sharded(x), plain(x), rtol=1e-3, atol=1e-4)
 
@@ -141,7 +141,7 @@ def gradients_are_masked_and_hidden_nan_does_no_harm():
     for m in (plain, sharded):
         m(x).square().mean().backward()
     for k in (0, 2, 4):
-        got = whole(sharded[k].parametrizations.weight.original.grad)
+        got = full_tensor(sharded[k].parametrizations.weight.original.grad)
         torch.testing.assert_close(got, plain[k].parametrizations.weight.original.grad, rtol=1e-5, atol=1e-7)
         assert torch.equal(got != 0, plain[k].parametrizations.weight.original.grad != 0)
 
@@ -159,7 +159,7 @@ def mixed_precision():
     out.float().square().mean().backward()
     weight = sharded[0].parametrizations.weight.original
     assert weight.grad.dtype == torch.float32
-    assert not bool((whole(weight.grad) * ~whole(many.mask("0.weight"))).any())
+    assert not bool((full_tensor(weight.grad) * ~full_tensor(many.mask("0.weight"))).any())
     reference = mlp().bfloat16()
     for k in (0, 2, 4):
         with torch.no_grad():
@@ -170,7 +170,7 @@ def mixed_precision():
 
 
 def meta_device(early):
-    """Masks that were asked for before there was memory are sharded before there is any."""
+    """Masks that were read before `to_empty` are sharded before there is memory."""
     model = mlp("meta")
     many = ScopeSparsifier()
     many.prepare(model, CONFIGS["global"])
@@ -214,7 +214,7 @@ def large_layers():
 
 
 def checkpointed_activations():
-    """Masks are gathered anew where the forward pass is run anew."""
+    """Masks are gathered again where the forward pass is run again."""
     from torch.utils.checkpoint import checkpoint
 
     plain, one, sharded, many = pair(CONFIGS["global"])
@@ -253,7 +253,7 @@ def wrong_order():
 
 
 def wrong_order_from_inside():
-    """The module that was wrapped lies around the one that is prepared, which bears no sign of FSDP2's class."""
+    """The module that was wrapped contains the one that is prepared, which has not FSDP2's class."""
     from torch.distributed.fsdp import fully_shard
 
     inner = mlp()
@@ -265,7 +265,7 @@ def wrong_order_from_inside():
 
 
 def squash_of_a_part():
-    """FSDP2 would not hear that the weight moved: an error before anything is written."""
+    """FSDP2's records could not be updated: an error before anything is written."""
     from torch.distributed.fsdp import fully_shard
 
     inner = mlp()
@@ -290,7 +290,7 @@ def squash_of_a_part():
 
 
 def gathered_by_a_parent():
-    """An eval pass may leave the root's parameters gathered; a parent that the sparsifier cannot see, too."""
+    """An eval pass may leave the root's parameters gathered; so may a parent that the sparsifier does not know."""
     from torch.distributed.fsdp import fully_shard
 
     inner = mlp()
@@ -364,7 +364,7 @@ def another_parametrization_below():
 
 
 def what_torch_may_change():
-    """FSDP2's records elsewhere: an error before anything is written."""
+    """Without FSDP2's records: an error before anything is written."""
     from torch.distributed.fsdp import FSDPModule
 
     _, _, sharded, many = pair(CONFIGS["global"])
@@ -374,7 +374,7 @@ def what_torch_may_change():
         patch.setattr(FSDPModule, "_get_fsdp_state", lambda self: None)
         patch.setattr(FSDPModule, "reshard", lambda self: None)
         with pytest.raises(
-            SparsityError, match="cannot find what fully_shard keeps about its parameters in this torch"
+            SparsityError, match="cannot find fully_shard's records of its parameters in this version of torch"
         ):
             many.squash_mask()
     assert all(torch.equal(local(t), before[name]) for name, t in sharded.state_dict().items())
@@ -390,14 +390,14 @@ def masks_of_other_meshes():
     mask = distribute_tensor(torch.ones(6, 4, dtype=torch.bool), line, [Shard(0)])
     weight = distribute_tensor(torch.ones(6, 4), square, [Replicate(), Shard(1)])
     with pytest.raises(SparsityError, match=r"neither is part of the other. Name the dimensions"):
-        beside(mask, weight)
-    for to in ([Shard(1)], [Replicate()]):  # and on its own mesh a mask follows anywhere
+        placed_like(mask, weight)
+    for to in ([Shard(1)], [Replicate()]):  # on its own mesh a mask takes any placement
         weight = distribute_tensor(torch.ones(6, 4), line, to)
-        assert beside(mask, weight).placements == tuple(to)
+        assert placed_like(mask, weight).placements == tuple(to)
 
 
 def other_strides():
-    """A shard made by hand need not be contiguous; neither is the mask beside it."""
+    """A shard made by hand need not be contiguous; neither is its mask."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -456,8 +456,8 @@ def state_dicts():
 
 def cases():
     for config in CONFIGS:
-        yield f"life {config}", functools.partial(life, config)
-    yield "life global, offloaded", functools.partial(life, "global", offload_policy=offload())
+        yield f"every method {config}", functools.partial(every_method, config)
+    yield "every method global, offloaded", functools.partial(every_method, "global", offload_policy=offload())
     for early in (False, True):
         yield f"meta {early}", functools.partial(meta_device, early)
     for case in (

@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
-from sparsekit_ao.distributed import Job, is_sharded, local, update_masks
+from sparsekit_ao.algebra import MaskUpdate
+from sparsekit_ao.distributed import is_sharded, local, update_masks
 from sparsekit_ao.distributed.tensors import part_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,15 +32,15 @@ def weights(kind, shape, dtype, seed):
     return w.to(dtype)
 
 
-def stand_in(w):
+def meta_like(w):
     return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
 
 
 def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None):
-    """Masks of the scope over tensors (in the order of its block specs), sharded and whole."""
+    """Compare the masks of the scope over tensors (in the order of its block specs), sharded and not."""
     from torch.distributed.tensor import distribute_tensor
 
-    leaves = [leaf for spec, _ in scope.scopes() for leaf in spec.block.blocks()]
+    leaves = scope.blocks()
     before = [torch.ones(w.shape, dtype=torch.bool) if among_kept is None else among_kept for w in tensors]
     want = dict(zip(leaves, (m.clone() for m in before), strict=True))
     values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
@@ -54,7 +55,7 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None):
     sharded = {leaf.view.param: f(w) for leaf, w, f in zip(leaves, tensors, put, strict=True)}
     storages = [local(m).data_ptr() for m in masks.values()]
     update_masks(
-        [Job(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, among_kept=among_kept is not None)]
+        [MaskUpdate(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, among_kept=among_kept is not None)]
     )
     assert [local(m).data_ptr() for m in masks.values()] == storages  # filled in place
     for leaf in leaves:
@@ -77,7 +78,7 @@ PATTERNS = {  # name: (block, scope, level)
 
 
 def plain_cases(mesh, placements, shape, where, repeat=2):
-    """Patterns under one placement; dtypes, kinds and levels go round."""
+    """Patterns under one placement; dtypes, kinds and levels alternate."""
     turn = itertools.cycle(itertools.product(DTYPES, ("normal", "ties", "zeros", "special")))
     for at, (name, (block, scope, level)) in enumerate(PATTERNS.items()):
         for _ in range(repeat):
@@ -87,7 +88,7 @@ def plain_cases(mesh, placements, shape, where, repeat=2):
                 w = weights(kind, shape, dtype, at)
                 if block and kind == "normal":
                     w = (w * 4).round()  # sums of squares are exact
-                spec = ScopeSpec(BlockSpec(stand_in(w), block, name="w"), scope)
+                spec = ScopeSpec(BlockSpec(meta_like(w), block, name="w"), scope)
                 compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(level))
 
             yield f"{where} {name} {kind} {str(dtype)[6:]}", case
@@ -95,12 +96,12 @@ def plain_cases(mesh, placements, shape, where, repeat=2):
 
 def global_case(mesh, placements, shapes, dtype, kind, level):
     tensors = [weights(kind, s, dtype, i) for i, s in enumerate(shapes)]
-    scope = ScopeCoupling([ScopeSpec(BlockSpec(stand_in(w), name=f"w{i}")) for i, w in enumerate(tensors)])
+    scope = ScopeCoupling([ScopeSpec(BlockSpec(meta_like(w), name=f"w{i}")) for i, w in enumerate(tensors)])
     compare(scope, tensors, placements, mesh, scope.sparsity_to_nnz(level))
 
 
 def global_cases(mesh, placements, where):
-    """One budget over five tensors, one of them shorter than the ranks are many, one on every rank."""
+    """One budget over five tensors, one of them shorter than the number of ranks, one on every rank."""
     shapes = [(20, 8), (3, 5), (1, 9), (8, 8), (7,)]
     kinds = ("normal", "ties", "zeros", "special")
     ends = [(torch.float32, "ties", level) for level in (0.0, 1.0)]
@@ -116,11 +117,11 @@ def global_cases(mesh, placements, where):
 
 
 def odd_cases(mesh, placements, where):
-    """Views, stages, couplings, callables, partial edges: what does not simply lie in shards."""
+    """Views, stages, couplings, callables, partial edges: what cannot simply be cut into shards."""
 
     def view():
         w = weights("ties", (32, 32), torch.float32, 0)
-        seen = View.from_function(stand_in(w), lambda t: t.unflatten(0, (4, 8)).unflatten(2, (2, 16)), name="w")
+        seen = View.from_function(meta_like(w), lambda t: t.unflatten(0, (4, 8)).unflatten(2, (2, 16)), name="w")
         spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)), (1, 4, 1))
         compare(spec, [w], [placements], mesh, 1)
         spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)))
@@ -128,60 +129,60 @@ def odd_cases(mesh, placements, where):
 
     def far_view():
         w = weights("ties", (16, 32), torch.float32, 0)
-        seen = View(stand_in(w), (16, 2, 8, 2), (32, 16, 1, 8), name="w")  # 2:4 of columns 8 apart
+        seen = View(meta_like(w), (16, 2, 8, 2), (32, 16, 1, 8), name="w")  # 2:4 of columns 8 apart
         compare(ScopeSpec(BlockSpec(seen, (1, 1, 1, 2)), (1, 1, 4, 1)), [w], [placements], mesh, 2)
 
     def flat_view():
         w = weights("normal", (12, 8), torch.float32, 0)
-        seen = View(stand_in(w), (48,), (2,), name="w")  # every second element; the others stay as they are
+        seen = View(meta_like(w), (48,), (2,), name="w")  # every second element; the others stay as they are
         compare(ScopeSpec(BlockSpec(seen)), [w], [placements], mesh, 11)
 
     def among_kept():
         w = weights("ties", (24, 16), torch.float32, 0)
         left = torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3
         for scope in ((), (1, 4), (24, 1)):
-            compare(ScopeSpec(BlockSpec(stand_in(w)), scope), [w], [placements], mesh, 3, among_kept=left)
-        everything = ScopeSpec(BlockSpec(stand_in(w)))
+            compare(ScopeSpec(BlockSpec(meta_like(w)), scope), [w], [placements], mesh, 3, among_kept=left)
+        everything = ScopeSpec(BlockSpec(meta_like(w)))
         compare(everything, [w], [placements], mesh, 24 * 16, among_kept=left)
 
     def coupled():
         up, gate, down = (weights("ties", s, torch.float32, i) for i, s in enumerate([(12, 8), (12, 8), (8, 12)]))
         blocks = [
-            BlockSpec(stand_in(up), (1, -1)),
-            BlockSpec(stand_in(gate), (1, -1)),
-            BlockSpec(stand_in(down), (-1, 1)),
+            BlockSpec(meta_like(up), (1, -1)),
+            BlockSpec(meta_like(gate), (1, -1)),
+            BlockSpec(meta_like(down), (-1, 1)),
         ]
-        fate = BlockCoupling(blocks, orders=[None, None, (1, 0)])
-        compare(ScopeSpec(fate), [up, gate, down], [placements] * 3, mesh, 5)
-        other = ScopeSpec(BlockSpec(stand_in(weights("ties", (9, 4), torch.float32, 3))))
+        together = BlockCoupling(blocks, orders=[None, None, (1, 0)])
+        compare(ScopeSpec(together), [up, gate, down], [placements] * 3, mesh, 5)
+        other = ScopeSpec(BlockSpec(meta_like(weights("ties", (9, 4), torch.float32, 3))))
         tensors = [up, gate, down, weights("ties", (9, 4), torch.float32, 3)]
-        compare(ScopeCoupling([ScopeSpec(fate), other]), tensors, [placements] * 4, mesh, 11)
+        compare(ScopeCoupling([ScopeSpec(together), other]), tensors, [placements] * 4, mesh, 11)
 
     def saliency():
         w = weights("ties", (12, 8), torch.float32, 0)
-        compare(ScopeSpec(BlockSpec(stand_in(w), (2, 2))), [w], [placements], mesh, 7, norm=lambda t: -t)
+        compare(ScopeSpec(BlockSpec(meta_like(w), (2, 2))), [w], [placements], mesh, 7, norm=lambda t: -t)
 
     def edge():
         w = weights("ties", (13, 10), torch.float32, 0)
         for block, scope in itertools.product([(2, 4), (1, 4), (1, 1)], [(), (3, 2)]):
-            spec = ScopeSpec(BlockSpec(stand_in(w), block, edge="partial"), scope)
+            spec = ScopeSpec(BlockSpec(meta_like(w), block, edge="partial"), scope)
             compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(0.5))
             compare(spec, [w], [placements], mesh, spec.numblk_per_scope())
 
     def norms():
         w = weights("ties", (16, 8), torch.float64, 0)
         for norm in (1, 2, float("inf")):
-            compare(ScopeSpec(BlockSpec(stand_in(w), (1, 2))), [w], [placements], mesh, 9, norm=norm)
+            compare(ScopeSpec(BlockSpec(meta_like(w), (1, 2))), [w], [placements], mesh, 9, norm=norm)
 
     def many_scopes():
         w = weights("normal", (40, 64), torch.float32, 0)
-        compare(ScopeSpec(BlockSpec(stand_in(w)), (-1, 1)), [w], [placements], mesh, 13)
-        compare(ScopeSpec(BlockSpec(stand_in(w)), (1, -1)), [w], [placements], mesh, 13)
+        compare(ScopeSpec(BlockSpec(meta_like(w)), (-1, 1)), [w], [placements], mesh, 13)
+        compare(ScopeSpec(BlockSpec(meta_like(w)), (1, -1)), [w], [placements], mesh, 13)
 
     def own_budgets():
         w = weights("ties", (16, 16), torch.float32, 0)
         for scope in ((1, 4), (8, 8), (-1, 4), (4, -1), (3, 16)):
-            spec = ScopeSpec(BlockSpec(stand_in(w), edge="partial"), scope)
+            spec = ScopeSpec(BlockSpec(meta_like(w), edge="partial"), scope)
             keep = torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
             compare(spec, [w], [placements], mesh, keep)
 

@@ -16,7 +16,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
-from sparsekit_ao.distributed import local, whole
+from sparsekit_ao.distributed import full_tensor, local
 from sparsekit_ao.schedules import cubic
 
 
@@ -113,7 +113,7 @@ def save(folder, how):
         saved = checkpoint.async_save(state_of(*run), checkpoint_id=f"{folder}/async_save")
         saved.result()
     some_steps(*run, range(4, 6))
-    after = {g["tensor_fqn"]: whole(run[1].mask(g["tensor_fqn"])) for g in run[1].groups}
+    after = {g["tensor_fqn"]: full_tensor(run[1].mask(g["tensor_fqn"])) for g in run[1].groups}
     if distributed.get_rank() == 0:
         torch.save(after, f"{folder}/{how}.pt")
 
@@ -127,7 +127,7 @@ def load(folder, how):
     run[1].check()
     some_steps(*run, range(4, 6))
     for name, mask in torch.load(f"{folder}/{how}.pt").items():
-        assert torch.equal(whole(run[1].mask(name)), mask), name
+        assert torch.equal(full_tensor(run[1].mask(name)), mask), name
 
 
 def tensor_parallel(config, mesh):
@@ -157,7 +157,7 @@ def tensor_parallel(config, mesh):
     many.squash_mask()
     assert list(model.state_dict()) == list(plain.state_dict())
     for name, w in plain.state_dict().items():
-        got = whole(model.state_dict()[name])
+        got = full_tensor(model.state_dict()[name])
         torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5)
         assert torch.equal(got == 0, w == 0)
     torch.testing.assert_close(model(batch(0)[0]), plain(batch(0)[0]), rtol=1e-4, atol=1e-5)
@@ -190,7 +190,7 @@ def other_meshes():
         layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, at))
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, CONFIGS["global"])
-    with pytest.raises(SparsityError, match=r"0.weight: it lies on .*, but 1.weight, with which it shares a budget"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on .*, but 1.weight, with which it shares a budget"):
         sparsifier.step()
 
 

@@ -1,6 +1,6 @@
 """Random parameters, windows and tilings for hypothesis, and the oracle: SPEC section 2 spelled out in Python loops.
 
-The oracle knows addresses and integer division only. It shares no line with the library: an element's block is
+The oracle uses addresses and integer division only. It uses no code of the library: an element's block is
 floor(i / b) of its window index i, a block's scope floor(k / g) of its grid index k.
 """
 
@@ -36,8 +36,8 @@ def params(draw, max_rank=4, pool=SMALL, dtypes=FLOATS, shape=None):
     sizes = [lead[k] + shape[k] * step[k] + tail[k] for k in range(rank)]
     dtype = draw(st.sampled_from(dtypes))
     base = torch.zeros([sizes[k] for k in memory], dtype=dtype)
-    seen = base.permute([memory.index(k) for k in range(rank)])
-    param = seen[tuple(slice(lead[k], lead[k] + shape[k] * step[k], step[k]) for k in range(rank))]
+    view = base.permute([memory.index(k) for k in range(rank)])
+    param = view[tuple(slice(lead[k], lead[k] + shape[k] * step[k], step[k]) for k in range(rank))]
     assert tuple(param.shape) == tuple(shape)
     fill(param, draw(values_of(math.prod(shape), pool)))
     return param
@@ -95,7 +95,7 @@ def elements_of(param):
 
 @dataclass
 class Tiled:
-    """What the definitions say of one window cut into blocks: {block: logical indices}, in window order."""
+    """One window cut into blocks, by the definitions: {block: logical indices}, in window order."""
 
     param: torch.Tensor
     grid: tuple
@@ -153,7 +153,7 @@ def choose(competitors, keep):
 
 
 def mask_of(tiled, kept):
-    """The parameter-shaped mask: False where a dropped block lies, True everywhere else."""
+    """The parameter-shaped mask: False in dropped blocks, True everywhere else."""
     mask = torch.ones(tiled.param.shape, dtype=torch.bool)
     for block, places in tiled.blocks.items():
         for at in places:
@@ -162,7 +162,7 @@ def mask_of(tiled, kept):
 
 
 def shrunk(v, t, h=None):
-    """The prox of t ||.|| of one float64 block under the diagonal h (None is all ones), by bisection on its norm."""
+    """The proximal map of t ||.|| of one float64 block under the diagonal h (None: ones), by bisection on its norm."""
     h = torch.ones_like(v) if h is None else h
     pull = h * v
     if pull.norm() <= t:

@@ -1,7 +1,7 @@
-"""discover on real architectures: half of every axis that it finds goes exactly, or an error says why not.
+"""discover on real architectures: half of every axis that it finds can be removed exactly, or an error tells why not.
 
-Some axes need an integer of the forward changed too (a head size, say), which nobody can see from shapes: without it
-`compact` must refuse, never return a wrong model; with it, as a person would list it, the axis goes exactly.
+Some axes need an integer of the forward changed too (such as a head size), which shapes do not show: without it
+`compact` must raise, never return a wrong model; with it, listed by hand, the axis is removed exactly.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ TOGETHER = {
     "ViT": [{1: {"vit.layers.*.attention.head_dim": "u"}, 2: {}}],
 }
 TIED = {("Gemma2", 0)}  # its embedding is its head as well, and a tensor of two names takes no mask
-COUNTS = {  # kinds of axes that discover finds, so that one which it no longer finds is missed
+COUNTS = {  # kinds of axes that discover finds, so that one which it no longer finds fails the test
     **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Mixtral"), 6),
     **dict.fromkeys(("BERT", "DistilBERT", "ViT"), 4),
     **{"GPT-2": 3, "GPT-NeoX": 2, "T5": 10, "ConvNeXt": 1, "ResNet": 5, "MobileNetV2": 10},
@@ -55,7 +55,7 @@ def halved(model, couplings, inputs):
 
 
 @pytest.mark.parametrize("name", hf_models.NAMES)
-def test_half_of_every_discovered_axis_goes_exactly(name):
+def test_half_of_every_discovered_axis_is_removed_exactly(name):
     model, inputs = hf_models.make(name)
     couplings = discover(model, inputs).couplings
     assert len(couplings) == COUNTS[name]
@@ -67,7 +67,7 @@ def test_half_of_every_discovered_axis_goes_exactly(name):
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_without_the_integers_it_is_refused_and_never_wrong(name):
+def test_without_the_integers_compact_raises_and_is_never_wrong(name):
     model, inputs = hf_models.make(name)
     couplings = discover(model, inputs).couplings
     for at in {at for step in TOGETHER[name] for at in step}:
@@ -83,7 +83,7 @@ def test_an_axis_of_a_tied_tensor_takes_no_mask(name, at):
         pruned(model, [discover(model, inputs).couplings[at]])
 
 
-def test_experts_that_look_at_values_need_another_implementation_or_hands():
+def test_experts_whose_shapes_depend_on_values_need_another_implementation():
     model, inputs = hf_models.make("Mixtral")
     model.set_experts_implementation("eager")
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_experts_that_look_at_values_need_another_implementation_or_hands():
         discover(model, inputs)
 
 
-def test_an_attention_mask_is_no_hindrance():
+def test_discover_takes_an_attention_mask():
     model, inputs = hf_models.make("Llama")
     inputs |= {"attention_mask": inputs["input_ids"].new_ones(2, 7)}
     assert len(discover(model, inputs).couplings) == 6

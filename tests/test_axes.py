@@ -1,4 +1,4 @@
-"""Axis patterns: they say what views, blocks and scopes say, and nothing else."""
+"""Axis patterns: the same masks as the views, blocks and scopes that they stand for; errors in patterns."""
 
 import re
 
@@ -81,23 +81,25 @@ TABLE = [  # the pattern table of the specification: (name, shape, axes, numbers
     ("filters", (8, 12, 3, 3), axes("o i h w", "o"), patterns.filters()),
     ("input channels", (8, 12, 3, 3), axes("o i h w", "i"), {"block_shape": (-1, 1, -1, -1)}),
     ("kernels", (8, 12, 3, 3), axes("o i h w", "o i"), {"block_shape": (1, 1, -1, -1)}),
-    ("conv 2:4", (8, 12, 3, 3), axes("o (s m) h w", "o s h w m", "o s h w", m=4), patterns.n_m(2, 4, ndim=4)),
+    ("conv 2:4", (8, 12, 3, 3), axes("o (s m) h w", "o s h w m", "o s h w", m=4), patterns.n_m(2, 4)),
 ]
 
 
 def prepared(weight, entry):
     sparsifier, model = ScopeSparsifier(), Holder(w=weight)
-    budget = {} if entry.keys() & {"nnz", "sparsity_level", "stages"} else {"sparsity_level": 0.5}
+    budget = {} if entry.keys() & {"nnz", "sparsity_level", "stages", "pattern"} else {"sparsity_level": 0.5}
     sparsifier.prepare(model, [{"tensor_fqn": "w", **entry, **budget}])
     return sparsifier
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("name", "shape", "pattern", "numbers"), TABLE, ids=[row[0] for row in TABLE])
-def test_both_ways_to_say_one_thing_choose_the_same_mask(name, shape, pattern, numbers, channels_last):
+def test_an_axis_pattern_and_its_numbers_choose_the_same_mask(name, shape, pattern, numbers, channels_last):
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2).round()  # ties
     if channels_last and len(shape) == 4:
         weight = weight.contiguous(memory_format=torch.channels_last)
+    if isinstance(numbers, patterns.Pattern):
+        numbers = numbers.resolve(Holder(w=weight), "w")
     budget = {k: numbers[k] for k in ("nnz", "sparsity_level") if k in numbers}
     both = [prepared(weight.clone(), entry) for entry in ({**pattern, **budget}, numbers)]
     for sparsifier in both:
@@ -114,7 +116,7 @@ def test_both_ways_to_say_one_thing_choose_the_same_mask(name, shape, pattern, n
 
 
 def window(scope):
-    """A scope's block as the kernels are handed it."""
+    """A scope's block as `selection` takes it."""
     view = scope.block.view
     return Blocks(shape=scope.block.shape, values=view.param.as_strided(view.shape, view.stride, view.offset))
 
@@ -124,9 +126,9 @@ def test_units_align_over_coupled_tensors_whatever_their_shapes():
     u, i = 6, 4
     model = Holder(gate=torch.randn(u, i), up=torch.randn(u, i), down=torch.randn(i, u), bias=torch.randn(u))
     shared = {"unit": "u", "block_coupling": "mlp", "sparsity_level": 0.5}
-    says = {"gate": "u i", "up": "u i", "down": "o u", "bias": "u"}
+    patterns_of = {"gate": "u i", "up": "u i", "down": "o u", "bias": "u"}
     sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model, [{"tensor_fqn": name, "axes": text, **shared} for name, text in says.items()])
+    sparsifier.prepare(model, [{"tensor_fqn": name, "axes": text, **shared} for name, text in patterns_of.items()])
     sparsifier.step()
     dense = {group["tensor_fqn"]: sparsifier._dense(group) for group in sparsifier.groups}
     score = dense["gate"].square().sum(1) + dense["up"].square().sum(1) + dense["down"].square().sum(0)
@@ -142,7 +144,7 @@ def test_grouped_queries_are_units_of_their_key_and_value():
     torch.manual_seed(0)
     u, g, d, i = 3, 2, 4, 5
     model = Holder(q=torch.randn(u * g * d, i), k=torch.randn(u * d, i), o=torch.randn(i, u * g * d))
-    says = {"q": "(u g d) i", "k": "(u d) i", "o": "o (u g d)"}
+    patterns_of = {"q": "(u g d) i", "k": "(u d) i", "o": "o (u g d)"}
     entries = [
         {
             "tensor_fqn": n,
@@ -152,7 +154,7 @@ def test_grouped_queries_are_units_of_their_key_and_value():
             "block_coupling": "attention",
             "nnz": 1,
         }
-        for n, t in says.items()
+        for n, t in patterns_of.items()
     ]
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, entries)
@@ -187,7 +189,7 @@ def test_defaults_stages_and_entries_override_each_other():
     ]
     both = [
         prepared(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), entry)
-        for entry in ({"stages": stages}, patterns.v_n_m(2, 2, 8))
+        for entry in ({"stages": stages}, dict(patterns.v_n_m(2, 2, 8)))
     ]
     for one in both:
         one.step()
@@ -213,12 +215,12 @@ BAD = [
     ),
     (axes("(a b) i", "i", a=2, b=4), W + "'(a b) i': dimension 0 (a b) has size 4, not a=2 * b=4 = 8"),
     (axes("o i", "o", o=3), W + "'o i': dimension 0 (o) has size 4, not o=3"),
-    (axes("o (s m)", "o s m"), W + "'o (s m)': dimension 1 of size 8 is (s m); give the sizes of all but one of s, m"),
-    (axes("o i h w", "o"), "there are 4 dimensions in it, but the tensor has 2: (4, 8)"),
-    (axes("o i", "u"), "unit speaks of 'u', but the axes are o, i"),
-    (axes("o i", "o", "x"), "scope speaks of 'x', but the axes are o, i"),
+    (axes("o (s m)", "o s m"), W + "'o (s m)': dimension 1 (s m) has size 8; give the sizes of all but one of s, m"),
+    (axes("o i h w", "o"), "it has 4 dimensions, but the tensor has 2: (4, 8)"),
+    (axes("o i", "u"), "unknown axis 'u' in unit; the axes are o, i"),
+    (axes("o i", "o", "x"), "unknown axis 'x' in scope; the axes are o, i"),
     (axes("o i", "o", "i"), "scope axis 'i' is not one of unit (o): a block cannot be in several scopes"),
-    (axes("o i", "o", m=4), "sizes speaks of 'm', but the axes are o, i"),
+    (axes("o i", "o", m=4), "unknown axis 'm' in sizes; the axes are o, i"),
     (axes("o i", "o", i=0), "sizes['i'] must be a positive int, got 0"),
     (axes("o i", "o", i=True), "sizes['i'] must be a positive int, got True"),
     (axes("o i", ""), "unit is empty"),
@@ -232,7 +234,7 @@ BAD = [
     ({"unit": "o"}, "'unit' is part of an axis pattern and needs 'axes'"),
     ({"axes": "o i", "unit": 3}, "unit must be names of axes, got 3"),
     ({"axes": "o i", "unit": "o", "sizes": 4}, "sizes must be a dict {axis: length}, got 4"),
-    (axes("o i", "o") | {"block_shape": (1, -1)}, "'axes' and 'block_shape' both say what a block and a scope are"),
+    (axes("o i", "o") | {"block_shape": (1, -1)}, "'axes' and 'block_shape' are mutually exclusive"),
     ({"stages": [{"unit": "o"}]}, "w: stages[0]: 'unit' is part of an axis pattern and needs 'axes'"),
     ({"stages": [axes("o (s m)", "o s m", m=3)]}, "w: stages[0]: axes 'o (s m)': dimension 1 (s m) has size 8"),
 ]
@@ -247,7 +249,7 @@ def test_a_pattern_that_does_not_fit_is_an_error_before_anything_is_changed(entr
 
 
 def test_defaults_that_contradict_are_refused():
-    with pytest.raises(SparsityError, match=re.escape("defaults: 'axes' and 'scope_shape' both say")):
+    with pytest.raises(SparsityError, match=re.escape("defaults: 'axes' and 'scope_shape' are mutually exclusive")):
         ScopeSparsifier(axes="o i", unit="o", scope_shape=(1, 4))
 
 
@@ -258,7 +260,7 @@ def test_coupled_units_of_different_length_are_refused():
         ScopeSparsifier().prepare(model, entries)
 
 
-def test_a_transposed_weight_is_looked_at_where_it_lies():
+def test_the_view_of_a_transposed_weight_is_an_alias():
     weight = torch.randn(8, 4).t()
     seen = AxisPattern(axes="o (s m)", unit="s o m", sizes={"m": 4})(weight)
     assert seen.data_ptr() == weight.data_ptr() and seen.shape == (2, 4, 4)

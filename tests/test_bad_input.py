@@ -20,6 +20,11 @@ from sparsekit_ao import (
 
 LINEAR = {"tensor_fqn": "0.weight"}
 
+
+def magnitude(weight, name):
+    return weight.abs()
+
+
 BAD_CONFIGS = [
     ([], "config is empty, so nothing would be sparsified; pass None for every Linear and conv"),
     ({"tensor_fqn": "0.weight"}, "config must be a list of dicts or None, got dict"),
@@ -28,13 +33,17 @@ BAD_CONFIGS = [
     ([{"tensor_fqn": "0.wieght"}], r"'0.wieght' matches no parameter of the model. Did you mean '0.weight'\?"),
     ([{"tensor_fqn": "layers.*.weight"}], r"'layers.\*.weight' matches no parameter of the model"),
     ([{"tensor_fqn": "re:("}], r"'re:\(' is not a regular expression"),
-    ([LINEAR, {"tensor_fqn": "*.weight"}], r"config\[1\]: '0.weight' is already named by config\[0\] \('0.weight'\)"),
+    (
+        [LINEAR, LINEAR],
+        r"config\[1\]: '0.weight' is already named by config\[0\] \('0.weight'\); name each tensor once",
+    ),
+    ([{"tensor_fqn": "*.weight"}] * 2, r"config\[0\] \('\*.weight'\) has no effect, because other entries name all of"),
     ([{**LINEAR, "sparsty_level": 0.3}], "unknown key 'sparsty_level'. Did you mean 'sparsity_level'?"),
     ([{**LINEAR, "module_fqn": "2"}], "'module_fqn' and 'tensor_fqn' disagree: '2' and '0.weight'"),
     ([{**LINEAR, "sparsity_level": 1.5}], r"0.weight: sparsity level must lie in \[0, 1\], got 1.5"),
     ([{**LINEAR, "sparsity_level": float("nan")}], r"sparsity level must lie in \[0, 1\], got nan"),
     ([{**LINEAR, "sparsity_level": "0.5"}], r"sparsity level must lie in \[0, 1\], got '0.5'"),
-    ([{**LINEAR, "sparsity_level": 0.5, "nnz": 2}], "sparsity_level and nnz are two budgets; give one"),
+    ([{**LINEAR, "sparsity_level": 0.5, "nnz": 2}], "sparsity_level and nnz are mutually exclusive"),
     ([{**LINEAR, "nnz": 33}], r"0.weight: nnz must lie in 0 .. 32 \(a scope has 32 blocks\), got 33"),
     ([{**LINEAR, "nnz": 1.5}], "0.weight: nnz must be an int or an integer tensor, got 1.5"),
     (
@@ -54,10 +63,21 @@ BAD_CONFIGS = [
     ),
     ([{**LINEAR, "scope_shape": (1, 1, 1)}], r"scope \(1, 1, 1\) has 3 entries, but the block grid has 2 dimensions"),
     ([{**LINEAR, "edge": "pad"}], """edge must be "error" or "partial", got 'pad'"""),
-    ([{**LINEAR, "norm": 3}], r"norm must be 1, 2, inf or a callable \(weight -> saliency\), got 3"),
+    ([{**LINEAR, "norm": 3}], r"0.weight: norm must be 1, 2 or inf, got 3"),
+    ([{**LINEAR, "norm": torch.abs}], r"norm must be 1, 2 or inf, got <.*>. Give a function of the weight as score="),
+    ([{**LINEAR, "score": 3}], r"0.weight: score must be a function \(weight, name\) -> saliency or None, got 3"),
+    (
+        [{**LINEAR, "norm": 1, "score": magnitude}],
+        "'norm' and 'score' are mutually exclusive: a block's saliencies are",
+    ),
+    ([{**LINEAR, "pattern": "2:4"}], "0.weight: pattern must be one of `sparsekit_ao.patterns`, got '2:4'"),
+    ([{**LINEAR, **patterns.rows(), "block_shape": (1, 2)}], "0.weight: 'pattern' and 'block_shape' are mutually excl"),
+    ([{**LINEAR, **patterns.heads(3)}], r"patterns.heads\(3\): needs dimension 0 \(outputs\) divisible by 3, got 4"),
+    ([{"tensor_fqn": "0.bias", **patterns.n_m(2, 4)}], r"0.bias: patterns.n_m\(2, 4\): needs a weight with inputs and"),
+    ([{"module": nn.Conv2d}], r"config\[0\]: 'module' Conv2d: no such module of the model has the tensor 'weight'"),
     ([{**LINEAR, "view": (2, 2)}], r"view must be \(shape, stride\), \(shape, stride, offset\) or a function"),
-    ([{**LINEAR, "view": ((8, 8), (8, 1))}], r"0.weight: view .* reaches address 63, but the parameter .* ends at 31"),
-    ([{**LINEAR, "view": ((4, 8), (1, 1))}], "meets some element twice"),
+    ([{**LINEAR, "view": ((8, 8), (8, 1))}], r"0.weight: view .* ends at element 63, the parameter .* at element 31"),
+    ([{**LINEAR, "view": ((4, 8), (1, 1))}], r"strides overlap: indices \(0, 1\) and \(1, 0\) map to one element"),
     ([{**LINEAR, "view": lambda w: w.t().reshape(-1)}], "the view function returned a copy, not a view"),
     ([{**LINEAR, "stages": []}], "stages must be a non-empty list of dicts"),
     ([{**LINEAR, "stages": [{"nnz": 1, "foo": 2}]}], r"stages\[0\]: unknown key 'foo'"),
@@ -114,7 +134,7 @@ def test_members_of_a_scope_coupling_must_ask_for_one_budget():
         ScopeSparsifier().prepare(model, config)
 
 
-@pytest.mark.parametrize("config", [None, [LINEAR], [{"tensor_fqn": "*.weight"}]])
+@pytest.mark.parametrize("config", [[LINEAR], [{"tensor_fqn": "*.weight"}], [{"module": nn.Linear}]])
 def test_a_tied_parameter_is_refused_because_its_other_name_would_stay_dense(config):
     model = linear_model(8, 8, 8)
     model[2].weight = model[0].weight
@@ -165,7 +185,7 @@ def test_a_copy_is_squashed_once():
     sparsifier.prepare(model, None)
     snapshot = copy.deepcopy(model)
     sparsifier.squash_mask(model=snapshot)
-    with pytest.raises(SparsityError, match="0.weight: its mask is gone"):
+    with pytest.raises(SparsityError, match="0.weight: its mask was removed"):
         sparsifier.squash_mask(model=snapshot)
 
 
@@ -240,7 +260,7 @@ def test_squash_names_what_it_cannot_keep_and_squashes_nothing():
 
 
 def test_both_budgets_in_the_constructor():
-    with pytest.raises(SparsityError, match="sparsity_level and nnz are two budgets; give one"):
+    with pytest.raises(SparsityError, match="sparsity_level and nnz are mutually exclusive"):
         ScopeSparsifier(0.5, nnz=2)
 
 
@@ -268,7 +288,7 @@ def test_a_mask_removed_by_hand_is_noticed():
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, None)
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
-    with pytest.raises(SparsityError, match="0.weight: its mask is gone"):
+    with pytest.raises(SparsityError, match="0.weight: its mask was removed"):
         sparsifier.step()
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.ao.pruning import LambdaSL
 
 from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, dynamic, schedules
-from sparsekit_ao.dynamic import grow, prune, redistribute
-from sparsekit_ao.dynamic.update import _after, exchange
+from sparsekit_ao.dynamic import rules
+from sparsekit_ao.dynamic.choose import count_after_pruning, exchange
 
 # Of every combination from its start; a thousand by turning rules follow below. A thousand of each combination take
 # some twenty minutes: SPARSEKIT_UPDATES=1000 pytest tests/test_dynamic_counts.py -k test_nonzeros_never_change
@@ -108,16 +108,19 @@ def built(structure, **arguments):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     sparsifier = DynamicSparsifier(
-        optimizer, 0.5, update_every=1, **{"update_fraction": 0.5, "init": "uniform", **arguments}
+        optimizer=optimizer,
+        sparsity_level=0.5,
+        update_every=1,
+        **{"update_fraction": 0.5, "init": "uniform", **arguments},
     )
     sparsifier.prepare(model, config)
     return list(model.parameters()), optimizer, sparsifier
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("rules", RULES, ids=lambda r: "-".join(map(str, r)))
-def test_nonzeros_never_change(structure, rules):
-    names = dict(zip(("prune", "grow", "redistribute"), rules, strict=True))
+@pytest.mark.parametrize("chosen", RULES, ids=lambda r: "-".join(map(str, r)))
+def test_nonzeros_never_change(structure, chosen):
+    names = dict(zip(("prune", "grow", "redistribute"), chosen, strict=True))
     parameters, optimizer, sparsifier = built(structure, **names)
     counts, moved = [sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups)], []
 
@@ -139,13 +142,13 @@ def test_nonzeros_never_change(structure, rules):
 def test_nonzeros_never_change_in_a_thousand_updates_by_turning_rules(structure):
     parameters, optimizer, sparsifier = built(structure, grow="momentum")
     names = ("prune", "grow", "redistribute")
-    turns = cycle([built(structure, **dict(zip(names, rules, strict=True)))[2].settings for rules in RULES])
+    turns = cycle([built(structure, **dict(zip(names, chosen, strict=True)))[2].settings for chosen in RULES])
     counts = set()
 
     def seen(_, count):
         counts.add(count)
         sparsifier.settings = next(turns)
-        sparsifier._set_gates()
+        sparsifier._set_open()
 
     run(sparsifier, optimizer, parameters, 1000, seen)
     assert len(counts) == 1 or structure == "partial blocks"
@@ -160,7 +163,7 @@ def one(weight, gradient, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     config = [{"tensor_fqn": "w", **arguments.pop("structure", {})}]
     init = dynamic.inits.resume({"w": torch.tensor(start)})
-    sparsifier = DynamicSparsifier(optimizer, init=init, update_every=1, **arguments)
+    sparsifier = DynamicSparsifier(optimizer=optimizer, init=init, update_every=1, **arguments)
     sparsifier.prepare(model, config)
     model.parametrizations.w.original.grad = torch.tensor(gradient)
     optimizer.step()
@@ -221,7 +224,7 @@ def test_blocks_are_pooled_after_taking_absolute_values(criterion, want):
         [[3.0, -3.0, 0.5, 4.0]],  # the plain mean of the first block is 0
         [[0.0] * 4],
         start=[[1, 1, 1, 1]],
-        prune=prune.magnitude(criterion),
+        prune=rules.magnitude(criterion),
         grow=None,
         update_fraction=0.5,
         structure={"block_shape": (1, 2)},
@@ -232,8 +235,8 @@ def test_blocks_are_pooled_after_taking_absolute_values(criterion, want):
 def test_growth_pools_by_its_own_criterion():
     weight, gradient = [[1.0] * 6], [[0.0, 0.0, 3.0, -3.0, 0.5, 4.0]]
     start = {"start": [[1, 1, 1, 1, 0, 0]], "update_fraction": 0.5, "structure": {"block_shape": (1, 2)}}
-    assert one(weight, gradient, grow=grow.gradient("mean"), **start)[0] == [[1, 1, 1, 1, 0, 0]]
-    assert one(weight, gradient, grow=grow.gradient("max"), **start)[0] == [[1, 1, 0, 0, 1, 1]]
+    assert one(weight, gradient, grow=rules.gradient("mean"), **start)[0] == [[1, 1, 1, 1, 0, 0]]
+    assert one(weight, gradient, grow=rules.gradient("max"), **start)[0] == [[1, 1, 0, 0, 1, 1]]
 
 
 def test_rules_of_users_are_functions_of_slots():
@@ -253,7 +256,7 @@ def test_global_pruning_lets_layers_compete_and_empties_none():
         model["b"].w.copy_(torch.tensor([5.0, 6.0, 7.0, 8.0]))
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     sparsifier = DynamicSparsifier(
-        optimizer, init="resume", update_every=1, prune="global", grow=None, update_fraction=0.75
+        optimizer=optimizer, init="resume", update_every=1, prune="global", grow=None, update_fraction=0.75
     )
     sparsifier.prepare(model, everywhere())
     for p in model.parameters():
@@ -274,7 +277,9 @@ def test_global_pruning_takes_the_smallest_wherever_they_are():
         for name, weight in weights.items():
             model[name].w.copy_(torch.tensor(weight))
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    sparsifier = DynamicSparsifier(optimizer, init="resume", update_every=1, prune="global", update_fraction=0.4)
+    sparsifier = DynamicSparsifier(
+        optimizer=optimizer, init="resume", update_every=1, prune="global", update_fraction=0.4
+    )
     sparsifier.prepare(model, everywhere(scope_shape=(1, -1)))
     for p in model.parameters():
         p.grad = torch.tensor([[0.0, 1.0, 2.0]] * 2)
@@ -288,7 +293,12 @@ def test_redistribution_is_in_proportion_and_sums_exactly():
     model = nn.ModuleDict({k: Holder(w=(40,)) for k in "ab"})
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     sparsifier = DynamicSparsifier(
-        optimizer, 0.5, init="uniform", update_every=1, update_fraction=0.5, redistribute="gradient"
+        optimizer=optimizer,
+        sparsity_level=0.5,
+        init="uniform",
+        update_every=1,
+        update_fraction=0.5,
+        redistribute="gradient",
     )
     sparsifier.prepare(model, everywhere())
     for p, size in zip(model.parameters(), (3.0, 1.0), strict=True):
@@ -307,7 +317,13 @@ def test_a_statistic_that_is_no_number_counts_as_zero(statistic):
         model = nn.ModuleDict({k: Holder(w=(40,)) for k in "ab"})
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         sparsifier = DynamicSparsifier(
-            optimizer, 0.5, init="uniform", grow="random", update_every=1, update_fraction=0.5, redistribute=rule
+            optimizer=optimizer,
+            sparsity_level=0.5,
+            init="uniform",
+            grow="random",
+            update_every=1,
+            update_fraction=0.5,
+            redistribute=rule,
         )
         sparsifier.prepare(model, everywhere())
         optimizer.step()
@@ -327,7 +343,9 @@ def test_nonzero_redistribution_keeps_the_split_of_elements_where_blocks_differ_
     model = nn.ModuleDict({"a": Holder(w=(40, 8)), "b": Holder(w=(40, 80))})
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     arguments = {"init": "uniform", "update_fraction": 0.5, "grow": "random", "redistribute": "nonzero"}
-    sparsifier = DynamicSparsifier(optimizer, 0.5, update_every=1, block_shape=(1, -1), **arguments)
+    sparsifier = DynamicSparsifier(
+        sparsity_level=0.5, optimizer=optimizer, update_every=1, block_shape=(1, -1), **arguments
+    )
     sparsifier.prepare(model, everywhere())
 
     def seen(*_):
@@ -432,10 +450,10 @@ def test_another_seed_draws_other_masks():
 @examples(300)
 @given(st.integers(1, 1 << 40), st.floats(0, 0.999))
 def test_the_fraction_is_taken_exactly_of_any_count(count, fraction):
-    assert int(_after(torch.tensor(count), fraction)) == count - math.floor(count * fraction + 1e-9)
+    assert int(count_after_pruning(torch.tensor(count), fraction)) == count - math.floor(count * fraction + 1e-9)
 
 
 def test_rules_know_their_names():
-    assert set(prune.PRUNE) == {"magnitude", "global"}
-    assert set(grow.GROW) == {"gradient", "momentum", "random", "none"}
-    assert set(redistribute.REDISTRIBUTE) == {"gradient", "momentum", "nonzero", "none"}
+    assert set(rules.NAMES["prune"]) == {"magnitude", "global"}
+    assert set(rules.NAMES["grow"]) == {"gradient", "momentum", "random", "none"}
+    assert set(rules.NAMES["redistribute"]) == {"gradient", "momentum", "nonzero", "none"}

@@ -35,7 +35,7 @@ def train_rank(rank, folder, name, syncs, broadcasts):
     arguments |= {"grow": listener} if listener else {}
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    sparsifier = kind(optimizer, 0.75, **arguments)
+    sparsifier = kind(sparsity_level=0.75, optimizer=optimizer, **arguments)
     sparsifier.prepare(model, None)
     parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcasts)  # off: nobody sends masks
     worst = 0.0

@@ -302,7 +302,7 @@ def test_several_optimizers_must_all_step():
     model = mlp()
     first = torch.optim.SGD(model[0].parameters(), 0.1)
     second = torch.optim.Adam(model[2:].parameters(), 1e-2)
-    sparsifier = DynamicSparsifier([first, second], 0.75, update_every=2, until=9)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=[first, second], update_every=2, until=9)
     sparsifier.prepare(model, None)
     for step in range(1, 5):
         for optimizer in (first, second):
@@ -323,7 +323,7 @@ def test_optimizers_with_closures_keep_what_each_took():
     listener, model = Listener(), mlp()
     parts = [model[0].parameters(), model[2:].parameters()]
     optimizers = [torch.optim.SGD(p, 0.0) for p in parts]
-    sparsifier = DynamicSparsifier(optimizers, 0.75, update_every=1, grow=listener)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizers, update_every=1, grow=listener)
     sparsifier.prepare(model, None)
     want = dense_gradients(model, 1)
 
@@ -344,7 +344,7 @@ def test_optimizers_with_closures_keep_what_each_took():
 def test_a_backward_mask_is_no_part_of_a_checkpoint_unless_it_is_chosen():
     names = dynamic.DynamicMask(torch.ones(2, 2)).state_dict().keys()
     assert set(names) == {"mask"}
-    assert set(dynamic.DynamicMask(torch.ones(2, 2), reach=True).state_dict()) == {"mask", "backward_mask"}
+    assert set(dynamic.DynamicMask(torch.ones(2, 2), with_backward_mask=True).state_dict()) == {"mask", "backward_mask"}
 
 
 def test_masked_infinities_stay_out_of_an_open_forward_and_backward():

@@ -17,7 +17,9 @@ def two(listener, kinds=("momentum", "adamw")):
     model = mlp()
     parts = zip(kinds, (model[0].parameters(), model[2:].parameters()), strict=True)
     optimizers = [OPTIMIZERS[kind](part) for kind, part in parts]
-    sparsifier = DynamicSparsifier(optimizers, 0.75, update_every=2, update_fraction=0.3, grow=listener)
+    sparsifier = DynamicSparsifier(
+        sparsity_level=0.75, optimizer=optimizers, update_every=2, update_fraction=0.3, grow=listener
+    )
     sparsifier.prepare(model, None)
     return model, optimizers, sparsifier
 
@@ -89,7 +91,7 @@ def test_a_closure_that_is_called_several_times_leaves_the_last_gradient(to_none
     listener = Listener()
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0)
-    sparsifier = DynamicSparsifier(optimizer, 0.75, update_every=2, grow=listener)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizer, update_every=2, grow=listener)
     sparsifier.prepare(model, None)
     calls = 0
     for step in range(1, 5):
@@ -175,7 +177,7 @@ def test_memory_of_dense_training_does_not_move_dropped_weights(kind, late):
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-    sparsifier = RigL(optimizer if late == "given" else None, 0.75, until=100, update_every=50)
+    sparsifier = RigL(0.75, optimizer=optimizer if late == "given" else None, until=100, update_every=50)
     sparsifier.prepare(model, None)
     sparsifier.attach(optimizer)
     train(model, optimizer, sparsifier, range(4))
@@ -203,7 +205,9 @@ OTHERS = {
 def test_optimizers_that_mix_elements_leave_dropped_weights_zero(kind, make):
     model = mlp()
     optimizer = OTHERS[kind](model)
-    sparsifier = make(optimizer, 0.75, **({"until": 100, "update_every": 2} if make is RigL else {}))
+    sparsifier = make(
+        sparsity_level=0.75, optimizer=optimizer, **({"until": 100, "update_every": 2} if make is RigL else {})
+    )
     sparsifier.prepare(model, None)
     for step in range(1, 6):
 

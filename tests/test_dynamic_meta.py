@@ -12,12 +12,12 @@ from sparsekit_ao import DynamicSparsifier, SparsityError, Static, TopKAST
 def on_meta(kind=DynamicSparsifier, **arguments):
     with torch.device("meta"):
         model = mlp()
-    sparsifier = kind(None, **{"sparsity_level": 0.75, "update_every": 2, **arguments})
+    sparsifier = kind(**{"sparsity_level": 0.75, "update_every": 2, **arguments})
     sparsifier.prepare(model, None)
     return model, sparsifier
 
 
-def initialise(model):
+def initialize(model):
     model.to_empty(device="cpu")
     given = dict(mlp().named_parameters())
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_masks_are_drawn_when_the_optimizer_is_attached():
     plain, optimizer, one = prepared("adam")
     model, sparsifier = on_meta()
     assert [g["nnz"] for g in sparsifier.groups] == [g["nnz"] for g in one.groups]
-    initialise(model)
+    initialize(model)
     own = OPTIMIZERS["adam"](model.parameters())
     sparsifier.attach(own)
     assert_same_masks(one, sparsifier)
@@ -49,7 +49,7 @@ def test_masks_are_drawn_when_the_optimizer_is_attached():
 
 def test_without_an_optimizer_they_are_drawn_in_the_first_step():
     model, sparsifier = on_meta(Static, update_every=None)
-    initialise(model)
+    initialize(model)
     sparsifier.step()
     assert_same_masks(prepared("adam", kind=Static, update_every=None)[2], sparsifier)
 
@@ -66,7 +66,7 @@ def test_loaded_masks_are_not_drawn_over(by):
 
 def test_what_comes_too_early_is_refused():
     model, sparsifier = on_meta()
-    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialise"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialize"):
         sparsifier.attach(OPTIMIZERS["adam"](model.parameters()))
     model.to_empty(device="cpu")
     with pytest.raises(SparsityError, match=r"weight \(16, 12\) was prepared on the meta.*call sparsifier.attach"):
@@ -76,7 +76,7 @@ def test_what_comes_too_early_is_refused():
         other = mlp()
     with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Unpickled masks have no place there"):
         again.prepare(other)
-    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device and has no zeros to go on with"):
+    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. It has no zeros to resume"):
         DynamicSparsifier(init="resume").prepare(other)
 
 
@@ -85,7 +85,7 @@ def test_a_backward_mask_reaches_everything_until_it_is_chosen():
         model = mlp()
     sparsifier = TopKAST(0.75, 0.5)
     sparsifier.prepare(model, None)
-    initialise(model)
+    initialize(model)
     model(batch(1)[0]).sum().backward()
     mask = model[0].parametrizations.weight[0]
     assert bool(mask.mask.all()) and bool(mask.backward_mask.all()) and not bool(mask.opened)

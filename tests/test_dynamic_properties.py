@@ -58,7 +58,9 @@ def test_an_update_is_what_the_oracle_says(drawn):
     start = torch.tensor([[k in row for k in range(len(weight[0]))] for row in active])
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     init = inits.lottery_ticket({"0.weight": start})
-    sparsifier = DynamicSparsifier(optimizer, init=init, update_every=1, update_fraction=fraction, scope_shape=(1, -1))
+    sparsifier = DynamicSparsifier(
+        optimizer=optimizer, init=init, update_every=1, update_fraction=fraction, scope_shape=(1, -1)
+    )
     sparsifier.prepare(model, None)
     weight = layer.weight.tolist()  # dropped ones are zero now
     layer.parametrizations.weight.original.grad = torch.tensor(gradient)
@@ -81,7 +83,7 @@ def test_masks_move_alike_in_any_memory_format(structure):
         model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(memory_format=layout)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         level = {} if "nnz" in structure else {"sparsity_level": 0.5}
-        sparsifier = DynamicSparsifier(optimizer, update_every=1, **level, **structure)
+        sparsifier = DynamicSparsifier(optimizer=optimizer, update_every=1, **level, **structure)
         sparsifier.prepare(model, None)
         source = torch.Generator().manual_seed(1)
         for _ in range(4):

@@ -13,7 +13,7 @@ from sparsekit_ao.dynamic import inits
 def refused_in_prepare(model, says, config=None, **arguments):
     """`prepare` raises this text and leaves the model as it was."""
     before = set(model.state_dict())
-    sparsifier = DynamicSparsifier(torch.optim.SGD(model.parameters(), 0.1), **arguments)
+    sparsifier = DynamicSparsifier(optimizer=torch.optim.SGD(model.parameters(), 0.1), **arguments)
     with pytest.raises(SparsityError) as found:
         sparsifier.prepare(model, config)
     assert says in str(found.value)
@@ -53,8 +53,12 @@ def test_redistribution_that_could_never_move_a_block_is_refused():
     [
         (lambda t: 0.5 if t != 4 else 0.9, "random", "the overall budget leaves 58 blocks for the tensors that share"),
         (lambda t: 0.7 - t / 20, None, "target: falls from 0.7 to 0.6 at iteration 2, and grow=None never adds"),
-        (lambda t: "much" if t else 0.5, "random", "target: a schedule gives a number, got 'much' at iteration 2"),
-        (lambda t: 0.5 + t, "random", "target: an overall sparsity must lie in [0, 1], got 2.5 at iteration 2"),
+        (
+            lambda t: "much" if t else 0.5,
+            "random",
+            "target: a schedule must return a number, got 'much' at iteration 2",
+        ),
+        (lambda t: 0.5 + t, "random", "target: an overall sparsity must be in [0, 1], got 2.5 at iteration 2"),
     ],
 )
 def test_a_target_is_looked_at_before_training(target, grow, says):
@@ -64,7 +68,7 @@ def test_a_target_is_looked_at_before_training(target, grow, says):
 
 def test_gradual_pruning_to_a_level_out_of_reach_is_refused_in_prepare():
     model = mlp()
-    sparsifier = GMP(None, 0.9, until=20, update_every=2, scope_shape=(1, 4))
+    sparsifier = GMP(0.9, until=20, update_every=2, scope_shape=(1, 4))
     with pytest.raises(SparsityError, match="the overall budget leaves 58 blocks for the tensors that share it"):
         sparsifier.prepare(model, None)
     assert type(model[0]) is nn.Linear
@@ -82,11 +86,11 @@ def test_a_target_that_falls_is_followed_where_something_grows():
     [
         (
             lambda: DynamicSparsifier(target=schedules.constant(0.5), update_every=None),
-            "target is followed by updates, and update_every=None makes none",
+            "target takes effect in updates, and update_every=None means that",
         ),
         (
             lambda: GMP(until=200, update_fraction=0.5),
-            "update_fraction is what grows again, and with a target and grow",
+            "update_fraction is the fraction that grows again; with a target and",
         ),
         (lambda: GMP(until=200, target=schedules.constant(0.5)), "GMP: the target is made from sparsity_level, begin"),
         (lambda: DynamicSparsifier(update_every=2.0), "update_every must be an int >= 1, got 2.0"),
@@ -115,7 +119,10 @@ def test_numbers_of_numpy_are_numbers():
         ({"prune": lambda s: s.active}, "must return float scores of shape (1, 192), got torch.bool (1, 192)"),
         ({"redistribute": lambda s: torch.ones(2)}, "must return one number for redistribution, got tensor([1., 1.])"),
         ({"redistribute": lambda s: None}, "must return one number for redistribution, got None"),
-        ({"update_fraction": lambda t: "x"}, "update_fraction: a schedule gives a number, got 'x' at iteration 1"),
+        (
+            {"update_fraction": lambda t: "x"},
+            "update_fraction: a schedule must return a number, got 'x' at iteration 1",
+        ),
     ],
 )
 def test_answers_of_rules_that_are_none_change_nothing(arguments, says):

@@ -42,7 +42,7 @@ def test_an_update_that_is_due_happens_after_resuming(kind, order):
     if "pickle" in order:
         sparsifier = pickle.loads(pickle.dumps(first[2]))
     else:
-        sparsifier = DynamicSparsifier(None, 0.75, update_every=2, update_fraction=0.3)
+        sparsifier = DynamicSparsifier(sparsity_level=0.75, update_every=2, update_fraction=0.3)
     calls = {
         "prepare": lambda: sparsifier.prepare(model),
         "attach": lambda: sparsifier.attach(optimizer),
@@ -76,20 +76,20 @@ def halves(model):
     return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (model[0], model[2:])]
 
 
-SAYS = "the loaded state lies between the steps of 1 optimizers and the sparsifier's, and 2 are attached"
+SAYS = "the loaded state was saved between the steps of 1 optimizers and the sparsifier's step, and 2 are attached"
 
 
 def test_a_state_between_the_steps_of_other_optimizers_is_refused():
     saved = in_the_middle()[2].state_dict()
     model = mlp()
-    sparsifier = DynamicSparsifier(halves(model), 0.75, seed=5)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=halves(model), seed=5)
     sparsifier.prepare(model)
     before = masks(sparsifier)
     with pytest.raises(SparsityError, match=SAYS):
         sparsifier.load_state_dict(saved)
     assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items())
     other = mlp()
-    later = DynamicSparsifier(None, 0.75)
+    later = DynamicSparsifier(sparsity_level=0.75)
     later.prepare(other)
     later.load_state_dict(saved)
     with pytest.raises(SparsityError, match=SAYS):
@@ -99,7 +99,7 @@ def test_a_state_between_the_steps_of_other_optimizers_is_refused():
 def test_a_state_after_the_sparsifiers_step_goes_on_with_any_split_of_optimizers():
     saved = prepared()[2].state_dict()
     model = mlp()
-    sparsifier = DynamicSparsifier(halves(model), 0.75)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=halves(model))
     sparsifier.prepare(model)
     sparsifier.load_state_dict(saved)
     assert sparsifier.iteration == 0
@@ -108,14 +108,14 @@ def test_a_state_after_the_sparsifiers_step_goes_on_with_any_split_of_optimizers
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"iteration": None}, "'dynamic' needs 'iteration', a int, as state_dict() gives, got None"),
-        ({"iteration": "x"}, "'dynamic' needs 'iteration', a int, as state_dict() gives, got 'x'"),
-        ({"pending": 1}, "'dynamic' needs 'pending', a bool, as state_dict() gives, got 1"),
+        ({"iteration": None}, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got None"),
+        ({"iteration": "x"}, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got 'x'"),
+        ({"pending": 1}, "'dynamic' needs 'pending' of type bool, as state_dict() gives, got 1"),
         ({"stepped": [2]}, "'stepped' needs a bool for each optimizer, got [2]"),
         ({"level_given": {"0.weight": "much"}}, "0.weight: 'level_given' needs a number, got 'much'"),
         ({"gradients": {"0.weight": torch.ones(3)}}, "0.weight: the saved gradient is (3,), the weight (16, 12)"),
         ({"gradients": {"0.weight": 3}}, "0.weight: the saved gradient is int, the weight (16, 12)"),
-        (None, "'dynamic' needs 'iteration', a int, as state_dict() gives, got None"),
+        (None, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got None"),
     ],
 )
 def test_a_progress_that_does_not_fit_is_refused_before_anything_changes(change, says):

@@ -10,9 +10,20 @@ from growing import OPTIMIZERS, loss_of, mlp, prepared, train, weights
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from sparsekit_ao import GMP, SET, SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, Static, dynamic
+from sparsekit_ao import (
+    GMP,
+    SET,
+    SNFS,
+    DynamicSparsifier,
+    RigL,
+    ScopeSparsifier,
+    SparsityError,
+    Static,
+    dynamic,
+    patterns,
+)
 from sparsekit_ao.dynamic import inits
-from sparsekit_ao.dynamic.optimizer_state import reset_state
+from sparsekit_ao.dynamic.optimizers import reset_state
 
 
 def masks(sparsifier):
@@ -98,11 +109,11 @@ def test_norms_and_biases_are_left_alone_unless_named():
 @pytest.mark.parametrize(
     ("saved", "structure", "says"),
     [
-        ({"9.weight": torch.ones(2)}, {}, "0.weight: the saved masks hold none for it; they hold ['9.weight']"),
+        ({"9.weight": torch.ones(2)}, {}, "0.weight: the saved masks have no mask of it; they have ['9.weight']"),
         ({"0.weight": torch.ones(2)}, {}, "0.weight: the saved mask is (2,), the weight (16, 12)"),
-        ("half", {"block_shape": (2, 2)}, "0.weight: the saved mask cuts through blocks; give the block_shape"),
+        ("half", {"block_shape": (2, 2)}, "0.weight: the saved mask keeps parts of blocks; give the block_shape"),
         ("half", {"scope_shape": (1, -1)}, "0.weight: scopes of the saved mask keep from 5 to 6 blocks, and every"),
-        ("half", {"nnz": 7}, "two budgets; give one"),
+        ("half", {"nnz": 7}, "mutually exclusive; give one"),
     ],
 )
 def test_saved_masks_that_do_not_fit(saved, structure, says):
@@ -165,7 +176,7 @@ def first_step(state_init):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    sparsifier = DynamicSparsifier(optimizer, 0.5, update_every=2, state_init=state_init)
+    sparsifier = DynamicSparsifier(sparsity_level=0.5, optimizer=optimizer, update_every=2, state_init=state_init)
     sparsifier.prepare(model, None)
     weight = model[0].parametrizations.weight.original
     gradient = torch.randn(16, 16).sign()
@@ -210,7 +221,7 @@ def test_state_init_grad_is_refused_in_prepare_where_no_second_moments_will_be(k
     with pytest.raises(SparsityError, match=NO_SQUARES):
         prepared(kind, model=model, state_init="grad")
     assert type(model[0]) is nn.Linear
-    sparsifier = DynamicSparsifier(None, state_init="grad")
+    sparsifier = DynamicSparsifier(state_init="grad")
     sparsifier.prepare(model, None)
     with pytest.raises(SparsityError, match=NO_SQUARES):
         sparsifier.attach(OPTIMIZERS[kind](model.parameters()))
@@ -220,7 +231,7 @@ def test_state_init_grad_is_refused_in_prepare_where_no_second_moments_will_be(k
 def test_state_init_grad_goes_with_every_optimizer_that_squares(make):
     model = mlp()
     optimizer = make(model.parameters())
-    sparsifier = DynamicSparsifier(optimizer, 0.75, update_every=2, state_init="grad")
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizer, update_every=2, state_init="grad")
     sparsifier.prepare(model, None)
     train(model, optimizer, sparsifier, [1, 2])
     assert sparsifier.last_update.iteration == 2
@@ -229,7 +240,7 @@ def test_state_init_grad_goes_with_every_optimizer_that_squares(make):
 def test_second_moments_that_turn_out_missing_are_refused_before_anything_changes():
     model = mlp()
     optimizer = torch.optim.Adamax(model.parameters())  # has Adam's options, and a norm that is no mean of squares
-    sparsifier = DynamicSparsifier(optimizer, 0.75, state_init="grad", update_every=1)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizer, state_init="grad", update_every=1)
     sparsifier.prepare(model, None)
     loss_of(model, 1).backward()
     optimizer.step()
@@ -245,9 +256,9 @@ def test_momentum_is_asked_for_only_where_masks_move_by_it(make):
     model = mlp()
     optimizer = make(model.parameters())
     with pytest.raises(SparsityError, match=f"0.weight: its optimizer .{make.__name__}. keeps no momentum. Use SGD"):
-        SNFS(optimizer, 0.75, until=10).prepare(model, None)
+        SNFS(0.75, optimizer=optimizer, until=10).prepare(model, None)
     assert type(model[0]) is nn.Linear
-    Static(optimizer, 0.75, grow="momentum").prepare(model, None)
+    Static(0.75, optimizer=optimizer, grow="momentum").prepare(model, None)
 
 
 def test_new_weights_may_take_other_values():
@@ -338,7 +349,7 @@ def test_a_deep_copy_trains_on_its_own():
     for step in range(1, 5):
         one_iteration(*first, step)
     other = copy.deepcopy(first[2])
-    copied = (other.model, other._tap.optimizers[0], other)
+    copied = (other.model, other._capture.optimizers[0], other)
     assert copied[1] is not first[1] and copied[0] is not first[0]
     before = weights(first[0])
     for step in range(5, 13):
@@ -434,16 +445,21 @@ def test_ties_of_methods_to_arguments():
         ({"prune": None}, "prune must be a rule; for masks that never change use update_every=None"),
         ({"grow": "grad"}, "grow must be one of 'gradient', 'momentum', 'random', 'none', a Rule or a function"),
         ({"redistribute": 3}, "redistribute must be one of 'gradient', 'momentum', 'nonzero', 'none', a Rule or"),
-        ({"grow": None, "redistribute": "nonzero"}, "redistribute shares out what grows, and grow is None"),
+        ({"grow": None, "redistribute": "nonzero"}, "redistribute distributes what grows, and grow is None"),
         ({"init": "rigl"}, "init must be one of 'random', 'uniform', 'er', 'erk', 'resume', an Init or a function"),
         ({"target": 0.5}, "target must be a schedule (iteration -> sparsity) or None, got 0.5"),
         ({"state_init": "one"}, "state_init must be 'zero' or 'grad', got 'one'"),
         ({"new_values": 0.1}, "new_values must be a function (weight, generator) -> values or None, got 0.1"),
-        ({"sparsity_level": 0.5, "nnz": 2}, "sparsity_level and nnz are two budgets; give one"),
-        ({"sparsity_level": 0.5, "target": lambda t: 0.5}, "sparsity_level and target are two budgets; give one"),
-        ({"sparsity_level": 0.5, "init": "resume"}, "sparsity_level and init='resume' are two budgets; give one"),
-        ({"target": lambda t: 2.0}, "target: an overall sparsity must lie in [0, 1], got 2.0 at iteration 0"),
-        ({"stages": []}, "stages: masks that move are chosen in one stage; leave stages out"),
+        ({"sparsity_level": 0.5, "nnz": 2}, "sparsity_level and nnz are mutually exclusive; give one"),
+        (
+            {"sparsity_level": 0.5, "target": lambda t: 0.5},
+            "sparsity_level and target are mutually exclusive; give one",
+        ),
+        (
+            {"sparsity_level": 0.5, "init": "resume"},
+            "sparsity_level and init='resume' are mutually exclusive; give one",
+        ),
+        ({"target": lambda t: 2.0}, "target: an overall sparsity must be in [0, 1], got 2.0 at iteration 0"),
         ({"optimizer": 3}, "optimizer must be a torch optimizer or several, got int"),
         ({"optimizer": []}, "attach: no optimizer given"),
     ],
@@ -452,6 +468,46 @@ def test_arguments_that_do_not_fit(arguments, says):
     with pytest.raises(SparsityError) as found:
         DynamicSparsifier(**arguments)
     assert says in str(found.value)
+
+
+@pytest.mark.parametrize("key", ["stages", "score", "member_scores", "levle"])
+def test_arguments_that_it_does_not_have(key):
+    with pytest.raises(TypeError, match=f"DynamicSparsifier has no argument '{key}'; it takes axes, block_coupling,"):
+        DynamicSparsifier(**{key: None})
+    with pytest.raises(SparsityError, match=f"unknown key '{key}'"):
+        DynamicSparsifier().prepare(mlp(), [{"tensor_fqn": "0.weight", key: None}])
+
+
+def test_an_optimizer_in_the_place_of_the_level():
+    with pytest.raises(SparsityError, match="sparsity_level must be a number, got an optimizer; give it as optimizer="):
+        DynamicSparsifier(torch.optim.SGD(mlp().parameters(), 0.1))
+
+
+def test_patterns_with_a_count_a_level_or_stages():
+    model = mlp()
+    DynamicSparsifier(pattern=patterns.n_m(2, 4)).prepare(model, [{"tensor_fqn": "0.weight"}])
+    mask = model[0].parametrizations.weight[0].mask
+    assert mask.view(-1, 4).sum(1).eq(2).all()
+    sparsifier = DynamicSparsifier(pattern=patterns.rows(0.5), init="uniform")
+    sparsifier.prepare(mlp(), None)
+    assert sparsifier.defaults["sparsity_level"] == 0.5 and sparsifier.mask("0.weight").any(1).float().mean() == 0.5
+    with pytest.raises(
+        SparsityError, match=r"0.weight: patterns.v_n_m\(2, 2, 4\) needs the key 'stages', which Dynamic"
+    ):
+        DynamicSparsifier(pattern=patterns.v_n_m(2, 2, 4)).prepare(mlp(), None)
+
+
+def test_update_mask_keeps_the_largest_weights_at_the_present_budget():
+    model, _, sparsifier = prepared(update_every=None)
+    kept = int(sparsifier.mask("0.weight").sum())
+    weight = model[0].parametrizations.weight.original
+    with torch.no_grad():
+        weight.copy_(torch.arange(weight.numel()).view(weight.shape))
+    sparsifier.update_mask(model[0], "weight")
+    assert sparsifier.mask("0.weight").flatten().nonzero()[:, 0].tolist() == [
+        *range(weight.numel() - kept, weight.numel())
+    ]
+    assert (weight != 0).sum() == kept
 
 
 def other_optimizer(model):
@@ -480,7 +536,7 @@ def other_optimizer(model):
             None,
             {"sparsity_level": 0.999},
             None,
-            "the overall budget leaves 1 blocks for the tensors that share it, and they hold from 3 (one in every",
+            "the overall budget leaves 1 blocks for the tensors that share it, and they keep from 3 (one in every",
         ),
         (
             None,
@@ -513,7 +569,7 @@ def test_models_that_do_not_fit_are_left_alone(optimizer, arguments, config, say
     model = mlp()
     before = model.state_dict()
     given = None if optimizer is None else optimizer(model)
-    sparsifier = DynamicSparsifier(given, **arguments)
+    sparsifier = DynamicSparsifier(optimizer=given, **arguments)
     with pytest.raises(SparsityError) as found:
         sparsifier.prepare(model, config)
     assert says in str(found.value)
@@ -522,7 +578,9 @@ def test_models_that_do_not_fit_are_left_alone(optimizer, arguments, config, say
 
 def test_a_parametrized_weight_is_refused():
     model = nn.Sequential(weight_norm(nn.Linear(4, 4)))
-    with pytest.raises(SparsityError, match="0.weight: another parametrization makes this weight, so it has no grad"):
+    with pytest.raises(
+        SparsityError, match="0.weight: another parametrization computes this weight, so it has no grad"
+    ):
         DynamicSparsifier().prepare(model, [{"tensor_fqn": "0.weight"}])
 
 
@@ -532,8 +590,6 @@ def test_calls_out_of_place():
         sparsifier.take_gradients()
     model = mlp()
     sparsifier.prepare(model, None)
-    with pytest.raises(SparsityError, match="a dynamic sparsifier moves all its masks together; call step"):
-        sparsifier.update_mask(model[0], "weight")
     with pytest.raises(SparsityError, match=r"attach: no optimizer given"):
         sparsifier.attach([])
     with pytest.raises(SparsityError, match="call sparsifier.attach"):
@@ -547,7 +603,7 @@ def test_a_fraction_out_of_range_is_refused_before_anything_changes():
     loss_of(model, 1).backward()
     optimizer.step()
     before = masks(sparsifier)
-    with pytest.raises(SparsityError, match=r"the update fraction must lie in \[0, 1\), so that no layer is emptied"):
+    with pytest.raises(SparsityError, match=r"the update fraction must be in \[0, 1\), so that no layer is emptied"):
         sparsifier.step()
     assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items())
 
@@ -560,7 +616,7 @@ def test_a_rule_that_forgot_to_say_what_it_needs():
     optimizer.zero_grad()
     loss_of(model, 1).backward()
     optimizer.step()
-    with pytest.raises(SparsityError, match="0.weight: no such values were gathered; a rule says what it needs"):
+    with pytest.raises(SparsityError, match="0.weight: a rule reads values that were not gathered; list them"):
         sparsifier.step()
     with pytest.raises(SparsityError, match="needs are some of"):
         dynamic.Rule(name="x", score=careless, needs=("gradients",))
@@ -569,10 +625,10 @@ def test_a_rule_that_forgot_to_say_what_it_needs():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: dynamic.prune.magnitude("sum"), "prune: criterion must be 'mean', 'max', 'L1', 'L2' or None"),
+        (lambda: dynamic.rules.magnitude("sum"), "magnitude: criterion must be 'mean', 'max', 'L1', 'L2' or None"),
         (lambda: inits.random("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
-        (lambda: inits.lottery_ticket({}), "lottery_ticket needs a mapping with masks, got dict of no tensors"),
-        (lambda: dynamic.masking.find_dynamic(nn.Linear(1, 1), "weight"), "has no dynamic mask; call prepare first"),
+        (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
+        (lambda: dynamic.mask.find_dynamic(nn.Linear(1, 1), "weight"), "has no dynamic mask; call prepare first"),
     ],
 )
 def test_rules_and_inits_check_their_arguments(call, says):

@@ -312,7 +312,7 @@ def test_lightning_with_two_optimizers_of_sparsified_layers_sees_dense_gradients
                 return [torch.optim.SGD(parts[0], 0.1), torch.optim.AdamW(parts[1], 1e-2)], []
 
         model = Classifier()
-        sparsifier = DynamicSparsifier(None, 0.75, update_every=2, grow=listener)
+        sparsifier = DynamicSparsifier(sparsity_level=0.75, update_every=2, grow=listener)
         sparsifier.prepare(model.net, None)
         rows = [row for step in range(6) for row in zip(*batch(step), strict=True)]
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

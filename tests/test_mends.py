@@ -140,9 +140,13 @@ def test_4_stock_loses_the_mask():
         model.load_state_dict(model.state_dict(), strict=True)
 
 
+def magnitude(weight, name):
+    return weight.abs()
+
+
 def test_4_sparsifier_state_is_plain_copied_and_loads_with_weights_only():
     model = linear_model(8, 4)
-    sparsifier = prepared(model, ScopeSparsifier(norm=torch.abs, view=lambda w: w.unflatten(0, (2, 2))))
+    sparsifier = prepared(model, ScopeSparsifier(score=magnitude, view=lambda w: w.unflatten(0, (2, 2))))
     saved = sparsifier.state_dict()
     file = io.BytesIO()
     torch.save(saved, file)

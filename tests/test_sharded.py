@@ -1,6 +1,6 @@
-"""Over 2, 3 and 4 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn a number of ranks.
+"""Over 2, 3 and 4 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn for each number of ranks.
 
-The cases stand in `sharded_selection`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
+The cases are in `sharded_selection`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
 """
 
 import sys
@@ -36,14 +36,14 @@ def cases_of_four():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where what one number of ranks saved is found by the next."""
+    """The folder in which one number of ranks saves what the next loads."""
     with pytest.MonkeyPatch.context() as patch:
         found = tmp_path_factory.mktemp("ranks")
         patch.setenv("SPARSEKIT_TEST_FOLDER", str(found))
         yield found
 
 
-def room(folder, name):
+def subfolder(folder, name):
     (folder / name).mkdir()
     return folder / name
 
@@ -54,14 +54,14 @@ def report(found):
 
 
 def test_a_rank_dies_between_two_checkpoints(folder, capfd):
-    """What it leaves behind is for the next test, which goes on from there."""
+    """The next test continues from the files that it leaves."""
     with pytest.raises(AssertionError, match=r", 3\], \[\]"):
-        run_ranks(2, room(folder, "dies"), sharded_training.cases_until_a_rank_dies)
+        run_ranks(2, subfolder(folder, "dies"), sharded_training.cases_until_a_rank_dies)
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, cases_of_two), (3, cases_of_three), (4, cases_of_four)])
 def test_every_case(world, cases, folder):
-    found = run_ranks(world, room(folder, str(world)), cases)
+    found = run_ranks(world, subfolder(folder, str(world)), cases)
     report(found)
     assert len(found) >= 96
 
@@ -69,5 +69,5 @@ def test_every_case(world, cases, folder):
 @pytest.mark.parametrize("how", ["save", "async_save", "dynamic"])
 def test_one_process_loads_what_two_ranks_saved(how, folder):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch says that it loads in a single process
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it loads in a single process
         sharded_dynamic.load(folder) if how == "dynamic" else sharded_training.load(folder, how)

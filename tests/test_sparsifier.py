@@ -6,7 +6,7 @@ from stock import linear_model
 from torch import nn
 from torch.ao.pruning import BaseSparsifier, CubicSL, FakeSparsity, LambdaSL
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns
+from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, keep_mask, patterns
 
 
 class Holder(nn.Module):
@@ -71,14 +71,14 @@ def test_rows_columns_filters_and_heads_drop_whole_units():
 
 def test_conv_n_m_along_input_channels():
     conv = nn.Sequential(nn.Conv2d(8, 4, 3))
-    sparsifier = masks_after_step(conv, [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4, ndim=4)}])
+    sparsifier = masks_after_step(conv, [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
     kept = sparsifier.mask("0.weight").view(4, 2, 4, 3, 3).sum(2)
     assert torch.equal(kept, torch.full_like(kept, 2))
 
 
-def test_a_preset_for_matrices_is_refused_on_a_conv():
+def test_shapes_for_matrices_are_refused_on_a_conv():
     with pytest.raises(SparsityError, match=r"block \(1, 1\) has 2 entries, but the view has 4 dimensions"):
-        ScopeSparsifier().prepare(nn.Sequential(nn.Conv2d(8, 4, 3)), [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
+        ScopeSparsifier(block_shape=(1, 1)).prepare(nn.Sequential(nn.Conv2d(8, 4, 3)), None)
 
 
 def test_v_n_m_keeps_four_columns_for_v_rows_and_n_of_them_a_row():
@@ -361,64 +361,68 @@ def test_competitors_of_a_partial_member_are_scored_alike():
     assert s.mask("b").sum() == 16
 
 
-def test_a_callable_norm_sees_the_whole_weight_at_once():
+def test_a_score_sees_the_whole_weight_at_once():
     seen = []
 
-    def by_column(w):
-        seen.append(tuple(w.shape))
+    def by_column(w, name):
+        seen.append((name, tuple(w.shape)))
         return w.abs() / w.abs().sum(0, keepdim=True)
 
     weight = torch.randn(1024, 512)
     for scope in ((), (1, 4)):
-        s = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", "norm": by_column, "scope_shape": scope}])
-        rows = by_column(weight).reshape(1, -1) if not scope else by_column(weight).reshape(-1, 4)
+        s = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", "score": by_column, "scope_shape": scope}])
+        saliency = by_column(weight, "w")
+        rows = saliency.reshape(1, -1) if not scope else saliency.reshape(-1, 4)
         assert torch.equal(s.mask("w").reshape(rows.shape), keep_mask(rows, rows.shape[1] // 2))
-    assert set(seen) == {(1024, 512)}
+    assert set(seen) == {("w", (1024, 512))}
 
 
 class Saliency:
-    """A callable with a state of its own, as activation statistics are."""
+    """A score with a state of its own, as activation statistics are."""
 
     def __init__(self) -> None:
         self.scale = torch.ones(8)
 
-    def __call__(self, w):
+    def __call__(self, w, name):
         return w.abs() * self.scale
 
 
-def test_a_callable_object_is_used_as_it_is_and_shared():
-    norm = Saliency()
+def test_a_score_object_is_used_as_it_is_and_shared():
+    score = Saliency()
     model = linear_model(8, 4, 8, 4)
-    sparsifier = ScopeSparsifier(norm=norm, scope_coupling="all")
+    sparsifier = ScopeSparsifier(score=score, scope_coupling="all")
     config = [{"tensor_fqn": "0.weight", "scope_shape": ()}, {"tensor_fqn": "4.weight"}]
     sparsifier.prepare(model, config)
-    assert sparsifier.groups[0]["norm"] is sparsifier.groups[1]["norm"] is norm
+    assert sparsifier.groups[0]["score"] is sparsifier.groups[1]["score"] is score
     sparsifier.step()
     plan = sparsifier._plan
-    norm.scale = torch.arange(8.0)
+    score.scale = torch.arange(8.0)
     sparsifier.step()
     assert sparsifier._plan is plan
     assert not sparsifier.mask("0.weight")[:, 0].any()
 
 
 def test_an_overridden_update_mask_is_called_as_in_torch_ao():
-    class Counting(ScopeSparsifier):
+    class Counting(WeightNormSparsifier):
         calls = 0
 
         def update_mask(self, module, tensor_name, **group):
             self.calls += 1
             super().update_mask(module, tensor_name, **group)
 
-    sparsifier = masks_after_step(linear_model(8, 4, 4), None, Counting())
+    sparsifier = Counting()
+    sparsifier.prepare(linear_model(8, 4, 4), None)
+    sparsifier.step()
     assert sparsifier.calls == 2
 
 
 def test_an_overridden_make_config_from_model_is_honoured():
-    class OnlyLast(ScopeSparsifier):
+    class OnlyLast(WeightNormSparsifier):
         def make_config_from_model(self, model):
             self.config = [{"tensor_fqn": "2.weight"}]
 
-    sparsifier = masks_after_step(linear_model(8, 4, 4), None, OnlyLast())
+    sparsifier = OnlyLast()
+    sparsifier.prepare(linear_model(8, 4, 4), None)
     assert [g["tensor_fqn"] for g in sparsifier.groups] == ["2.weight"]
     sparsifier = ScopeSparsifier()
     sparsifier.make_config_from_model(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), {nn.Conv1d})
@@ -445,10 +449,10 @@ def test_an_nnz_group_with_a_following_stage_starts_its_schedule_at_that_count()
 
 
 def test_loading_replaces_budgets_and_keeps_functions_in_stages():
-    def inverse(w):
+    def inverse(w, name):
         return 1 / w.abs()
 
-    config = [{"tensor_fqn": "0.weight", "stages": [{"scope_shape": (1, 4), "nnz": 2, "norm": inverse}]}]
+    config = [{"tensor_fqn": "0.weight", "stages": [{"scope_shape": (1, 4), "nnz": 2, "score": inverse}]}]
     staged = masks_after_step(linear_model(8, 4), config)
     before = staged.mask("0.weight").clone()
     staged.load_state_dict(staged.state_dict())
@@ -529,7 +533,7 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
         model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         sparsifier = ScopeSparsifier(0.75)
         sparsifier.prepare(model, config)
-        monkeypatch.setattr("sparsekit_ao.sparsifiers.scope.AT_ONCE", at_once)
+        monkeypatch.setattr("sparsekit_ao.sparsifiers.planned.AT_ONCE", at_once)
         sparsifier.step()
         assert sparsifier.check() > 2
         masks.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])

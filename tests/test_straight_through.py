@@ -81,9 +81,9 @@ def test_sr_ste_needs_its_optimizer_and_lets_it_go():
     sparsifier.attach(optimizer)
     sparsifier.step()
     other = copy.deepcopy(sparsifier)
-    assert len(other._tap.optimizers[0]._optimizer_step_pre_hooks) == 1
-    assert other._tap.optimizers[0] is not optimizer
-    assert not pickle.loads(pickle.dumps(sparsifier))._tap.optimizers
+    assert len(other._hooks.optimizers[0]._optimizer_step_pre_hooks) == 1
+    assert other._hooks.optimizers[0] is not optimizer
+    assert not pickle.loads(pickle.dumps(sparsifier))._hooks.optimizers
     sparsifier.squash_mask()
     assert not optimizer._optimizer_step_pre_hooks
 

@@ -41,7 +41,7 @@ def test_nothing_spills(lines):
     assert [line for line in lines if line["spills"]] == []
 
 
-def test_registers_stay_below_the_ceiling(lines):
+def test_registers_stay_within_the_limit(lines):
     assert [line for line in lines if line["registers"] > REGISTERS] == []
 
 
@@ -71,7 +71,7 @@ def test_the_hot_kernels_read_and_write_vectors_and_exchange_nothing(lines):
         assert len(cases) == len(ARCHES) and all(line[what] for line in cases), (kernel, case)
 
 
-def test_scopes_of_a_transposed_weight_are_walked_as_they_lie(lines):
+def test_scopes_of_a_transposed_weight_go_in_memory_order(lines):
     """N:M along the input of a transposed weight is the very kernel of N:M along the output."""
     assert len([line for line in lines if line["case"] == "2:4 along the output"]) == len(ARCHES)
     assert not [line for line in lines if line["case"] == "2:4 of a transposed weight"]

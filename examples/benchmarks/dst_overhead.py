@@ -33,7 +33,7 @@ def prepare(kind: str, width: int, depth: int, batch: int) -> Callable[[], None]
     """One training step of a kind: stock, "closed" (no update near), "open" (gradients are dense) or "update"."""
     model = network(width, depth)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    sparsifier = RigL(optimizer, 0.9, until=10**9, update_every=1 if kind == "update" else 10**9)
+    sparsifier = RigL(0.9, optimizer=optimizer, until=10**9, update_every=1 if kind == "update" else 10**9)
     sparsifier.prepare(model, None)
     if kind == "stock":
         masks = [sparsifier.mask(g["tensor_fqn"]).float() for g in sparsifier.groups]
@@ -45,8 +45,8 @@ def prepare(kind: str, width: int, depth: int, batch: int) -> Callable[[], None]
     def step() -> None:
         if kind == "open":
             sparsifier.iteration = 10**9 - 1  # the coming iteration feeds an update
-            sparsifier._tap.clear()  # as step() does, which would update
-            sparsifier._set_gates()
+            sparsifier._capture.clear()  # as step() does, which would update
+            sparsifier._set_open()
         train(model, optimizer, x)
         if kind in ("closed", "update"):
             sparsifier.step()

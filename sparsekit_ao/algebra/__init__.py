@@ -1,22 +1,28 @@
-"""The algebra: views, blocks, scopes and their couplings. Lower to strided windows, act through the kernels."""
+"""Views, blocks, scopes and their couplings: which elements are kept or dropped together, and what competes."""
 
 from .axes import AxisPattern, dimensions_of
-from .block import BlockSpec, SparseBlock
+from .block import BlockSpec, SparseBlock, block_windows
 from .budget import sparsity_to_nnz
 from .coupling import BlockCoupling, ScopeCoupling
 from .scope import ScopeSpec
-from .sparse_scope import SparseScope
+from .sparse_scope import MaskUpdate, ScopeMember, SparseScope, scope_windows, update_masks, write_back
 from .view import View
 
 __all__ = [
     "AxisPattern",
     "BlockCoupling",
     "BlockSpec",
+    "MaskUpdate",
     "ScopeCoupling",
+    "ScopeMember",
     "ScopeSpec",
     "SparseBlock",
     "SparseScope",
     "View",
+    "block_windows",
     "dimensions_of",
+    "scope_windows",
     "sparsity_to_nnz",
+    "update_masks",
+    "write_back",
 ]

@@ -1,7 +1,7 @@
-"""Axis patterns: view, block and scope said in one line of einops notation.
+"""Axis patterns: view, block and scope in one line of einops notation.
 
-Name the factors of every dimension; `unit` axes index what is kept or dropped as one, `scope` axes (some of them)
-index independent budgets, every other axis lies inside the block. einops reads the notation and makes the view.
+The factors of every dimension are named; `unit` axes index what is kept or dropped as one, `scope` axes (some of them)
+index independent budgets, every other axis is inside the block. einops parses the notation and makes the view.
 """
 
 import math
@@ -21,13 +21,13 @@ __all__ = ["AxisPattern", "dimensions_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPattern:
-    """A view function that also knows the block and the scope.
+    """A view function that also gives the block and the scope.
 
     Args:
         axes: one entry a dimension of the tensor, factors in brackets: `"o (s m)"`.
-        unit: axes that index blocks, in the order that ties go by; a str of names or a sequence.
+        unit: axes that index blocks, in the order that ties are broken by; a str of names or a sequence.
         scope: those of them that index scopes; none is one scope for the whole tensor.
-        sizes: {axis: its length}, as far as the tensor's shape leaves it open.
+        sizes: {axis: its length}, as far as the tensor's shape does not determine it.
         where: opening words of error messages.
 
     Raises:
@@ -49,40 +49,41 @@ class AxisPattern:
 
     def __post_init__(self) -> None:
         names = [axis for dimension in self.dimensions for axis in dimension]
-        for key in ("unit", "scope"):
-            found = getattr(self, key)
-            if not isinstance(found, (str, Sequence)):
-                raise SparsityError(f"{self._said}{key} must be names of axes, got {found!r}")
-            object.__setattr__(self, key, tuple(found.split() if isinstance(found, str) else found))
-            for axis in getattr(self, key):
-                self._must_be_one_of(axis, names, key)
-            if len(set(getattr(self, key))) != len(getattr(self, key)):
-                raise SparsityError(f"{self._said}{key} names an axis twice: {' '.join(getattr(self, key))}")
+        if not isinstance(self.sizes, Mapping):
+            raise self._error(f"sizes must be a dict {{axis: length}}, got {self.sizes!r}")
+        for key in ("unit", "scope", "sizes"):
+            given = getattr(self, key)
+            if not isinstance(given, (str, Sequence, Mapping)):
+                raise self._error(f"{key} must be names of axes, got {given!r}")
+            given = given.split() if isinstance(given, str) else given
+            for axis in given:
+                if axis not in names:
+                    raise self._error(f"unknown axis {axis!r} in {key}; the axes are {', '.join(names)}")
+            if len(set(given)) != len(given):
+                raise self._error(f"{key} names an axis twice: {' '.join(given)}")
+            object.__setattr__(self, key, given if key == "sizes" else tuple(given))
         if not self.unit:
-            raise SparsityError(f"{self._said}unit is empty; name the axes that index what is kept or dropped")
+            raise self._error("unit is empty; name the axes that index what is kept or dropped")
         for axis in self.scope:
             if axis not in self.unit:
-                raise SparsityError(
-                    f"{self._said}scope axis {axis!r} is not one of unit ({' '.join(self.unit)}): a block cannot be "
-                    "in several scopes"
+                raise self._error(
+                    f"scope axis {axis!r} is not one of unit ({' '.join(self.unit)}): a block cannot be in several "
+                    "scopes"
                 )
-        if not isinstance(self.sizes, Mapping):
-            raise SparsityError(f"{self._said}sizes must be a dict {{axis: length}}, got {self.sizes!r}")
         for axis, size in self.sizes.items():
-            self._must_be_one_of(axis, names, "sizes")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise SparsityError(f"{self._said}sizes[{axis!r}] must be a positive int, got {size!r}")
+                raise self._error(f"sizes[{axis!r}] must be a positive int, got {size!r}")
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as a torch view: unit axes first, in their order, then the axes inside the block."""
         self.check_shape(tuple(weight.shape))
-        seen: Tensor = einops.rearrange(weight, f"{self.axes} -> {' '.join((*self.unit, *self._inner))}", **self.sizes)
-        return seen
+        view: Tensor = einops.rearrange(weight, f"{self.axes} -> {' '.join((*self.unit, *self._inner))}", **self.sizes)
+        return view
 
     def undo(self, view: Tensor) -> Tensor:
-        """The tensor that a view is of; its axes may have other lengths by now."""
-        back: Tensor = einops.rearrange(view, f"{' '.join((*self.unit, *self._inner))} -> {self.axes}")
-        return back
+        """The inverse of a call: a view's axes back in the tensor's order; they may have other lengths by now."""
+        tensor: Tensor = einops.rearrange(view, f"{' '.join((*self.unit, *self._inner))} -> {self.axes}")
+        return tensor
 
     def lengths(self, shape: Shape) -> dict[str, int]:
         """Every axis and its length in a tensor of this shape.
@@ -98,11 +99,11 @@ class AxisPattern:
         return found
 
     def dimension_of(self, axis: str) -> int:
-        """The dimension of the tensor in which an axis lies."""
+        """The dimension of the tensor that an axis is a factor of."""
         return next(k for k, axes in enumerate(self.dimensions) if axis in axes)
 
     def leading(self, product: int) -> list[str] | None:
-        """The first axes of the first dimension whose sizes make a product; None where none do (or one is open)."""
+        """The first axes of the first dimension whose sizes multiply to `product`; None if there are none."""
         found: list[str] = []
         for axis in self.dimensions[0]:
             if product == 1:
@@ -116,17 +117,13 @@ class AxisPattern:
 
     @property
     def block_shape(self) -> Shape:
-        """One unit, whole along every other axis."""
+        """One along unit axes, whole along every other."""
         return (1,) * len(self.unit) + (-1,) * len(self._inner)
 
     @property
     def scope_shape(self) -> Shape:
         """Whole along the unit axes that are not scope axes."""
         return tuple(1 if axis in self.scope else -1 for axis in self.unit)
-
-    @property
-    def _said(self) -> str:
-        return f"{self.where}axes {self.axes!r}: "
 
     @cached_property
     def dimensions(self) -> list[list[str]]:
@@ -137,40 +134,31 @@ class AxisPattern:
     def _inner(self) -> list[str]:
         return [axis for dimension in self.dimensions for axis in dimension if axis not in self.unit]
 
-    def _must_be_one_of(self, axis: object, names: Sequence[str], key: str) -> None:
-        if axis not in names:
-            raise SparsityError(f"{self._said}{key} speaks of {axis!r}, but the axes are {', '.join(names)}")
-
     def check_shape(self, shape: Shape) -> None:
         """Raise unless the pattern fits a tensor of this shape."""
         if len(shape) != len(self.dimensions):
-            raise SparsityError(
-                f"{self._said}there are {len(self.dimensions)} dimensions in it, but the tensor has {len(shape)}: "
-                f"{shape}"
-            )
+            raise self._error(f"it has {len(self.dimensions)} dimensions, but the tensor has {len(shape)}: {shape}")
         for k, (size, axes) in enumerate(zip(shape, self.dimensions, strict=True)):
             known = {axis: self.sizes[axis] for axis in axes if axis in self.sizes}
             product, unknown = math.prod(known.values()), [axis for axis in axes if axis not in known]
-            asked = f"{' * '.join(f'{axis}={n}' for axis, n in known.items())}" or "1"
-            asked += f" = {product}" if len(known) > 1 else ""
+            dimension, wanted = f"dimension {k} ({' '.join(axes)})", " * ".join(f"{a}={n}" for a, n in known.items())
+            wanted = f"{wanted} = {product}" if len(known) > 1 else wanted or "1"
             if len(unknown) > 1:
-                raise SparsityError(
-                    f"{self._said}dimension {k} of size {size} is ({' '.join(axes)}); give the sizes of all but one "
-                    f"of {', '.join(unknown)}"
-                )
+                raise self._error(f"{dimension} has size {size}; give the sizes of all but one of {', '.join(unknown)}")
             if not unknown and size != product:
-                raise SparsityError(f"{self._said}dimension {k} ({' '.join(axes)}) has size {size}, not {asked}")
+                raise self._error(f"{dimension} has size {size}, not {wanted}")
             if unknown and size % product:
-                raise SparsityError(
-                    f"{self._said}dimension {k} ({' '.join(axes)}) has size {size}, which is not a multiple of {asked}"
-                )
+                raise self._error(f"{dimension} has size {size}, which is not a multiple of {wanted}")
+
+    def _error(self, text: str) -> SparsityError:
+        return SparsityError(f"{self.where}axes {self.axes!r}: {text}")
 
 
 def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
     """The axes of every dimension of a pattern, outermost first.
 
     Raises:
-        SparsityError: it is no pattern.
+        SparsityError: the text is no pattern.
 
     >>> dimensions_of("(three u d) i")
     [['three', 'u', 'd'], ['i']]
@@ -182,5 +170,5 @@ def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
     except einops.EinopsError as e:
         raise SparsityError(f"{where}axes {axes!r}: {e}") from None
     if parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
-        raise SparsityError(f"{where}axes {axes!r}: give every axis a name (its length goes into sizes)")
+        raise SparsityError(f"{where}axes {axes!r}: give every axis a name (and its length in sizes)")
     return [list(dimension) for dimension in parsed.composition]

@@ -1,4 +1,4 @@
-"""Budgets: how many blocks a scope keeps, from a level or a count; pure numbers."""
+"""Budgets: how many blocks a scope keeps, from a sparsity level or a count."""
 
 import math
 import numbers
@@ -14,21 +14,21 @@ __all__ = ["Budget", "checked_budget", "sparsity_to_nnz"]
 Budget = int | Tensor
 
 
-def sparsity_to_nnz(sparsity: float, members: int, where: str = "") -> int:
-    """Blocks kept of `members` when a fraction `sparsity` is dropped: `n - floor(s n + 1e-9)`.
+def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
+    """Blocks kept of `blocks` when a fraction `sparsity` is dropped: `n - floor(s n + 1e-9)`.
 
     >>> sparsity_to_nnz(0.9, 10), sparsity_to_nnz(0.5, 5)
     (1, 3)
     """
     if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 <= float(sparsity) <= 1:
         raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {sparsity!r}")
-    return members - math.floor(float(sparsity) * members + 1e-9)
+    return blocks - math.floor(float(sparsity) * blocks + 1e-9)
 
 
-def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: int, where: str) -> Budget:
-    """A budget with least <= nnz <= members - spare: an int, or int64 of the scope grid's shape; else an error.
+def checked_budget(nnz: Budget, grid: Shape, least: int, blocks: int, spare: int, where: str) -> Budget:
+    """A budget with least <= nnz <= blocks - spare: an int, or int64 of the scope grid's shape; else an error.
 
-    The numbers of a tensor on another device than the CPU are not looked at: that would wait for the device.
+    The values of a tensor on another device than the CPU are not checked: that would wait for the device.
     """
     if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
         raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
@@ -39,12 +39,12 @@ def checked_budget(nnz: Budget, grid: Shape, least: int, members: int, spare: in
                 f"{where}nnz must be an integer tensor of the scope grid's shape {grid}, "
                 f"got {nnz.dtype} {tuple(nnz.shape)}"
             )
-        seen = nnz.numel() > 0 and nnz.device.type == "cpu"
-        low, high = map(int, nnz.aminmax()) if seen else (least, least)
+        readable = nnz.numel() > 0 and nnz.device.type == "cpu"
+        low, high = map(int, nnz.aminmax()) if readable else (least, least)
         nnz = nnz.to(torch.int64).expand(grid)
-    if not (least <= low and high <= members - spare):
+    if not (least <= low and high <= blocks - spare):
         raise SparsityError(
-            f"{where}nnz must lie in {least} .. {members - spare} (a scope has {members} blocks), got "
+            f"{where}nnz must lie in {least} .. {blocks - spare} (a scope has {blocks} blocks), got "
             + (f"{low}" if low == high else f"{low} .. {high}")
         )
     return nnz

@@ -1,26 +1,26 @@
-"""Couplings: blocks of several tensors that share one fate, scopes of several that share one budget.
+"""Couplings: blocks of several tensors that are kept or dropped together, scopes of several that share one budget.
 
-Both line grids up by permutations and refuse what does not correspond; the rest is what one tensor's blocks and
-scopes do already.
+Grids are aligned by permutations; grids that differ are an error. Everything else is inherited from `SparseBlock` and
+`SparseScope`.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ..errors import CouplingError, SparsityError
-from ..selection import from_scopes
 from ..selection.strides import Shape
 from ..selection.tiling import aligned_grid
 from .block import BlockSpec, SparseBlock
 from .scope import ScopeSpec
-from .sparse_scope import SparseScope
+from .sparse_scope import ScopeMember, SparseScope
 
 __all__ = ["BlockCoupling", "ScopeCoupling"]
 
 
 class BlockCoupling(SparseBlock):
-    """Blocks of several tensors that share one fate: `B_ref[k] = B_j[order_j(k)]`.
+    """Blocks of several tensors that are kept or dropped together: `B_ref[k] = B_j[order_j(k)]`.
 
     Args:
         specs: the members; the first one's grid is the reference. Missing grid dimensions have size 1, so a bias
@@ -31,7 +31,7 @@ class BlockCoupling(SparseBlock):
     Raises:
         CouplingError: aligned grids differ, or an order is no permutation.
 
-    >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up share the fate of columns of down
+    >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up go with columns of down
     >>> c = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], orders=[None, (1, 0)])
     >>> c.grid_shape, c.numel_per_block()
     ((4, 1), 6)
@@ -41,20 +41,13 @@ class BlockCoupling(SparseBlock):
         self, specs: Sequence[BlockSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        names, ndims = [s.name for s in specs], [len(s.own_grid) for s in specs]
-        _refuse_twice(specs, self._where())
-        self._members = list(zip(specs, _orders(orders, ndims, names, self._where()), strict=True))
-        grids = [aligned_grid(s.own_grid, order, max(ndims)) for s, order in self._members]
-        self._grid = _common_grid("block", grids, names, self._where())
+        _check_distinct(specs, self._where())
+        full, self.grid_shape = _aligned("block", specs, orders, self._where())
+        self._members = list(zip(specs, full, strict=True))
 
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
         """The members with their orders."""
         return list(self._members)
-
-    @property
-    def grid_shape(self) -> Shape:
-        """Blocks along each dimension of the aligned grid."""
-        return self._grid
 
     @property
     def data(self) -> tuple[Tensor, ...]:
@@ -86,23 +79,17 @@ class ScopeCoupling(SparseScope):
         self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        names, ndims = [s.name for s in scopes], [len(s.shape) for s in scopes]
-        _refuse_twice([leaf for s in scopes for leaf in s.block.blocks()], self._where())
-        full = _orders(orders, ndims, names, self._where())
-        grids = [aligned_grid(s.grid_shape, order, max(ndims)) for s, order in zip(scopes, full, strict=True)]
-        # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
-        own = [tuple(k for k in order if k < n) for order, n in zip(full, ndims, strict=True)]
-        self._scopes = list(zip(scopes, own, strict=True))
-        self._grid = _common_grid("scope", grids, names, self._where())
+        _check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
+        full, self.grid_shape = _aligned("scope", scopes, orders, self._where())
+        self._specs, self._members = list(scopes), []
+        for s, order in zip(scopes, full, strict=True):
+            # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
+            own = tuple(k for k in order if k < len(s.shape))
+            self._members.append(ScopeMember(block=s.block, shape=s.shape, order=own, name=s.name))
 
-    def scopes(self) -> list[tuple[ScopeSpec, Shape]]:
+    def members(self) -> list[ScopeMember]:
         """The members with their orders."""
-        return list(self._scopes)
-
-    @property
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the aligned scope grid."""
-        return self._grid
+        return list(self._members)
 
     def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = False) -> Tensor:
         """Tensors of the members' block grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
@@ -117,51 +104,40 @@ class ScopeCoupling(SparseScope):
         want = (*self.grid_shape, self.numblk_per_scope())
         if not reorder or tuple(t.shape) != want:
             raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")
-        parts = t.reshape(self.numscp(), want[-1]).split(self._widths(), dim=1)
-        groups = self.groups(None, None)
-        return {
-            spec.block: from_scopes(part, group)
-            for (spec, _), group, part in zip(self.scopes(), groups, parts, strict=True)
-        }
+        return dict(self._grids_of(t.reshape(self.numscp(), want[-1])))
 
     def __repr__(self) -> str:
-        return f"ScopeCoupling({[s for s, _ in self._scopes]!r})"
+        return f"ScopeCoupling({self._specs!r})"
 
 
-def _refuse_twice(leaves: Sequence[BlockSpec], where: str) -> None:
-    seen: set[int] = set()
-    for leaf in leaves:
-        if id(leaf) in seen:
-            raise CouplingError(f"{where}{leaf.name or 'a block spec'} takes part twice")
-        seen.add(id(leaf))
+def _check_distinct(specs: Sequence[BlockSpec], where: str) -> None:
+    for spec, times in Counter(specs).items():
+        if times > 1:
+            raise CouplingError(f"{where}{spec.name or 'a block spec'} is given twice; members must be distinct")
 
 
-def _orders(
-    given: Sequence[Sequence[int] | None] | None, ndims: Sequence[int], names: Sequence[str | None], where: str
-) -> list[Shape]:
-    """One checked permutation a member, extended to the widest member's dimensions; () is the identity."""
-    if not ndims:
+def _aligned(
+    kind: str, specs: Sequence[BlockSpec | ScopeSpec], given: Sequence[Sequence[int] | None] | None, where: str
+) -> tuple[list[Shape], Shape]:
+    """A checked permutation for each member, of all aligned dimensions (() is the identity), and the aligned grid."""
+    if not specs:
         raise CouplingError(f"{where}a coupling needs at least one member")
-    orders = list(given) if given is not None else [None] * len(ndims)
-    if len(orders) != len(ndims):
-        raise CouplingError(f"{where}{len(ndims)} members but {len(orders)} orders")
-    out: list[Shape] = []
-    for order, name in zip(orders, names, strict=True):
-        full = () if order is None else tuple(order) + tuple(range(len(order), max(ndims)))
-        if order is not None and sorted(full) != list(range(max(ndims))):
+    orders = list(given) if given is not None else [None] * len(specs)
+    if len(orders) != len(specs):
+        raise CouplingError(f"{where}{len(specs)} members but {len(orders)} orders; give one for each member, or None")
+    ndim = max(len(s.grid_shape) for s in specs)
+    full = [() if order is None else (*order, *range(len(order), ndim)) for order in orders]
+    for order, permutation, s in zip(orders, full, specs, strict=True):
+        if order is not None and sorted(permutation) != list(range(ndim)):
             raise CouplingError(
-                f"{where}{name or 'a member'}: order {tuple(order)} is no permutation of the {max(ndims)} aligned "
-                "grid dimensions"
+                f"{where}{s.name or 'a member'}: order {tuple(order)} is no permutation of the {ndim} aligned grid "
+                "dimensions"
             )
-        out.append(full)
-    return out
-
-
-def _common_grid(kind: str, grids: Sequence[Shape], names: Sequence[str | None], where: str) -> Shape:
-    for grid, name in zip(grids, names, strict=True):
+    grids = [aligned_grid(s.grid_shape, order, ndim) for s, order in zip(specs, full, strict=True)]
+    for grid, s in zip(grids, specs, strict=True):
         if grid != grids[0]:
             raise CouplingError(
-                f"{where}{name or 'a member'} has the aligned {kind} grid {grid}, but {names[0] or 'the first'} has "
-                f"{grids[0]}. Give an order that permutes one onto the other, or other blocks and scopes."
+                f"{where}{s.name or 'a member'} has the aligned {kind} grid {grid}, but {specs[0].name or 'the first'} "
+                f"has {grids[0]}. Give an order that permutes one onto the other, or other blocks and scopes."
             )
-    return grids[0]
+    return full, grids[0]

@@ -1,7 +1,7 @@
-"""Thresholding by kernels: one read and one write of the weight.
+"""The seam to the kernels that threshold blocks: one read and one write of the weight.
 
-Knows groups of scopes as the kernels take them, and one threshold a scope. `block` and `sparse_scope` go on in plain
-torch where these functions return False.
+Takes scopes as `selection` does, and one threshold a scope. Where a function returns False nothing has changed, and
+`threshold` goes on in plain torch.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection import Scopes, check_impl, condition_path, threshold_path
-from ..selection.strides import Shape
 
-__all__ = ["Settings", "negative_threshold", "on_grid", "refuse_triton", "shrink_in_place", "threshold_in_place"]
+__all__ = ["Settings", "refuse_triton", "shrink_in_place", "threshold_in_place"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Whether conditioners stand where masks do, and when Newton's method on them stops; see `SparseBlock`."""
+    """Arguments of `soft_threshold`; `conditioned` if conditioners are passed in the place of masks."""
 
     conditioned: bool
+    scale: bool
     max_iter: int
     atol: float | None
     eps: float
@@ -62,83 +62,37 @@ def shrink_in_place(
     """Soft thresholding, conditioned or not; arguments and result as `threshold_in_place`.
 
     Raises:
-        SparsityError: a threshold below 0 or a conditioner that is not positive, before anything changes; or a block
-            did not converge: then it is as it was, and the others are written.
+        SparsityError: a block did not converge: it is unchanged, and the others are written.
     """
-    atol = 1e-6 if settings.atol is None else settings.atol
-    path = condition_path(groups, atol=atol, impl=impl) if settings.conditioned else threshold_path(groups, impl)
-    if path is None:
-        return False
-    _check_thresholds(thresholds, where)
     if not settings.conditioned:
         return threshold_in_place(groups, thresholds, soft=True, factors=factors, impl=impl)
-    _check_conditioners(groups, settings.eps, where)
+    atol = 1e-6 if settings.atol is None else settings.atol
+    path = condition_path(groups, atol=atol, impl=impl)
+    if path is None:
+        return False
     worst = 0.0
     for group, factor in zip(groups, factors, strict=True):
-        misses = path.condition(
-            group,
-            _as_read(thresholds, group),
-            factor=factor,
-            eps=settings.eps,
-            atol=atol,
-            max_iter=settings.max_iter,
-        )
+        given = _as_read(thresholds, group)
+        misses = path.condition(group, given, factor=factor, eps=settings.eps, atol=atol, max_iter=settings.max_iter)
         worst = max(worst, float(misses.max()))
     if worst > 0:
         raise SparsityError(
             f"{where}soft_threshold: no convergence to atol={atol:g} in {settings.max_iter} steps (missed by "
-            f"{worst:.1e}); the blocks that missed are as they were, the others are written. Raise max_iter or atol; "
+            f"{worst:.1e}); the blocks that missed are unchanged, the others are written. Raise max_iter or atol; "
             'impl="reference" writes nothing before all have converged.'
         )
     return True
 
 
-def on_grid(thresholds: Tensor | float, grid: Shape, where: str, what: str = "grid") -> Tensor | float:
-    """Thresholds that fit a grid: a number or a single element as it is, others expanded.
-
-    Raises:
-        SparsityError: they do not broadcast to the grid.
-    """
-    if not isinstance(thresholds, Tensor):
-        return thresholds
-    try:
-        expanded = thresholds.expand(grid)
-    except RuntimeError:
-        raise SparsityError(
-            f"{where}thresholds must broadcast to the {what} {grid}, got shape {tuple(thresholds.shape)}"
-        ) from None
-    return thresholds.reshape(()) if thresholds.numel() == 1 else expanded
-
-
 def refuse_triton(impl: str, what: str, where: str) -> None:
-    """Refuse the kernels where they were asked for by name and there is none for `what`, and any unknown `impl`."""
+    """Raise where `impl` is unknown, or is `"triton"`, which has no kernel for `what`."""
     check_impl(impl)
     if impl == "triton":
         raise SparsityError(f'{where}impl="triton" has no {what}. Use impl="auto".')
 
 
-def negative_threshold(least: float, where: str) -> SparsityError:
-    """The error for thresholds of which one is below 0 or NaN."""
-    return SparsityError(f"{where}soft_threshold needs thresholds >= 0, got {least}")
-
-
-def _check_thresholds(thresholds: Tensor | float, where: str) -> None:
-    if isinstance(thresholds, Tensor):
-        if not bool((thresholds >= 0).all()):
-            raise negative_threshold(float(thresholds.min()), where)
-    elif not thresholds >= 0:
-        raise negative_threshold(float(thresholds), where)
-
-
-def _check_conditioners(groups: Sequence[Scopes], eps: float, where: str) -> None:
-    for h in (m.mask for group in groups for m in group.members if m.mask is not None and m.mask.numel()):
-        least = float(h.amin().float() + eps)
-        if not least > 0:
-            raise SparsityError(f"{where}soft_threshold needs conditioners > 0, got {least}")
-
-
 def _as_read(thresholds: Tensor | float, group: Scopes) -> Tensor | float:
-    """Thresholds as kernels read them: float32 on the group's device."""
+    """Thresholds as the kernels read them: float32 on the group's device."""
     if not isinstance(thresholds, Tensor):
         return thresholds
     return thresholds.detach().to(group.members[0].window.device, torch.float32)

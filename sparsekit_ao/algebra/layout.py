@@ -1,7 +1,6 @@
-"""Integer algebra of strided windows: bounds, injectivity, and how tiles cut a shape.
+"""Shapes, strides and offsets of windows: whether they fit a parameter, and how tiles divide a shape.
 
-Knows shapes, strides and offsets, all counted in elements; never a tensor's values, a module or a name.
-`where` in the signatures is only the opening words of an error message.
+All numbers count elements. `where` in the signatures is the opening words of an error message.
 """
 
 import math
@@ -13,13 +12,7 @@ import torch
 from ..errors import SparsityError
 from ..selection.strides import Shape, addresses, cosize
 
-__all__ = [
-    "check_window",
-    "coordinate_of",
-    "is_dense",
-    "is_injective",
-    "resolve_tile",
-]
+__all__ = ["check_window", "coordinate_of", "is_dense", "is_injective", "resolve_tile"]
 
 
 def coordinate_of(address: int, shape: Shape, stride: Shape) -> Shape:
@@ -31,15 +24,13 @@ def coordinate_of(address: int, shape: Shape, stride: Shape) -> Shape:
     at, left = [0] * len(shape), address
     for k in sorted((k for k in range(len(shape)) if shape[k] > 1), key=lambda k: -stride[k]):
         at[k], left = divmod(left, stride[k])
-    if left or any(i >= n for i, n in zip(at, shape, strict=True)):  # strides that do not nest: look it up
-        flat = int((addresses(shape, stride) == address).nonzero()[0, 0])
-        for k in range(len(shape) - 1, -1, -1):
-            flat, at[k] = divmod(flat, shape[k])
+    if left or any(i >= n for i, n in zip(at, shape, strict=True)):  # strides that are not nested: look it up
+        return _unravel(int((addresses(shape, stride) == address).nonzero()[0, 0]), shape)
     return tuple(at)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the addresses are exactly 0 .. numel-1, each met once (contiguous in some order of dimensions)."""
+    """Whether the addresses are exactly 0 .. numel-1, each once (contiguous in some order of dimensions)."""
     expected = 1
     for d, n in sorted((d, n) for n, d in zip(shape, stride, strict=True) if n != 1):
         if d != expected:
@@ -73,7 +64,6 @@ def resolve_tile(
     """
     if edge not in ("error", "partial"):
         raise SparsityError(f'{where}edge must be "error" or "partial", got {edge!r}')
-    noun = "dimension" if kind == "block" else "block-grid dimension"
     if isinstance(tile, (str, int)) or not isinstance(tile, Sequence):
         raise SparsityError(f"{where}{kind} shape must be a tuple of ints, got {tile!r}")
     full = tuple(tile)
@@ -90,20 +80,20 @@ def resolve_tile(
             f"{tuple(sizes)}. Missing entries mean the whole dimension."
         )
     full += (-1,) * (len(sizes) - len(full))
-    return tuple(_resolve_one(kind, noun, k, size, full, edge, where) for k, size in enumerate(sizes))
+    return tuple(_resolve_one(kind, k, size, full, edge, where) for k, size in enumerate(sizes))
 
 
-def _resolve_one(kind: str, noun: str, k: int, size: int, tile: Shape, edge: str, where: str) -> int:
-    entry = tile[k]
+def _resolve_one(kind: str, k: int, size: int, tile: Shape, edge: str, where: str) -> int:
+    entry, at = tile[k], f"{'dimension' if kind == 'block' else 'block-grid dimension'} {k}"
     if isinstance(entry, bool) or not isinstance(entry, int):
-        raise SparsityError(f"{where}{kind} {tile} needs an int at {noun} {k}, got {entry!r}")
+        raise SparsityError(f"{where}{kind} {tile} needs an int at {at}, got {entry!r}")
     if entry == -1:
         return max(size, 1)
     if entry < 1:
-        raise SparsityError(f"{where}{kind} {tile} needs a positive size (or -1 for all) at {noun} {k}, got {entry}")
+        raise SparsityError(f"{where}{kind} {tile} needs a positive size (or -1 for all) at {at}, got {entry}")
     if size % entry and edge == "error":
         raise SparsityError(
-            f"{where}{kind} {tile} needs {noun} {k} divisible by {entry}, got {size}. "
+            f"{where}{kind} {tile} needs {at} divisible by {entry}, got {size}. "
             'Use edge="partial", or leave the tensor out.'
         )
     return entry
@@ -112,7 +102,7 @@ def _resolve_one(kind: str, noun: str, k: int, size: int, tile: Shape, edge: str
 def check_window(
     param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str = ""
 ) -> None:
-    """Check that a window meets only elements of the parameter, and none of them twice.
+    """Check that a window contains only elements of the parameter, and none of them twice.
 
     Addresses count from the parameter's first element. Raises SparsityError with the first thing that is wrong.
     """
@@ -138,53 +128,65 @@ def _check_window(
             f"{where}the parameter {param_shape}:{param_stride} is expanded: several of its elements share memory. "
             "Make it contiguous first."
         )
-    _check_inside(param_shape, param_stride, shape, stride, offset, where)
-    if not is_injective(shape, stride):
-        raise SparsityError(
-            f"{where}view {shape}:{stride} meets some element twice, so a block could not be dropped by itself. "
-            "Use strides under which every index has its own address."
-        )
-
-
-def _check_inside(
-    param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str
-) -> None:
-    end, last = cosize(shape, stride, offset), cosize(param_shape, param_stride)
+    end, last = cosize(shape, stride, offset) - 1, cosize(param_shape, param_stride) - 1
+    view = f"{where}view {shape}:{stride}"
     if end > last:
         raise SparsityError(
-            f"{where}view {shape}:{stride} with offset {offset} reaches address {end - 1}, "
-            f"but the parameter {param_shape} ends at {last - 1}"
+            f"{view} with offset {offset} is out of bounds: it ends at element {end}, the parameter {param_shape} at "
+            f"element {last}"
         )
-    if is_dense(param_shape, param_stride) or _no_carry(param_shape, param_stride, shape, stride, offset):
-        return
-    inside = torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride))
-    if not bool(inside.all()):
+    if not _is_inside(param_shape, param_stride, shape, stride, offset):
         raise SparsityError(
-            f"{where}view {shape}:{stride} with offset {offset} meets storage between the elements of the "
-            f"parameter {param_shape}:{param_stride}, which is a slice of a larger tensor"
+            f"{view} with offset {offset} contains elements that are not the parameter's: {param_shape}:{param_stride} "
+            "is a slice of a larger tensor"
         )
+    if not is_injective(shape, stride):
+        first, second = _overlap(shape, stride)
+        raise SparsityError(
+            f"{view}: strides overlap: indices {first} and {second} map to one element. Use strides under which every "
+            "index has its own element."
+        )
+
+
+def _is_inside(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:
+    """Whether every address of a window within the parameter's bounds is an element of the parameter."""
+    if is_dense(param_shape, param_stride) or _no_carry(param_shape, param_stride, shape, stride, offset):
+        return True
+    return bool(torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride)).all())
 
 
 def _no_carry(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:
-    """Whether the window plainly stays inside: its steps, written in the parameter's digits, never overflow one."""
+    """Whether the window is inside for certain: its last index, as digits of the parameter's strides, is in bounds."""
     dims = sorted(((d, n) for n, d in zip(param_shape, param_stride, strict=True) if n > 1), reverse=True)
-    reach = [0] * len(dims)
+    last = [0] * len(dims)
     for steps, jump in ((1, offset), *((n - 1, d) for n, d in zip(shape, stride, strict=True))):
         for j, (d, _) in enumerate(dims):
             digit, jump = divmod(jump, d)
-            reach[j] += steps * digit
+            last[j] += steps * digit
         if jump and steps:
             return False
-    return all(r < n for r, (_, n) in zip(reach, dims, strict=True))
+    return all(at < n for at, (_, n) in zip(last, dims, strict=True))
 
 
 def is_injective(shape: Shape, stride: Shape) -> bool:
     """Whether every index has an address of its own."""
-    reach = 0
+    end = 0
     for d, n in sorted((d, n) for n, d in zip(shape, stride, strict=True) if n > 1):
         if d == 0:
             return False
-        if d <= reach:  # not nested: only counting decides
+        if d <= end:  # strides that are not nested: count the addresses
             return int(addresses(shape, stride).unique().numel()) == math.prod(shape)
-        reach += (n - 1) * d
+        end += (n - 1) * d
     return True
+
+
+def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
+    """Two indices with one address, where there are such."""
+    small = tuple(min(n, 2) if d == 0 else n for n, d in zip(shape, stride, strict=True))
+    ordered, order = addresses(small, stride).sort(stable=True)
+    at = int((ordered[1:] == ordered[:-1]).nonzero()[0, 0])
+    return _unravel(int(order[at]), small), _unravel(int(order[at + 1]), small)
+
+
+def _unravel(flat: int, shape: Shape) -> Shape:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), shape))

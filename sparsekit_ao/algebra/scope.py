@@ -1,4 +1,4 @@
-"""Scopes on one block grid: the sets of blocks that compete, each with a budget of its own."""
+"""ScopeSpec: one block grid tiled into scopes, the sets of blocks that compete."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection import from_scopes
-from ..selection.strides import Shape, grid_of
-from ..selection.tiling import split
+from ..selection.strides import grid_of
 from .block import BlockSpec, SparseBlock
+from .elements import tiles_of
 from .layout import resolve_tile
-from .sparse_scope import SparseScope
+from .sparse_scope import ScopeMember, SparseScope, scope_windows
 from .view import View
 
 __all__ = ["ScopeSpec"]
@@ -27,7 +27,7 @@ class ScopeSpec(SparseScope):
         edge: `"partial"` allows smaller scopes at the edge; the block's by default.
 
     Raises:
-        SparsityError: (a ValueError) naming the dimension, both numbers and the way out.
+        SparsityError: (a ValueError) a shape that does not fit the block grid.
 
     >>> s = ScopeSpec(BlockSpec(torch.ones(4, 8)), (1, 4))  # N:4 along the input
     >>> s.grid_shape, s.numblk_per_scope(), s.sparsity_to_nnz(0.5)
@@ -46,15 +46,11 @@ class ScopeSpec(SparseScope):
         self.name = name if name is not None else self.block.name
         self.edge = edge or ("partial" if any(b.edge == "partial" for b in self.block.blocks()) else "error")
         self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
+        self.grid_shape = grid_of(self.block.grid_shape, self.shape)
 
-    def scopes(self) -> "list[tuple[ScopeSpec, Shape]]":
-        """The spec itself."""
-        return [(self, ())]
-
-    @property
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the block grid."""
-        return grid_of(self.block.grid_shape, self.shape)
+    def members(self) -> list[ScopeMember]:
+        """The spec's own blocks."""
+        return [ScopeMember(block=self.block, shape=self.shape, name=self.name)]
 
     def block_to_scope(self, t: Tensor, reorder: bool = True, merge: bool = False) -> Tensor:
         """A tensor of the block grid's shape cut into scopes.
@@ -71,13 +67,7 @@ class ScopeSpec(SparseScope):
             )
         if self.is_partial:
             raise SparsityError(f"{self._where()}block_to_scope needs whole scopes; {self.shape} leaves partial ones")
-        if merge and not reorder:
-            raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")
-        n, tiles = t.ndim, split(t, self.shape)
-        if not reorder:
-            return tiles
-        ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
-        return ordered.reshape([*self.grid_shape, math.prod(self.shape)]) if merge else ordered
+        return tiles_of(t, self.shape, reorder, merge)
 
     def scope_to_block(self, t: Tensor, reorder: bool = True) -> Tensor:
         """The inverse of `block_to_scope`: back to the block grid's shape.
@@ -95,7 +85,7 @@ class ScopeSpec(SparseScope):
             )
         if not reorder:
             return t.reshape(self.block.grid_shape)
-        return from_scopes(t.reshape(self.numscp(), width), self.groups(None, None)[0])
+        return from_scopes(t.reshape(self.numscp(), width), scope_windows(self)[0])
 
     def __repr__(self) -> str:
         return f"ScopeSpec({self.block!r}, shape={self.shape})"

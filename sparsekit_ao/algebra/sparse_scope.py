@@ -1,51 +1,75 @@
-"""What all scopes have in common: budgets, k-th largest norms, exact masks, thresholding.
+"""Scopes: the sets of blocks that compete, their budgets, k-th largest norms and exact masks.
 
-`scope.ScopeSpec` is one block grid tiled into scopes, `coupling.ScopeCoupling` joins several. Every mask comes from
-the one selection rule (`kernels`).
+`SparseScope` is the base class of one block grid's scopes (`scope.ScopeSpec`) and coupled ones
+(`coupling.ScopeCoupling`). `MaskUpdate` describes one update of masks, `update_masks` carries updates out.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .. import selection as kernels
 from ..errors import SparsityError
-from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, to_scopes
-from ..selection.strides import Shape
+from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
+from ..selection.strides import Shape, grid_of
 from ..selection.tiling import real_slots, tile_volumes
-from .block import BlockSpec, SparseBlock, Values
+from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
-from .in_place import Settings, on_grid, refuse_triton, shrink_in_place, threshold_in_place
+from .in_place import refuse_triton
+from .threshold import Thresholded, Values, zero_below
 
-__all__ = ["SparseScope"]
-
-if TYPE_CHECKING:
-    from .scope import ScopeSpec
+__all__ = ["MaskUpdate", "ScopeMember", "SparseScope", "scope_windows", "update_masks", "write_back"]
 
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
 
 
-class SparseScope(ABC):
-    """Scopes on one aligned grid; `ScopeSpec` and `ScopeCoupling` are the two kinds.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScopeMember:
+    """One block grid of a `SparseScope`, tiled into scopes.
+
+    Attributes:
+        block: the blocks that compete.
+        shape: blocks of a scope along each dimension of the block grid.
+        order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
+        name: opening words of error messages.
+    """
+
+    block: SparseBlock
+    shape: Shape
+    order: Shape = ()
+    name: str | None = None
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Scopes along each dimension of the block grid."""
+        return grid_of(self.block.grid_shape, self.shape)
+
+    @property
+    def width(self) -> int:
+        """Blocks of a full scope."""
+        return math.prod(self.shape)
+
+
+class SparseScope(Thresholded):
+    """Scopes on one aligned grid; base class of `ScopeSpec` and `ScopeCoupling`.
 
     `values` are parameter-shaped (a mapping {parameter: tensor} for several parameters), None the parameters
     themselves. Budgets `nnz` count blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
+    `grid_shape` counts the scopes along each dimension of the aligned scope grid.
     """
 
-    name: str | None
+    _grid_name = "scope grid"
 
     @abstractmethod
-    def scopes(self) -> "list[tuple[ScopeSpec, Shape]]":
-        """Every spec with its order: aligned scope dimension k is the spec's dimension order[k] (() = identity)."""
+    def members(self) -> list[ScopeMember]:
+        """The block grids whose blocks compete at each aligned scope index, in order."""
 
-    @property
-    @abstractmethod
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the aligned scope grid."""
+    def blocks(self) -> list[BlockSpec]:
+        """The block specs of all members, in order."""
+        return [spec for m in self.members() for spec in m.block.blocks()]
 
     def numscp(self) -> int:
         """Number of scopes."""
@@ -53,40 +77,40 @@ class SparseScope(ABC):
 
     def numblk_per_scope(self) -> int:
         """Blocks that compete in a full scope, over all members."""
-        return sum(math.prod(s.shape) for s, _ in self.scopes())
+        return sum(m.width for m in self.members())
 
     def numblk(self) -> int:
         """Blocks in all scopes."""
-        return sum(s.block.numblk() for s, _ in self.scopes())
+        return sum(m.block.numblk() for m in self.members())
 
     def numel_per_scope(self) -> int:
         """Elements in a full scope."""
-        return sum(math.prod(s.shape) * s.block.numel_per_block() for s, _ in self.scopes())
+        return sum(m.width * m.block.numel_per_block() for m in self.members())
 
-    def members_per_scope(self) -> Tensor:
-        """Blocks that each scope really has (fewer at a partial edge); int64, of the scope grid's shape."""
-        volumes = [(tile_volumes(g.grid, g.shape), g.order) for g in self.groups(None, None)]
+    def blocks_per_scope(self) -> Tensor:
+        """Blocks of each scope (fewer at a partial edge); int64, of the scope grid's shape."""
+        volumes = [(tile_volumes(m.block.grid_shape, m.shape), m.order) for m in self.members()]
         aligned = [(v.permute(order) if order else v).reshape(self.grid_shape) for v, order in volumes]
         return torch.stack(aligned).sum(0)
 
     @property
     def is_partial(self) -> bool:
         """Whether some scope at an edge holds fewer blocks than the others."""
-        return any(g % n for spec, _ in self.scopes() for g, n in zip(spec.block.grid_shape, spec.shape, strict=True))
+        return any(g % n for m in self.members() for g, n in zip(m.block.grid_shape, m.shape, strict=True))
 
     def sparsity_to_nnz(self, sparsity: float) -> Budget:
         """Blocks to keep in each scope at a level; an int, or int64 of the scope grid's shape if scopes differ."""
-        whole = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
+        of_full_scope = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
         if not self.is_partial:
-            return whole
-        count = self.members_per_scope()
+            return of_full_scope
+        count = self.blocks_per_scope()
         return count - torch.floor(count.double() * float(sparsity) + 1e-9).long()
 
     def level_of(self, nnz: Budget) -> float:
         """The fraction of all blocks that a budget drops."""
         if isinstance(nnz, int) and not self.is_partial:
             return 1 - nnz / self.numblk_per_scope()
-        counts = self.members_per_scope()
+        counts = self.blocks_per_scope()
         return 1 - int(torch.minimum(torch.as_tensor(nnz), counts).sum()) / max(int(counts.sum()), 1)
 
     def block_norms(self, values: Values = None) -> Tensor:
@@ -129,15 +153,11 @@ class SparseScope(ABC):
         tensor([[False,  True,  True, False]])
         """
         if values is not None and block_scores is not None:
-            raise SparsityError(f"{self._where()}get_masks takes values to score, or block_scores, not both")
+            raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values, block_scores)
         allowed = self._rows_of(block_mask, "block_mask")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
-        out: dict[BlockSpec, Tensor] = {}
-        groups = self.groups(None, None)
-        for group, (spec, _), part in zip(groups, self.scopes(), kept.split(self._widths(), dim=1), strict=True):
-            out.update(spec.block.get_masks(from_scopes(part, group)))
-        return out
+        return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}
 
     @torch.no_grad()
     def hard_threshold(
@@ -157,68 +177,20 @@ class SparseScope(ABC):
             impl: `"auto"`, `"reference"` or `"triton"` (which takes thresholds, and no other values).
         """
         if (thresholds is None) == (nnz is None):
-            raise SparsityError(f"{self._where()}hard_threshold takes exactly one of thresholds and nnz")
+            raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
         if nnz is not None or values is not None:
             refuse_triton(impl, "hard_threshold by a count or by other values", self._where())
         if nnz is not None:
-            for leaf, mask in self.get_masks(nnz, values).items():
-                leaf.view.param.detach().masked_fill_(~mask, 0)
+            for spec, mask in self.get_masks(nnz, values).items():
+                spec.view.param.detach().masked_fill_(~mask, 0)
             return
         assert thresholds is not None
-        self._check_values(values)
-        t = on_grid(thresholds, self.grid_shape, self._where(), "scope grid")
-        groups = self._live(None)
-        if values is None and threshold_in_place(groups, t, soft=False, factors=[1.0] * len(groups), impl=impl):
-            return
-        blocks = [spec.block for spec, _ in self.scopes()]
-        drops = [b.below(t, values, self.as_mean) for b, t in zip(blocks, self._spread(thresholds), strict=True)]
-        for block, drop in zip(blocks, drops, strict=True):
-            block.zero_blocks(drop)
-
-    @torch.no_grad()
-    def soft_threshold(
-        self,
-        thresholds: Tensor | float,
-        conditioners: Values = None,
-        scale: bool = False,
-        max_iter: int = 50,
-        atol: float | None = None,
-        eps: float = 0.0,
-        *,
-        impl: str = "auto",
-    ) -> None:
-        """Shrink every block by its scope's threshold, in place; see `SparseBlock.soft_threshold`.
-
-        Args:
-            thresholds: t >= 0, a number or a tensor that broadcasts to the scope grid.
-            conditioners, scale, max_iter, atol, eps, impl: as there; `scale` multiplies by sqrt(elements per block).
-        """
-        self._check_values(conditioners)
-        blocks = [spec.block for spec, _ in self.scopes()]
-        t = on_grid(thresholds, self.grid_shape, self._where(), "scope grid")
-        factors = [math.sqrt(b.numel_per_block()) if scale else 1.0 for b in blocks]
-        settings = Settings(conditioned=conditioners is not None, max_iter=max_iter, atol=atol, eps=eps)
-        live = self._live(conditioners)
-        if shrink_in_place(live, t, factors=factors, settings=settings, impl=impl, where=self._where()):
-            return
-        shrunk = [
-            b.shrunk(t, conditioners, scale, max_iter, atol, eps)
-            for b, t in zip(blocks, self._spread(thresholds), strict=True)
-        ]
-        for block, elements in zip(blocks, shrunk, strict=True):
-            block.write_elements(elements)
+        scored = None if values is None else scope_windows(self, values)
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored, impl=impl)
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
         """The budget, checked: least <= nnz <= blocks per scope - spare."""
         return checked_budget(nnz, self.grid_shape, least, self.numblk_per_scope(), spare, self._where())
-
-    def groups(self, values: Values, masks: Mapping[BlockSpec, Tensor] | None) -> list[Scopes]:
-        """The scopes as the kernels take them: windows on the values, and on the masks if given."""
-        self._check_values(values)
-        return [
-            Scopes(members=spec.block.operands(values, masks), shape=spec.shape, order=order)
-            for spec, order in self.scopes()
-        ]
 
     @torch.no_grad()
     def update_masks(
@@ -231,77 +203,46 @@ class SparseScope(ABC):
         among_kept: bool = False,
         impl: str = "auto",
     ) -> None:
-        """Fill parameter-shaped masks in place: what a sparsifier's step calls.
-
-        Args:
-            masks: {block: mask} for every block, of any dtype (1 = keep).
-            nnz: blocks kept in each scope.
-            values: what is scored.
-            norm: see `kernels.block_scores`.
-            stage: choose only among what the masks still keep.
-            impl: see `kernels`.
-        """
-        update = self.update_of(masks, nnz, values, norm=norm, among_kept=among_kept)
-        scope_masks([update], impl=impl)
-        self.write_back(update, masks)
-
-    def update_of(
-        self,
-        masks: Mapping[BlockSpec, Tensor],
-        nnz: Budget,
-        values: Values = None,
-        *,
-        norm: Norm = 2,
-        among_kept: bool = False,
-    ) -> Update:
-        """What `update_masks` hands to the kernels; several of them may go together (`kernels.scope_masks`)."""
-        return Update(groups=tuple(self.groups(values, masks)), keep=self.budget(nnz), norm=norm, among_kept=among_kept)
-
-    def write_back(self, update: Update, masks: Mapping[BlockSpec, Tensor]) -> None:
-        """Copy the masks that lie otherwise than their parameter back from where the kernels filled them."""
-        for group, (spec, _) in zip(update.groups, self.scopes(), strict=True):
-            for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
-                if not leaf.view.is_aligned(masks[leaf]):
-                    assert member.mask is not None
-                    leaf.view.write_back(member.mask, masks[leaf])
+        """Fill parameter-shaped masks in place; see `MaskUpdate` for the arguments, and `selection` for `impl`."""
+        update = MaskUpdate(scope=self, masks=masks, keep=nnz, values=values, norm=norm, among_kept=among_kept)
+        update_masks([update], impl=impl)
 
     def _scores(self, values: Values, block_scores: BlockValues) -> Tensor:
         """[scopes, competitors]: norms of the values, or the scores given."""
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
-        self._check_values(values)
-        blocks = [spec.block for spec, _ in self.scopes()]
-        norms: dict[SparseBlock, Tensor] = {
-            b: kernels.block_scores(b.operands(values), 2, ndim=b.grid_ndim, as_mean=self.as_mean) for b in blocks
-        }
-        rows = self._rows_of(norms, "norms")
-        assert rows is not None
-        return rows
+        return torch.cat([scope_scores(w, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
     def as_mean(self) -> bool:
-        """Whether norms are power means: competitors are scored alike, so as soon as some block is partial."""
-        return any(m.is_partial for spec, _ in self.scopes() for m in spec.block.operands())
+        """Whether norms are power means, so that they compare: where some block is partial."""
+        return any(n % b for spec in self.blocks() for n, b in zip(spec.view.shape, spec.shape, strict=True))
 
     def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
         if per_block is None:
             return None
-        specs = self.scopes()
+        members = self.members()
         if isinstance(per_block, Tensor):
-            if len(specs) > 1:
+            if len(members) > 1:
                 raise SparsityError(f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes")
-            per_block = {specs[0][0].block: per_block}
-        rows = []
-        for group, (spec, _) in zip(self.groups(None, None), specs, strict=True):
-            if spec.block not in per_block or tuple(per_block[spec.block].shape) != spec.block.grid_shape:
-                raise SparsityError(f"{spec._where()}{what} must have the block grid's shape {spec.block.grid_shape}")
-            rows.append(to_scopes(per_block[spec.block], group, 0))
+            per_block = {members[0].block: per_block}
+        for m in members:
+            if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
+                where = f"{m.name}: " if m.name else ""
+                raise SparsityError(f"{where}{what} must have the block grid's shape {m.block.grid_shape}")
+        rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
+
+    def _grids_of(self, rows: Tensor) -> list[tuple[SparseBlock, Tensor]]:
+        """Rows [scopes, blocks of a scope over all members] as one tensor of the block grid's shape for each member."""
+        members, windows = self.members(), scope_windows(self)
+        parts = rows.split([m.width for m in members], dim=1)
+        return [(m.block, from_scopes(part, w)) for m, part, w in zip(members, parts, windows, strict=True)]
 
     def _select(self, rows: Tensor, keep: Budget, allowed: Tensor | None = None) -> Tensor:
         """The selection rule on these rows; slots without a block never compete."""
-        real = real_slots(self.groups(None, None))
+        real = real_slots(scope_windows(self))
         candidates = allowed if real is None else real if allowed is None else real & allowed
         return keep_mask(rows, keep.reshape(-1) if isinstance(keep, Tensor) else keep, candidates=candidates)
 
@@ -311,29 +252,79 @@ class SparseScope(ABC):
         smallest = torch.where(number, rows, float("inf")).amin(1)
         return torch.where(number.any(1), smallest, float("nan"))
 
-    def _spread(self, per_scope: Tensor | float) -> list[Tensor]:
-        """One value a scope as one value a block: of each member's block grid's shape."""
-        device = self.scopes()[0][0].block.blocks()[0].view.param.device
-        dtype = per_scope.dtype if isinstance(per_scope, Tensor) and per_scope.is_floating_point() else torch.float64
-        t = torch.as_tensor(
-            on_grid(per_scope, self.grid_shape, self._where(), "scope grid"), dtype=dtype, device=device
-        )
-        rows = t.expand(self.grid_shape).reshape(-1, 1)
+    def _live(self, conditioners: Values = None) -> list[Scopes]:
+        self._check_values(conditioners)
         return [
-            from_scopes(rows.expand(-1, width), group)
-            for group, width in zip(self.groups(None, None), self._widths(), strict=True)
+            Scopes(members=live_windows(m.block, conditioners), shape=m.shape, order=m.order) for m in self.members()
         ]
 
-    def _live(self, conditioners: Values) -> list[Scopes]:
-        """Scopes over the parameters themselves, to be changed; conditioners stand where masks do."""
-        return [Scopes(members=s.block.live(conditioners), shape=s.shape, order=order) for s, order in self.scopes()]
-
     def _check_values(self, values: Values) -> None:
-        if isinstance(values, Tensor) and len({id(p) for s, _ in self.scopes() for p in s.block.parameters()}) > 1:
+        if isinstance(values, Tensor) and len({id(spec.view.param) for spec in self.blocks()}) > 1:
             raise SparsityError(f"{self._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
 
-    def _widths(self) -> list[int]:
-        return [math.prod(spec.shape) for spec, _ in self.scopes()]
 
-    def _where(self) -> str:
-        return f"{self.name}: " if self.name else ""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaskUpdate:
+    """The masks of one set of scopes, to be chosen and filled in place.
+
+    Attributes:
+        scope: the scopes.
+        masks: {block: parameter-shaped mask} for every block, of any dtype (1 = keep).
+        keep: blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
+        values: what is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
+        norm: 1, 2 or inf; see `selection.block_scores`.
+        among_kept: choose only among what the masks still keep.
+    """
+
+    scope: SparseScope
+    masks: Mapping[BlockSpec, Tensor]
+    keep: Budget
+    values: Values = None
+    norm: Norm = 2
+    among_kept: bool = False
+
+    def value_of(self, spec: BlockSpec) -> Tensor:
+        """The values of one of the scope's block specs."""
+        param = spec.view.param
+        return param if self.values is None else self.values if isinstance(self.values, Tensor) else self.values[param]
+
+
+def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
+    """Fill the masks of updates that do not depend on each other, in place; those of one kind share GPU launches.
+
+    Args:
+        updates: of tensors that are whole on this process; all are checked before any mask changes.
+        impl: see `selection`.
+    """
+    windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
+    chosen = [
+        Update(groups=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept)
+        for u, w in zip(updates, windows, strict=True)
+    ]
+    scope_masks(chosen, impl=impl)
+    for update, w in zip(updates, windows, strict=True):
+        write_back(w, update.scope, update.masks)
+
+
+def scope_windows(
+    scope: SparseScope, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
+) -> list[Scopes]:
+    """A scope's members as `selection` takes them; see `block_windows`."""
+    scope._check_values(values)
+    return [
+        Scopes(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order) for m in scope.members()
+    ]
+
+
+def write_back(windows: Sequence[Scopes], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
+    """Copy filled windows to the masks whose strides differ from their parameter's: there a window is a copy.
+
+    Args:
+        windows: of `scope_windows(scope, ..., masks)`, with the masks filled.
+        scope: the scope that they were made of.
+        masks: {block: mask}.
+    """
+    for spec, window in zip(scope.blocks(), (m for w in windows for m in w.members), strict=True):
+        if not spec.view.is_aligned(masks[spec]):
+            assert window.mask is not None
+            spec.view.write_back(window.mask, masks[spec])

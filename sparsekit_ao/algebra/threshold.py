@@ -1,26 +1,137 @@
-"""Proximal maps of the group norm: what soft thresholding does to one block, plain and conditioned.
+"""Thresholding of blocks in place, hard and soft: by kernels where they can (`in_place`), else in plain torch.
 
-Knows vectors [blocks, elements] and one threshold a block; nothing of views or scopes. The plain map is the Euclidean
-prox of `t ||.||_2` (Yuan and Lin 2006); the conditioned one replaces the distance by a positive diagonal, such as
-Adam's preconditioner.
+Takes windows on the parameters and one threshold a scope. The plain soft map is the Euclidean proximal map of
+`t ||.||_2` (Yuan and Lin 2006); the conditioned one replaces the distance by a positive diagonal, such as Adam's
+preconditioner.
 """
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
+from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes
+from ..selection.strides import Shape
+from .elements import counts_of, elements_of, write_elements
+from .in_place import Settings, shrink_in_place, threshold_in_place
 
-__all__ = ["shrink", "shrink_conditioned"]
+__all__ = ["Thresholded", "Values", "shrink_rows", "shrink_rows_conditioned", "zero_below"]
+
+Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
 
 
-def shrink(v: Tensor, t: Tensor) -> Tensor:
+class Thresholded(ABC):
+    """Base class of `SparseBlock` and `SparseScope`: a grid of thresholds, and how errors name it."""
+
+    name: str | None
+    grid_shape: Shape
+    _grid_name = "grid"
+
+    @abstractmethod
+    def _live(self, conditioners: Values = None) -> list[Scopes]:
+        """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
+
+    @torch.no_grad()
+    def soft_threshold(
+        self,
+        thresholds: Tensor | float,
+        conditioners: Values = None,
+        scale: bool = False,
+        max_iter: int = 50,
+        atol: float | None = None,
+        eps: float = 0.0,
+        *,
+        impl: str = "auto",
+    ) -> None:
+        """Shrink every block by the proximal map of `t ||.||_2`, in place; t is the block's or its scope's.
+
+        Args:
+            thresholds: t >= 0, a number or a tensor that broadcasts to the grid.
+            conditioners: positive parameter-shaped diagonals (Adam's preconditioner); None is the Euclidean map.
+            scale: multiply each t by sqrt(elements of the block), so that t is per element.
+            max_iter: Newton steps of the conditioned variant.
+            atol: its tolerance on |phi(s) - 1|; by default 1e-6, or 1e-12 for float64.
+            eps: added to the conditioners (Adam's epsilon).
+            impl: `"auto"`, `"reference"` or `"triton"`.
+
+        Raises:
+            SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
+        """
+        t, scopes = self._thresholds(thresholds), self._live(conditioners)
+        settings = Settings(conditioned=conditioners is not None, scale=scale, max_iter=max_iter, atol=atol, eps=eps)
+        self._check_signs(t, scopes, settings)
+        factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
+        if shrink_in_place(scopes, t, factors=factors, settings=settings, impl=impl, where=self._where()):
+            return
+        rows = [_shrunk(s, t, settings) for s in scopes]
+        for s, shrunk in zip(scopes, rows, strict=True):
+            write_elements(s.members, shrunk, s.grid)
+
+    def _thresholds(self, thresholds: Tensor | float) -> Tensor | float:
+        """A number or a single element as it is, other tensors expanded to the grid."""
+        if not isinstance(thresholds, Tensor):
+            return thresholds
+        try:
+            expanded = thresholds.expand(self.grid_shape)
+        except RuntimeError:
+            raise SparsityError(
+                f"{self._where()}thresholds must broadcast to the {self._grid_name} {self.grid_shape}, got shape "
+                f"{tuple(thresholds.shape)}"
+            ) from None
+        return thresholds.reshape(()) if thresholds.numel() == 1 else expanded
+
+    def _check_signs(self, thresholds: Tensor | float, scopes: Sequence[Scopes], settings: Settings) -> None:
+        least = thresholds
+        if isinstance(thresholds, Tensor):
+            least = float(thresholds.amin()) if thresholds.numel() else 0.0
+        if not least >= 0:
+            raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
+        for m in (m for s in scopes for m in s.members if settings.conditioned and m.window.numel()):
+            assert m.mask is not None
+            dtype = torch.float64 if m.window.dtype == torch.float64 else torch.float32
+            low = float(m.mask.amin().to(dtype) + settings.eps)
+            if not low > 0:
+                raise SparsityError(f"{self._where()}soft_threshold needs conditioners > 0, got {low}")
+
+    def _where(self) -> str:
+        return f"{self.name}: " if self.name else ""
+
+
+def zero_below(
+    scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: Sequence[Scopes] | None = None, impl: str
+) -> None:
+    """Zero the blocks whose 2-norm is strictly below their scope's threshold (equal stays), in place.
+
+    Args:
+        scopes: windows on the parameters.
+        thresholds: a number, or a tensor with one element or of the scope grid's shape.
+        scored: windows on other values whose norms are compared; then no kernel is used.
+        impl: `"auto"`, `"reference"` or `"triton"`.
+    """
+    if scored is None and threshold_in_place(scopes, thresholds, soft=False, factors=[1.0] * len(scopes), impl=impl):
+        return
+    scored = scopes if scored is None else scored
+    as_mean = any(m.is_partial for s in scored for m in s.members)  # the norms of all members compare
+    drops = []
+    for s in scored:
+        norms = block_scores(s.members, 2, ndim=len(s.shape), as_mean=as_mean)
+        drops.append(norms < _per_block(thresholds, s, norms))
+    for s, drop in zip(scopes, drops, strict=True):
+        _zero(s.members, drop)
+
+
+def shrink_rows(v: Tensor, t: Tensor) -> Tensor:
     """`v max(0, 1 - t / ||v||)` for each row.
 
     Args:
         v: [blocks, elements].
         t: [blocks], not negative.
 
-    >>> shrink(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor([1.0, 1.0]))
+    >>> shrink_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor([1.0, 1.0]))
     tensor([[2.4000, 3.2000],
             [0.0000, 0.0000]])
     """
@@ -30,7 +141,7 @@ def shrink(v: Tensor, t: Tensor) -> Tensor:
     return torch.where((scale == 0)[:, None], 0, v * scale[:, None])
 
 
-def shrink_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: float) -> Tensor:
+def shrink_rows_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: float) -> Tensor:
     """`argmin_w 1/2 (w - v)' D (w - v) + t ||w||` for each row, D = diag(h).
 
     w = 0 iff `||Dv|| <= t`; else `w_i = h_i v_i s / (h_i s + t)` with s the root of
@@ -48,24 +159,57 @@ def shrink_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: 
     """
     pull = h * v
     force = torch.linalg.vector_norm(pull, dim=1)
-    alive = force > t
-    s = torch.where(alive, (force - t) / h.amax(1), 1.0)
-    slack = torch.where(alive, t, 1.0)[:, None]
+    nonzero = force > t
+    s = torch.where(nonzero, (force - t) / h.amax(1), 1.0)
+    slack = torch.where(nonzero, t, 1.0)[:, None]
     for steps_left in range(max(max_iter, 0), -1, -1):
         denominator = h * s[:, None] + slack
-        u = torch.where(alive[:, None], pull, 0) / denominator
+        u = torch.where(nonzero[:, None], pull, 0) / denominator
         phi = torch.linalg.vector_norm(u, dim=1)
-        miss = torch.where(alive, phi - 1, 0)
+        miss = torch.where(nonzero, phi - 1, 0)
         if not bool((miss.abs() > atol).any()):
             break
         if steps_left == 0:
             worst = float(miss.abs().max())
             raise SparsityError(
                 f"soft_threshold: no convergence to atol={atol:g} in {max_iter} steps (missed by {worst:.1e}). "
-                "Raise max_iter, or atol to what the dtype can hold."
+                "Raise max_iter, or raise atol to what the dtype can represent."
             )
         slope = (h * u * u / denominator).sum(1)
-        s = torch.where(alive, s + phi * phi * miss / torch.where(slope > 0, slope, 1), s)
+        s = torch.where(nonzero, s + phi * phi * miss / torch.where(slope > 0, slope, 1), s)
     w = pull * s[:, None] / (h * s[:, None] + slack)
-    w = torch.where(alive[:, None], w, torch.where(force.isnan(), force, 0)[:, None])
+    w = torch.where(nonzero[:, None], w, torch.where(force.isnan(), force, 0)[:, None])
     return torch.where((t == 0)[:, None], v, w)
+
+
+def _shrunk(scopes: Scopes, thresholds: Tensor | float, settings: Settings) -> Tensor:
+    """What soft thresholding writes: [blocks, elements], float32 or wider."""
+    ndim = len(scopes.shape)
+    v = elements_of(scopes.members, ndim, 0.0)
+    v = v.reshape(math.prod(scopes.grid), v.shape[-1])
+    v = v if v.dtype == torch.float64 else v.float()
+    t = _per_block(thresholds, scopes, v)
+    t = (t * counts_of(scopes.members, ndim).to(v.dtype).sqrt() if settings.scale else t).reshape(-1)
+    if not settings.conditioned:
+        return shrink_rows(v, t)
+    conditioners = [replace(m, values=m.mask) for m in scopes.members]
+    h = elements_of(conditioners, ndim, 1.0).reshape(v.shape).to(v.dtype) + settings.eps
+    default = 1e-12 if v.dtype == torch.float64 else 1e-6
+    atol = default if settings.atol is None else settings.atol
+    return shrink_rows_conditioned(v, h, t, max_iter=settings.max_iter, atol=atol)
+
+
+def _per_block(thresholds: Tensor | float, scopes: Scopes, like: Tensor) -> Tensor:
+    """One value a scope as one value a block, of the block grid's shape; with the dtype and device of `like`."""
+    t = torch.as_tensor(thresholds, dtype=like.dtype, device=like.device)
+    rows = t.reshape(t.numel(), 1).expand(math.prod(scopes.scope_grid), math.prod(scopes.shape))
+    return from_scopes(rows, scopes)
+
+
+def _zero(members: Sequence[Blocks], drop: Tensor) -> None:
+    """Zero the members' blocks where `drop` (of the aligned grid's shape) is True; partial blocks too."""
+    masks = [replace(m, mask=torch.empty_like(m.window, dtype=torch.bool)) for m in members]
+    fill_mask(masks, ~drop)
+    for m in masks:
+        if m.values is not None and m.mask is not None:
+            m.values.masked_fill_(~m.mask, 0)

@@ -1,7 +1,7 @@
 """View: a strided window (shape, stride, offset) on one parameter, without a copy.
 
-Knows addresses; nothing of scores or budgets. Strides count elements of the parameter's own memory, so a
-channels_last or transposed weight is addressed where it lies.
+Strides count elements of the parameter's own memory, so a channels_last or transposed weight is addressed as it is
+stored. Every index of a window is an element of the parameter, and no element has two indices.
 """
 
 import math
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection.strides import Shape, cosize
-from ..selection.tiling import pad_to, split
-from .layout import check_window, coordinate_of, is_dense, resolve_tile
+from ..selection.tiling import split
+from .elements import tiles_of
+from .layout import check_window, coordinate_of, resolve_tile
 
 __all__ = ["View"]
 
@@ -25,14 +26,14 @@ class View:
     The address of index i is `o + offset + sum(i_k * stride_k)`, o being the parameter's own storage offset.
 
     Args:
-        param: the tensor looked at; any rank, dtype and strides, on any device (meta included).
+        param: the tensor viewed; any rank, dtype and strides, on any device (meta included).
         shape: sizes of the window.
         stride: one stride a dimension, in elements of the parameter's memory.
         offset: address of the window's first element, counted from the parameter's first.
         name: opening words of error messages.
 
     Raises:
-        SparsityError: (a ValueError) lengths differ, an address lies outside the parameter, or two indices share one.
+        SparsityError: (a ValueError) lengths differ, an element is not the parameter's, or two indices are one element.
 
     >>> w = torch.arange(8.0).reshape(2, 4)
     >>> View(w, (2, 2, 2), (4, 1, 2)).data[0]
@@ -40,23 +41,20 @@ class View:
             [1., 3.]])
     """
 
-    __slots__ = ("_home", "name", "offset", "param", "shape", "stride")
+    __slots__ = ("_strides", "name", "offset", "param", "shape", "stride")
 
     def __init__(
         self, param: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0, *, name: str | None = None
     ) -> None:
-        self.param = param
+        self.param, self.offset, self.name = param, offset, name
         self.shape: Shape = tuple(shape)
         self.stride: Shape = tuple(stride)
-        self.offset = offset
-        self.name = name
-        self._home = param.stride()  # the memory layout that the window's strides refer to
-        where = f"{name}: " if name else ""
-        check_window(tuple(param.shape), param.stride(), self.shape, self.stride, offset, where)
+        self._strides = param.stride()  # the memory layout that the window's strides refer to
+        check_window(tuple(param.shape), self._strides, self.shape, self.stride, offset, self._where())
 
     @classmethod
     def from_existing(cls, param: "Tensor | View", *, name: str | None = None) -> "View":
-        """The parameter as it is, by its real shape and strides; a View passes through."""
+        """The parameter as it is, by its own shape and strides; a View is returned unchanged."""
         return param if isinstance(param, View) else cls(param, tuple(param.shape), param.stride(), name=name)
 
     @classmethod
@@ -67,20 +65,19 @@ class View:
         View(shape=(2, 3, 4), stride=(12, 4, 1), offset=0)
         """
         base = param.detach()
-        seen = function(base)
+        view = function(base)
         where = f"{name}: " if name else ""
-        if not isinstance(seen, Tensor):
-            raise SparsityError(f"{where}the view function must return a tensor, got {type(seen).__name__}")
-        if seen.dtype != base.dtype:
-            raise SparsityError(f"{where}the view function turned {base.dtype} into {seen.dtype}; it may only look")
-        if seen.untyped_storage()._cdata != base.untyped_storage()._cdata:
+        if not isinstance(view, Tensor):
+            raise SparsityError(f"{where}the view function must return a tensor, got {type(view).__name__}")
+        if view.dtype != base.dtype:
+            raise SparsityError(f"{where}the view function must keep the dtype {base.dtype}, got {view.dtype}")
+        if view.untyped_storage()._cdata != base.untyped_storage()._cdata:
             raise SparsityError(
                 f"{where}the view function returned a copy, not a view. Use view, unflatten, permute or transpose, "
                 "or make the parameter contiguous first."
             )
-        return cls(
-            param, tuple(seen.shape), seen.stride(), int(seen.storage_offset() - param.storage_offset()), name=name
-        )
+        offset = int(view.storage_offset() - param.storage_offset())
+        return cls(param, tuple(view.shape), view.stride(), offset, name=name)
 
     def window(self, t: Tensor) -> Tensor:
         """This window on another tensor of the parameter's shape: a live alias where the strides agree, else a copy.
@@ -89,31 +86,30 @@ class View:
             SparsityError: t has another shape than the parameter.
         """
         if t.shape != self.param.shape:
-            where = f"{self.name}: " if self.name else ""
             raise SparsityError(
-                f"{where}values must have the parameter's shape {tuple(self.param.shape)}, got {tuple(t.shape)}"
+                f"{self._where()}values must have the parameter's shape {tuple(self.param.shape)}, got {tuple(t.shape)}"
             )
         t = t.detach()
         if not self.is_aligned(t):
-            t = torch.empty_strided(self.param.shape, self._home, dtype=t.dtype, device=t.device).copy_(t)
+            t = torch.empty_strided(self.param.shape, self._strides, dtype=t.dtype, device=t.device).copy_(t)
         return t.as_strided(self.shape, self.stride, t.storage_offset() + self.offset)
 
     def is_aligned(self, t: Tensor) -> bool:
-        """Whether t lies in memory as the parameter does (strides of size-1 dimensions aside)."""
-        return all(n <= 1 or a == b for n, a, b in zip(t.shape, t.stride(), self._home, strict=True))
+        """Whether t has the strides of the parameter (those of size-1 dimensions aside)."""
+        return all(n <= 1 or a == b for n, a, b in zip(t.shape, t.stride(), self._strides, strict=True))
 
     def new_mask(self) -> Tensor:
-        """An all-True mask that lies in memory as the parameter does; of the parameter's shape and device."""
-        return torch.empty_strided(self.param.shape, self._home, dtype=torch.bool, device=self.param.device).fill_(True)
+        """An all-True mask with the parameter's shape, strides and device."""
+        empty = torch.empty_strided(self.param.shape, self._strides, dtype=torch.bool, device=self.param.device)
+        return empty.fill_(True)
 
     @property
     def data(self) -> Tensor:
         """Live alias of the parameter's elements, outside autograd; assigning to it writes them."""
         if not self.is_aligned(self.param):
-            where = f"{self.name}: " if self.name else ""
             raise SparsityError(
-                f"{where}the parameter's strides changed from {self._home} to {self.param.stride()} since this view "
-                "was made; make the view again"
+                f"{self._where()}the parameter's strides changed from {self._strides} to {self.param.stride()} since "
+                "this view was made; make the view again"
             )
         return self.window(self.param)
 
@@ -127,12 +123,12 @@ class View:
         return len(self.shape)
 
     def numel(self) -> int:
-        """Number of elements that the window meets."""
+        """Number of elements in the window."""
         return math.prod(self.shape)
 
     @property
     def cosize(self) -> int:
-        """The largest address that the window reaches, plus one."""
+        """The window's largest address plus one, counted from the parameter's first element."""
         return cosize(self.shape, self.stride, self.offset)
 
     def linear_offset(self, idx: Sequence[int]) -> int:
@@ -142,7 +138,7 @@ class View:
         7
         """
         if len(idx) != self.ndim or any(not 0 <= i < s for i, s in zip(idx, self.shape, strict=True)):
-            raise SparsityError(f"index {tuple(idx)} lies outside the view {self.shape}")
+            raise SparsityError(f"{self._where()}index {tuple(idx)} is out of bounds for the view {self.shape}")
         return self.offset + sum(i * d for i, d in zip(idx, self.stride, strict=True))
 
     def to_param_rc(self, idx: Sequence[int]) -> tuple[int, int]:
@@ -153,7 +149,7 @@ class View:
         >>> View.from_existing(torch.zeros(3, 4).t()).to_param_rc((1, 2))
         (1, 2)
         """
-        at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self._home)
+        at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self._strides)
         column = 0
         for c, s in zip(at[1:], self.param.shape[1:], strict=True):
             column = column * s + c
@@ -169,28 +165,20 @@ class View:
             merge: with `reorder`, the block's dimensions become one: (*grid, elements of a block).
 
         Returns:
-            A view of t where its strides allow (always without `merge`, if t lies as the parameter does).
+            A view of t where its strides allow (always without `merge`, if t has the parameter's strides).
         """
-        if merge and not reorder:
-            raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")
-        tile = self._tile(block_shape)
-        tiles = split(self.window(t), tile)
-        if not reorder:
-            return tiles
-        n = self.ndim
-        ordered = tiles.permute([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
-        return ordered.flatten(n) if merge and n else ordered.unsqueeze(-1) if merge else ordered
+        return tiles_of(self.window(t), self._tile(block_shape), reorder, merge)
 
     def broadcast_block_to_element(self, values: Tensor, block_shape: Sequence[int], fake: bool = False) -> Tensor:
-        """One value a block spread over its elements.
+        """Every element gets the value of its block.
 
         Args:
             values: of the grid's shape.
             block_shape: as for `BlockSpec`; must divide.
-            fake: return the expanded interleaved view (g0, b0, g1, b1, ...) without making the elements.
+            fake: return the expanded interleaved view (g0, b0, g1, b1, ...), which has strides of 0.
 
         Returns:
-            A tensor of the window's shape, or with `fake` a stride-0 view.
+            A tensor of the window's shape, or that view.
         """
         tile = self._tile(block_shape)
         grid = tuple(s // b for s, b in zip(self.shape, tile, strict=True))
@@ -213,34 +201,29 @@ class View:
     def write_back(self, window: Tensor, target: Tensor) -> None:
         """Copy a window that `window()` had to make as a copy back to the tensor that it was made from."""
         start = window.storage_offset() - self.offset
-        whole = window.as_strided(self.param.shape, self._home, start)
-        if self.numel() < self.param.numel():  # the rest of the target may have been written by another view
-            seen = self.new_mask().logical_not_().to(window.device)
-            self.window(seen).fill_(True)
-            whole = torch.where(seen, whole, target)
-        target.detach().copy_(whole)
+        full = window.as_strided(self.param.shape, self._strides, start)
+        if self.numel() < self.param.numel():  # another view may have written the rest of the target
+            inside = self.new_mask().logical_not_().to(window.device)
+            self.window(inside).fill_(True)
+            full = torch.where(inside, full, target)
+        target.detach().copy_(full)
 
     def _tile(self, block_shape: Sequence[int]) -> Shape:
-        return resolve_tile("block", self.shape, block_shape, where=f"{self.name}: " if self.name else "")
+        return resolve_tile("block", self.shape, block_shape, where=self._where())
+
+    def _where(self) -> str:
+        return f"{self.name}: " if self.name else ""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, View):
             return NotImplemented
-        mine, theirs = (v.shape + v.stride + (v.offset,) for v in (self, other))
-        return self.param is other.param and mine == theirs
+        return self.param is other.param and self._numbers() == other._numbers()
 
     def __hash__(self) -> int:
-        return hash((id(self.param), self.shape, self.stride, self.offset))
+        return hash((id(self.param), self._numbers()))
+
+    def _numbers(self) -> tuple[Shape, Shape, int]:
+        return self.shape, self.stride, self.offset
 
     def __repr__(self) -> str:
         return f"View(shape={self.shape}, stride={self.stride}, offset={self.offset})"
-
-
-def public_mask(view: View, mask: Tensor) -> Tensor:
-    """The mask as users get it: without the gaps that a slice of a larger tensor leaves in memory."""
-    return mask if is_dense(tuple(mask.shape), mask.stride()) else mask.contiguous()
-
-
-def padded_split(window: Tensor, tile: Shape, fill: float) -> Tensor:
-    """(g0, b0, g1, b1, ...) of a window whose last tiles may be partial; `fill` stands beyond the edge."""
-    return split(pad_to(window, tile, fill), tile)

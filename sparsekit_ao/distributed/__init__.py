@@ -1,44 +1,51 @@
-"""Beyond one device: masks of sharded tensors, chosen as one process would choose them.
+"""Sharded tensors: their masks are those that one process would choose. See README.md in this folder.
 
-Nothing here imports `torch.distributed.tensor` before a DTensor is seen; plain tensors pass through. `README.md` in
-this folder says how it works and why.
+`torch.distributed.tensor` is imported only once a DTensor is given; plain tensors need none of this.
 """
 
-from .agreement import all_agree, total
 from .fsdp import (
-    bare,
-    has_ranks,
-    managed,
+    fsdp_records,
+    has_process_group,
+    move_record,
     refuse_gathered,
     refuse_sharded_first,
     refuse_wrapped_outside,
-    rehome,
     reshard,
+    without_fsdp_class,
 )
 from .placement import is_sharded
-from .tensors import beside, fill, held_bytes, is_beside, like, local, whole
-from .update import Job, common_mesh, update_masks
+from .tensors import (
+    all_agree,
+    fill,
+    from_local,
+    full_tensor,
+    is_placed_like,
+    local,
+    local_bytes,
+    placed_like,
+    sum_over_ranks,
+)
+from .update import common_mesh, update_masks
 
 __all__ = [
-    "Job",
     "all_agree",
-    "bare",
-    "beside",
     "common_mesh",
     "fill",
-    "has_ranks",
-    "held_bytes",
-    "is_beside",
+    "from_local",
+    "fsdp_records",
+    "full_tensor",
+    "has_process_group",
+    "is_placed_like",
     "is_sharded",
-    "like",
     "local",
-    "managed",
+    "local_bytes",
+    "move_record",
+    "placed_like",
     "refuse_gathered",
     "refuse_sharded_first",
     "refuse_wrapped_outside",
-    "rehome",
     "reshard",
-    "total",
+    "sum_over_ranks",
     "update_masks",
-    "whole",
+    "without_fsdp_class",
 ]

@@ -1,7 +1,7 @@
-"""What FSDP2 (`fully_shard`) needs of whoever changes a module: the class it wrapped, the parameters it swaps.
+"""FSDP2 (`fully_shard`): the class that it wraps around a module's own, and the parameters that it swaps.
 
-Knows modules; asks `torch.distributed.fsdp` only where somebody has imported it. What FSDP2 keeps about a parameter
-is private to it, and only `managed` and `rehome` look there.
+`torch.distributed.fsdp` is not imported here, only looked up. FSDP2's records of a parameter are private to it; only
+`fsdp_records` and `move_record` read or write them.
 """
 
 import sys
@@ -16,61 +16,56 @@ from ..errors import SparsityError
 from .placement import is_sharded
 
 __all__ = [
-    "bare",
-    "has_ranks",
+    "fsdp_records",
+    "has_process_group",
     "is_managed",
-    "managed",
+    "move_record",
     "refuse_gathered",
     "refuse_sharded_first",
     "refuse_wrapped_outside",
-    "rehome",
     "reshard",
+    "without_fsdp_class",
 ]
 
 
 def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
-    """Raise if `fully_shard` manages one of the modules already.
+    """Raise if `fully_shard` was applied to one of the modules, or around it, before `prepare`.
 
     Args:
-        model: looked through.
+        model: that is prepared.
         names: (tensor, its module) by name.
     """
     wrapped = _wrapped_names(model)
     for tensor, module in names:
-        inside = [name for name in _around(module) if name in wrapped]
+        inside = [name for name in _ancestors(module) if name in wrapped]
         if inside or is_managed(model.get_submodule(module)):
             which = "a module around the model" if not inside else repr(inside[-1]) if inside[-1] else "the model"
             raise SparsityError(
-                f"{tensor}: fully_shard was applied to {which} already, and it would not see the "
+                f"{tensor}: fully_shard was applied to {which} already, and it would not use the "
                 "mask. Call prepare first, then fully_shard, then make the optimizer."
             )
 
 
 def refuse_wrapped_outside(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
-    """Raise if a parameter is in the hands of a module outside of the model, which cannot be told that it moves.
-
-    Args:
-        model: looked through.
-        names: (tensor, its module) by name.
-    """
+    """Raise if FSDP2 manages a parameter through a module outside of the model, whose records cannot be updated."""
     wrapped = _wrapped_names(model)
     for tensor, module in names:
-        if is_managed(model.get_submodule(module)) and wrapped.isdisjoint(_around(module)):
+        if is_managed(model.get_submodule(module)) and wrapped.isdisjoint(_ancestors(module)):
             raise SparsityError(
-                f"squash_mask: {tensor} was sharded by fully_shard on a module around the prepared model, which would "
-                "lose it. Prepare the model that you wrap; this one can be squashed where it is not sharded: load its "
-                "checkpoint there."
+                f"squash_mask: {tensor} was sharded by fully_shard on a module around the prepared model, which cannot "
+                "be updated. Prepare the model that you wrap; to squash this one, load its checkpoint into a model "
+                "that is not sharded."
             )
 
 
-def has_ranks() -> bool:
-    """Whether there is a process group, without which nothing was sharded."""
+def has_process_group() -> bool:
+    """Whether there is a process group; without one nothing is sharded."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def reshard(model: nn.Module | None) -> None:
-    """Give every module its sharded parameters back, which a forward pass may have left gathered."""
-    if model is None or not has_ranks():
+    """Reshard every FSDP2 module of the model; a forward pass may have left its parameters gathered."""
+    if model is None or not has_process_group():
         return
     for module in () if _fsdp_class() is None else model.modules():
         if _is_wrapped(module):
@@ -78,8 +73,8 @@ def reshard(model: nn.Module | None) -> None:
 
 
 @contextmanager
-def bare(module: nn.Module) -> Iterator[None]:
-    """The module without the class that `fully_shard` put around its own; it is put around it again afterwards."""
+def without_fsdp_class(module: nn.Module) -> Iterator[None]:
+    """The module with its own class instead of the one that `fully_shard` derived from it, which is restored after."""
     kind = type(module)
     if not _is_wrapped(module):
         yield
@@ -93,11 +88,11 @@ def bare(module: nn.Module) -> Iterator[None]:
         module.__class__ = type(f"FSDP{inner.__name__}", (kind.__bases__[0], inner), copying)
 
 
-def managed(model: nn.Module | None) -> dict[int, Any]:
-    """What FSDP2 keeps about each parameter of the model, by the id of its sharded Parameter; {} without FSDP2.
+def fsdp_records(model: nn.Module | None) -> dict[int, Any]:
+    """FSDP2's record of each parameter of the model, by the id of its sharded Parameter; {} without FSDP2.
 
     Raises:
-        SparsityError: this torch keeps it elsewhere.
+        SparsityError: this version of torch has no such records.
     """
     found: dict[int, Any] = {}
     for module in () if model is None or _fsdp_class() is None else model.modules():
@@ -107,18 +102,18 @@ def managed(model: nn.Module | None) -> dict[int, Any]:
                 found |= {id(p.sharded_param): p for g in groups for p in g.fsdp_params if p._module_info}
             except AttributeError as e:
                 raise SparsityError(
-                    f"squash_mask: cannot find what fully_shard keeps about its parameters in this torch ({e}). Load "
-                    "the checkpoint into a model that is not sharded, and squash that one."
+                    f"squash_mask: cannot find fully_shard's records of its parameters in this version of torch ({e}). "
+                    "Load the checkpoint into a model that is not sharded, and squash that one."
                 ) from None
     return found
 
 
-def rehome(record: Any, module: nn.Module, name: str) -> None:
-    """Tell FSDP2 that a parameter now hangs on the module itself: there it swaps it from now on.
+def move_record(record: Any, module: nn.Module, name: str) -> None:
+    """Tell FSDP2 that a parameter is now `module.name`, so that it swaps it there.
 
     Args:
-        record: from `managed`.
-        module, name: where the parameter hangs now.
+        record: of the parameter, from `fsdp_records`.
+        module, name: where the parameter is now.
     """
     record._module_info.module, record._module_info.param_name = module, name
     record._post_load_hook_handle.remove()
@@ -128,28 +123,28 @@ def rehome(record: Any, module: nn.Module, name: str) -> None:
 
 
 def refuse_gathered(tensor: str, weight: Tensor, mask: Tensor) -> None:
-    """Raise if the weight is gathered at the moment and its mask is not: there is nothing to choose from then."""
+    """Raise if the weight is gathered and its mask is sharded."""
     if is_sharded(mask) and not is_sharded(weight):
         raise SparsityError(
-            f"{tensor}: its parameter is gathered at the moment, by a module that fully_shard wrapped outside of the "
-            "prepared model. Call reshard() on that module first."
+            f"{tensor}: its parameter is gathered, by a module around the prepared model that fully_shard was applied "
+            "to. Call reshard() on that module first."
         )
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a module or to one around it; it leaves this mark for the compiler."""
+    """Whether `fully_shard` was applied to a module or to one around it; it sets this attribute for the compiler."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
 def _wrapped_names(model: nn.Module) -> set[str]:
-    """The names of those of the model's modules that `fully_shard` wrapped."""
+    """The names of the model's modules that `fully_shard` was applied to."""
     return set() if _fsdp_class() is None else {name for name, m in model.named_modules() if _is_wrapped(m)}
 
 
-def _around(module: str) -> list[str]:
-    """A module's name and those of the modules that it lies in, outermost first.
+def _ancestors(module: str) -> list[str]:
+    """A module's name and those of the modules that contain it, outermost first.
 
-    >>> _around("blocks.0")
+    >>> _ancestors("blocks.0")
     ['', 'blocks', 'blocks.0']
     """
     parts = module.split(".") if module else []

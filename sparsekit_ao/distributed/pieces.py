@@ -1,7 +1,7 @@
-"""Pieces of scopes: the blocks of one tensor that this rank holds, as rows of keys with their places in the scopes.
+"""Pieces of scopes: the blocks of one tensor that this rank holds, as rows of keys.
 
-A piece knows its scores, which scopes it takes part in, and the index that each of its blocks has there over all
-ranks; it does not know that there are ranks.
+A `Piece` is made of windows on one rank's values and masks. It gives the keys of its blocks, the scopes that they
+belong to and their indices in those scopes over all ranks, and fills its masks from thresholds, without communication.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..selection import Blocks, Norm, Scopes, block_scores, fill_mask, from_scopes, to_scopes
+from ..algebra import MaskUpdate, ScopeMember
+from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes, to_scopes
 from ..selection.keys import KEY_DTYPES, absent, key_bits, order_keys
 from ..selection.radix import CHUNK
 from ..selection.reference import candidates_of
@@ -20,54 +21,44 @@ __all__ = ["Piece", "PieceRows", "TiedRows"]
 
 
 class Piece:
-    """What this rank holds of a scope spec.
+    """What this rank holds of one member of an update's scope.
 
     Args:
-        members: windows on values and masks; several for coupled blocks, which are whole on every rank.
-        start: the first block's place in the spec's grid.
-        tile: blocks of a scope along each dimension of that grid.
-        order: as in `Scopes`.
-        scope_grid: scopes along each dimension of that grid.
-        base: index that the spec's first block has in a scope (those of specs before it come first).
+        windows: on values and masks; several for coupled blocks, which are whole on every rank.
+        update: for its norm and `among_kept`.
+        member: whose blocks these are.
+        start: the first block's place in the member's block grid.
+        base: index that the member's first block has in a scope (those of members before it come first).
         counts: whether this rank counts the piece; of replicas only one does.
-        norm, as_mean, stage: as in `kernels.scope_mask`.
     """
 
     def __init__(
         self,
-        members: Sequence[Blocks],
+        windows: Sequence[Blocks],
+        update: MaskUpdate,
+        member: ScopeMember,
         *,
         start: Shape,
-        tile: Shape,
-        order: Shape,
-        scope_grid: Shape,
         base: int,
         counts: bool,
-        norm: Norm,
-        as_mean: bool,
-        among_kept: bool,
     ) -> None:
-        self.counts, self._stage, self._base, self._tile = counts, among_kept, base, tile
-        self._magnitude = not callable(norm)
-        self._members = tuple(members)
-        grid = Scopes(members=self._members, shape=tile).grid
-        first = [at // g for at, g in zip(start, tile, strict=True)]
-        last = [(at + n - 1) // g for at, n, g in zip(start, grid, tile, strict=True)]
-        inner = [a == b for a, b in zip(first, last, strict=True)]  # the rank's blocks lie in one scope along it
-        own = tuple(n if one else g for n, g, one in zip(grid, tile, inner, strict=True))
-        into = [at - f * g for at, f, g in zip(start, first, tile, strict=True)]  # the first block, from its scope's
-        self._lead = tuple(0 if one else at for one, at in zip(inner, into, strict=True))  # padding before the blocks
-        self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))
-        self._own, self._grid, self._order = own, grid, order
-        self.scopes = _scope_ids(scope_grid, order, first, last)
-        values, candidates = _scored(self._members, norm, as_mean, among_kept)
+        self.counts, self._base, self._tile, self._order = counts, base, member.shape, member.order
+        self._windows, self._among_kept = tuple(windows), update.among_kept
+        self._magnitude = update.norm is not None and not callable(update.norm)
+        self._grid = Scopes(members=self._windows, shape=self._tile).grid
+        first = [at // g for at, g in zip(start, self._tile, strict=True)]  # scope along each dimension
+        last = [(at + n - 1) // g for at, n, g in zip(start, self._grid, self._tile, strict=True)]
+        inner = [a == b for a, b in zip(first, last, strict=True)]  # this rank's blocks are in one scope along it
+        into = [at % g for at, g in zip(start, self._tile, strict=True)]  # place of the first block in its scope
+        self._row_shape = tuple(n if one else g for n, g, one in zip(self._grid, self._tile, inner, strict=True))
+        self._padding = tuple(0 if one else at for one, at in zip(inner, into, strict=True))  # slots before the blocks
+        self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))  # of a row in its scope
+        self.scopes = _scope_ids(member.grid_shape, self._order, first, last)
+        values, candidates = _scored(self._windows, update)
         self._rows = self._in_rows(values, 0)
-        alive = candidates if candidates is not None or not self._is_padded else torch.ones(grid, dtype=torch.bool)
-        self._alive = None if alive is None else self._in_rows(alive.to(values.device), False).bool()
-
-    @property
-    def _is_padded(self) -> bool:
-        return any(self._lead) or any((a + n) % g for a, n, g in zip(self._lead, self._grid, self._own, strict=True))
+        if candidates is None and self._rows.numel() > values.numel():  # padded
+            candidates = torch.ones(self._grid, dtype=torch.bool, device=values.device)
+        self._candidates = None if candidates is None else self._in_rows(candidates, False).bool()
 
     @property
     def width(self) -> int:
@@ -77,12 +68,14 @@ class Piece:
     def keys(self, row: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Keys of slots start .. stop of one of its rows, as scores of `dtype` have them."""
         keys = order_keys(self._rows[row, start:stop].to(dtype), magnitude=self._magnitude)
-        return keys if self._alive is None else keys.masked_fill_(~self._alive[row, start:stop], absent(dtype))
+        if self._candidates is not None:
+            keys.masked_fill_(~self._candidates[row, start:stop], absent(dtype))
+        return keys
 
     def indices(self, slots: Tensor) -> Tensor:
-        """The index in its whole scope of every slot; int64."""
+        """The index of every slot in its scope over all ranks; int64."""
         out = torch.full_like(slots, self._base)
-        for own, shift, step in zip(row_major(self._own), self._shift, row_major(self._tile), strict=True):
+        for own, shift, step in zip(row_major(self._row_shape), self._shift, row_major(self._tile), strict=True):
             out += (slots // own + shift) * step
             slots = slots % own
         return out
@@ -101,33 +94,32 @@ class Piece:
                 part = torch.gt(self.keys(row, start, stop, dtype), limit, out=kept[row, start:stop])
                 ties = self.tied(row, start, stop, limit, dtype)
                 part[ties - start] = self.indices(ties) <= int(last[scope])
-        if self._alive is not None:
-            kept &= self._alive
-        fill_mask(self._members, self._from_rows(kept), among_kept=self._stage)
+        if self._candidates is not None:
+            kept &= self._candidates
+        fill_mask(self._windows, self._from_rows(kept), among_kept=self._among_kept)
 
     def _layout(self, grid: Tensor) -> Scopes:
-        return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._own, order=self._order)
+        return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._row_shape, order=self._order)
 
     def _in_rows(self, grid: Tensor, blank: float | bool) -> Tensor:
-        if any(self._lead):
-            sizes = [a + n for a, n in zip(self._lead, self._grid, strict=True)]
-            led = grid.new_full(sizes, blank)
-            led[tuple(slice(a, None) for a in self._lead)] = grid
-            grid = led
+        if any(self._padding):
+            sizes = [a + n for a, n in zip(self._padding, self._grid, strict=True)]
+            padded = grid.new_full(sizes, blank)
+            padded[tuple(slice(a, None) for a in self._padding)] = grid
+            grid = padded
         return to_scopes(grid, self._layout(grid), blank)
 
     def _from_rows(self, rows: Tensor) -> Tensor:
-        sizes = [a + n for a, n in zip(self._lead, self._grid, strict=True)]
-        whole = from_scopes(rows, self._layout(rows.new_empty(sizes)))
-        return whole[tuple(slice(a, None) for a in self._lead)]
+        sizes = [a + n for a, n in zip(self._padding, self._grid, strict=True)]
+        padded = from_scopes(rows, self._layout(rows.new_empty(sizes)))
+        return padded[tuple(slice(a, None) for a in self._padding)]
 
 
 class PieceRows:
-    """The keys of all scopes on this rank, piece after piece (see `kernels.radix.KeyRows`)."""
+    """The keys of all scopes on this rank, piece after piece; a `selection.radix.KeyRows`."""
 
     def __init__(self, pieces: Sequence[Piece], rows: int, dtype: torch.dtype) -> None:
-        self.rows, self.bits = rows, key_bits(dtype)
-        self.dtype = dtype
+        self.rows, self.bits, self.dtype = rows, key_bits(dtype), dtype
         self._of: list[list[tuple[Piece, int]]] = [[] for _ in range(rows)]
         for piece in pieces:
             for at, scope in enumerate(piece.scopes):
@@ -140,7 +132,7 @@ class PieceRows:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
 
     def spans(self, row: int, start: int, stop: int) -> list[tuple[Piece, int, int, int]]:
-        """Which slots of which pieces stand at start .. stop of a scope: (piece, its row, from, to)."""
+        """Which slots of which pieces are slots start .. stop of a scope: (piece, its row, from, to)."""
         out, before = [], 0
         for piece, at in self._of[row]:
             a, b = max(start - before, 0), min(stop - before, piece.width)
@@ -166,7 +158,7 @@ class TiedRows:
 
 
 def _scope_ids(scope_grid: Shape, order: Shape, first: Sequence[int], last: Sequence[int]) -> list[int]:
-    """The scopes from `first` to `last` along each of a spec's own dimensions, in the order of its rows."""
+    """The scopes from `first` to `last` along each dimension of a member's grid, in the order of its rows."""
     if not first:
         return [0]
     aligned = order or tuple(range(len(first)))
@@ -177,13 +169,14 @@ def _scope_ids(scope_grid: Shape, order: Shape, first: Sequence[int], last: Sequ
     return ids.reshape(-1).tolist()
 
 
-def _scored(members: Sequence[Blocks], norm: Norm, as_mean: bool, among_kept: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores of the grid, and which blocks an earlier stage left; single elements stand for their own scores."""
-    first, ndim = members[0], max(m.window.ndim for m in members)
-    candidates = candidates_of(members, ndim) if among_kept else None
-    if among_kept:
-        members = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in members]  # type: ignore[arg-type]
-    single = len(members) == 1 and not as_mean and not callable(norm) and all(b == 1 for b in first.shape)
+def _scored(windows: Sequence[Blocks], update: MaskUpdate) -> tuple[Tensor, Tensor | None]:
+    """Scores of the grid, and with `among_kept` which blocks the masks still keep; single elements as they are."""
+    first, ndim = windows[0], max(m.window.ndim for m in windows)
+    candidates = candidates_of(windows, ndim) if update.among_kept else None
+    if update.among_kept:
+        windows = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
+    as_mean, numeric = update.scope.as_mean, update.norm is not None and not callable(update.norm)
+    single = len(windows) == 1 and numeric and not as_mean and all(b == 1 for b in first.shape)
     if single and first.window.dtype in KEY_DTYPES:
-        return members[0].window, candidates
-    return block_scores(members, norm, ndim=ndim, as_mean=as_mean), candidates
+        return windows[0].window, candidates
+    return block_scores(windows, update.norm, ndim=ndim, as_mean=as_mean), candidates

@@ -1,7 +1,7 @@
-"""Where a sharded tensor lies: which part of it this rank holds, and which blocks of a view that part is made of.
+"""Placement of sharded tensors: the box of a tensor that this rank holds, and how it cuts the blocks of a view.
 
-Works on shapes, strides and offsets. A `DTensor` is known by its attribute `placements`, so that nobody who has none
-pays for importing it; values, masks and collectives are other files' business.
+Computes with shapes, strides and offsets. A `DTensor` is recognized by its attribute `placements`, so that
+`torch.distributed.tensor` need not be imported.
 """
 
 import math
@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..algebra import BlockSpec, ScopeSpec
+from ..algebra import BlockSpec, ScopeMember
 from ..selection.strides import Shape, row_major
 
 __all__ = [
-    "AWKWARD",
-    "BLOCKS",
-    "SCOPES",
+    "GATHERED",
+    "HISTOGRAM",
+    "LOCAL",
     "Box",
     "Window",
     "box_of",
@@ -25,11 +25,12 @@ __all__ = [
     "is_cut",
     "is_part",
     "is_sharded",
-    "reach_of",
+    "method_of",
     "window_of",
 ]
 
-AWKWARD, BLOCKS, SCOPES = 0, 1, 2  # what lies whole on every rank: nothing for certain, each block, each scope
+# How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (HISTOGRAM), or neither.
+GATHERED, HISTOGRAM, LOCAL = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The part of a view that lies in a box: where it starts in the view, and how it lies in the box's own memory."""
+    """The part of a view inside a box: its start in the view, its shape, and its strides in the box's own memory."""
 
     start: Shape
     shape: Shape
@@ -70,13 +71,13 @@ def is_cut(t: Any) -> bool:
 
 
 def is_part(own: Any, mesh: Any) -> bool:
-    """Whether a mesh is another one, or made of some of its named dimensions."""
+    """Whether a mesh equals another one, or consists of some of its named dimensions."""
     names, wider = own.mesh_dim_names, mesh.mesh_dim_names
     return own == mesh or bool(names and wider and set(names) <= set(wider) and mesh[names] == own)
 
 
 def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
-    """The dimensions of a mesh over which a tensor, which lies on a part of it, is cut; it is repeated over others."""
+    """The dimensions of a mesh over which a tensor on (a part of) it is sharded; it is replicated over the others."""
     if not is_sharded(t):
         return ()
     own = t.device_mesh
@@ -91,69 +92,71 @@ def box_of(t: Any) -> Box:
 
 
 def window_of(spec: BlockSpec, box: Box) -> Window | None:
-    """The part of a block spec's view that lies in a box, where that is a window again; else None.
+    """The part of a block spec's view inside a box, where that is a window again; else None.
 
-    It is one where every dimension of the view walks along one dimension of the parameter, and the box cuts only the
-    outermost walk of each, between two steps.
+    It is one where every dimension of the view steps along one dimension of the parameter, and the box cuts only the
+    dimension of the largest step of each, between two steps.
 
     >>> import torch
     >>> spec = BlockSpec(torch.zeros(4, 8), (1, 2))
     >>> window_of(spec, Box(start=(2, 0), size=(2, 8)))
     Window(start=(2, 0), shape=(2, 8), stride=(8, 1))
     """
-    view, whole = spec.view, tuple(spec.view.param.shape)
-    home, inside = row_major(whole), row_major(box.size)
-    if view.param.stride() != home or view.offset != 0:
+    view, full = spec.view, tuple(spec.view.param.shape)
+    strides, inside = row_major(full), row_major(box.size)
+    if view.param.stride() != strides or view.offset != 0:
         return None
-    walks: dict[int, list[tuple[int, int]]] = {k: [] for k in range(len(whole))}  # of each dimension (step, view dim)
+    steps: dict[int, list[tuple[int, int]]] = {k: [] for k in range(len(full))}  # of each dimension (step, view dim)
     for j, (n, d) in enumerate(zip(view.shape, view.stride, strict=True)):
         if n == 1:
             continue
-        k = next((k for k in range(len(whole)) if whole[k] > 1 and home[k] <= d < home[k] * whole[k]), None)
-        if k is None or d % home[k] or (d // home[k]) * (n - 1) >= whole[k]:
+        k = next((k for k in range(len(full)) if full[k] > 1 and strides[k] <= d < strides[k] * full[k]), None)
+        if k is None or d % strides[k] or (d // strides[k]) * (n - 1) >= full[k]:
             return None
-        walks[k].append((d // home[k], j))
+        steps[k].append((d // strides[k], j))
     start, shape, stride = [0] * view.ndim, list(view.shape), [0] * view.ndim
-    for k, found in walks.items():
+    for k, found in steps.items():
         for step, j in found:
             stride[j] = step * inside[k]
-        if box.size[k] == whole[k]:
+        if box.size[k] == full[k]:
             continue
-        outer = _outermost(sorted(found), view.shape, whole[k])
-        if outer is None or box.start[k] % outer[0] or box.size[k] % outer[0]:
+        largest = _largest_step(sorted(found), view.shape, full[k])
+        if largest is None or box.start[k] % largest[0] or box.size[k] % largest[0]:
             return None
-        start[outer[1]], shape[outer[1]] = box.start[k] // outer[0], box.size[k] // outer[0]
+        step, j = largest
+        start[j], shape[j] = box.start[k] // step, box.size[k] // step
     return Window(start=tuple(start), shape=tuple(shape), stride=tuple(stride))
 
 
-def _outermost(found: Sequence[tuple[int, int]], sizes: Shape, length: int) -> tuple[int, int] | None:
-    """The widest of the walks along one dimension, if they nest and meet all of it."""
-    reach = 1
+def _largest_step(found: Sequence[tuple[int, int]], sizes: Shape, length: int) -> tuple[int, int] | None:
+    """The largest of the steps along one dimension, if they are nested and cover all of it."""
+    covered = 1
     for step, j in found:
-        if step != reach:
+        if step != covered:
             return None
-        reach *= sizes[j]
-    return found[-1] if found and reach == length else None
+        covered *= sizes[j]
+    return found[-1] if found and covered == length else None
 
 
-def reach_of(scope: ScopeSpec, box: Box) -> int:
-    """How much of a scope spec a box leaves whole: `SCOPES`, `BLOCKS`, or `AWKWARD` where some block may be cut.
+def method_of(member: ScopeMember, box: Box) -> int:
+    """How masks of a scope's member can be chosen where this rank holds a box of its tensor.
 
-    Blocks of several tensors and blocks at a partial edge count as awkward.
+    LOCAL where the box cuts no scope, HISTOGRAM where it cuts no block, else GATHERED; also GATHERED for blocks of
+    several tensors and blocks at a partial edge.
     """
-    leaves = scope.block.blocks()
-    window = window_of(leaves[0], box) if len(leaves) == 1 else None
+    specs = member.block.blocks()
+    window = window_of(specs[0], box) if len(specs) == 1 else None
     if window is None:
-        return AWKWARD
-    block, sizes = leaves[0].shape, leaves[0].view.shape
+        return GATHERED
+    block, sizes = specs[0].shape, specs[0].view.shape
     cells = [
         (at, n, b, size, g)
-        for at, n, b, size, g in zip(window.start, window.shape, block, sizes, scope.shape, strict=True)
+        for at, n, b, size, g in zip(window.start, window.shape, block, sizes, member.shape, strict=True)
         if n != size
     ]
     if any(size % b for size, b in zip(sizes, block, strict=True)) or any(at % b or n % b for at, n, b, _, _ in cells):
-        return AWKWARD
+        return GATHERED
     if math.prod(window.shape) == 0:
-        return SCOPES
+        return LOCAL
     ends = [(at, at + n, b * g, size) for at, n, b, size, g in cells]
-    return SCOPES if all(a % t == 0 and (e % t == 0 or e == size) for a, e, t, size in ends) else BLOCKS
+    return LOCAL if all(a % t == 0 and (e % t == 0 or e == size) for a, e, t, size in ends) else HISTOGRAM

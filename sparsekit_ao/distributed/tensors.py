@@ -1,9 +1,10 @@
-"""Sharded tensors as the rest of the library meets them: make one whole, fill one, cut a mask like its weight.
+"""Sharded tensors for the rest of the package: gathered, filled, masks placed like their weights, counts summed.
 
-Every function takes plain tensors too and then does the plain thing. All of them are collective where a DTensor is
-involved: every rank must call them, in the same order.
+Every function takes plain tensors too, for which nothing is sent. Where a DTensor is given all of them are collective:
+every rank must call them, in the same order.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,43 +13,54 @@ from torch import Tensor
 from ..errors import SparsityError
 from .placement import box_of, is_part, is_sharded
 
-__all__ = ["beside", "fill", "held_bytes", "is_beside", "like", "local", "own_copy", "whole"]
+__all__ = [
+    "all_agree",
+    "contiguous_copy",
+    "fill",
+    "from_local",
+    "full_tensor",
+    "is_placed_like",
+    "local",
+    "local_bytes",
+    "placed_like",
+    "sum_over_ranks",
+]
 
 
 def local(t: Any) -> Tensor:
-    """What this rank holds of a tensor: a live alias, outside autograd."""
+    """This rank's part of a tensor: a live alias, outside autograd."""
     with torch.no_grad():
         return t.to_local().detach() if is_sharded(t) else t.detach()
 
 
-def whole(t: Any) -> Tensor:
-    """The whole tensor, gathered from the ranks; a plain one as it is.
+def full_tensor(t: Any) -> Tensor:
+    """The full tensor, gathered from the ranks; a plain one as it is.
 
     >>> t = torch.ones(2)
-    >>> whole(t) is t
+    >>> full_tensor(t) is t
     True
     """
     if not is_sharded(t):
         return t
     with torch.no_grad():
-        if t.dtype == torch.bool and torch.compiler.is_compiling():  # Inductor takes a gathered bool for an integer
+        if t.dtype == torch.bool and torch.compiler.is_compiling():  # Inductor treats a gathered bool as an integer
             return t.detach().to(torch.uint8).full_tensor() != 0
         return t.detach().full_tensor()
 
 
-def held_bytes(t: Tensor) -> int:
+def local_bytes(t: Tensor) -> int:
     """Bytes of a tensor on this rank."""
     held = local(t)
     return held.numel() * held.element_size()
 
 
-def own_copy(t: Any) -> Tensor:
+def contiguous_copy(t: Any) -> Tensor:
     """A copy of a DTensor whose part on this rank is contiguous; nothing is sent."""
     return _copy_like(local(t), t)
 
 
 def part_of(t: Any, like: Any) -> Tensor:
-    """Of what this rank holds of a tensor the part that it holds of `like`, which is cut further; a view."""
+    """The part of a tensor that this rank holds of `like`, which is sharded further; a view."""
     box, first = box_of(like), box_of(t).start if is_sharded(t) else (0,) * like.ndim
     return local(t)[tuple(slice(at - f, at - f + n) for at, f, n in zip(box.start, first, box.size, strict=True))]
 
@@ -59,26 +71,26 @@ def fill(target: Tensor, values: Tensor) -> None:
     if is_sharded(values) and is_sharded(target) and _placed_alike(values, target):
         local(target).copy_(local(values))
     elif is_sharded(target):
-        local(target).copy_(part_of(whole(values), target))
+        local(target).copy_(part_of(full_tensor(values), target))
     else:
-        target.copy_(whole(values))
+        target.copy_(full_tensor(values))
 
 
-def beside(mask: Any, weight: Any) -> Tensor:
-    """The mask as it lies beside its weight, whichever of them is cut further.
+def placed_like(mask: Any, weight: Any) -> Tensor:
+    """The mask with the mesh and placements of its weight, whichever of them is sharded further.
 
-    A mask is cut like its weight, and nothing is sent; a mask that is cut further is gathered as its weight was.
+    A mask is sharded like its weight without communication; one that is sharded further is gathered as its weight was.
 
     Args:
         mask: of the weight's global shape.
-        weight: plain, or a DTensor; of their meshes one is the other's or a named part of it.
+        weight: plain, or a DTensor; their meshes are equal, or one is a named part of the other.
 
     >>> mask = torch.ones(2, dtype=torch.bool)
-    >>> beside(mask, torch.zeros(2)) is mask
+    >>> placed_like(mask, torch.zeros(2)) is mask
     True
     """
     if not is_sharded(weight):
-        return whole(mask).to(weight.device) if is_sharded(mask) else mask  # an offloaded shard lies on the CPU
+        return full_tensor(mask).to(weight.device) if is_sharded(mask) else mask  # an offloaded shard is on the CPU
     if not is_sharded(mask):
         return _copy_like(part_of(mask, weight), weight)
     if _placed_alike(mask, weight):
@@ -88,13 +100,13 @@ def beside(mask: Any, weight: Any) -> Tensor:
     return _copy_like(_gathered(mask, weight), weight)
 
 
-def is_beside(mask: Any, weight: Any) -> bool:
-    """Whether both are plain, or lie on the ranks alike."""
+def is_placed_like(mask: Any, weight: Any) -> bool:
+    """Whether both are plain, or have the same mesh and placements."""
     return is_sharded(mask) == is_sharded(weight) and (not is_sharded(mask) or _placed_alike(mask, weight))
 
 
 def _gathered(mask: Any, weight: Any) -> Tensor:
-    """This rank's part of a weight that was gathered over some dimensions of the mask's mesh."""
+    """This rank's part of the mask of a weight that was gathered over some dimensions of the mask's mesh."""
     from torch.distributed.tensor import Replicate
 
     own, kept = mask.device_mesh, weight.device_mesh
@@ -102,7 +114,7 @@ def _gathered(mask: Any, weight: Any) -> Tensor:
         return mask.redistribute(placements=weight.placements).to_local()
     if not is_part(kept, own):
         raise SparsityError(
-            f"the mask lies on the mesh {own}, its weight on {kept}, and neither is part of the other. Name the "
+            f"the mask is on the mesh {own}, its weight on {kept}, and neither is part of the other. Name the "
             "dimensions of the meshes (mesh_dim_names)."
         )
     names = kept.mesh_dim_names
@@ -110,29 +122,51 @@ def _gathered(mask: Any, weight: Any) -> Tensor:
     return mask.redistribute(placements=at).to_local()
 
 
-def like(part: Tensor, weight: Any) -> Tensor:
-    """What this rank holds, as a tensor that lies as another does; nothing is copied.
+def from_local(part: Tensor, weight: Any) -> Tensor:
+    """This rank's part as a tensor with the mesh and placements of another; nothing is copied.
 
     >>> t = torch.ones(2)
-    >>> like(t, torch.zeros(2)) is t
+    >>> from_local(t, torch.zeros(2)) is t
     True
     """
     if not is_sharded(weight):
         return part
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        part,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+def all_agree(condition: bool, tensors: Iterable[Any]) -> bool:
+    """Whether a condition is true on every rank of the tensors' meshes.
+
+    >>> all_agree(True, [torch.ones(2)])
+    True
+    """
+    for mesh in {t.device_mesh: None for t in tensors if is_sharded(t)}:
+        flag = torch.tensor(int(condition), dtype=torch.int32, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
+        condition = bool(flag)
+    return condition
+
+
+def sum_over_ranks(counts: Tensor, of: Any) -> Tensor:
+    """Counts of this rank's part of a tensor, summed over the ranks that hold other parts of it.
+
+    >>> sum_over_ranks(torch.tensor([3, 4]), torch.ones(2))
+    tensor([3, 4])
+    """
+    if is_sharded(of):
+        counts = counts.clone()
+        for dim, placement in enumerate(of.placements):
+            if not placement.is_replicate():
+                torch.distributed.all_reduce(counts, group=of.device_mesh.get_group(dim))
+    return counts
 
 
 def _copy_like(part: Tensor, weight: Any) -> Tensor:
-    return like(part.detach().clone(memory_format=torch.contiguous_format), weight)
+    return from_local(part.detach().clone(memory_format=torch.contiguous_format), weight)
 
 
 def _placed_alike(a: Any, b: Any) -> bool:

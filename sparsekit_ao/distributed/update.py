@@ -1,86 +1,63 @@
-"""Mask updates of sharded tensors: what is whole on a rank is chosen there, what is not is chosen together.
+"""Mask updates of sharded tensors: every rank fills its part of the masks that one process would choose, bit for bit.
 
-Takes the same pieces of work as `kernels.scope_masks`, with DTensors in them. For each, one of three ways, which all
-ranks agree on: every scope lies whole on some rank (nothing is sent), every block does (histograms are summed), or
-neither (the tensor is gathered, for as long as it takes). The masks are those of one process, bit for bit.
+Takes `algebra.MaskUpdate`s with DTensors in them. For each, all ranks agree on a method: LOCAL where every scope is
+whole on a rank (nothing is sent), HISTOGRAM where every block is (histograms of scores are summed), else GATHERED (the
+tensors are gathered while their masks are chosen).
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec, ScopeSpec, SparseScope
+from .. import algebra
+from ..algebra import BlockSpec, MaskUpdate, ScopeMember, block_windows
 from ..errors import SparsityError
-from ..selection import Blocks, Norm, Scopes, Update, scope_masks
+from ..selection import Blocks, Scopes, Update, scope_masks
 from ..selection.radix import BITS
 from ..selection.strides import Shape
+from .passes import choose_passes, run_together, sum_over
 from .pieces import Piece
-from .placement import AWKWARD, BLOCKS, SCOPES, box_of, cuts_of, is_cut, is_part, is_sharded, reach_of, window_of
-from .tensors import fill, local, own_copy, whole
-from .together import choose_passes, run_together, sum_over
+from .placement import GATHERED, HISTOGRAM, LOCAL, box_of, cuts_of, is_cut, is_part, is_sharded, method_of, window_of
+from .tensors import contiguous_copy, fill, full_tensor, local
 
-__all__ = ["Job", "common_mesh", "update_masks"]
+__all__ = ["common_mesh", "update_masks"]
 
-FEW = 32  # scopes whose histograms are summed without asking whether the weights would be fewer bytes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
-    """One set of scopes to choose: what `SparseScope.update_masks` takes, with DTensors among values and masks."""
-
-    scope: SparseScope
-    masks: Mapping[BlockSpec, Tensor]
-    keep: int | Tensor
-    values: Mapping[Tensor, Tensor]
-    norm: Norm = 2
-    among_kept: bool = False
-
-    def value_of(self, leaf: BlockSpec) -> Tensor:
-        """The values that a block spec looks at."""
-        return self.values[leaf.view.param]
-
-    @property
-    def leaves(self) -> list[BlockSpec]:
-        """The block specs that take part, in order."""
-        return [leaf for spec, _ in self.scope.scopes() for leaf in spec.block.blocks()]
+FEW = 32  # scopes up to which histograms are summed even where the weights would be fewer bytes
 
 
 @torch.no_grad()
-def update_masks(jobs: Sequence[Job]) -> None:
-    """Fill the masks of jobs that do not depend on each other, in place, on every rank its part.
+def update_masks(updates: Sequence[MaskUpdate]) -> None:
+    """Fill the masks of updates that do not depend on each other, in place; of sharded masks each rank its part.
 
-    Collective: every rank of the tensors' mesh calls it with the same jobs.
+    Collective where a tensor is sharded: every rank of its mesh calls this with the same updates.
+
+    Args:
+        updates: values and masks of each are plain, or DTensors on one mesh and named parts of it.
 
     Raises:
-        SparsityError: tensors of one job that lie on different meshes.
+        SparsityError: the tensors of one update are on different meshes.
     """
-    by_mesh: dict[Any, list[Job]] = {}
+    plain: list[MaskUpdate] = []
+    by_mesh: dict[Any, list[MaskUpdate]] = {}
     copies: list[tuple[Tensor, Tensor]] = []
-    for job in jobs:
-        mesh = common_mesh([(leaf.name, job.value_of(leaf)) for leaf in job.leaves])
-        by_mesh.setdefault(mesh, []).append(_in_row_order(job, copies))
+    for update in updates:
+        mesh = common_mesh([(spec.name, update.value_of(spec)) for spec in update.scope.blocks()])
+        if mesh is None:
+            plain.append(update)
+        else:
+            by_mesh.setdefault(mesh, []).append(_with_contiguous_masks(update, copies))
+    algebra.update_masks(plain)
     for mesh, found in by_mesh.items():
-        dims = sorted({d for j in found for leaf in j.leaves for d in cuts_of(j.value_of(leaf), mesh)})
-        reaches = iter(_agreed(mesh, dims, found))
-        ways = [[next(reaches) for _ in job.scope.scopes()] for job in found]
-        for job, reach in zip(found, ways, strict=True):
-            if _way_of(job, reach) == SCOPES:
-                _choose_here(job)
-            elif _way_of(job, reach) == AWKWARD:
-                _choose_whole(job)
-        together = [(j, r) for j, r in zip(found, ways, strict=True) if _way_of(j, r) == BLOCKS]
-        if together:
-            _choose_together(mesh, dims, together)
+        _update_on(mesh, found)
     for mask, filled in copies:
         fill(mask, filled)
 
 
 def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
-    """The widest mesh of those of the tensors that are DTensors, of which the meshes of the others are parts.
+    """The widest mesh of those of the tensors that are DTensors; the meshes of the others must be parts of it.
 
     Args:
         tensors: (name, tensor) of what is chosen together.
@@ -89,7 +66,7 @@ def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
         None where all of them are plain.
 
     Raises:
-        SparsityError: two of them lie on meshes of which neither is a part of the other.
+        SparsityError: two of them are on meshes of which neither is a part of the other.
     """
     found = [(name, t.device_mesh) for name, t in tensors if is_sharded(t)]
     if not found:
@@ -98,150 +75,150 @@ def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
     for name, own in found:
         if not is_part(own, mesh):
             raise SparsityError(
-                f"{name}: it lies on {own}, but {widest}, with which it shares a budget or its blocks, on {mesh}. "
-                "Tensors that are chosen together must lie on one mesh, or on named parts of it."
+                f"{name}: it is on {own}, but {widest}, with which it shares a budget or its blocks, on {mesh}. "
+                "Tensors that are chosen together must be on one mesh, or on named parts of it."
             )
     return mesh
 
 
-def _in_row_order(job: Job, copies: list[tuple[Tensor, Tensor]]) -> Job:
-    """The job, whose windows can be aliases; a mask whose part here lies otherwise goes into `copies` with its copy."""
-    masks = dict(job.masks)
-    for leaf, mask in job.masks.items():
+def _with_contiguous_masks(update: MaskUpdate, copies: list[tuple[Tensor, Tensor]]) -> MaskUpdate:
+    """The update with masks whose windows are aliases; (mask, its copy) of those that had to be copied are added."""
+    masks = dict(update.masks)
+    for spec, mask in update.masks.items():
         if is_cut(mask) and not local(mask).is_contiguous():
-            masks[leaf] = own_copy(mask)
-            copies.append((mask, masks[leaf]))
-    return replace(job, masks=masks)
+            masks[spec] = contiguous_copy(mask)
+            copies.append((mask, masks[spec]))
+    return replace(update, masks=masks)
 
 
-def _agreed(mesh: Any, dims: Sequence[int], jobs: Sequence[Job]) -> list[int]:
-    """How much of each scope spec is whole on every rank: the least over the ranks."""
+def _update_on(mesh: Any, updates: Sequence[MaskUpdate]) -> None:
+    dims = sorted({d for u in updates for spec in u.scope.blocks() for d in cuts_of(u.value_of(spec), mesh)})
+    agreed = iter(_agreed(mesh, dims, updates))
+    together = []
+    for update in updates:
+        methods = [next(agreed) for _ in update.scope.members()]
+        method = _joint_method(update, methods)
+        if method == LOCAL:
+            _choose_locally(update)
+        elif method == GATHERED:
+            _choose_gathered(update)
+        else:
+            together.append((update, methods))
+    if together:
+        _choose_by_histograms(mesh, dims, together)
+
+
+def _agreed(mesh: Any, dims: Sequence[int], updates: Sequence[MaskUpdate]) -> list[int]:
+    """The method for each member of each update's scope: the least over the ranks."""
     own = []
-    for job in jobs:
-        for spec, _ in job.scope.scopes():
-            leaf, *more = spec.block.blocks()
-            value = job.value_of(leaf)
-            if callable(job.norm) or more:  # a callable need not be elementwise; coupled blocks lie in several tensors
-                own.append(AWKWARD)
+    for update in updates:
+        for member in update.scope.members():
+            spec, *more = member.block.blocks()
+            value = update.value_of(spec)
+            if callable(update.norm) or more:  # coupled blocks are spread over several tensors
+                own.append(GATHERED)
             else:
-                own.append(reach_of(spec, box_of(value)) if is_sharded(value) else SCOPES)
+                own.append(method_of(member, box_of(value)) if is_sharded(value) else LOCAL)
     least = torch.tensor(own, dtype=torch.int32, device=mesh.device_type)
     for dim in dims:
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
     return least.tolist()
 
 
-def _way_of(job: Job, reaches: Sequence[int]) -> int:
-    """SCOPES: chosen on every rank by itself; BLOCKS: by histograms; AWKWARD: on the whole tensors."""
-    if reaches == [SCOPES] or not any(is_cut(job.value_of(leaf)) for leaf in job.leaves):
-        return SCOPES
-    scopes = job.scope.numscp()
+def _joint_method(update: MaskUpdate, methods: Sequence[int]) -> int:
+    """The method for an update as a whole; with HISTOGRAM, members whose own is GATHERED are gathered one by one."""
+    values = [update.value_of(spec) for spec in update.scope.blocks()]
+    if methods == [LOCAL] or not any(map(is_cut, values)):
+        return LOCAL
+    scopes = update.scope.numscp()
     histograms = scopes * 2 * 8 << BITS
-    weights = sum(job.value_of(leaf).numel() * job.value_of(leaf).element_size() for leaf in job.leaves)
-    if set(reaches) == {AWKWARD} or (scopes > FEW and histograms > weights):
-        return AWKWARD
-    return BLOCKS
+    weights = sum(v.numel() * v.element_size() for v in values)
+    too_many = scopes > FEW and histograms > weights
+    return GATHERED if set(methods) == {GATHERED} or too_many else HISTOGRAM
 
 
-def _choose_here(job: Job) -> None:
-    """Scopes that lie whole on this rank, or on every rank."""
-    ((spec, order), *more) = job.scope.scopes()
-    leaf = spec.block.blocks()[0]
-    if more or not is_cut(job.value_of(leaf)):
-        values = {p: local(v) for p, v in job.values.items()}
-        masks = {leaf: local(m) for leaf, m in job.masks.items()}
-        job.scope.update_masks(masks, job.keep, values, norm=job.norm, among_kept=job.among_kept)
+def _choose_locally(update: MaskUpdate) -> None:
+    """Scopes that are whole on this rank, or on every rank."""
+    member, *more = update.scope.members()
+    spec = member.block.blocks()[0]
+    if more or not is_cut(update.value_of(spec)):
+        values = {s.view.param: local(update.value_of(s)) for s in update.scope.blocks()}
+        masks = {s: local(m) for s, m in update.masks.items()}
+        algebra.update_masks([replace(update, masks=masks, values=values)])
         return
-    members, start = _windows(job, leaf)
-    if members[0].window.numel() == 0:
+    windows, start = _local_windows(update, spec)
+    if windows[0].window.numel() == 0:
         return
-    scopes = Scopes(members=members, shape=spec.shape, order=order)
-    keep = job.keep
-    if isinstance(keep, Tensor):  # of the scope grid's shape: the part for the scopes that lie here
-        first = [at // g for at, g in zip(start, spec.shape, strict=True)]
-        sizes = [-(-n // g) for n, g in zip(scopes.grid, spec.shape, strict=True)]
+    scopes = Scopes(members=windows, shape=member.shape, order=member.order)
+    keep = update.keep
+    if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
+        first = [at // g for at, g in zip(start, member.shape, strict=True)]
+        sizes = [-(-n // g) for n, g in zip(scopes.grid, member.shape, strict=True)]
         keep = keep[tuple(slice(at, at + n) for at, n in zip(first, sizes, strict=True))]
-    scope_masks([Update(groups=(scopes,), keep=keep, norm=job.norm, among_kept=job.among_kept)])
+    scope_masks([Update(groups=(scopes,), keep=keep, norm=update.norm, among_kept=update.among_kept)])
 
 
-def _choose_whole(job: Job) -> None:
-    """On tensors gathered for the purpose; every rank chooses all and keeps its part."""
-    masks = {leaf: _gathered(job.masks[leaf], leaf) for leaf in job.leaves}
-    values = {p: whole(v) for p, v in job.values.items()}
-    job.scope.update_masks(masks, job.keep, values, norm=job.norm, among_kept=job.among_kept)
-    for leaf, mask in masks.items():
-        fill(job.masks[leaf], mask)
+def _choose_gathered(update: MaskUpdate) -> None:
+    """Every rank chooses from the gathered tensors and keeps its part."""
+    masks = {spec: _gathered_mask(update, spec) for spec in update.scope.blocks()}
+    values = {spec.view.param: full_tensor(update.value_of(spec)) for spec in masks}
+    algebra.update_masks([replace(update, masks=masks, values=values)])
+    for spec, mask in masks.items():
+        fill(update.masks[spec], mask)
 
 
-def _choose_together(mesh: Any, dims: Sequence[int], jobs: Sequence[tuple[Job, list[int]]]) -> None:
-    """Scopes that lie on several ranks: one sum of histograms a pass, for all of them."""
+def _choose_by_histograms(mesh: Any, dims: Sequence[int], updates: Sequence[tuple[MaskUpdate, list[int]]]) -> None:
+    """Scopes that are spread over ranks: one sum of histograms a pass, for all updates together."""
     selections = []
-    gathered: dict[BlockSpec, tuple[Tensor, Tensor]] = {}
-    for job, reaches in jobs:
+    gathered: list[tuple[Tensor, Tensor]] = []
+    for update, methods in updates:
         pieces: list[Piece] = []
         base = 0
-        for (spec, order), reach in zip(job.scope.scopes(), reaches, strict=True):
-            leaves = spec.block.blocks()
-            cuts = () if reach == AWKWARD else cuts_of(job.value_of(leaves[0]), mesh)
-            if not cuts:
-                gathered |= {leaf: (job.masks[leaf], _gathered(job.masks[leaf], leaf)) for leaf in leaves}
-            members, start = _windows(job, leaves[0]) if cuts else _whole_windows(job, spec, gathered)
+        for member, method in zip(update.scope.members(), methods, strict=True):
+            spec = member.block.blocks()[0]
+            cuts = () if method == GATHERED else cuts_of(update.value_of(spec), mesh)
+            windows, start = _local_windows(update, spec) if cuts else _gathered_windows(update, member, gathered)
             counts = all(mesh.get_local_rank(d) == 0 for d in dims if d not in cuts)
-            pieces += _pieces(job, spec, members, order=order, start=start, base=base, counts=counts)
-            base += math.prod(spec.shape)
-        wide = torch.float64 if any(v.dtype == torch.float64 for v in job.values.values()) else torch.float32
-        selections.append(choose_passes(pieces, _budgets(job), job.scope.numblk_per_scope(), wide))
-    run_together(selections, sum_over(mesh, dims, max(job.scope.numblk() for job, _ in jobs)))
-    for mask, filled in gathered.values():
+            if windows[0].window.numel():
+                pieces.append(Piece(windows, update, member, start=start, base=base, counts=counts))
+            base += member.width
+        wide = any(update.value_of(spec).dtype == torch.float64 for spec in update.scope.blocks())
+        dtype = torch.float64 if wide else torch.float32
+        selections.append(choose_passes(pieces, _budgets(update), update.scope.numblk_per_scope(), dtype))
+    run_together(selections, sum_over(mesh, dims, max(update.scope.numblk() for update, _ in updates)))
+    for mask, filled in gathered:
         fill(mask, filled)
 
 
-def _pieces(job: Job, spec: ScopeSpec, members: tuple[Blocks, ...], **place: Any) -> list[Piece]:
-    """The spec's piece on this rank, if it has any element."""
-    if members[0].window.numel() == 0:
-        return []
-    piece = Piece(
-        members,
-        tile=spec.shape,
-        scope_grid=spec.grid_shape,
-        norm=job.norm,
-        as_mean=job.scope.as_mean,
-        among_kept=job.among_kept,
-        **place,
-    )
-    return [piece]
-
-
-def _whole_windows(
-    job: Job, spec: ScopeSpec, gathered: Mapping[BlockSpec, tuple[Tensor, Tensor]]
+def _gathered_windows(
+    update: MaskUpdate, member: ScopeMember, gathered: list[tuple[Tensor, Tensor]]
 ) -> tuple[tuple[Blocks, ...], Shape]:
-    """Windows on a spec's gathered values and masks."""
-    leaves = spec.block.blocks()
-    values = {leaf.view.param: whole(job.value_of(leaf)) for leaf in leaves}
-    masks = {leaf: gathered[leaf][1] for leaf in leaves}
-    return spec.block.operands(values, masks), (0,) * spec.block.grid_ndim
+    """Windows on a member's gathered values and masks; (mask, its gathered copy) are added to `gathered`."""
+    masks = {spec: _gathered_mask(update, spec) for spec in member.block.blocks()}
+    gathered += [(update.masks[spec], mask) for spec, mask in masks.items()]
+    values = {spec.view.param: full_tensor(update.value_of(spec)) for spec in masks}
+    return block_windows(member.block, values, masks), (0,) * member.block.grid_ndim
 
 
-def _gathered(mask: Tensor, leaf: BlockSpec) -> Tensor:
-    """A whole copy of a mask that lies in memory as the spec's parameter does, so that its windows are aliases."""
-    found = whole(mask)
-    stride = leaf.view.param.stride()
+def _gathered_mask(update: MaskUpdate, spec: BlockSpec) -> Tensor:
+    """A full copy of a mask with the strides of the spec's parameter, so that its windows are aliases."""
+    found = full_tensor(update.masks[spec])
+    stride = spec.view.param.stride()
     return torch.empty_strided(found.shape, stride, dtype=found.dtype, device=found.device).copy_(found)
 
 
-def _windows(job: Job, leaf: BlockSpec) -> tuple[tuple[Blocks, ...], Shape]:
-    """A block spec's part on this rank, and where it starts in the grid."""
-    window = window_of(leaf, box_of(job.value_of(leaf)))
+def _local_windows(update: MaskUpdate, spec: BlockSpec) -> tuple[tuple[Blocks, ...], Shape]:
+    """A block spec's part on this rank, and where it starts in the block grid."""
+    value, mask = update.value_of(spec), update.masks[spec]
+    window = window_of(spec, box_of(value))
     assert window is not None
-    blocks = Blocks(
-        shape=leaf.shape, values=window.on(local(job.value_of(leaf))), mask=window.on(local(job.masks[leaf]))
-    )
-    return (blocks,), tuple(at // b for at, b in zip(window.start, leaf.shape, strict=True))
+    blocks = Blocks(shape=spec.shape, values=window.on(local(value)), mask=window.on(local(mask)))
+    return (blocks,), tuple(at // b for at, b in zip(window.start, spec.shape, strict=True))
 
 
-def _budgets(job: Job) -> Tensor:
+def _budgets(update: MaskUpdate) -> Tensor:
     """Blocks to keep, one entry a scope; a scope at a partial edge keeps at most what it has."""
-    keep = torch.as_tensor(job.keep, dtype=torch.int64, device="cpu").expand(job.scope.grid_shape)
-    if job.scope.is_partial:
-        keep = torch.minimum(keep, job.scope.members_per_scope().cpu())
+    keep = torch.as_tensor(update.keep, dtype=torch.int64, device="cpu").expand(update.scope.grid_shape)
+    if update.scope.is_partial:
+        keep = torch.minimum(keep, update.scope.blocks_per_scope().cpu())
     return keep.reshape(-1)

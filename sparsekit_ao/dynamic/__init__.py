@@ -1,9 +1,9 @@
-"""Dynamic sparse training: masks that move while training goes on, on any structure. See `DynamicSparsifier`."""
+"""Dynamic sparse training: masks that change during training, on any structure. See `DynamicSparsifier`."""
 
-from . import grow, inits, prune, redistribute
-from .masking import DynamicMask
+from . import inits, rules
+from .apply import Movement
+from .mask import DynamicMask
 from .methods import GMP, SET, SNFS, SRSTE, STE, RigL, Static, TopKAST
-from .movement import Movement
 from .rules import Rule
 from .slots import Slots
 from .sparsifier import DynamicSparsifier
@@ -24,8 +24,6 @@ __all__ = [
     "Static",
     "StraightThrough",
     "TopKAST",
-    "grow",
     "inits",
-    "prune",
-    "redistribute",
+    "rules",
 ]

@@ -1,12 +1,15 @@
-"""How many blocks each scope holds: an overall level spread over components, and what groups say of it.
+"""Budgets: how many blocks each scope keeps, as whole numbers.
 
-Knows plans, groups and numbers; no weights and no masks. Open components share the overall budget, whole blocks in
-every scope alike; fixed ones have the budget of their config entry.
+A component either has the budget of its config entry ("fixed"), or shares the overall budget with all others of that
+kind ("shared"): an overall sparsity level is distributed over them, with the same number of blocks in every scope of
+one component. Budgets are stored in the groups; this module computes, reads and writes them.
 """
 
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,88 +18,147 @@ from ..densities import allocate
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
+from .optimizers import refuse_optimizer_as_level
 from .settings import Settings, value_at
 
-__all__ = [
-    "budget_rows",
-    "distribute",
-    "is_fixed",
-    "overall_level",
-    "refuse_two",
-    "refuse_uneven",
-    "set_budget",
-    "sizes",
-    "spread",
-]
+__all__ = ["Budgets", "check_exclusive", "overall_level"]
 
 
-def refuse_two(settings: Settings, sparsity_level: float | None, nnz: int | None) -> None:
-    """Raise unless one thing alone says how much is kept."""
+def check_exclusive(settings: Settings, sparsity_level: float | None, nnz: int | None) -> None:
+    """Raise if more than one argument specifies how much is kept, or the level is an optimizer."""
+    refuse_optimizer_as_level(sparsity_level)
     given = {"sparsity_level": sparsity_level, "nnz": nnz, "target": settings.target}
     named = [name for name, value in given.items() if value is not None]
     named += [f"init={settings.init.name!r}"] if settings.init.masks is not None else []
     if len(named) > 1:
-        raise SparsityError(f"{named[0]} and {named[1]} are two budgets; give one")
+        raise SparsityError(f"{named[0]} and {named[1]} are mutually exclusive; give one")
 
 
 def overall_level(settings: Settings, sparsity_level: float, iteration: int) -> float:
     """The overall sparsity in an iteration: the target's, or the constant one."""
     level = sparsity_level if settings.target is None else value_at(settings.target, iteration, "target")
     if not 0 <= level <= 1:
-        raise SparsityError(f"target: an overall sparsity must lie in [0, 1], got {level!r} at iteration {iteration}")
+        raise SparsityError(f"target: an overall sparsity must be in [0, 1], got {level!r} at iteration {iteration}")
     return level
 
 
-def is_fixed(component: Component, groups: Sequence[TensorGroup]) -> bool:
-    """Whether an entry of the config says what this component holds."""
-    return any(groups[at]["fixed"] for _, at in component.leaves)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Budgets:
+    """The budgets of all components of a plan, in their groups; components are given by their index."""
 
+    components: Sequence[Component]
+    groups: Sequence[TensorGroup]
+    settings: Settings
 
-def sizes(components: Sequence[Component]) -> list[int]:
-    """Elements of one block of each component, in units of their greatest common divisor."""
-    found = [sum(s.block.numel_per_block() for s, _ in c.scope.scopes()) // len(c.scope.scopes()) for c in components]
-    unit = math.gcd(*found) if found else 1
-    return [n // unit for n in found]
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of one block of each component, in units of their greatest common divisor."""
+        members = [c.scope.members() for c in self.components]
+        found = [sum(m.block.numel_per_block() for m in own) // len(own) for own in members]
+        unit = math.gcd(*found) if found else 1
+        return [n // unit for n in found]
 
+    @cached_property
+    def units(self) -> list[int]:
+        """What one more block in every scope of each component takes, in the units of `sizes`."""
+        return [n * c.scope.numscp() for n, c in zip(self.sizes, self.components, strict=True)]
 
-def budget_rows(component: Component, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> Tensor:
-    """Blocks that each scope is to hold; int64 [scopes]."""
-    asked = torch.as_tensor(component.budget(groups, level_given)).expand(component.scope.grid_shape)
-    return torch.minimum(asked, component.scope.members_per_scope()).reshape(-1)
+    @cached_property
+    def capacities(self) -> list[int]:
+        """What all blocks of each component take, in the units of `sizes`."""
+        return [u * c.scope.numblk_per_scope() for u, c in zip(self.units, self.components, strict=True)]
 
+    @property
+    def shared(self) -> list[int]:
+        """The components that share the overall budget: no entry of the config specifies theirs."""
+        members = [[at for _, at in c.leaves] for c in self.components]
+        return [k for k, own in enumerate(members) if not any(self.groups[at]["fixed"] for at in own)]
 
-def distribute(
-    components: Sequence[Component], groups: Sequence[TensorGroup], settings: Settings, level: float
-) -> dict[int, tuple[float, int]]:
-    """What each open component would hold at an overall sparsity, by the init's distribution.
+    def rows(self, k: int, level_given: Mapping[str, float]) -> Tensor:
+        """Blocks that each scope of a component is to keep, by its groups; int64 [scopes]."""
+        component = self.components[k]
+        budget = torch.as_tensor(component.budget(self.groups, level_given)).expand(component.scope.grid_shape)
+        return torch.minimum(budget, component.scope.blocks_per_scope()).reshape(-1)
 
-    Returns:
-        {index of the component: (its ideal, the sum of all)}, in the units of `sizes`; the sum is exact, what fixed
-        components hold taken off.
-    """
-    shapes = {groups[at]["tensor_fqn"]: tuple(s.view.param.shape) for c in components for s, at in c.leaves}
-    fixed = {}
-    for c in components:
-        if is_fixed(c, groups):
-            fixed.update({groups[at]["tensor_fqn"]: 1 - c.level(groups, {}) for _, at in c.leaves})
-    assert settings.init.densities is not None
-    found = _checked(settings.init.densities(shapes, 1 - level, fixed), shapes)
-    size = sizes(components)
-    blocks = [c.scope.numblk() for c in components]
-    total = round((1 - level) * sum(n * s for n, s in zip(blocks, size, strict=True)))
-    ideals = {}
-    for k, c in enumerate(components):
-        elements = {groups[at]["tensor_fqn"]: s.view.numel() for s, at in c.leaves}
-        density = sum(found[n] * e for n, e in elements.items()) / max(sum(elements.values()), 1)
-        if is_fixed(c, groups):
-            total -= int(budget_rows(c, groups, {}).sum()) * size[k]
-        else:
-            ideals[k] = density * blocks[k] * size[k]
-    return {k: (ideal, total) for k, ideal in ideals.items()}
+    def set(self, k: int, nnz: int) -> dict[str, float]:
+        """Write a budget into a component's groups, as a count and as the level that it amounts to.
+
+        Returns:
+            {tensor_fqn: that level}.
+        """
+        component = self.components[k]
+        level = component.scope.level_of(nnz)
+        own = [self.groups[at] for _, at in component.leaves]
+        for group in own:
+            group["nnz"], group["sparsity_level"] = nnz, level
+        return {group["tensor_fqn"]: level for group in own}
+
+    def ideals(self, level: float) -> tuple[dict[int, float], int]:
+        """What each shared component would keep at an overall sparsity, by the distribution of the init.
+
+        Returns:
+            {component: its ideal} and what all of them keep together, exactly; both in the units of `sizes`. What fixed
+            components keep is subtracted.
+        """
+        shared, components = set(self.shared), self.components
+        shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.leaves}
+        fixed = [c for k, c in enumerate(components) if k not in shared]
+        fixed_densities = {self._fqn(at): 1 - c.level(self.groups, {}) for c in fixed for _, at in c.leaves}
+        assert self.settings.init.densities is not None
+        found = _checked(self.settings.init.densities(shapes, 1 - level, fixed_densities), shapes)
+        numels = [c.scope.numblk() * n for n, c in zip(self.sizes, components, strict=True)]
+        sum_kept, ideals = round((1 - level) * sum(numels)), {}
+        for k, c in enumerate(components):
+            elements = {self._fqn(at): s.view.numel() for s, at in c.leaves}
+            density = sum(found[n] * e for n, e in elements.items()) / max(sum(elements.values()), 1)
+            if k in shared:
+                ideals[k] = density * numels[k]
+            else:
+                sum_kept -= int(self.rows(k, {}).sum()) * self.sizes[k]
+        return ideals, sum_kept
+
+    def counts(
+        self, level: float, low: Mapping[int, int] | None = None, high: Mapping[int, int] | None = None
+    ) -> dict[int, int]:
+        """Blocks in each scope of every shared component: whole numbers whose sum is the exact one, or just below.
+
+        Args:
+            level: the overall sparsity.
+            low, high: bounds of the blocks in each scope; by default one, so that no layer is empty, and all.
+        """
+        ideals, sum_kept = self.ideals(level)
+        at, unit = list(ideals), [self.units[k] for k in ideals]
+        self.refuse_uneven_scopes()
+        least = [u * (1 if low is None else low[k]) for k, u in zip(at, unit, strict=True)]
+        most = [self.capacities[k] if high is None else u * high[k] for k, u in zip(at, unit, strict=True)]
+        if not at:
+            return {}
+        if high is not None:
+            sum_kept = min(sum_kept, sum(most))
+        if not sum(least) <= sum_kept <= sum(most):
+            raise SparsityError(
+                f"the overall budget leaves {sum_kept} blocks for the tensors that share it, and they keep from "
+                f"{sum(least)} (one in every scope, so that none is empty) to {sum(most)}; change the overall level, "
+                "or the levels of tensors that have their own"
+            )
+        found = allocate(list(ideals.values()), sum_kept, least, most, unit)
+        return {k: n // u for k, n, u in zip(at, found, unit, strict=True)}
+
+    def refuse_uneven_scopes(self) -> None:
+        """Raise where scopes of a shared component differ in size: one more block in each is not the same for all."""
+        for component in (self.components[k] for k in self.shared):
+            if component.scope.is_partial and component.scope.numscp() > 1:
+                raise SparsityError(
+                    f"{component.label}: its scopes differ in size, so they cannot share one distributed budget. Give "
+                    "the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
+                )
+
+    def _fqn(self, at: int) -> str:
+        return self.groups[at]["tensor_fqn"]
 
 
 def _checked(found: object, names: Iterable[str]) -> Mapping[str, float]:
-    """What a distribution gave, which may be a user's function."""
+    """The densities of a distribution, which may be a user's function."""
     for name in names:
         density = found.get(name) if isinstance(found, Mapping) else None
         is_number = isinstance(density, numbers.Real) and not isinstance(density, bool)
@@ -104,58 +166,3 @@ def _checked(found: object, names: Iterable[str]) -> Mapping[str, float]:
             raise SparsityError(f"{name}: init must give it a density in [0, 1], got {density!r}")
     assert isinstance(found, Mapping)
     return found
-
-
-def spread(
-    components: Sequence[Component],
-    wanted: Mapping[int, tuple[float, int]],
-    low: Mapping[int, int] | None = None,
-    high: Mapping[int, int] | None = None,
-) -> dict[int, int]:
-    """Blocks in each scope of every open component: whole numbers whose sum is the wanted one, or just below.
-
-    Args:
-        components: all of them.
-        wanted: from `distribute`.
-        low, high: bounds of the blocks in each scope; by default one, so that no layer is empty, and all.
-    """
-    size, at = sizes(components), list(wanted)
-    refuse_uneven([components[k] for k in at])
-    unit = [size[k] * components[k].scope.numscp() for k in at]
-    least = [u * (1 if low is None else low[k]) for k, u in zip(at, unit, strict=True)]
-    full = {k: components[k].scope.numblk_per_scope() for k in at} if high is None else high
-    most = [u * full[k] for k, u in zip(at, unit, strict=True)]
-    ideals = [wanted[k][0] for k in at]
-    total = wanted[at[0]][1] if at else 0
-    if high is not None:
-        total = min(total, sum(most))
-    if not sum(least) <= total <= sum(most):
-        raise SparsityError(
-            f"the overall budget leaves {total} blocks for the tensors that share it, and they hold from {sum(least)} "
-            f"(one in every scope, so that none is empty) to {sum(most)}; change the level, or fix less"
-        )
-    whole = allocate(ideals, total, least, most, unit)
-    return {k: n // u for k, n, u in zip(at, whole, unit, strict=True)}
-
-
-def refuse_uneven(components: Sequence[Component]) -> None:
-    """Raise where scopes of one component differ in size: one more block in each is not the same everywhere."""
-    for component in components:
-        if component.scope.is_partial and component.scope.numscp() > 1:
-            raise SparsityError(
-                f"{component.label}: its scopes differ in size, so they cannot share one distributed budget. Give "
-                "the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
-            )
-
-
-def set_budget(component: Component, groups: Sequence[TensorGroup], nnz: int) -> dict[str, float]:
-    """Write a budget into a component's groups, as a count and as the level that it amounts to.
-
-    Returns:
-        {tensor_fqn: that level}.
-    """
-    level = component.scope.level_of(nnz)
-    for _, at in component.leaves:
-        groups[at]["nnz"] = nnz
-        groups[at]["sparsity_level"] = level
-    return {groups[at]["tensor_fqn"]: level for _, at in component.leaves}

@@ -1,170 +1,254 @@
-"""Taking dense gradients aside: hooks around an optimizer's step, for the iterations that feed an update.
+"""Hooks on the steps of optimizers: capture dense gradients before a step, or add decay to gradients.
 
-Knows optimizers, parameters and dynamic masks; nothing of updates. While masks are open `.grad` is dense. Before the
-optimizer looks at it, the dense gradient is copied aside and `.grad` is masked, so the step is that of closed masks.
+While masks are open `.grad` is dense. Before the optimizer reads it, `GradientCapture` copies the dense gradient and
+masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay of SR-STE, once for each step.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import all_agree, beside, like, local
+from ..distributed import all_agree, from_local, local, placed_like
 from ..errors import SparsityError
 from ..masking import select
 from ..sparsifiers.config import TensorGroup
-from .hooks import after_closure
-from .masking import DynamicMask, find_dynamic
-from .optimizer_state import momentum_of
-from .trained import original, placed_gradient, plain_optimizer, trained_now
+from .mask import DynamicMask, find_dynamic
+from .optimizers import groups_of, momentum_of, original, placed_gradient, unwrap_optimizer
 
-__all__ = ["GradientTap"]
+__all__ = ["DecayHooks", "GradientCapture", "StepHooks"]
 
-_NOT_COPIED = ("_handles", "_earlier", "_held")
 Version = tuple[int, int] | None
 
 
-class GradientTap:
-    """The hooks of a sparsifier on its optimizers, and what they took.
+class StepHooks(ABC):
+    """Base class: hooks on the steps of the optimizers that train sparsified parameters.
 
     Attributes:
         optimizers: those attached.
-        gradients: {tensor_fqn: dense gradient} taken since the last `clear`.
-        stepped: whether each optimizer has stepped since then; a step that a fused optimizer skipped is none.
-        is_open: masks are open, so `.grad` is dense.
-        keep: the coming step feeds an update: take gradients aside.
-        masked: mask `.grad` before the step; False leaves it dense, so that momentum sees inactive weights too.
+        groups: of the prepared model.
+        model: the prepared model.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self.groups: Sequence[TensorGroup] = ()
         self.model: nn.Module | None = None
+        self._handles: list[Any] = []
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Register the hooks on these optimizers instead of the present ones."""
+        self.detach()
+        self.optimizers = [unwrap_optimizer(o) for o in optimizers]
+        self._register()
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.optimizers = [], []
+
+    def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
+        """Work on these groups of a model from now on."""
+        self.groups, self.model = groups, model
+
+    def _register(self) -> None:
+        self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
+
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """The hook before a step: acts on gradients now, or after every call of the closure, which computes them."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._on_gradients(optimizer, getattr(optimizer, "grad_scale", None))
+            return None
+
+        def around() -> Any:
+            self._on_closure(optimizer)
+            with torch.enable_grad():
+                loss = closure()
+            self._on_gradients(optimizer, getattr(optimizer, "grad_scale", None))
+            return loss
+
+        return ((args[0], around, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": around})
+
+    @abstractmethod
+    def _on_closure(self, optimizer: Optimizer) -> None:
+        """Called before every call of a step's closure."""
+
+    @abstractmethod
+    def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        """Called when the gradients of a step exist; `scale` is what gradient scaling has multiplied them by."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_handles"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """A copy has the copied optimizers, and hooks of its own on them."""
+        self.__dict__.update(state)
+        self._register()
+
+
+class DecayHooks(StepHooks):
+    """Adds `decay * weight` to the gradients of dropped weights inside the backward mask (arXiv 2102.04010).
+
+    It is added before the step and not in the backward pass: so it is added once for several micro-batches, and
+    gradient scaling leaves it as it is.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+
+    def _on_closure(self, optimizer: Optimizer) -> None:
+        pass
+
+    @torch.no_grad()
+    def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        for group in groups_of(optimizer, self.groups, self.model):
+            parameter, found = original(group), find_dynamic(group["module"], group["tensor_name"])
+            grad = placed_gradient(parameter)
+            if grad is None:
+                continue
+            dropped = local(found.mask) == 0
+            if found.backward_mask is not None:
+                dropped &= local(found.backward_mask)
+            added = torch.where(dropped, local(parameter), 0) * self.decay
+            local(grad).add_(added if scale is None else added * scale)
+
+
+class GradientCapture(StepHooks):
+    """Dense gradients of open masks, copied before the optimizers' steps.
+
+    Attributes:
+        gradients: {tensor_fqn: dense gradient} captured since the last `clear`.
+        stepped: whether each optimizer has stepped since then; a step that a fused optimizer skipped does not count.
+        is_open: masks are open, so `.grad` is dense.
+        keep: the coming step feeds an update: keep the captured gradients.
+        masked: mask `.grad` before the step; False leaves it dense, so that momentum includes inactive weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self.gradients: dict[str, Tensor] = {}
         self.stepped: list[bool] = []
         self.is_open = False
         self.keep = False
         self.masked = True
         self._restored: list[bool] = []  # `stepped` as it was saved, until the next iteration
-        self._used: set[str] = set()  # taken, and stepped with
-        self._forget_marks()
+        self._used: set[str] = set()  # captured gradients that an optimizer has stepped with
+        self._reset_versions()
 
-    def _forget_marks(self) -> None:
-        self._handles: list[Any] = []
-        self._earlier: dict[str, tuple[Any, Version]] = {}  # gradients made before masks opened
-        self._held: dict[str, tuple[Tensor | None, Version]] = {}  # gradients as a closure found them
+    def _reset_versions(self) -> None:
+        self._before_open: dict[str, tuple[Any, Version]] = {}  # gradients from before masks were opened
+        self._before_closure: dict[str, tuple[Tensor | None, Version]] = {}  # gradients when a closure was called
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put hooks on these optimizers instead of those before."""
-        plain = [plain_optimizer(o) for o in optimizers]
-        self._check_restored(self._restored, len(plain))
-        self.detach()
-        self.optimizers = plain
-        self.stepped = list(self._restored) if any(self._restored) else [False] * len(plain)
-        self._put_hooks()
+        """Register the hooks on these optimizers instead of the present ones."""
+        self.check_restorable(self._restored, optimizers)
+        super().attach(optimizers)
+        self.stepped = list(self._restored) if any(self._restored) else [False] * len(self.optimizers)
 
-    def _put_hooks(self) -> None:
-        for optimizer in self.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(self._after))
+    def _register(self) -> None:
+        super()._register()
+        self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
 
     def detach(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self.optimizers, self.stepped = [], [], []
+        """Remove the hooks."""
+        super().detach()
+        self.stepped = []
 
     def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
-        """Look after these groups of a model, whose masks are new and closed."""
-        self.groups, self.model, self.is_open = groups, model, False
+        """Work on these groups of a model, whose masks are new and closed."""
+        super().watch(groups, model)
+        self.is_open = False
 
     def restore(self, gradients: Mapping[str, Tensor], stepped: Sequence[bool]) -> None:
-        """Go on in the middle of an iteration, with the optimizers that are attached, or will be in this iteration."""
+        """Continue in the middle of an iteration, with optimizers that are attached now or later in this iteration."""
+        self.check_restorable(stepped, self.optimizers)
         if self.optimizers:
-            self._check_restored(stepped, len(self.optimizers))
             self.stepped = list(stepped) if any(stepped) else [False] * len(self.optimizers)
         self.gradients, self._restored, self._used = dict(gradients), list(stepped), set()
 
-    def lie_beside(self) -> None:
-        """Cut gradients like their weights, which may have been sharded since `restore`."""
-        weights = {g["tensor_fqn"]: original(g) for g in self.groups}
-        self.gradients = {name: beside(g, weights[name]) for name, g in self.gradients.items()}
-
-    def progress(self) -> list[bool]:
-        """What `restore` wants as `stepped`: of the attached optimizers, or as it was restored until they are."""
-        return list(self.stepped if self.optimizers else self._restored)
-
-    def check_restorable(self, stepped: Sequence[bool]) -> None:
-        """Raise what `restore` would."""
-        if self.optimizers:
-            self._check_restored(stepped, len(self.optimizers))
-
-    @staticmethod
-    def _check_restored(stepped: Sequence[bool], count: int) -> None:
-        if any(stepped) and len(stepped) != count:
+    def check_restorable(self, stepped: Sequence[bool], optimizers: Sequence[Optimizer]) -> None:
+        """Raise if `stepped` is from the middle of an iteration with another number of optimizers, if there are any."""
+        if any(stepped) and optimizers and len(stepped) != len(optimizers):
             raise SparsityError(
-                f"the loaded state lies between the steps of {len(stepped)} optimizers and the sparsifier's, and "
-                f"{count} are attached; attach as many, or take a state that was saved after the sparsifier's step"
+                f"the loaded state was saved between the steps of {len(stepped)} optimizers and the sparsifier's step, "
+                f"and {len(optimizers)} are attached; attach as many, or load a state saved after the sparsifier's step"
             )
 
-    def set_gates(self, is_open: bool, *, keep: bool, masked: bool) -> None:
-        """Open or close every mask for the coming iteration; costs nothing where that changes nothing."""
+    def restorable(self) -> list[bool]:
+        """`stepped` for `restore`: of the attached optimizers, or as it was restored until there are any."""
+        return list(self.stepped if self.optimizers else self._restored)
+
+    def shard_like_weights(self) -> None:
+        """Shard captured gradients like their weights, which may have been sharded since `restore`."""
+        weights = {g["tensor_fqn"]: original(g) for g in self.groups}
+        self.gradients = {name: placed_like(g, weights[name]) for name, g in self.gradients.items()}
+
+    def set_open(self, is_open: bool, *, keep: bool, masked: bool) -> None:
+        """Open or close every mask for the coming iteration; free where that changes nothing."""
         self.keep, self.masked = keep, masked
         if is_open == self.is_open:
             return
         if is_open:
             found = [(g["tensor_fqn"], original(g).grad) for g in self.groups]
-            self._earlier = {n: (weakref.ref(g), _version(g)) for n, g in found if g is not None}
+            self._before_open = {n: (weakref.ref(g), _version(g)) for n, g in found if g is not None}
         self.is_open = is_open
         for group in self.groups:
             find_dynamic(group["module"], group["tensor_name"]).set_open(is_open)
 
     def clear(self) -> None:
-        """Forget what was taken; a new iteration begins."""
+        """Drop what was captured; a new iteration begins."""
         self.gradients, self._restored, self._used = {}, [], set()
         self.stepped = [False] * len(self.optimizers)
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer | None = None) -> None:
-        """Copy dense gradients aside and mask `.grad`, of one optimizer's parameters or all; for clipping.
+        """Capture dense gradients and mask `.grad`, of one optimizer's parameters or all; before clipping.
 
-        Taking again adds what came in between.
+        Calling it again adds what was accumulated in between.
         """
-        for name, parameter, mask in self._with_gradients(optimizer):
-            grad, live = local(parameter.grad), local(mask.mask)
-            dense, before = grad.clone(), self._before_now(name, parameter.grad)
-            dense = dense if before is None else torch.where(live != 0, dense, before + dense)
-            self.gradients[name] = like(dense, parameter)
-            grad.copy_(select(grad, live))
+        for name, parameter, mask in self._open_gradients(optimizer):
+            grad, mask_here = local(parameter.grad), local(mask.mask)
+            dense, before = grad.clone(), self._captured_of(name, parameter.grad)
+            dense = dense if before is None else torch.where(mask_here != 0, dense, before + dense)
+            self.gradients[name] = from_local(dense, parameter)
+            grad.copy_(select(grad, mask_here))
+
+    def _on_closure(self, optimizer: Optimizer) -> None:
+        """What was captured of the gradients that exist now stays valid unless the closure makes new ones."""
+        for group in groups_of(optimizer, self.groups, self.model) if self.is_open else ():
+            grad = original(group).grad
+            self._before_closure[group["tensor_fqn"]] = (grad, None if grad is None else _version(grad))
 
     @torch.no_grad()
-    def _hand_over(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
-        """Leave in `.grad` what the optimizer's own step is to see; what it hides is aside."""
-        for name, parameter, mask in self._with_gradients(optimizer):
-            grad, live = local(parameter.grad), local(mask.mask)
-            kept = live != 0
+    def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        """Keep the dense gradients (divided by `scale`), and leave in `.grad` what the optimizer is to step with."""
+        for name, parameter, mask in self._open_gradients(optimizer):
+            grad, mask_here = local(parameter.grad), local(mask.mask)
+            kept = mask_here != 0
             dense = grad.clone() if scale is None else grad / scale
-            before = self._before_now(name, parameter.grad)
+            before = self._captured_of(name, parameter.grad)
             if before is not None:  # kept elements may have been clipped since
                 dense = torch.where(kept, before, before + dense)
             if self.keep:
-                self.gradients[name] = like(dense, parameter)
+                self.gradients[name] = from_local(dense, parameter)
             if self.masked:
-                grad.copy_(select(grad, live))
-            else:  # one bad number would stay in the momentum for good
+                grad.copy_(select(grad, mask_here))
+            else:  # one value that is not finite would stay in the momentum for good
                 hidden = torch.where(dense.isfinite(), dense, 0)
                 grad.copy_(torch.where(kept, grad, hidden if scale is None else hidden * scale))
 
-    def _with_gradients(self, optimizer: Optimizer | None) -> list[tuple[str, Any, DynamicMask]]:
+    def _open_gradients(self, optimizer: Optimizer | None) -> list[tuple[str, Any, DynamicMask]]:
         """(name, parameter, mask) of what has a gradient while masks are open."""
         if not self.is_open:
             return []
-        groups = trained_now(self.model, self.groups, optimizer)
-        found = [(g, original(g)) for g in groups]
+        found = [(g, original(g)) for g in groups_of(optimizer, self.groups, self.model)]
         for group, parameter in found:
             self._refuse_earlier(group["tensor_fqn"], parameter.grad)
         return [
@@ -174,18 +258,18 @@ class GradientTap:
         ]
 
     def _refuse_earlier(self, name: str, grad: Tensor | None) -> None:
-        """A gradient from before masks opened has nothing of hidden weights, and growth would take zeros for it."""
-        made, version = self._earlier.get(name, (None, None))
+        """A gradient from before masks were opened is zero for dropped weights, so growth must not use it."""
+        made, version = self._before_open.get(name, (None, None))
         if grad is not None and made is not None and made() is grad and _version(grad) == version:
             raise SparsityError(
                 f"{name}: its gradient was made before the masks were opened for the coming update. Call "
                 "sparsifier.step() after optimizer.step(), and backward before the next one."
             )
 
-    def _before_now(self, name: str, grad: Tensor) -> Tensor | None:
-        """What was taken of the gradient that is there now, on this rank; None if it was made anew since."""
-        held = self._held.pop(name, None)
-        is_new = held is not None and (held[0] is not grad or held[1] != _version(grad))
+    def _captured_of(self, name: str, grad: Tensor) -> Tensor | None:
+        """What was captured of the gradient that is there now, on this rank; None if the gradient is a new one."""
+        seen = self._before_closure.pop(name, None)
+        is_new = seen is not None and (seen[0] is not grad or seen[1] != _version(grad))
         if is_new or name in self._used:
             self._used.discard(name)
             return None
@@ -196,50 +280,34 @@ class GradientTap:
         return {g["tensor_fqn"]: momentum_of(self.optimizers, original(g)) for g in self.groups}
 
     def is_ready(self, needs_gradient: bool, momenta: Mapping[str, Tensor | None]) -> bool:
-        """Whether every optimizer has stepped and all that an update looks at is there and finite, on every rank."""
+        """Whether every optimizer has stepped and all that an update reads exists and is finite, on every rank."""
         found = [*self.gradients.values(), *momenta.values()]
-        is_there = all(self.stepped) and (
+        exists = all(self.stepped) and (
             not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups)
         )
-        is_ready = is_there and all(t is not None and _is_finite(local(t)) for t in found)
+        is_ready = exists and all(t is not None and _is_finite(local(t)) for t in found)
         return all_agree(is_ready, map(original, self.groups))
 
-    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if not self.is_open:
-            return None
-
-        def hand_over() -> None:
-            self._hand_over(optimizer, getattr(optimizer, "grad_scale", None))
-
-        return after_closure(args, kwargs, hand_over, first=partial(self._hold, optimizer))
-
-    def _hold(self, optimizer: Optimizer) -> None:
-        """Look at gradients before a closure: what was taken of them stands, unless the closure makes new ones."""
-        for group in trained_now(self.model, self.groups, optimizer):
-            grad = original(group).grad
-            self._held[group["tensor_fqn"]] = (grad, None if grad is None else _version(grad))
-
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._held = {}
-        if self.is_open:  # stepping again in this iteration is with another gradient
-            self._used.update(g["tensor_fqn"] for g in trained_now(self.model, self.groups, optimizer))
+        self._before_closure = {}
+        if self.is_open:  # another step in this iteration has another gradient
+            self._used.update(g["tensor_fqn"] for g in groups_of(optimizer, self.groups, self.model))
         skipped = getattr(optimizer, "found_inf", None)
-        skipped = skipped if self.keep else None  # looking waits for the device, so look only where it matters
+        skipped = skipped if self.keep else None  # reading it waits for the device
         at = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
         self.stepped[at] = skipped is None or not bool(torch.as_tensor(skipped) > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_before_open", "_before_closure")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """A copy: with the copied optimizers, and hooks of its own on them."""
-        self.__dict__.update(state)
-        self._forget_marks()
-        self._put_hooks()
+        """A copy has the copied optimizers, and hooks of its own on them."""
+        super().__setstate__(state)
+        self._reset_versions()
 
 
 def _version(grad: Tensor) -> Version:
-    """What changes when a gradient is changed in place, be it through what this rank holds of it."""
+    """Changes when a gradient is changed in place, also through what this rank holds of it."""
     return grad._version, local(grad)._version
 
 

@@ -1,4 +1,8 @@
-"""Published methods by name: a few arguments of `DynamicSparsifier` each, all of which can be given anew."""
+"""Published methods by name: a few arguments of `DynamicSparsifier` or `StraightThrough` each; all can be overridden.
+
+`sparsity_level` always comes first. The functions for `DynamicSparsifier` take the optimizer second, or none: then it
+is attached later.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import SparsityError
 from ..schedules import cosine, cubic
+from .optimizers import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
 
@@ -15,44 +20,72 @@ __all__ = ["GMP", "SET", "SNFS", "SRSTE", "STE", "RigL", "Static", "TopKAST"]
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-def Static(optimizer: Optimizers = None, sparsity_level: float | None = None, **arguments: Any) -> DynamicSparsifier:
-    """Random masks that never change: the baseline."""
-    return DynamicSparsifier(optimizer, sparsity_level, **{"update_every": None, **arguments})
+def Static(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
+    """Random masks that never change, the baseline; `sparsity_level` is the fraction dropped over all tensors (0.9).
+
+    >>> Static(0.8).settings.updates
+    False
+    """
+    return _dynamic(sparsity_level, optimizer, {"update_every": None}, arguments)
 
 
-def SET(optimizer: Optimizers = None, sparsity_level: float | None = None, **arguments: Any) -> DynamicSparsifier:
-    """Drop the smallest, grow at random (SET, arXiv 1707.04780)."""
-    return DynamicSparsifier(optimizer, sparsity_level, **{"grow": "random", "init": "er", **arguments})
+def SET(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
+    """Prune the smallest, grow at random; `sparsity_level` is the fraction dropped over all tensors (0.9).
+
+    Sparse evolutionary training, arXiv 1707.04780.
+
+    >>> SET(0.8).settings.grow.name
+    'random'
+    """
+    return _dynamic(sparsity_level, optimizer, {"grow": "random", "init": "er"}, arguments)
 
 
 def RigL(
-    optimizer: Optimizers = None, sparsity_level: float | None = None, *, until: int, **arguments: Any
+    sparsity_level: float | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
-    """Drop the smallest, grow the largest gradients, less and less until an iteration (RigL, arXiv 1911.11134)."""
-    chosen = {"update_fraction": cosine(0.3, until), **arguments}
-    return DynamicSparsifier(optimizer, sparsity_level, until=until, **chosen)
+    """Prune the smallest, grow the largest gradients; `sparsity_level` is the fraction dropped over all tensors (0.9).
+
+    The replaced fraction falls by a cosine from 0.3 to 0 at iteration `until` (RigL, arXiv 1911.11134).
+
+    >>> RigL(0.8, until=1000).settings.update_fraction(500)
+    0.15
+    """
+    chosen = {"update_fraction": cosine(0.3, until), "until": until}
+    return _dynamic(sparsity_level, optimizer, chosen, arguments)
 
 
 def SNFS(
-    optimizer: Optimizers = None, sparsity_level: float | None = None, *, until: int, **arguments: Any
+    sparsity_level: float | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
-    """Grow and redistribute by momentum (Sparse Networks from Scratch, arXiv 1907.04840)."""
-    return RigL(optimizer, sparsity_level, until=until, **{"grow": "momentum", "redistribute": "momentum", **arguments})
+    """Grow and redistribute by momentum; `sparsity_level` is the fraction dropped over all tensors (0.9).
+
+    Otherwise as `RigL` (Sparse Networks from Scratch, arXiv 1907.04840).
+
+    >>> SNFS(0.8, until=1000).settings.needs_momentum
+    True
+    """
+    chosen = {"grow": "momentum", "redistribute": "momentum", **arguments}
+    return RigL(sparsity_level, optimizer, until=until, **chosen)
 
 
 def GMP(
-    optimizer: Optimizers = None,
     sparsity_level: float = 0.9,
+    optimizer: Optimizers = None,
     *,
     until: int,
     begin: int = 0,
     update_every: int = 100,
     **arguments: Any,
 ) -> DynamicSparsifier:
-    """Gradual magnitude pruning from dense, by a cubic target (Zhu and Gupta, arXiv 1710.01878); nothing grows.
+    """Gradual magnitude pruning from dense; `sparsity_level` is the final fraction dropped over all tensors.
 
-    The level is reached at the last update that `until` allows.
+    A cubic target (Zhu and Gupta, arXiv 1710.01878) from 0 after iteration `begin` to the level at the last update
+    that `until` allows; nothing grows.
+
+    >>> GMP(0.8, until=1000).settings.target(1000)
+    0.8
     """
+    refuse_optimizer_as_level(sparsity_level)
     if "target" in arguments:
         raise SparsityError(
             "GMP: the target is made from sparsity_level, begin and until; for another one use "
@@ -62,20 +95,36 @@ def GMP(
     if last <= begin:
         raise SparsityError(f"GMP: no update falls between begin={begin} and until={until} (every {update_every})")
     target = cubic(0.0, sparsity_level, last - begin, begin=begin)
-    chosen = {"target": target, "grow": None, "init": "uniform", **arguments}
-    return DynamicSparsifier(optimizer, until=until, update_every=update_every, **chosen)
+    chosen = {"target": target, "grow": None, "init": "uniform", "until": until, "update_every": update_every}
+    return _dynamic(None, optimizer, chosen, arguments)
+
+
+def _dynamic(
+    sparsity_level: float | None, optimizer: Optimizers, chosen: dict[str, Any], arguments: dict[str, Any]
+) -> DynamicSparsifier:
+    refuse_optimizer_as_level(sparsity_level)
+    return DynamicSparsifier(sparsity_level=sparsity_level, optimizer=optimizer, **{**chosen, **arguments})
 
 
 def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThrough:
-    """Every weight learns, the masked ones count forward (straight-through, arXiv 1308.3432)."""
+    """Every weight learns, the kept ones count forward; `sparsity_level` is the fraction dropped in each scope (0.5).
+
+    Straight-through estimation, arXiv 1308.3432.
+    """
     return StraightThrough(sparsity_level, **arguments)
 
 
 def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **arguments: Any) -> StraightThrough:
-    """Straight-through with decay of what is dropped, for N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer."""
+    """Straight-through with decay of dropped weights; `sparsity_level` is the fraction dropped in each scope (0.5).
+
+    For N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer, in whose steps the decay is added.
+    """
     return StraightThrough(sparsity_level, decay=decay, **arguments)
 
 
 def TopKAST(sparsity_level: float, backward_level: float, **arguments: Any) -> StraightThrough:
-    """The top of the weights counts forward, a larger top learns (Top-KAST, arXiv 2106.03517)."""
+    """Two masks: `sparsity_level` is dropped in each scope forward, and the smaller `backward_level` gets no gradient.
+
+    Top-KAST, arXiv 2106.03517.
+    """
     return StraightThrough(sparsity_level, backward_level=backward_level, **arguments)

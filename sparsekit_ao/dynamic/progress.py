@@ -1,6 +1,6 @@
-"""Where in its schedule a dynamic sparsifier is: what a checkpoint keeps of it, and what is accepted back.
+"""What a checkpoint keeps of a dynamic sparsifier besides masks and groups, and the checks when it is loaded.
 
-Knows plain data; changes nothing. In the middle of an update window that includes the gradients taken so far.
+Plain data: the iteration, whether an update is pending, levels, and in the middle of an update the captured gradients.
 """
 
 import numbers
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import beside
+from ..distributed import placed_like
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
-from .gradients import GradientTap
-from .trained import original
+from .gradients import GradientCapture
+from .optimizers import original
 
 __all__ = ["checked_progress", "progress_of", "warn_of_missed"]
 
@@ -23,28 +23,25 @@ _KINDS = {"iteration": int, "pending": bool, "level_given": Mapping, "stepped": 
 
 
 def progress_of(
-    iteration: int, pending: bool, level_given: Mapping[str, float], tap: GradientTap, *, room: bool = False
+    iteration: int, pending: bool, level_given: Mapping[str, float], capture: GradientCapture, with_gradients: bool
 ) -> dict[str, Any]:
-    """A plain dict of copies.
-
-    With `room` it holds zeros for gradients that were not taken, which do not count.
-    """
-    blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in tap.groups} if room else {}
+    """A plain dict of copies; `with_gradients`, with zeros for gradients that were not captured, which do not count."""
+    blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in capture.groups} if with_gradients else {}
     return {
         "iteration": iteration,
         "pending": pending,
         "level_given": dict(level_given),
-        "stepped": tap.progress(),
-        "taken": list(tap.gradients),
-        "gradients": {**blank, **{fqn: g.detach().clone() for fqn, g in tap.gradients.items()}},
+        "stepped": capture.restorable(),
+        "taken": list(capture.gradients),
+        "gradients": {**blank, **{fqn: g.detach().clone() for fqn, g in capture.gradients.items()}},
     }
 
 
-def checked_progress(state_dict: object, groups: Sequence[TensorGroup], tap: GradientTap) -> dict[str, Any]:
-    """The saved progress with gradients copied to where their weights are, once it is known to fit.
+def checked_progress(state_dict: object, groups: Sequence[TensorGroup], capture: GradientCapture) -> dict[str, Any]:
+    """The saved progress, checked to fit, with gradients copied to the devices and ranks of their weights.
 
     Raises:
-        SparsityError: another sparsifier's state, a part missing or of a wrong kind, a gradient of another shape, or
+        SparsityError: another sparsifier's state, an entry missing or of a wrong kind, a gradient of another shape, or
             other optimizers in the middle of an iteration.
     """
     if not isinstance(state_dict, Mapping) or "dynamic" not in state_dict:
@@ -54,15 +51,17 @@ def checked_progress(state_dict: object, groups: Sequence[TensorGroup], tap: Gra
         found = saved.get(key) if isinstance(saved, Mapping) else None
         if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
             raise SparsityError(
-                f"load_state_dict: 'dynamic' needs {key!r}, a {kind.__name__.lower()}, as state_dict() gives, got "
+                f"load_state_dict: 'dynamic' needs {key!r} of type {kind.__name__.lower()}, as state_dict() gives, got "
                 f"{found!r}"
             )
     if not all(isinstance(s, bool) for s in saved["stepped"]):
         raise SparsityError(f"load_state_dict: 'stepped' needs a bool for each optimizer, got {saved['stepped']!r}")
-    _check_levels(saved["level_given"])
-    tap.check_restorable(saved["stepped"])
-    counts = {n: g for n, g in saved["gradients"].items() if n in saved.get("taken", saved["gradients"])}
-    return {**saved, "gradients": _gradients(counts, groups)}
+    for name, level in saved["level_given"].items():
+        if isinstance(level, bool) or not isinstance(level, numbers.Real):
+            raise SparsityError(f"load_state_dict: {name}: 'level_given' needs a number, got {level!r}")
+    capture.check_restorable(saved["stepped"], capture.optimizers)
+    captured = {n: g for n, g in saved["gradients"].items() if n in saved.get("taken", saved["gradients"])}
+    return {**saved, "gradients": _gradients(captured, groups)}
 
 
 def warn_of_missed(iteration: int) -> None:
@@ -74,23 +73,12 @@ def warn_of_missed(iteration: int) -> None:
     )
 
 
-def _check_levels(levels: Mapping[str, Any]) -> None:
-    for name, level in levels.items():
-        if isinstance(level, bool) or not isinstance(level, numbers.Real):
-            raise SparsityError(f"load_state_dict: {name}: 'level_given' needs a number, got {level!r}")
-
-
 def _gradients(saved: Mapping[str, Any], groups: Sequence[TensorGroup]) -> dict[str, Tensor]:
     out = {}
-    for group in groups:
-        name, weight = group["tensor_fqn"], original(group)
-        if name not in saved:
-            continue
-        found = saved[name]
+    for name, weight in ((g["tensor_fqn"], original(g)) for g in groups if g["tensor_fqn"] in saved):
+        found, want = saved[name], tuple(weight.shape)
         if not isinstance(found, Tensor) or found.shape != weight.shape:
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise SparsityError(
-                f"load_state_dict: {name}: the saved gradient is {shape}, the weight {tuple(weight.shape)}"
-            )
-        out[name] = beside(found.detach().clone().to(weight.device), weight)
+            raise SparsityError(f"load_state_dict: {name}: the saved gradient is {shape}, the weight {want}")
+        out[name] = placed_like(found.detach().clone().to(weight.device), weight)
     return out

@@ -1,69 +1,174 @@
-"""What a rule is: a score over slots with a name, and what it needs to be gathered before it can be asked.
+"""Rules: which active blocks are pruned, which inactive ones grow, and which tensors get more of what grows.
 
-Knows names and functions; no tensors. `prune`, `grow` and `redistribute` hold the rules themselves.
+A rule scores the blocks of one component (`Slots` -> float rows). Pruning drops the lowest scores among active blocks,
+growth takes the highest among inactive ones (those pruned a moment ago included); redistribution gives each tensor
+budget in proportion to the rule's share, one number. Rules only score: `choose` counts and selects.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Norm
 from .slots import Slots
 
-__all__ = ["NEEDS", "Rule", "as_rule", "norm_of"]
+__all__ = [
+    "NAMES",
+    "NEEDS",
+    "Rule",
+    "global_magnitude",
+    "gradient",
+    "magnitude",
+    "momentum",
+    "nonzero",
+    "parse_rule",
+    "random",
+]
 
 NEEDS = ("gradient", "momentum")
+_POOLING: dict[str | None, tuple[float | None, bool | None]] = {  # criterion: norm and as_mean of `Slots.scores`
+    None: (None, None),
+    "mean": (1, True),
+    "max": (math.inf, None),
+    "L1": (1, None),
+    "L2": (2, None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule of an update.
+    """A score of blocks, for pruning, growth and redistribution alike.
 
     Attributes:
-        name: how messages call it.
-        score: `Slots` -> rows [scopes, slots] for pruning and growth, -> a number for redistribution.
-        needs: of `NEEDS`; the dense gradient, the optimizer's momentum.
-        is_global: pruning alone: all tensors compete over which of them loses how many.
+        name: used in messages.
+        score: `Slots` -> float rows [scopes, slots].
+        needs: of `NEEDS`: what is gathered for it, the dense gradient or the optimizer's momentum.
+        is_global: for pruning: the tensors compete over which of them loses how many blocks.
+        share: for redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
+            is not finite, or not positive, counts as 0.
     """
 
     name: str
     score: Callable[[Slots], Any]
     needs: tuple[str, ...] = ()
     is_global: bool = False
+    share: Callable[[Slots], Any] | None = None
 
     def __post_init__(self) -> None:
         unknown = [n for n in self.needs if n not in NEEDS]
         if unknown:
             raise SparsityError(f"rule {self.name!r}: needs are some of {NEEDS}, got {unknown[0]!r}")
 
+    def share_of(self, slots: Slots) -> Any:
+        """What one tensor's part of the growth is proportional to."""
+        return slots.mean_active(self.score(slots)) if self.share is None else self.share(slots)
 
-def as_rule(given: object, named: Mapping[str, Rule | None], what: str) -> Rule | None:
-    """A rule from a name, a `Rule`, or a function of `Slots` (which may carry `needs`).
 
-    >>> as_rule(lambda slots: slots.random("prune"), {}, "prune").needs
+def magnitude(criterion: str | None = None) -> Rule:
+    """|weight|: in every scope the smallest blocks are pruned.
+
+    Args:
+        criterion: how absolute values are pooled over a block: "mean", "max", "L1" or "L2"; None is the tensor's own
+            norm. The share of every rule by values is their mean absolute value over active blocks.
+
+    >>> magnitude("mean").name
+    'magnitude (mean)'
+    """
+    return _by_values("magnitude", "weights", criterion)
+
+
+def global_magnitude(criterion: str | None = None) -> Rule:
+    """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
+
+    Where nothing grows back, or budgets follow a target, every scope keeps its largest block, and all scopes of a
+    tensor lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
+    """
+    return _by_values("global", "weights", criterion, is_global=True)
+
+
+def gradient(criterion: str | None = None) -> Rule:
+    """|dense gradient|: the largest grow (RigL, arXiv 1911.11134); `criterion` as in `magnitude`."""
+    return _by_values("gradient", "gradients", criterion, needs=("gradient",))
+
+
+def momentum(criterion: str | None = None) -> Rule:
+    """|momentum|: SGD's buffer, Adam's m / (sqrt(v) + eps); the largest grow (SNFS, arXiv 1907.04840).
+
+    `criterion` as in `magnitude`.
+    """
+    return _by_values("momentum", "momenta", criterion, needs=("momentum",))
+
+
+def random(purpose: str = "grow") -> Rule:
+    """Uniformly at random (SET, arXiv 1707.04780).
+
+    Args:
+        purpose: part of the key of the random numbers, with seed, name and iteration; two rules need two purposes.
+    """
+    return Rule(name="random", score=partial(_random, purpose))
+
+
+def nonzero() -> Rule:
+    """The number of active elements: redistribution by it keeps the split between tensors as it is."""
+    return Rule(name="nonzero", score=_is_active, share=_active_elements)
+
+
+def parse_rule(purpose: str, given: object) -> Rule | None:
+    """The rule for "prune", "grow" or "redistribute" from a name, a `Rule`, or a function of `Slots`, or None.
+
+    A function may carry a `needs` attribute. It returns rows; for redistribution, the share.
+
+    >>> parse_rule("prune", lambda slots: slots.random("prune")).needs
     ()
     """
+    names = NAMES[purpose]
     if given is None or isinstance(given, Rule):
         return given
-    if isinstance(given, str) and given in named:
-        return named[given]
+    if isinstance(given, str) and given in names:
+        return names[given]
     if callable(given):
-        needs = tuple(getattr(given, "needs", ()))
-        return Rule(name=getattr(given, "__name__", type(given).__name__), score=given, needs=needs)
-    raise SparsityError(f"{what} must be one of {', '.join(map(repr, named))}, a Rule or a function, got {given!r}")
+        name, needs = getattr(given, "__name__", type(given).__name__), tuple(getattr(given, "needs", ()))
+        return Rule(name=name, score=given, needs=needs, share=given)
+    raise SparsityError(f"{purpose} must be one of {', '.join(map(repr, names))}, a Rule or a function, got {given!r}")
 
 
-def norm_of(criterion: str | None, what: str) -> Norm | None:
-    """How a block's elements become one score: absolute values first, then the mean, the largest, L1 or L2.
+def _by_values(name: str, values: str, criterion: str | None, **options: Any) -> Rule:
+    if criterion not in _POOLING:
+        raise SparsityError(f"{name}: criterion must be 'mean', 'max', 'L1', 'L2' or None, got {criterion!r}")
+    label = name if criterion is None else f"{name} ({criterion})"
+    score, share = partial(_pooled, values, *_POOLING[criterion]), partial(_mean_absolute, values)
+    return Rule(name=label, score=score, share=share, **options)
 
-    >>> norm_of("L1", "prune"), norm_of(None, "prune")
-    (1, None)
-    """
-    norms: dict[str | None, Norm | None] = {None: None, "mean": torch.abs, "max": math.inf, "L1": 1, "L2": 2}
-    if criterion not in norms:
-        raise SparsityError(f"{what}: criterion must be 'mean', 'max', 'L1', 'L2' or None, got {criterion!r}")
-    return norms[criterion]
+
+def _pooled(values: str, norm: float | None, as_mean: bool | None, slots: Slots) -> Tensor:
+    return slots.scores(getattr(slots, values), norm, as_mean=as_mean)
+
+
+def _mean_absolute(values: str, slots: Slots) -> float:
+    return slots.mean_active(_pooled(values, *_POOLING["mean"], slots))
+
+
+def _random(purpose: str, slots: Slots) -> Tensor:
+    return slots.random(purpose)
+
+
+def _is_active(slots: Slots) -> Tensor:
+    return slots.active.double()
+
+
+def _active_elements(slots: Slots) -> float:
+    members = slots.component.scope.members()  # of equal blocks, or of blocks that are chosen together
+    size = sum(m.block.numel_per_block() for m in members) / len(members)
+    return float(slots.active.sum()) * size
+
+
+#: rules by name, for each argument of `DynamicSparsifier`
+NAMES: dict[str, Mapping[str, Rule | None]] = {
+    "prune": {"magnitude": magnitude(), "global": global_magnitude()},
+    "grow": {"gradient": gradient(), "momentum": momentum(), "random": random(), "none": None},
+    "redistribute": {"gradient": gradient(), "momentum": momentum(), "nonzero": nonzero(), "none": None},
+}

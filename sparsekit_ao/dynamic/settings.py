@@ -1,7 +1,4 @@
-"""What a dynamic sparsifier was asked to do, checked: when updates happen, by which rules, and what those need.
-
-Knows numbers and rules; no model.
-"""
+"""`Settings`: the checked arguments of a dynamic sparsifier; when updates happen, and what their rules need."""
 
 import numbers
 from collections.abc import Callable
@@ -13,15 +10,13 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..schedules import Schedule, constant
-from .grow import GROW
-from .inits import Init, as_init
-from .prune import PRUNE
-from .redistribute import REDISTRIBUTE
-from .rules import Rule, as_rule
+from .inits import Init, parse_init
+from .rules import Rule, parse_rule
 
 __all__ = ["NewValues", "Settings", "make_settings", "value_at"]
 
 NewValues = Callable[[Tensor, torch.Generator], Tensor]
+_LEAST = {"update_every": 1, "until": 0, "seed": 0}  # integers and their lower bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +42,12 @@ class Settings:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether an update looks at dense gradients."""
+        """Whether an update reads dense gradients."""
         return self.updates and (self.state_init == "grad" or "gradient" in self._needs)
 
     @property
     def needs_momentum(self) -> bool:
-        """Whether an update looks at momentum, which must then see inactive weights in every iteration."""
+        """Whether an update reads momentum, which must then include inactive weights in every iteration."""
         return self.updates and "momentum" in self._needs
 
     @property
@@ -78,59 +73,34 @@ class Settings:
         return self.updates and (self.until is None or iteration <= self.until)
 
 
-def make_settings(
-    *,
-    init: object,
-    update_every: object,
-    update_fraction: object,
-    until: object,
-    prune: object,
-    grow: object,
-    redistribute: object,
-    target: Any,
-    seed: object,
-    state_init: Any,
-    new_values: Any,
-) -> Settings:
-    """Settings, once every argument is known to be right and to go with the others."""
-    every = None if update_every is None else _integer("update_every", update_every, least=1)
-    last = None if until is None else _integer("until", until, least=0)
-    _check_kinds(state_init, target, new_values)
-    if target is not None and every is None:
-        raise SparsityError("target is followed by updates, and update_every=None makes none; give sparsity_level")
-    pruning = as_rule(prune, PRUNE, "prune")
-    if pruning is None:
-        raise SparsityError("prune must be a rule; for masks that never change use update_every=None")
-    growing = as_rule(grow, GROW, "grow")
-    spreading = as_rule(redistribute, REDISTRIBUTE, "redistribute")
-    if spreading is not None and growing is None:
-        raise SparsityError("redistribute shares out what grows, and grow is None; give a growth rule, or leave it out")
-    if growing is None and target is not None and update_fraction is not None:
+def make_settings(**given: Any) -> Settings:
+    """`DynamicSparsifier`'s arguments as Settings, once each is known to be valid by itself and with the others."""
+    checked = {purpose: parse_rule(purpose, given[purpose]) for purpose in ("prune", "grow", "redistribute")}
+    prune, grow, fraction = checked["prune"], checked["grow"], given["update_fraction"]
+    if given["state_init"] not in ("zero", "grad"):
+        raise SparsityError(f"state_init must be 'zero' or 'grad', got {given['state_init']!r}")
+    _check_callable("target", given["target"], "a schedule (iteration -> sparsity)")
+    _check_callable("new_values", given["new_values"], "a function (weight, generator) -> values")
+    if given["target"] is not None and given["update_every"] is None:
         raise SparsityError(
-            "update_fraction is what grows again, and with a target and grow=None nothing does; give one"
+            "target takes effect in updates, and update_every=None means that there are none; pass sparsity_level"
         )
-    return Settings(
-        init=as_init(init),
-        update_every=every,
-        update_fraction=_fraction(0.3 if update_fraction is None else update_fraction),
-        until=last,
-        prune=pruning,
-        grow=growing,
-        redistribute=spreading,
-        target=target,
-        seed=_integer("seed", seed, least=0),
-        state_init=state_init,
-        new_values=new_values,
-    )
+    if prune is None:
+        raise SparsityError("prune must be a rule; for masks that never change use update_every=None")
+    if grow is None and checked["redistribute"] is not None:
+        raise SparsityError("redistribute distributes what grows, and grow is None; pass a growth rule or leave it out")
+    if grow is None and given["target"] is not None and fraction is not None:
+        raise SparsityError(
+            "update_fraction is the fraction that grows again; with a target and grow=None nothing does. Leave one out."
+        )
+    integers = {name: _integer(name, given[name], least) for name, least in _LEAST.items()}
+    fraction = _fraction(0.3 if fraction is None else fraction)
+    return Settings(**{**given, **checked, **integers, "init": parse_init(given["init"]), "update_fraction": fraction})
 
 
-def _check_kinds(state_init: object, target: object, new_values: object) -> None:
-    if state_init not in ("zero", "grad"):
-        raise SparsityError(f"state_init must be 'zero' or 'grad', got {state_init!r}")
-    if target is not None and not callable(target):
-        raise SparsityError(f"target must be a schedule (iteration -> sparsity) or None, got {target!r}")
-    if new_values is not None and not callable(new_values):
-        raise SparsityError(f"new_values must be a function (weight, generator) -> values or None, got {new_values!r}")
+def _check_callable(name: str, given: object, what: str) -> None:
+    if given is not None and not callable(given):
+        raise SparsityError(f"{name} must be {what} or None, got {given!r}")
 
 
 def _fraction(given: object) -> Schedule:
@@ -141,14 +111,16 @@ def _fraction(given: object) -> Schedule:
     raise SparsityError(f"update_fraction must be a schedule or a number in [0, 1), got {given!r}")
 
 
-def _integer(name: str, value: object, least: int) -> int:
+def _integer(name: str, value: object, least: int) -> int | None:
+    if value is None and name != "seed":
+        return None
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         raise SparsityError(f"{name} must be an int >= {least}, got {value!r}")
     return int(value)
 
 
 def value_at(schedule: Schedule, iteration: int, name: str) -> float:
-    """What a schedule says, which may be a user's function.
+    """The value of a schedule, which may be a user's function, checked to be a number.
 
     >>> value_at(lambda t: 0.5, 7, "target")
     0.5
@@ -157,5 +129,5 @@ def value_at(schedule: Schedule, iteration: int, name: str) -> float:
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()
     if isinstance(found, bool) or not isinstance(found, numbers.Real):
-        raise SparsityError(f"{name}: a schedule gives a number, got {found!r} at iteration {iteration}")
+        raise SparsityError(f"{name}: a schedule must return a number, got {found!r} at iteration {iteration}")
     return float(found)

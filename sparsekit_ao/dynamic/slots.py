@@ -1,8 +1,10 @@
-"""The blocks of scopes as rows [scopes, slots]: what the rules of an update score, and where their choice is written.
+"""`Slots`: the blocks of one component as rows [scopes, slots], which is what the rules of an update score.
 
-Knows one component of a plan with its weights, masks and gradients at one moment; decides nothing.
+A `Slots` holds the weights, masks, gradients and momenta of a component of the plan in one iteration, computes block
+scores and random numbers for rules, and writes chosen rows back into masks.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,51 +13,65 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec
-from ..distributed import whole
+from ..algebra import BlockSpec, scope_windows, write_back
+from ..distributed import full_tensor
 from ..errors import SparsityError
-from ..selection import Norm, fill_mask, from_scopes, scope_scores, to_scopes
+from ..selection import fill_mask, from_scopes, scope_scores, to_scopes
 from ..selection.reference import candidates_of
 from ..selection.tiling import real_slots
 from ..sparsifiers.plan import Component
-from .draws import draw, generator
 
-__all__ = ["Slots", "Wholes"]
+__all__ = ["Gathered", "Slots", "generator"]
 
 
-class Wholes(Mapping[BlockSpec, Tensor]):
-    """Tensors by block spec; those cut over ranks are gathered whenever they are looked at, and let go afterwards.
+def generator(seed: int, name: str, step: int, purpose: str) -> torch.Generator:
+    """A CPU generator that depends on these four alone, never on what was drawn before.
 
-    Looking is collective then: every rank looks at the same ones, in the same order.
+    So all ranks draw the same numbers without communication, and a resumed run draws those of an uninterrupted one.
+
+    >>> a, b = generator(0, "fc.weight", 100, "grow"), generator(0, "fc.weight", 100, "grow")
+    >>> bool(torch.rand((), generator=a) == torch.rand((), generator=b))
+    True
+    """
+    key = f"{seed}\0{name}\0{step}\0{purpose}".encode()
+    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+    return torch.Generator().manual_seed(number)
+
+
+class Gathered(Mapping[BlockSpec, Tensor]):
+    """Tensors by block spec; a sharded one is gathered at every access and not kept.
+
+    Access is then collective: every rank reads the same ones, in the same order.
     """
 
-    def __init__(self, held: Mapping[BlockSpec, Tensor]) -> None:
-        self._held = held
+    def __init__(self, tensors: Mapping[BlockSpec, Tensor]) -> None:
+        self._tensors = tensors
 
     def __getitem__(self, spec: BlockSpec) -> Tensor:
-        return whole(self._held[spec])
+        return full_tensor(self._tensors[spec])
 
     def __iter__(self) -> Iterator[BlockSpec]:
-        return iter(self._held)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._tensors)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slots:
-    """One component at one moment; scopes that are chosen together, over one tensor or coupled ones.
+    """One component in one iteration: scopes that are chosen together, over one tensor or coupled ones.
 
-    Rules get this. Rows are [scopes, slots]; a slot is one block (of several tensors, where they share a fate).
+    This is the argument of every rule. Rows are [scopes, slots]; a slot is one block (coupled tensors contribute one
+    block each).
 
     Attributes:
         component: the scopes and how their blocks are scored.
-        weights, gradients, momenta: {block: parameter-shaped tensor}; the last two are empty where nothing asked for
-            them. Always whole, however the ranks hold them.
+        weights, gradients, momenta: {block: parameter-shaped tensor}; the last two are empty unless a rule needs them.
+            Always whole tensors, however the ranks hold them.
         masks: {block: mask}.
-        device: where all of these are.
+        device: of all of these.
         step: the training iteration.
-        seed: what random numbers are keyed by, besides name and step.
+        seed: the key of random numbers, with name and step.
     """
 
     component: Component
@@ -72,65 +88,66 @@ class Slots:
         """The tensor's name, or the coupling's."""
         return self.component.label
 
-    @cached_property
-    def active(self) -> Tensor:
-        """Which slots are kept now; bool rows."""
-        return self.rows_of_masks(self.masks)
-
-    @cached_property
-    def real(self) -> Tensor:
-        """Which slots hold a block: all but the padding of a partial scope; bool rows."""
-        found = real_slots(self.component.scope.groups(None, None), self.device)
-        return torch.ones(self.shape, dtype=torch.bool, device=self.device) if found is None else found
-
     @property
     def shape(self) -> tuple[int, int]:
         """Scopes, and slots of each."""
         return self.component.scope.numscp(), self.component.scope.numblk_per_scope()
 
-    def forget(self) -> None:
-        """Let go of rows that were made on the way; they are made again when they are asked for."""
+    @cached_property
+    def active(self) -> Tensor:
+        """Which slots the masks keep now; bool rows."""
+        return self.rows_of_masks(self.masks)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which slots hold a block: all but the padding of a partial scope; bool rows."""
+        found = real_slots(scope_windows(self.component.scope), self.device)
+        return torch.ones(self.shape, dtype=torch.bool, device=self.device) if found is None else found
+
+    def clear_cache(self) -> None:
+        """Free the cached rows; they are computed again at the next access."""
         for name in ("active", "real"):
             vars(self).pop(name, None)
 
-    def scores(self, values: Mapping[BlockSpec, Tensor], norm: Norm | None = None) -> Tensor:
+    def scores(
+        self, values: Mapping[BlockSpec, Tensor], norm: float | None = None, *, as_mean: bool | None = None
+    ) -> Tensor:
         """Block scores of parameter-shaped values; float rows, padding 0.
 
         Args:
-            values: `weights`, `gradients` or `momenta`.
-            norm: see `kernels.block_scores`; the tensor's own by default.
+            values: `weights`, `gradients` or `momenta`, or anything of the same keys and shapes.
+            norm: 1, 2 or inf, over the elements of a block; the tensor's own norm by default.
+            as_mean: divide by the number of elements; by default where some blocks are partial.
         """
         if not values:
-            raise SparsityError(f"{self.name}: no such values were gathered; a rule says what it needs in `needs`")
-        taken = {spec.view.param: t for spec, t in values.items()}
-        groups = self.component.scope.groups(taken, None)
-        as_mean = any(m.is_partial for g in groups for m in g.members)
-        norm = self.component.norm if norm is None else norm
-        return torch.cat([scope_scores(g, norm, as_mean=as_mean) for g in groups], dim=1)
+            raise SparsityError(
+                f"{self.name}: a rule reads values that were not gathered; list them in its `needs` attribute"
+            )
+        tensors = {spec.view.param: t for spec, t in values.items()}
+        groups = scope_windows(self.component.scope, tensors)
+        mean = any(m.is_partial for g in groups for m in g.members) if as_mean is None else as_mean
+        chosen = self.component.norm if norm is None else norm
+        return torch.cat([scope_scores(g, chosen, as_mean=mean) for g in groups], dim=1)
 
     def random(self, purpose: str) -> Tensor:
-        """Uniform numbers in [0, 1), the same on every rank and after a resume; float64 rows."""
+        """Uniform numbers in [0, 1), the same on every rank, on every device and after a resume; float64 rows."""
         source = generator(self.seed, self.name, self.step, purpose)
-        return draw(self.shape, source, self.device)
+        return torch.rand(self.shape, generator=source, dtype=torch.float64).to(self.device)
 
-    def mean_active(self, values: Mapping[BlockSpec, Tensor]) -> float:
-        """The mean magnitude of the values over active blocks."""
-        size = self.scores(values, torch.abs).double()
-        return float(torch.where(self.active, size, 0).sum() / self.active.sum().clamp(min=1))
+    def mean_active(self, scores: Tensor) -> float:
+        """The mean of float rows over the active slots."""
+        return float(torch.where(self.active, scores.double(), 0).sum() / self.active.sum().clamp(min=1))
 
     def rows_of_masks(self, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
         """Which slots some parameter-shaped masks keep; bool rows."""
-        groups = self.component.scope.groups(None, masks)
+        groups = scope_windows(self.component.scope, None, masks)
         return torch.cat([to_scopes(candidates_of(g.members, len(g.shape)), g, False) for g in groups], dim=1)
 
     def write(self, rows: Tensor, masks: Mapping[BlockSpec, Tensor]) -> None:
         """Fill parameter-shaped masks in place from bool rows; elements outside a view stay as they are."""
         scope = self.component.scope
-        groups = scope.groups(None, masks)
+        groups = scope_windows(scope, None, masks)
         widths = [math.prod(g.shape) for g in groups]
-        for group, (spec, _), part in zip(groups, scope.scopes(), rows.split(widths, dim=1), strict=True):
+        for group, part in zip(groups, rows.split(widths, dim=1), strict=True):
             fill_mask(group.members, from_scopes(part, group))
-            for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
-                if not leaf.view.is_aligned(masks[leaf]):
-                    assert member.mask is not None
-                    leaf.view.write_back(member.mask, masks[leaf])
+        write_back(groups, scope, masks)

@@ -1,38 +1,38 @@
 """DynamicSparsifier: masks that move while training goes on, at constant cost, through torch.ao's interface.
 
-`step()` counts iterations and says when; what happens in an update is `turnover`'s, which gradients it sees
+`step()` counts iterations and says when; what happens in an update is `apply`'s, which gradients it sees
 `gradients`', and where it starts `start`'s business.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..distributed import has_ranks
+from ..distributed import has_process_group
 from ..errors import SparsityError
-from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.scope import ScopeSparsifier
-from .arrival import mark_drawn, meet, refuse_meta
-from .budgets import overall_level, refuse_two
-from .gradients import GradientTap
-from .masking import DynamicMask, starting_mask
-from .movement import Movement, forget_dropped, settle, zero_dropped
-from .optimizer_state import leaves_zeros
+from ..sparsifiers.config import Place, TensorGroup
+from ..sparsifiers.planned import PlannedSparsifier
+from ..sparsifiers.structure import checked_pattern
+from .apply import Movement, run_update, zero_dropped, zero_dropped_gradients, zero_dropped_state
+from .budgets import Budgets, check_exclusive, overall_level
+from .gradients import GradientCapture
+from .mask import DynamicMask, starting_mask
+from .optimizers import check_optimizers, keeps_zeros, original, unwrap_optimizer, unwrap_optimizers
 from .progress import checked_progress, progress_of, warn_of_missed
 from .settings import NewValues, make_settings
-from .start import refuse_means, refuse_parametrized, start_masks
-from .trained import check_optimizers, original, plain_optimizer, plain_optimizers
-from .turnover import turn_over
+from .start import finish_start, mark_initialized, refuse_meta, refuse_parametrized, start_masks
 
 __all__ = ["DynamicSparsifier"]
 
 
-class DynamicSparsifier(ScopeSparsifier):
-    """Train sparse from the start: every so often drop the weakest active blocks and grow others.
+@final
+class DynamicSparsifier(PlannedSparsifier):
+    """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), and change which at times.
 
     The loop is torch.ao's, `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
     each `optimizer.step()`. Every scope holds exactly its budget after every update. Dropped weights are zero, and new
@@ -42,8 +42,8 @@ class DynamicSparsifier(ScopeSparsifier):
     overall one, and a tensor of several scopes gets the same number of blocks in each (constant fan-in, N:M).
 
     Args:
+        sparsity_level: the overall fraction dropped, which `init` distributes over the tensors.
         optimizer: the optimizer, or several, that train the sparsified parameters; or `attach` it later.
-        sparsity_level: the overall fraction dropped, which `init` distributes over the tensors; 0.9 by default.
         nnz: instead, blocks kept in each scope of every tensor.
         init: "erk", "er", "uniform", "random" (as uniform), "resume", or from `inits`.
         update_every: iterations from one update to the next; None for masks that never change.
@@ -58,15 +58,15 @@ class DynamicSparsifier(ScopeSparsifier):
         state_init: what the optimizer's second moment of a new weight starts from: "zero", or "grad" for the squared
             gradient, which spares Adam a first step several times too long.
         new_values: (weight, generator) -> values of the weight's shape that new weights take; zeros by default.
-        structure: block_shape, scope_shape, view, norm, edge, block_coupling, coupling_order, scope_coupling: as for
-            `ScopeSparsifier`.
+        structure: pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
+            coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
     Raises:
         SparsityError: arguments that do not go together; whatever needs a tensor is checked in `prepare`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> sparsifier = DynamicSparsifier(optimizer, 0.75, init="uniform", update_every=2, update_fraction=0.5)
+    >>> sparsifier = DynamicSparsifier(0.75, optimizer, init="uniform", update_every=2, update_fraction=0.5)
     >>> sparsifier.prepare(model, None)
     >>> for _ in range(4):
     ...     model(torch.ones(1, 8)).sum().backward()
@@ -76,12 +76,15 @@ class DynamicSparsifier(ScopeSparsifier):
     (2, 12, 4)
     """
 
-    optional_keys = tuple(k for k in ScopeSparsifier.optional_keys if k != "stages")
+    structure_defaults: Mapping[str, Any] = {  # rules score weights, gradients and momenta by norms of their own
+        k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
+    }
+    optional_keys = tuple(k for k in PlannedSparsifier.optional_keys if k != "stages")
 
     def __init__(
         self,
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         sparsity_level: float | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         nnz: int | None = None,
         init: Any = "erk",
@@ -110,18 +113,22 @@ class DynamicSparsifier(ScopeSparsifier):
             state_init=state_init,
             new_values=new_values,
         )
-        refuse_two(self.settings, sparsity_level, nnz)
-        if sparsity_level is None and nnz is None:
+        if isinstance(sparsity_level, Optimizer):
+            raise SparsityError("sparsity_level must be a number, got an optimizer; give it as optimizer=")
+        pattern = checked_pattern(structure.get("pattern"), "")
+        if pattern is not None and pattern.sparsity_level is not None and sparsity_level is None:
+            sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
+        count = pattern.arguments[0] if pattern is not None and pattern.budget == "nnz" else nnz
+        check_exclusive(self.settings, sparsity_level, count)
+        if sparsity_level is None and count is None and (pattern is None or pattern.budget is None):
             sparsity_level = overall_level(self.settings, 0.9, 0)
-        if "stages" in structure:
-            raise SparsityError("stages: masks that move are chosen in one stage; leave stages out")
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: Movement | None = None
         self._pending = self._resumes = False
-        self._starts: dict[str, Tensor] = {}
+        self._start_masks: dict[str, Tensor] = {}
         self._known: list[int] = []  # parameters that optimizers were looked through for
-        self._tap = GradientTap()
+        self._capture = GradientCapture()
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -131,14 +138,14 @@ class DynamicSparsifier(ScopeSparsifier):
         Over ranks: after `fully_shard`, with the optimizer made since. Masks are cut like their weights then, and drawn
         where `prepare` found no memory (meta device).
         """
-        optimizers = plain_optimizers(optimizer)
+        optimizers = unwrap_optimizers(optimizer)
         is_prepared = self._phase == "prepared"
         if is_prepared:
             self._need_prepared("attach")
-            self._meet(optimizers)
-        self._tap.attach(optimizers)
-        if is_prepared and self._tap.masked:
-            forget_dropped(self.groups, optimizers)
+            self._finish_start(optimizers)
+        self._capture.attach(optimizers)
+        if is_prepared and self._capture.masked:
+            zero_dropped_state(self.groups, optimizers)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Copy dense gradients aside and mask `.grad`: call it before clipping gradients by their norm.
@@ -150,10 +157,16 @@ class DynamicSparsifier(ScopeSparsifier):
             optimizer: take those of its parameters alone, where several have a backward each; by default all.
         """
         self._need_prepared("take_gradients")
-        self._tap.take(None if optimizer is None else plain_optimizer(optimizer))
+        self._capture.take(None if optimizer is None else unwrap_optimizer(optimizer))
 
-    def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Put the initial masks on, in place, and zero the weights that they drop; see `ScopeSparsifier.prepare`.
+    def prepare(
+        self,
+        model: nn.Module,
+        config: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        exclude: Sequence[str | type[nn.Module]] = (),
+    ) -> None:
+        """Put the initial masks on, in place, and zero the weights that they drop; see `MaskSparsifier.prepare`.
 
         On the meta device that waits for `attach`.
 
@@ -161,16 +174,16 @@ class DynamicSparsifier(ScopeSparsifier):
             SparsityError: anything that does not fit; the model is then unchanged.
         """
         self._resumes = self._phase == "detached" and config is None
-        super().prepare(model, config)
-        self._tap.watch(self.groups, model)
+        super().prepare(model, config, exclude=exclude)
+        self._capture.watch(self.groups, model)
         self._known = []
         if not self._resumes:
             self.iteration, self._pending, self.last_update = 0, False, None
             zero_dropped(self.groups)
-            forget_dropped(self.groups, self._tap.optimizers)
+            zero_dropped_state(self.groups, self._capture.optimizers)
         if not any(original(g).is_meta for g in self.groups):
-            self._starts = {}
-        self._set_gates()
+            self._start_masks = {}
+        self._set_open()
 
     def step(self, use_path: bool = True) -> None:
         """Count one training iteration, after the optimizer's step; update the masks if an update is due.
@@ -180,29 +193,25 @@ class DynamicSparsifier(ScopeSparsifier):
         nothing has happened, the iteration is not counted, and `step` may be called again.
         """
         self._need_prepared("step")
-        if self.settings.updates and not self._tap.optimizers:
+        if self.settings.updates and not self._capture.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
-        if not self._known or (has_ranks() and self._known != [id(original(g)) for g in self.groups]):
-            self._meet(self._tap.optimizers)
-        before, was_masked = (self.iteration, self._pending), self._tap.masked
+        if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
+            self._finish_start(self._capture.optimizers)
+        before, was_masked = (self.iteration, self._pending), self._capture.masked
         self.iteration += 1
         try:
             with torch.no_grad():
                 if self.enable_mask_update:
-                    self._update_if_due()
-                if not was_masked or not all(map(leaves_zeros, self._tap.optimizers)):
+                    self._update_all()
+                if not was_masked or not all(map(keeps_zeros, self._capture.optimizers)):
                     zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, moved what masks hide
         except Exception:
             self.iteration, self._pending = before
             raise
-        self._tap.clear()
-        self._set_gates()
-        if self._tap.masked and not was_masked:
-            forget_dropped(self.groups, self._tap.optimizers)
-
-    def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
-        """Refused: weights, optimizer state and the masks of all tensors move together, in `step`."""
-        raise SparsityError("update_mask: a dynamic sparsifier moves all its masks together; call step()")
+        self._capture.clear()
+        self._set_open()
+        if self._capture.masked and not was_masked:
+            zero_dropped_state(self.groups, self._capture.optimizers)
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`.
@@ -213,87 +222,92 @@ class DynamicSparsifier(ScopeSparsifier):
         held = [(original(g), self._live_mask(g)) for g in self.groups]
         super().squash_mask(*args, model=model, **kwargs)
         if self._phase == "squashed":
-            settle(held, self._tap.optimizers)
-            self._tap.detach()
+            zero_dropped_gradients(held, self._capture.optimizers)
+            self._capture.detach()
 
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
         """Masks, groups, and where in its schedule training is; see `MaskSparsifier.state_dict`.
 
         Args:
-            with_gradients: hold room for the gradient of every tensor, which is part of a state that was saved between
-                an optimizer's step and this one's: `torch.distributed.checkpoint` loads only what there is room for.
+            with_gradients: hold an entry for the gradient of every tensor, which is part of a state that was saved
+                between an optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
         """
         return {**super().state_dict(), "dynamic": self._progress(with_gradients)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Go on exactly where `state_dict` was taken, in the middle of an update too."""
         self._need_prepared("load_state_dict")
-        saved = checked_progress(state_dict, self.groups, self._tap)
+        saved = checked_progress(state_dict, self.groups, self._capture)
         super().load_state_dict(state_dict, strict)
         self.iteration, self._pending = saved["iteration"], saved["pending"]
         self._level_given = {**self._level_given, **saved["level_given"]}
-        self._tap.restore(saved["gradients"], saved["stepped"])
-        mark_drawn([g for g in self.groups if g["tensor_fqn"] in state_dict["state"]])
-        self._set_gates()
+        self._capture.restore(saved["gradients"], saved["stepped"])
+        mark_initialized([g for g in self.groups if g["tensor_fqn"] in state_dict["state"]])
+        self._set_open()
 
-    def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
-        budgeted = [k for k in ("sparsity_level", "nnz") if own.get(k) is not None]
-        return {**super()._complete(own, where), "fixed": bool(budgeted) or "nnz" in self.defaults}
+    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+        own = self._resolve(own, place)
+        group = super()._complete(own, place)
+        return {**group, "fixed": own.get("sparsity_level") is not None or group.get("nnz") is not None}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        refuse_means(groups)
         if self._phase != "prepared":
             refuse_parametrized(groups)
-            if self._tap.optimizers:
-                check_optimizers(self._tap.optimizers, groups, self.settings)
+            if self._capture.optimizers:
+                check_optimizers(self._capture.optimizers, groups, self.settings)
             if self._resumes:
                 refuse_meta(groups, "Unpickled masks have no place there: give the weights memory before prepare.")
             else:
                 components, level = self._planned(groups).components, self.defaults["sparsity_level"]
-                self._starts = start_masks(components, groups, self.settings, level)
+                self._start_masks = start_masks(components, groups, self.settings, level)
         super()._check_groups(groups)
 
     def _install(self, group: TensorGroup) -> None:
-        weight, kept = original(group).detach(), self._starts.get(group["tensor_fqn"])
-        mask = DynamicMask(starting_mask(weight, kept), is_drawn=not weight.is_meta)
+        weight, kept = original(group).detach(), self._start_masks.get(group["tensor_fqn"])
+        mask = DynamicMask(starting_mask(weight, kept), is_initialized=not weight.is_meta)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
 
-    def _meet(self, optimizers: Sequence[Optimizer]) -> None:
+    def _finish_start(self, optimizers: Sequence[Optimizer]) -> None:
         """Look at weights and optimizers as they are now, which may be sharded or have memory only since `prepare`."""
         for group in self.groups:
             self._live_mask(group)
-        meet(self._planned(self.groups).components, self.groups, optimizers, self.settings, self._starts)
-        self._tap.lie_beside()
-        self._starts, self._known = {}, [id(original(g)) for g in self.groups]
+        finish_start(self._planned(self.groups).components, self.groups, optimizers, self.settings, self._start_masks)
+        self._capture.shard_like_weights()
+        self._start_masks, self._known = {}, [id(original(g)) for g in self.groups]
 
-    def _set_gates(self) -> None:
+    def _set_open(self) -> None:
         """Open masks if the coming iteration feeds an update, or always where rules look at momentum."""
         s, coming = self.settings, self.iteration + 1
         feeds = s.is_due(coming) or (self._pending and s.may_update(coming))
         always = s.needs_momentum and s.may_update(coming)
-        self._tap.set_gates(always or (feeds and s.needs_gradient), keep=feeds, masked=not always)
+        self._capture.set_open(always or (feeds and s.needs_gradient), keep=feeds, masked=not always)
 
-    def _update_if_due(self) -> None:
+    def _after_update(self, groups: Sequence[TensorGroup]) -> None:
+        zero_dropped(groups)
+        zero_dropped_state(groups, self._capture.optimizers)
+
+    def _update_all(self) -> None:
         s = self.settings
         is_due, is_late = s.is_due(self.iteration), not s.may_update(self.iteration)
         if self._pending and (is_due or is_late):
             warn_of_missed(s.due_before(self.iteration))
         self._pending = (self._pending or is_due) and not is_late
         if self._pending:
-            momenta = self._tap.momenta() if s.needs_momentum else {}
-            if self._tap.is_ready(s.needs_gradient, momenta):
+            momenta = self._capture.momenta() if s.needs_momentum else {}
+            if self._capture.is_ready(s.needs_gradient, momenta):
                 plan, given = self._planned(self.groups), self._level_given
-                self.last_update = turn_over(plan, self.groups, s, self._tap, momenta, given, self.iteration)
+                budgets = Budgets(components=plan.components, groups=self.groups, settings=s)
+                self.last_update = run_update(budgets, self._capture, momenta, given, self.iteration)
                 self._pending = False
 
-    def _progress(self, room: bool = False) -> dict[str, Any]:
-        return progress_of(self.iteration, self._pending, self._level_given, self._tap, room=room)
+    def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
+        return progress_of(self.iteration, self._pending, self._level_given, self._capture, with_gradients)
 
     def _pickled(self) -> dict[str, Any]:
         return {**super()._pickled(), "dynamic": self._progress()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without optimizers, which are the user's, but with what was taken from them."""
-        tap, saved = GradientTap(), self._progress()
-        tap.restore(saved["gradients"], saved["stepped"])
-        return {**super().__getstate__(), "_tap": tap, "_starts": {}}
+        capture, saved = GradientCapture(), self._progress()
+        capture.restore(saved["gradients"], saved["stepped"])
+        return {**super().__getstate__(), "_capture": capture, "_start_masks": {}}

@@ -1,169 +1,232 @@
-"""The masks that training starts with: budgets spread over components, places drawn or taken from saved masks.
+"""The start of training: initial budgets and masks, and masks that have to wait until weights have memory.
 
-Knows a plan, groups and the init; writes budgets into the groups, and changes no model. Places of weights without
-memory (meta device) are drawn once they have it.
+Takes a plan, its groups and the settings; writes budgets into the groups, and returns masks by tensor name. Weights on
+the meta device get their masks later, in `finish_start`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
-from ..distributed import beside
+from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
+from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
-from .budgets import budget_rows, distribute, is_fixed, overall_level, refuse_uneven, set_budget, sizes, spread
-from .inits import given_mask, memory_of, start_rows
+from .apply import zero_dropped, zero_dropped_state
+from .budgets import Budgets, overall_level
+from .inits import Init
+from .mask import find_dynamic
+from .optimizers import check_optimizers, original
 from .settings import Settings
 from .slots import Slots
-from .trained import original
 
-__all__ = ["component_masks", "refuse_means", "refuse_parametrized", "start_masks"]
+__all__ = ["finish_start", "mark_initialized", "refuse_meta", "refuse_parametrized", "start_masks"]
 
 
 def start_masks(
-    components: Sequence[Component],
-    groups: Sequence[TensorGroup],
-    settings: Settings,
-    sparsity_level: float,
+    components: Sequence[Component], groups: Sequence[TensorGroup], settings: Settings, sparsity_level: float
 ) -> dict[str, Tensor]:
-    """The initial mask of every group, {tensor_fqn: bool, beside its weight}; not of those drawn on the meta device.
+    """The initial mask of every group, {tensor_fqn: bool, sharded as its weight}; none for weights on the meta device.
 
-    Args:
-        components: of the plan of these groups.
-        groups: open ones get their budgets written.
-        settings: how to start.
-        sparsity_level: the overall one, unless a target says otherwise.
+    Writes the budgets of the groups that share the overall one, `sparsity_level` unless there is a target.
     """
-    open_ = [k for k, c in enumerate(components) if not is_fixed(c, groups)]
-    _check_open(components, open_, settings)
-    if settings.init.masks is None and open_:
+    budgets = Budgets(components=components, groups=groups, settings=settings)
+    _check_shared(budgets)
+    if settings.init.masks is None and budgets.shared:
         if settings.init.first_dense:
-            _fix_dense(components[open_[0]], groups)
-        for level in _extremes(settings):  # better now than in the middle of a run
-            spread(components, distribute(components, groups, settings, level))
-        level = overall_level(settings, sparsity_level, 0)
-        for k, nnz in spread(components, distribute(components, groups, settings, level)).items():
-            set_budget(components[k], groups, nnz)
+            first = budgets.components[budgets.shared[0]]
+            budgets.set(budgets.shared[0], first.scope.numblk_per_scope())
+            for _, at in first.leaves:
+                groups[at]["fixed"] = True
+        for level in _extremes(settings):  # raise now rather than in the middle of a run
+            budgets.counts(level)
+        for k, nnz in budgets.counts(overall_level(settings, sparsity_level, 0)).items():
+            budgets.set(k, nnz)
     masks: dict[str, Tensor] = {}
     weights = [original(g).detach() for g in groups]
-    for component in components:
+    for k, component in enumerate(components):
         if settings.init.masks is not None or not any(weights[at].is_meta for _, at in component.leaves):
-            masks.update(component_masks(component, groups, weights, settings))
+            masks.update(_component_masks(budgets, k, weights))
     return masks
 
 
-def component_masks(
-    component: Component, groups: Sequence[TensorGroup], weights: Sequence[Tensor], settings: Settings
-) -> Mapping[str, Tensor]:
+def finish_start(
+    components: Sequence[Component],
+    groups: Sequence[TensorGroup],
+    optimizers: Sequence[Optimizer],
+    settings: Settings,
+    masks: Mapping[str, Tensor],
+) -> None:
+    """Check the optimizers, if any, and initialize masks of weights that were on the meta device in `start_masks`.
+
+    Raises:
+        SparsityError: an optimizer does not fit, or a weight is still on the meta device. Nothing is then changed.
+    """
+    if optimizers:
+        check_optimizers(optimizers, groups, settings)
+    waiting = [g for g in groups if not find_dynamic(g["module"], g["tensor_name"]).is_initialized]
+    refuse_meta(waiting, "Call to_empty and initialize the weights first, then attach(optimizer).")
+    budgets = Budgets(components=components, groups=groups, settings=settings)
+    weights = [original(g).detach() for g in groups]
+    for k, component in enumerate(components):
+        own = [g for _, at in component.leaves if (g := groups[at]) in waiting]
+        found = masks
+        if any(g["tensor_fqn"] not in masks for g in own):
+            found = _component_masks(budgets, k, weights)
+        for g in own:
+            find_dynamic(g["module"], g["tensor_name"]).initialize(found[g["tensor_fqn"]])
+    zero_dropped(waiting)
+    zero_dropped_state(waiting, optimizers)
+
+
+def mark_initialized(groups: Sequence[TensorGroup]) -> None:
+    """Masks that were loaded are initialized, if they had memory to be loaded into."""
+    for group in groups:
+        found = find_dynamic(group["module"], group["tensor_name"])
+        found.is_initialized |= not found.mask.is_meta
+
+
+def _component_masks(budgets: Budgets, k: int, weights: Sequence[Tensor]) -> dict[str, Tensor]:
     """The initial masks of one component's groups; see `start_masks`."""
-    init, saved = settings.init, {}
+    component, groups, init, saved = budgets.components[k], budgets.groups, budgets.settings.init, {}
     if init.masks is not None:
-        saved = {spec: given_mask(groups[at], weights[at], init.masks) for spec, at in component.leaves}
-    fresh = {spec: _keeping_all(weights[at]) for spec, at in component.leaves}
+        saved = {spec: _saved_mask(groups[at], weights[at], init.masks) for spec, at in component.leaves}
+    fresh = {spec: _full_mask(weights[at]) for spec, at in component.leaves}
     device = next(iter(fresh.values())).device
-    slots = Slots(component=component, weights=fresh, masks=saved, device=device, seed=settings.seed)
-    rows = start_rows(slots, init, lambda: budget_rows(component, groups, {}))
-    if init.masks is not None:
-        _take_budget(component, groups, rows)
+    slots = Slots(component=component, weights=fresh, masks=saved, device=device, seed=budgets.settings.seed)
+    if init.masks is None:
+        rows = keep_mask(slots.random("init"), budgets.rows(k, {}), candidates=slots.real)
+    else:
+        rows = _saved_rows(slots, init)
+        _take_budget(budgets, k, rows)
     slots.write(rows, fresh)
-    return {groups[at]["tensor_fqn"]: _placed(fresh[spec], weights[at]) for spec, at in component.leaves}
+    return {
+        groups[at]["tensor_fqn"]: fresh[spec] if weights[at].is_meta else placed_like(fresh[spec], weights[at])
+        for spec, at in component.leaves
+    }
 
 
-def _keeping_all(weight: Tensor) -> Tensor:
-    """A whole mask that lies in memory as the weight does."""
-    mask = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bool, device=memory_of(weight))
+def _saved_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tensor:
+    """The saved mask of one tensor, as bool of its shape; an empty mapping means where the weight is not zero."""
+    fqn = group["tensor_fqn"]
+    prefix = f"{group['module_fqn']}." if group["module_fqn"] else ""
+    state = masks.get("state", {})
+    found = state.get(fqn, {}).get("mask") if isinstance(state, Mapping) else None
+    for key in (f"{prefix}parametrizations.{group['tensor_name']}.0.mask", fqn):
+        found = masks.get(key) if found is None else found
+    if not masks:
+        refuse_meta([group], "It has no zeros to resume from; pass saved masks to resume, or load the weights first.")
+        found = weight
+    if not isinstance(found, Tensor):
+        raise SparsityError(f"{fqn}: the saved masks have no mask of it; they have {sorted(map(str, masks))[:5]}")
+    if found.shape != weight.shape:
+        raise SparsityError(f"{fqn}: the saved mask is {tuple(found.shape)}, the weight {tuple(weight.shape)}")
+    return (full_tensor(found) != 0).to(_device_of_mask(weight))
+
+
+def _saved_rows(slots: Slots, init: Init) -> Tensor:
+    """The slots that the saved masks keep, or with `shuffle` as many drawn ones; bool rows."""
+    kept = slots.active
+    rebuilt = {spec: mask.clone() for spec, mask in slots.masks.items()}
+    slots.write(kept, rebuilt)
+    broken = [spec.name for spec, mask in slots.masks.items() if not torch.equal(rebuilt[spec], mask)]
+    if broken:
+        raise SparsityError(
+            f"{broken[0]}: the saved mask keeps parts of blocks; give the block_shape that it was made with"
+        )
+    return keep_mask(slots.random("shuffle"), kept.sum(1), candidates=slots.real) if init.shuffle else kept
+
+
+def _full_mask(weight: Tensor) -> Tensor:
+    """A mask that keeps everything, not sharded, with the strides of the weight."""
+    mask = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bool, device=_device_of_mask(weight))
     return mask.fill_(True)
 
 
-def _placed(mask: Tensor, weight: Tensor) -> Tensor:
-    return mask if weight.is_meta else beside(mask, weight)
+def _device_of_mask(weight: Tensor) -> torch.device:
+    return torch.device("cpu") if weight.is_meta else weight.device
 
 
-def _take_budget(component: Component, groups: Sequence[TensorGroup], rows: Tensor) -> None:
-    """Saved masks bring their counts: an open component takes them over, a fixed one must agree."""
-    found = rows.sum(1).cpu()
-    if is_fixed(component, groups):
-        if not torch.equal(found, budget_rows(component, groups, {})):
+def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
+    """Saved masks define the budget of a component that shares one; a fixed budget must agree with them."""
+    label, found = budgets.components[k].label, rows.sum(1).cpu()
+    if k not in budgets.shared:
+        if not torch.equal(found, budgets.rows(k, {})):
             raise SparsityError(
-                f"{component.label}: the saved mask keeps {int(found.min())} .. {int(found.max())} blocks a scope, but "
-                "its config entry has another budget; leave that out, or take another mask"
+                f"{label}: the saved mask keeps {int(found.min())} .. {int(found.max())} blocks a scope, but its "
+                "config entry has another budget; leave that out, or take another mask"
             )
     elif found.numel() and int(found.min()) != int(found.max()):
         raise SparsityError(
-            f"{component.label}: scopes of the saved mask keep from {int(found.min())} to {int(found.max())} blocks, "
-            "and every scope needs the same number; give the scope_shape that the mask was made with"
+            f"{label}: scopes of the saved mask keep from {int(found.min())} to {int(found.max())} blocks, and every "
+            "scope needs the same number; give the scope_shape that the mask was made with"
         )
     else:
-        set_budget(component, groups, int(found[0]))
+        budgets.set(k, int(found[0]))
 
 
-def _fix_dense(component: Component, groups: Sequence[TensorGroup]) -> None:
-    set_budget(component, groups, component.scope.numblk_per_scope())
-    for _, at in component.leaves:
-        groups[at]["fixed"] = True
-
-
-def refuse_means(groups: Sequence[TensorGroup]) -> None:
-    """Raise where coupled tensors are to count the same however many elements they have."""
+def refuse_meta(groups: Sequence[TensorGroup], advice: str) -> None:
+    """Raise where a weight is on the meta device."""
     for group in groups:
-        if group["member_scores"] != "sum":
-            raise SparsityError(
-                f"{group['tensor_fqn']}: member_scores={group['member_scores']!r} is not for masks that move, whose "
-                "rules score weights, gradients and momenta by norms of their own; leave it out"
-            )
+        if original(group).is_meta:
+            raise SparsityError(f"{group['tensor_fqn']}: it is on the meta device. {advice}")
 
 
 def refuse_parametrized(groups: Sequence[TensorGroup]) -> None:
-    """Raise where something else than a parameter lies under the mask to be: it has no `.grad` to take."""
+    """Raise where a weight is computed by another parametrization: it has no `.grad` to capture."""
     for group in groups:
         if parametrize.is_parametrized(group["module"], group["tensor_name"]):
             raise SparsityError(
-                f"{group['tensor_fqn']}: another parametrization makes this weight, so it has no gradient of its own "
-                "to grow by. Remove that one first, or leave the tensor out."
+                f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient of its "
+                "own to grow by. Remove that one first, or leave the tensor out."
             )
 
 
-def _check_open(components: Sequence[Component], open_: Sequence[int], settings: Settings) -> None:
-    asked = {
+def _check_shared(budgets: Budgets) -> None:
+    """Raise where a setting that moves budgets between tensors cannot."""
+    settings, shared = budgets.settings, budgets.shared
+    requested = {
         "redistribute": settings.redistribute is not None,
         "target": settings.target is not None,
         "prune='global'": settings.prune.is_global,
     }
-    for what, is_asked in asked.items():
-        if is_asked and not open_:
+    for name, is_requested in requested.items():
+        if is_requested and not shared:
             raise SparsityError(
-                f"{what} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
+                f"{name} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
                 "sparsity_level out of the entries that should share"
             )
-    if settings.prune.is_global and settings.target and len({sizes(components)[k] for k in open_}) > 1:
+    if settings.prune.is_global and settings.target and len({budgets.sizes[k] for k in shared}) > 1:
         raise SparsityError(
             "prune='global' with a target counts blocks of all tensors together, so they need one size; use "
             "prune='magnitude'"
         )
     if settings.redistribute is not None:
-        refuse_uneven([components[k] for k in open_])
-        _refuse_without_exchange(components, open_)
+        budgets.refuse_uneven_scopes()
+        _refuse_without_exchange(budgets)
 
 
-def _refuse_without_exchange(components: Sequence[Component], open_: Sequence[int]) -> None:
-    """Raise where no two tensors could ever pass blocks to each other, since every scope gets the same number."""
-    units = [sizes(components)[k] * components[k].scope.numscp() for k in open_]
-    rooms = [u * components[k].scope.numblk_per_scope() for k, u in zip(open_, units, strict=True)]
+def _refuse_without_exchange(budgets: Budgets) -> None:
+    """Raise where no two tensors could ever exchange blocks, since every scope gets the same number."""
+    shared = budgets.shared
+    units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
     pairs = [(a, b) for a in range(len(units)) for b in range(a)]
-    if pairs and all(math.lcm(units[a], units[b]) > min(rooms[a], rooms[b]) for a, b in pairs):
+    if pairs and all(math.lcm(units[a], units[b]) > min(capacity[a], capacity[b]) for a, b in pairs):
         raise SparsityError(
-            f"redistribute: {components[open_[0]].label} and the others have numbers of scopes and block sizes with no "
-            f"common multiple that fits ({units} elements for one more block in every scope), so nothing could ever "
-            "move; use redistribute=None, or other scopes"
+            f"redistribute: {budgets.components[shared[0]].label} and the others have numbers of scopes and block "
+            f"sizes with no common multiple that fits ({units} elements for one more block in every scope), so no "
+            "block could ever move; use redistribute=None, or other scopes"
         )
 
 
 def _extremes(settings: Settings) -> tuple[float, ...]:
-    """The lowest and highest overall sparsity that a target asks for, where the end is known."""
+    """The lowest and highest overall sparsity of a target, where the end is known."""
     if settings.target is None:
         return ()
     levels = [overall_level(settings, 0.0, t) for t in (0, *settings.due())]
@@ -171,6 +234,6 @@ def _extremes(settings: Settings) -> tuple[float, ...]:
     if settings.grow is None and falls:
         raise SparsityError(
             f"target: falls from {levels[falls[0] - 1]:g} to {levels[falls[0]]:g} at iteration "
-            f"{settings.due()[falls[0] - 1]}, and grow=None never adds a block; give a growth rule or another target"
+            f"{settings.due()[falls[0] - 1]}, and grow=None never adds a block; pass a growth rule or another target"
         )
     return () if settings.until is None else (min(levels), max(levels))

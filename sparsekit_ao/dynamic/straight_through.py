@@ -7,26 +7,27 @@ told of the optimizer.
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..distributed import has_ranks
+from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.plan import Component
-from ..sparsifiers.scope import ScopeSparsifier
-from .decay import DecayTap
-from .masking import DynamicMask, find_dynamic
-from .trained import plain_optimizers, refuse_replaced
+from ..sparsifiers.planned import PlannedSparsifier
+from .gradients import DecayHooks
+from .mask import DynamicMask, find_dynamic
+from .optimizers import refuse_replaced, unwrap_optimizers
 
 __all__ = ["StraightThrough"]
 
 
-class StraightThrough(ScopeSparsifier):
+@final
+class StraightThrough(PlannedSparsifier):
     """A `ScopeSparsifier` under whose masks weights go on learning.
 
     Args:
@@ -58,25 +59,31 @@ class StraightThrough(ScopeSparsifier):
             raise SparsityError("backward_level needs scopes of one stage; leave stages out, or let it be 0")
         super().__init__(sparsity_level, **structure)
         self.backward_level, self.decay = backward_level, decay
-        self._tap = DecayTap(decay)
+        self._hooks = DecayHooks(decay)
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Add the decay in the steps of the optimizer, or of several, that train the sparsified parameters.
 
         Over ranks: after `fully_shard`, with the optimizer made since.
         """
-        given = plain_optimizers(optimizer)
+        given = unwrap_optimizers(optimizer)
         if self.decay and self._phase == "prepared":
             self._need_prepared("attach")
             refuse_replaced(given, self.groups)
             for group in self.groups:
                 self._live_mask(group)
-        self._tap.attach(given if self.decay else [])
+        self._hooks.attach(given if self.decay else [])
 
-    def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Put masks on that keep everything until the first `step`; see `ScopeSparsifier.prepare`."""
-        super().prepare(model, config)
-        self._tap.groups, self._tap.model = self.groups, model
+    def prepare(
+        self,
+        model: nn.Module,
+        config: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        exclude: Sequence[str | type[nn.Module]] = (),
+    ) -> None:
+        """Put masks on that keep everything until the first `step`; see `MaskSparsifier.prepare`."""
+        super().prepare(model, config, exclude=exclude)
+        self._hooks.groups, self._hooks.model = self.groups, model
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew from the weights.
@@ -85,20 +92,20 @@ class StraightThrough(ScopeSparsifier):
             SparsityError: decay is asked for, and no optimizer is there to add it for.
         """
         self._need_prepared("step")
-        if self.decay and not self._tap.optimizers:
+        if self.decay and not self._hooks.optimizers:
             raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
-        if self.decay and has_ranks():
-            refuse_replaced(self._tap.optimizers, self.groups)
+        if self.decay and has_process_group():
+            refuse_replaced(self._hooks.optimizers, self.groups)
         super().step(use_path)
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`."""
         super().squash_mask(*args, model=model, **kwargs)
         if self._phase == "squashed":
-            self._tap.detach()
+            self._hooks.detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tap": DecayTap(self.decay)}
+        return {**super().__getstate__(), "_hooks": DecayHooks(self.decay)}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         super()._check_groups(groups)
@@ -116,9 +123,12 @@ class StraightThrough(ScopeSparsifier):
                 )
 
     def _install(self, group: TensorGroup) -> None:
-        mask = DynamicMask(self._new_mask(group), reach=True)
+        mask = DynamicMask(self._new_mask(group), with_backward_mask=True)
         mask.set_open(not self.backward_level)
         parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
+
+    def _update_all(self) -> None:
+        self._update_components(self._planned(self.groups).components, self.groups)
 
     def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
         super()._choose(components, groups)

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from torch.ao.pruning import BaseScheduler
 
 from ..dynamic import DynamicSparsifier, StraightThrough
-from ..dynamic.trained import training
+from ..dynamic.optimizers import training_optimizers
 from ..sparsifiers.base import MaskSparsifier
 
 __all__ = ["SparsifierCallback"]
@@ -32,7 +32,7 @@ class SparsifierCallback(Callback):
         """Attach the optimizers that train sparsified parameters; Lightning has made and restored them by now."""
         self._steps = trainer.global_step
         if isinstance(self.sparsifier, DynamicSparsifier | StraightThrough):
-            self.sparsifier.attach(training(trainer.optimizers, self.sparsifier.groups))
+            self.sparsifier.attach(training_optimizers(trainer.optimizers, self.sparsifier.groups))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """After the last backward of a batch, before clipping."""

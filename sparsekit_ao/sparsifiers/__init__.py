@@ -1,1 +1,18 @@
 """Sparsifiers for `torch.ao.pruning`: config dicts in, masks out."""
+
+from .base import MaskSparsifier
+from .nearly_diagonal import NearlyDiagonalSparsifier
+from .planned import PlannedSparsifier
+from .report import Report, Row
+from .scope import ScopeSparsifier
+from .weight_norm import WeightNormSparsifier
+
+__all__ = [
+    "MaskSparsifier",
+    "NearlyDiagonalSparsifier",
+    "PlannedSparsifier",
+    "Report",
+    "Row",
+    "ScopeSparsifier",
+    "WeightNormSparsifier",
+]

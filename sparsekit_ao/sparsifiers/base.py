@@ -1,25 +1,28 @@
-"""The life of a sparsifier: prepare, step, squash, save, load, copy; what every kind of mask has in common.
+"""What all sparsifiers share: prepare, step, squash, save, load, copy.
 
-`MaskSparsifier` keeps torch.ao's interface and order of calls, and checks everything before it changes anything. It
-does not know how masks are chosen: `ScopeSparsifier`, `WeightNormSparsifier` and `NearlyDiagonalSparsifier` do.
+`MaskSparsifier` keeps torch.ao's interface and order of calls, and checks everything before it changes anything. How
+masks are chosen is decided by its subclasses.
 """
 
 import copy
+import gc
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.ao.pruning import BaseSparsifier
+from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError
 from . import report
-from .checkpoint import check_saved, merged_group, plain
-from .config import TensorGroup, copied, make_config, resolve_groups
-from .garbage import collector_paused
+from .checkpoint import check_saved, kept_params, merged_group, plain
+from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 
 __all__ = ["MaskSparsifier"]
 
@@ -28,10 +31,25 @@ _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 _NOT_COPIED = ("step", "_plan")
 
 
-class MaskSparsifier(BaseSparsifier):
-    """Abstract base: a `torch.ao.pruning.BaseSparsifier` that is safe to call, copy, save and resume.
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside; afterwards as before.
 
-    Subclasses say which config keys there are (`keys`), complete an entry (`_complete`), check all groups together
+    Preparing some thousand layers makes very many objects and drops none: full collections would take half of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class MaskSparsifier(BaseSparsifier):
+    """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
+
+    Subclasses name their config keys (`keys`), complete an entry (`_complete`), check all groups together
     (`_check_groups`) and fill masks (`update_mask`).
     """
 
@@ -40,21 +58,27 @@ class MaskSparsifier(BaseSparsifier):
     #: masks are bool, or of the weight's dtype where this is False
     bool_masks = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__bases__:
+            if vars(base).get("__final__", False):
+                raise TypeError(f"{base.__name__} is final; derive from PlannedSparsifier or MaskSparsifier instead")
+
     def __init__(self, defaults: dict[str, Any]) -> None:
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
+        self._resolved = Resolved()
+        self._exclude: tuple[str | type[nn.Module], ...] = ()
         super().__init__(defaults=defaults)
         self.model: nn.Module | None = None
         self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
-
-    # -- what subclasses fill in ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise unless all groups can be carried out; called before anything is changed."""
 
-    def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
-        """An entry with the defaults that it leaves out."""
+    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+        """What an entry gives for one tensor, with the defaults that it leaves out."""
         return {**copied(self.defaults), **own}
 
     def _update_all(self) -> None:
@@ -63,11 +87,9 @@ class MaskSparsifier(BaseSparsifier):
         for group in self.groups:
             self.update_mask(**group)
 
-    # -- torch.ao's interface ---------------------------------------------------------------------------------------
-
     @property
     def keys(self) -> tuple[str, ...]:
-        """What a config entry may say besides naming its tensor."""
+        """What a config entry may give besides naming its tensors."""
         return (*self.defaults, *(k for k in self.optional_keys if k not in self.defaults))
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
@@ -75,15 +97,25 @@ class MaskSparsifier(BaseSparsifier):
         self.config = make_config(model, SUPPORTED_MODULES)
 
     @collector_paused()
-    def prepare(self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Put an all-keeping mask on every tensor that the config names, in place.
+    def prepare(
+        self,
+        model: nn.Module,
+        config: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        exclude: Sequence[str | type[nn.Module]] = (),
+    ) -> None:
+        """Put a mask that keeps everything on every tensor that the config names, in place.
 
         Over ranks: after `parallelize_module`, before `fully_shard` and before the optimizer is made.
 
         Args:
             model: modified in place; its Parameters stay the same objects, so optimizers stay valid.
-            config: a list of dicts with `tensor_fqn` and any config key, or None for every Linear and convolution.
-                After unpickling, None means the pickled config, and the pickled masks are put back.
+            config: a list of dicts with `tensor_fqn` (a name, a glob in which `*` crosses dots, `re:` and a regular
+                expression, or a list of these) or `module` (a module class or several) and any config key. An exact
+                name has precedence over the others, of which the later entry has. None is every Linear and convolution
+                but for adapters and weights tied to another module. After unpickling, None means the pickled config,
+                and the pickled masks are put back.
+            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out.
 
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
@@ -91,26 +123,34 @@ class MaskSparsifier(BaseSparsifier):
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
         saved = self._pickled() if self._phase == "detached" and config is None else None
+        is_default = saved is None and config is None
         if saved is not None:
-            config = self.config
+            config, exclude = self.config, self._exclude
         elif config is None:
             self.make_config_from_model(model)
             config = self.config
             if not config:
                 raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
-        groups = resolve_groups(model, config, self.keys, self._complete)
+        found = resolve_groups(model, config or (), self.keys, self._complete, exclude=exclude, is_default=is_default)
         if saved is not None:
-            check_saved(saved, groups, strict=True)
-        self._check_groups(groups)
-        distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
-        self.model, self.groups = model, groups
-        self.config = [dict(entry) for entry in config or ()]
+            check_saved(saved, found.groups, strict=True)
+        self._check_groups(found.groups)
+        distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
+        self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
+        self._resolved = replace(found, groups=[])
+        self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state = defaultdict(dict)
-        for group in groups:
+        for group in self.groups:
             self._install(group)
         self._phase = "prepared"
         if saved is not None:
             self.load_state_dict(saved)
+
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Name the optimizers that train the model; nothing to do where masks depend on weights alone."""
+
+    def take_gradients(self) -> None:
+        """Look at the gradients as they are now; nothing to do where masks depend on weights alone."""
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
@@ -140,21 +180,21 @@ class MaskSparsifier(BaseSparsifier):
                 that `fully_shard` wrapped only as a part of another one. Nothing is then changed.
         """
         self._need_prepared("squash_mask")
-        kept = self._params_to_keep(params_to_keep, params_to_keep_per_layer)
+        kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         for group in self.groups:
             self._live_mask(group, model)
         squashed = self.model if model is None else model
         assert squashed is not None
         distributed.refuse_wrapped_outside(squashed, [(g["tensor_fqn"], g["module_fqn"]) for g in self.groups])
-        records = distributed.managed(squashed)
+        records = distributed.fsdp_records(squashed)
         modules = [self._module_in(model, g) for g in self.groups]
         names = [g["tensor_name"] for g in self.groups]
         self._sync_state()
         rebuilt = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
         for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
-            masking.bake(module, name, values)
+            masking.squash(module, name, values)
             if id(module._parameters.get(name)) in records:
-                distributed.rehome(records[id(module._parameters[name])], module, name)
+                distributed.move_record(records[id(module._parameters[name])], module, name)
             if params:
                 module.sparse_params = params  # type: ignore[assignment]
         if model is None or model is self.model:
@@ -180,7 +220,7 @@ class MaskSparsifier(BaseSparsifier):
         """What every mask holds now, as rows of numbers; see `report.Report`."""
         self._need_prepared("report")
         masks = [self._live_mask(g) for g in self.groups]
-        return report.element_report(self.groups, masks, self._describe)
+        return report.element_report(self.groups, masks, self._describe, self._resolved, self.model)
 
     def _describe(self, group: TensorGroup) -> str:
         return ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
@@ -188,7 +228,7 @@ class MaskSparsifier(BaseSparsifier):
     def state_dict(self) -> dict[str, Any]:
         """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
 
-        Functions in the config (a callable norm or view) are left out; loading keeps the live ones.
+        Functions in the config (a score or a view) are left out; loading keeps the live ones.
         """
         return {
             "state": {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self.state.items()},
@@ -227,8 +267,6 @@ class MaskSparsifier(BaseSparsifier):
             lines.append(f"  {group['tensor_fqn']}: {own}")
         return "\n".join(lines)
 
-    # -- copies -----------------------------------------------------------------------------------------------------
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
@@ -252,8 +290,6 @@ class MaskSparsifier(BaseSparsifier):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
-
     def _pickled(self) -> dict[str, Any]:
         return {
             "state": {fqn: dict(s) for fqn, s in self._state.items()},
@@ -271,7 +307,10 @@ class MaskSparsifier(BaseSparsifier):
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if found is None:
-            raise SparsityError(f"{group['tensor_fqn']}: its mask is gone; was the parametrization removed by hand?")
+            raise SparsityError(
+                f"{group['tensor_fqn']}: its mask was removed. Squash masks with squash_mask, not by hand; to start "
+                "again call prepare on a model without masks."
+            )
         return found.mask
 
     def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
@@ -303,22 +342,3 @@ class MaskSparsifier(BaseSparsifier):
             "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
         }
         raise SparsityError(f"{what}: {why[self._phase]}")
-
-    def _params_to_keep(
-        self, everywhere: Sequence[str] | None, per_layer: Mapping[str, Sequence[str]] | None
-    ) -> list[dict[str, Any]]:
-        """What `sparse_params` holds for each group."""
-        if isinstance(everywhere, str):
-            raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
-        layers = {g["module_fqn"] for g in self.groups}
-        unknown = sorted(set(per_layer or {}) - layers)
-        if unknown:
-            raise SparsityError(f"squash_mask: {unknown[0]!r} is not a sparsified module; those are {sorted(layers)}")
-        out = []
-        for group in self.groups:
-            wanted = [*(everywhere or ()), *(per_layer or {}).get(group["module_fqn"], ())]
-            absent = [k for k in wanted if k not in group]
-            if absent:
-                raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {absent[0]!r}; it has {sorted(group)}")
-            out.append({k: group[k] for k in wanted})
-        return out

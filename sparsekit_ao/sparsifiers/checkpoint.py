@@ -1,7 +1,4 @@
-"""What a sparsifier saves and what it accepts back: plain dicts in, checked dicts out.
-
-Knows groups and masks as data; fills nothing and changes nothing.
-"""
+"""What a sparsifier saves and what it accepts back: plain dicts, checked before anything is changed."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +10,7 @@ from ..errors import SparsityError
 from ..masking import find_mask
 from .config import TensorGroup, copied
 
-__all__ = ["check_saved", "merged_group", "plain"]
+__all__ = ["check_saved", "kept_params", "merged_group", "plain"]
 
 
 def plain(value: Any) -> Any:
@@ -61,7 +58,7 @@ def _shape(group: TensorGroup) -> tuple[int, ...]:
 def merged_group(
     live: TensorGroup, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
 ) -> TensorGroup:
-    """The live group with a saved one's values; callables, which are not saved, stay."""
+    """The present group with a saved one's values; functions, which are not saved, stay."""
     if saved is None:
         return dict(live)
     kept = {k: v for k, v in live.items() if k not in optional_keys or k in saved or callable(v)}
@@ -71,3 +68,23 @@ def merged_group(
         functions = [{k: v for k, v in stage.items() if callable(v)} for stage in before]
         merged["stages"] = [{**f, **stage} for f, stage in zip(functions, after, strict=True)]
     return merged
+
+
+def kept_params(
+    groups: Sequence[TensorGroup], everywhere: Sequence[str] | None, per_layer: Mapping[str, Sequence[str]] | None
+) -> list[dict[str, Any]]:
+    """What `sparse_params` holds for each group after `squash_mask`; see there."""
+    if isinstance(everywhere, str):
+        raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
+    layers = {g["module_fqn"] for g in groups}
+    unknown = sorted(set(per_layer or {}) - layers)
+    if unknown:
+        raise SparsityError(f"squash_mask: {unknown[0]!r} is not a sparsified module; those are {sorted(layers)}")
+    out = []
+    for group in groups:
+        wanted = [*(everywhere or ()), *(per_layer or {}).get(group["module_fqn"], ())]
+        absent = [k for k in wanted if k not in group]
+        if absent:
+            raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {absent[0]!r}; it has {sorted(group)}")
+        out.append({k: group[k] for k in wanted})
+    return out

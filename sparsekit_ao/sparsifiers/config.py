@@ -1,98 +1,128 @@
 """Config dicts as torch.ao takes them, checked and completed: one group dict for each tensor that is sparsified.
 
-Knows names, keys and defaults. What the values mean for shapes and budgets is `plan`'s business.
+Looks at names, module classes and keys. What the values mean for shapes and budgets is decided in `plan`.
 """
 
 import difflib
-import fnmatch
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
 from ..masking import find_mask
+from .names import Classes, adapters, exists, matcher, named_tensors, parameter_of
 
-__all__ = ["TensorGroup", "copied", "make_config", "named_tensors", "resolve_groups"]
+__all__ = ["Place", "Resolved", "TensorGroup", "copied", "make_config", "resolve_groups"]
 
 TensorGroup = dict[str, Any]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def make_config(model: nn.Module, kinds: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
+class Place(NamedTuple):
+    """Where a tensor is, and the opening words of errors about its config entry."""
+
+    module: nn.Module
+    module_fqn: str
+    tensor_name: str
+    tensor_fqn: str
+    tensor: Tensor
+    where: str
+
+
+Complete = Callable[[dict[str, Any], Place], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What a config amounts to on one model.
+
+    Attributes:
+        groups: one complete group for each tensor.
+        rules: {tensor_fqn: the entry that it follows}, as text.
+        skipped: {tensor_fqn: why it was left out although a rule names it}.
+    """
+
+    groups: list[TensorGroup] = field(default_factory=list)
+    rules: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
     """One entry for the weight of every Linear (subclasses too) and convolution, in model order.
 
     Args:
         model: looked through.
-        kinds: module classes to take instead.
+        classes: module classes to take instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
     """
-    layers = tuple(kinds) or (nn.Linear, *_CONVS)
-    return [{"tensor_fqn": _join(name, "weight")} for name, m in model.named_modules() if isinstance(m, layers)]
+    layers = tuple(classes) or (nn.Linear, *_CONVOLUTIONS)
+    return [
+        {"tensor_fqn": f"{name}.weight" if name else "weight"}
+        for name, m in model.named_modules()
+        if isinstance(m, layers)
+    ]
 
 
 def resolve_groups(
     model: nn.Module,
-    config: Sequence[Mapping[str, Any]] | None,
+    config: Sequence[Mapping[str, Any]],
     keys: Collection[str],
-    complete: Callable[[dict[str, Any], str], dict[str, Any]],
-) -> list[TensorGroup]:
+    complete: Complete,
+    *,
+    exclude: Sequence[str | type] = (),
+    is_default: bool = False,
+) -> Resolved:
     """One complete group for each tensor that the config names, in the config's order.
+
+    An exact name has precedence over a glob, a regular expression or a module class; of those the later entry has.
 
     Args:
         model: where the names are looked up.
-        config: entries with `tensor_fqn` (an exact name, a glob in which `*` crosses dots, or `re:` and a regular
-            expression for the whole name) and any of `keys`; None is `make_config(model)`.
-        keys: what an entry may say besides naming its tensor.
-        complete: adds defaults to what an entry says; its second argument opens error messages.
+        config: entries with `tensor_fqn` (an exact name, a glob in which `*` crosses dots, `re:` and a regular
+            expression for the whole name, or a list of these), or `module` (a module class or several, whose `weight`
+            or `tensor_name` is meant), or both, and any of `keys`.
+        keys: what an entry may give besides naming its tensors.
+        complete: adds defaults to what an entry gives for one tensor.
+        exclude: names, globs, regular expressions (of tensors or of modules) and module classes that are left out.
+        is_default: the config was made from the model; tied parameters and adapters are then left out.
 
     Raises:
         SparsityError: whatever does not fit; nothing is changed.
     """
-    if config is None:
-        config = make_config(model)
-        if not config:
-            raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(f"config must be a list of dicts or None, got {type(config).__name__}")
     if not config:
         raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
     names = dict(named_tensors(model))
-    groups: list[TensorGroup] = []
-    owner: dict[str, str] = {}
-    for at, entry in enumerate(config):
-        where = f"config[{at}]: "
-        rule = _checked_entry(entry, keys, where)
-        for fqn in _matches(model, rule, names, where):
-            if fqn in owner:
-                raise SparsityError(f"{where}{fqn!r} is already named by {owner[fqn]}; name each tensor once")
-            owner[fqn] = f"config[{at}] ({rule!r})"
-            groups.append(_group(model, fqn, entry, complete, where))
-    _refuse_tied(groups, model)
-    return groups
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by the name users know it by, parametrized ones included."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{prefix}.":
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield _join(prefix, name), parameter
-        if parametrize.is_parametrized(module):
-            for name in module.parametrizations:
-                yield _join(prefix, name), _parameter(module, name)
+    excluded = _excluded(model, exclude, names)
+    owners, labels = _owners(model, config, keys, names)
+    skipped = {fqn: excluded[fqn] for fqn in owners if fqn in excluded}
+    if is_default:
+        skipped = {**adapters(model, owners), **_tied(model, owners), **skipped}
+    found = Resolved(skipped=skipped)
+    for fqn, (at, is_exact) in sorted(owners.items(), key=lambda owner: owner[1][0]):
+        if fqn not in skipped:
+            found.groups.append(_group(model, fqn, config[at], complete, f"config[{at}]: "))
+            found.rules[fqn] = "config=None" if is_default else labels[at]
+        elif is_exact and not is_default:
+            raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
+    if not found.groups:
+        reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
+        raise SparsityError(f"config names no tensor that is not left out: {reasons}")
+    if not is_default:
+        _refuse_tied(found.groups, model)
+    return found
 
 
 def copied(value: Any) -> Any:
-    """A copy of the dicts, lists and tuples; what they hold (a callable with a state of its own, say) is the same."""
+    """A copy of the dicts, lists and tuples; the objects that they hold (such as a score) are the same."""
     if value is None or isinstance(value, (str, int, float)):  # most are; asking for a Mapping first takes longer
         return value
     if isinstance(value, Mapping):
@@ -102,25 +132,31 @@ def copied(value: Any) -> Any:
     return value
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def _owners(
+    model: nn.Module, config: Sequence[Mapping[str, Any]], keys: Collection[str], names: Collection[str]
+) -> tuple[dict[str, tuple[int, bool]], list[str]]:
+    """{tensor_fqn: (index of the entry that it follows, whether that names it exactly)}, and a label of each entry."""
+    owners: dict[str, tuple[int, bool]] = {}
+    labels = []
+    for at, entry in enumerate(config):
+        where = f"config[{at}]: "
+        rules, classes = _checked_entry(entry, keys, where)
+        labels.append(f"config[{at}] ({', '.join(map(repr, rules)) or _named(classes)})")
+        for fqn, is_exact in _matches(model, entry, rules, classes, names, where).items():
+            owner = owners.get(fqn)
+            if owner is not None and owner[1] and is_exact:
+                raise SparsityError(f"{where}{fqn!r} is already named by {labels[owner[0]]}; name each tensor once")
+            if owner is None or is_exact or not owner[1]:
+                owners[fqn] = (at, is_exact)
+    used = {at for at, _ in owners.values()}
+    for at, label in enumerate(labels):
+        if at not in used:
+            raise SparsityError(f"{label} has no effect, because other entries name all of its tensors; remove it")
+    return owners, labels
 
 
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    """The (first) parameter behind a tensor name."""
-    if not parametrize.is_parametrized(module, name):
-        found = module._parameters[name]
-        assert found is not None
-        return found
-    chain = module.parametrizations[name]  # type: ignore[index]
-    assert isinstance(chain, parametrize.ParametrizationList)
-    first = chain.original if chain.is_tensor else chain.original0
-    assert isinstance(first, Tensor)
-    return first
-
-
-def _checked_entry(entry: object, keys: Collection[str], where: str) -> str:
-    """The entry's name rule, once its keys are known to be right."""
+def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[list[str], Classes]:
+    """The entry's names and module classes, once its keys are known to be right."""
     if not isinstance(entry, Mapping):
         raise SparsityError(
             f"{where}an entry must be a dict such as {{'tensor_fqn': 'fc.weight'}}, got {type(entry).__name__}"
@@ -130,73 +166,123 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> str:
             close = difflib.get_close_matches(str(key), [*keys, *_WHERE_KEYS], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise SparsityError(f"{where}unknown key {key!r}.{hint} Known keys: {', '.join(sorted(keys))}.")
-    rule = entry.get("tensor_fqn")
-    if not isinstance(rule, str) or not rule:
-        raise SparsityError(f"{where}'tensor_fqn' (a name, a glob or 're:...') is required, got {rule!r}")
-    return rule
+    module, fqn = entry.get("module"), entry.get("tensor_fqn")
+    given = list(module) if isinstance(module, (list, tuple)) else [module]
+    classes = tuple(c for c in given if isinstance(c, type) and issubclass(c, nn.Module))
+    rules = [fqn] if isinstance(fqn, str) else fqn
+    is_named = isinstance(rules, (list, tuple)) and bool(rules) and all(isinstance(r, str) and r for r in rules)
+    if not is_named and (fqn is not None or not classes):
+        raise SparsityError(
+            f"{where}'tensor_fqn' (a name, a glob, 're:...' or a list of them) or 'module' (a module class) is "
+            f"required, got {fqn!r}"
+        )
+    return list(rules or ()), classes
 
 
-def _matches(model: nn.Module, rule: str, names: Collection[str], where: str) -> list[str]:
-    exact = rule.removeprefix(".")
-    if exact in names or _reachable(model, exact):
-        return [exact]
-    try:
-        pattern = re.compile(rule[3:] if rule.startswith("re:") else fnmatch.translate(rule))
-    except re.error as e:
-        raise SparsityError(f"{where}'tensor_fqn' {rule!r} is not a regular expression: {e}") from None
-    found = [name for name in names if pattern.fullmatch(name)]
-    if not found:
-        close = difflib.get_close_matches(exact, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else f" The model has {len(names)} named tensors."
-        raise SparsityError(f"{where}'tensor_fqn' {rule!r} matches no parameter of the model.{hint}")
+def _matches(
+    model: nn.Module,
+    entry: Mapping[str, Any],
+    rules: Sequence[str],
+    classes: Classes,
+    names: Collection[str],
+    where: str,
+) -> dict[str, bool]:
+    """{tensor_fqn: whether it is named exactly} of what an entry names."""
+    found: dict[str, bool] = {}
+    for rule in rules:
+        exact = rule.removeprefix(".")
+        if exact in names or exists(model, exact):
+            found[exact] = True
+            continue
+        is_match = matcher(rule, f"{where}'tensor_fqn' ")
+        some = [name for name in names if is_match(name)]
+        if not some:
+            close = difflib.get_close_matches(exact, names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else f" The model has {len(names)} named tensors."
+            raise SparsityError(f"{where}'tensor_fqn' {rule!r} matches no parameter of the model.{hint}")
+        found = {**dict.fromkeys(some, False), **found}
+    if not classes:
+        return found
+    tensor = entry.get("tensor_name", "weight")
+    own = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
+    kept = {n: found.get(n, False) for n in (found or names) if n in own and (n in names or n in found)}
+    if not kept:
+        raise SparsityError(f"{where}'module' {_named(classes)}: no such module of the model has the tensor {tensor!r}")
+    return kept
+
+
+def _excluded(model: nn.Module, exclude: Sequence[str | type], names: Collection[str]) -> dict[str, str]:
+    """{tensor_fqn: why}; a name or glob of a module leaves out all of its tensors."""
+    if isinstance(exclude, str) or not isinstance(exclude, Sequence):
+        raise SparsityError(f"exclude must be a list of names, globs and module classes, got {exclude!r}")
+    found: dict[str, str] = {}
+    for at, rule in enumerate(exclude):
+        if isinstance(rule, type) and issubclass(rule, nn.Module):
+            prefixes = {name for name, m in model.named_modules() if isinstance(m, rule)}
+            own = [n for n in names if n.rpartition(".")[0] in prefixes]
+        elif isinstance(rule, str) and rule:
+            is_match = matcher(rule, f"exclude[{at}] ")
+            own = [n for n in names if any(is_match(prefix) for prefix in _prefixes(n))]
+            if not own:
+                raise SparsityError(f"exclude[{at}] {rule!r} matches no parameter or module of the model")
+        else:
+            raise SparsityError(f"exclude[{at}] must be a name, a glob, 're:...' or a module class, got {rule!r}")
+        found |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in own}
     return found
 
 
-def _reachable(model: nn.Module, fqn: str) -> bool:
-    """Whether an exact name that `named_modules` lists under another alias exists all the same."""
-    prefix, _, name = fqn.rpartition(".")
-    try:
-        module = model.get_submodule(prefix)
-    except AttributeError:
-        return False
-    return isinstance(module._parameters.get(name), Tensor) or parametrize.is_parametrized(module, name)
+def _prefixes(fqn: str) -> list[str]:
+    """The tensor's name and those of the modules around it."""
+    parts = fqn.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
-def _group(
-    model: nn.Module,
-    fqn: str,
-    entry: Mapping[str, Any],
-    complete: Callable[[dict[str, Any], str], dict[str, Any]],
-    where: str,
-) -> TensorGroup:
+def _named(rules: Iterable[str | type]) -> str:
+    return ", ".join(repr(r) if isinstance(r, str) else r.__name__ for r in rules)
+
+
+def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
     found = {"module": module, "module_fqn": prefix, "tensor_name": name, "tensor_fqn": fqn}
     for key in ("module", "module_fqn", "tensor_name"):
-        if key in entry and entry[key] is not found[key] and entry[key] != found[key]:
+        is_class = key == "module" and isinstance(entry.get(key), (type, list, tuple))
+        if key in entry and not is_class and entry[key] is not found[key] and entry[key] != found[key]:
             raise SparsityError(f"{where}{key!r} and 'tensor_fqn' disagree: {entry[key]!r} and {fqn!r}")
     if find_mask(module, name) is not None:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")
-    tensor = _parameter(module, name)
+    tensor = parameter_of(module, name)
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         raise SparsityError(f"{where}{fqn!r} has no shape yet; run one forward of the lazy module first")
-    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if tensor.dtype not in _FLOATS:
         raise SparsityError(
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
     own = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
-    return {**complete(own, where), **found}
+    return {**complete(own, Place(module, prefix, name, fqn, tensor, where)), **found}
+
+
+def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, parameter in named_tensors(model):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _tied(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """{tensor_fqn: why} of those names whose parameter has other names too."""
+    parameters, shared = dict(named_tensors(model)), _names_of_parameters(model)
+    own = {n: [o for o in shared[id(parameters[n])] if o != n] for n in names if n in parameters}
+    return {n: f"tied to {', '.join(map(repr, others))}" for n, others in own.items() if others}
 
 
 def _refuse_tied(groups: Sequence[TensorGroup], model: nn.Module) -> None:
-    """A mask sits on one name; a parameter that has a second one would be dense there until squash changes both."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in named_tensors(model):
-        names.setdefault(id(parameter), []).append(name)
+    """A mask is registered under one name; under its other names the parameter would stay dense until squash."""
+    names = _names_of_parameters(model)
     for g in groups:
-        held = names.get(id(_parameter(g["module"], g["tensor_name"])), [])
+        held = names.get(id(parameter_of(g["module"], g["tensor_name"])), [])
         if len(held) > 1:
             raise SparsityError(
                 f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(held)}), and a mask on one of "
-                "them would leave the others dense. Untie it, or leave it out of the config."
+                "them would leave the others dense. Untie it, or leave it out (exclude=[...])."
             )

@@ -1,12 +1,12 @@
-"""From group dicts to scopes: what competes with what, lowered once and reused until a group's structure changes.
+"""From group dicts to scopes: what competes with what, computed once and reused until a group's structure changes.
 
-A plan holds specs over stand-ins on the meta device: names and integers, no weights and no masks. Tensors are looked
+A plan holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors are looked
 up at every update, because `.to()` and sharding replace them. Budgets are read from the groups at every update,
 because schedulers write there.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View
+from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
+from ..scores import Score, saliency_of
 from ..selection.strides import row_major
 from .config import TensorGroup
 from .structure import Stage, stage_budgets
@@ -27,41 +29,59 @@ class Component:
     """Scopes that are chosen together in one stage: one tensor's, or those of coupled tensors.
 
     Attributes:
-        scope: the scopes, over stand-ins.
+        scope: the scopes, over meta placeholders.
         leaves: for each block spec of `scope`, the index of its group.
         stage: 0 for the first; a later one chooses among what the earlier left.
-        norm: how blocks are scored.
+        norm: how the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
+        score: see `scores`; None scores the weight itself.
         member_scores: "sum", or "mean" where every member counts the same however many elements it has.
-        label: how errors and reports name it.
+        label: its name in errors and reports.
     """
 
     scope: SparseScope
     leaves: tuple[tuple[BlockSpec, int], ...]
     stage: int
-    norm: float | Callable[[Tensor], Tensor]
+    norm: float | None
+    score: Score | None
     member_scores: str
     label: str
 
-    def values(self, dense: Callable[[int], Tensor]) -> dict[Tensor, Tensor]:
-        """What the scope scores: {stand-in: weight}, `dense` giving the weight of a group by its index.
+    def values(self, dense: Callable[[int], Tensor], names: Sequence[TensorGroup]) -> dict[Tensor, Tensor]:
+        """What the scope scores: {meta placeholder: weight or saliency}.
 
-        For "mean", weights times n^(-1/p), n being their elements in one block: p-powers of members then add as means.
+        Args:
+            dense: the weight of a group, by the group's index.
+            names: all groups; a score is called with the `tensor_fqn`.
         """
-        return {leaf.view.param: self._weighed(leaf, dense(at)) for leaf, at in self.leaves}
+        found = {}
+        for leaf, at in self.leaves:
+            weight = dense(at)
+            if self.score is not None:
+                weight = placed_saliency(self.score, weight, names[at]["tensor_fqn"])
+            found[leaf.view.param] = self._weighed(leaf, weight)
+        return found
 
-    def _weighed(self, leaf: BlockSpec, weight: Tensor) -> Tensor:
+    def norm_of(self, values: Iterable[Tensor]) -> float | None:
+        """How these values are reduced: saliencies that are known not to be negative are their own magnitudes.
+
+        Magnitudes have faster kernels. Values on a device are not looked at, since that would wait for it.
+        """
+        is_sum = self.score is not None and all(_is_magnitude(t) for t in values)
+        return 1 if is_sum else self.norm
+
+    def _weighed(self, leaf: BlockSpec, values: Tensor) -> Tensor:
+        """For "mean", values times n^(-1/p), n elements in a block: p-powers of members then add as means."""
         if self.member_scores == "sum":
-            return weight
-        assert not callable(self.norm)
-        wide = weight if weight.dtype == torch.float64 else weight.float()
-        return wide * math.prod(leaf.shape) ** (-1 / self.norm)
+            return values
+        wide = values if values.dtype == torch.float64 else values.float()
+        return wide * math.prod(leaf.shape) ** (-1 / (1 if self.norm is None else self.norm))
 
     def budget(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> int | Tensor:
         """Blocks to keep in each scope now.
 
         Args:
             groups: all groups; those of the members must agree.
-            level_given: {tensor_fqn: the level that stands for a group's `nnz`}; a `sparsity_level` that differs was
+            level_given: {tensor_fqn: the level that a group's `nnz` amounts to}; a `sparsity_level` that differs was
                 written by a scheduler and overrules the `nnz`.
         """
         asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
@@ -87,10 +107,10 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All components, earlier stages first; `families[i]` are those that group i takes part in or depends on."""
+    """All components, earlier stages first; `connected[i]` are those of group i and of all groups coupled to it."""
 
     components: tuple[Component, ...]
-    families: tuple[tuple[Component, ...], ...]
+    connected: tuple[tuple[Component, ...], ...]
 
 
 def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]) -> Plan:
@@ -108,9 +128,9 @@ def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]]
     for stage in range(max((len(s) for s in stages), default=0)):
         rules = {at: s[stage] for at, s in enumerate(stages) if stage < len(s)}
         specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
-        for label, members in _budget_units(rules, _fate_units(rules, specs)):
+        for label, members in _budget_units(rules, _block_units(rules, specs)):
             out.append(_component(label, members, rules, specs, stage))
-    return Plan(components=tuple(out), families=_families(out, len(groups)))
+    return Plan(components=tuple(out), connected=_connected(out, len(groups)))
 
 
 def batches(components: Sequence[Component], most: int | None) -> Iterator[list[Component]]:
@@ -133,24 +153,24 @@ def batches(components: Sequence[Component], most: int | None) -> Iterator[list[
         yield batch
 
 
-def _families(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:
-    """Which components hang together: coupled tensors are updated as one, through all stages."""
-    family = list(range(count))
+def _connected(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:
+    """The components of coupled tensors, which are updated as one, through all stages; an entry a group."""
+    connection = list(range(count))
     for component in components:
-        joined = {family[at] for _, at in component.leaves}
+        joined = {connection[at] for _, at in component.leaves}
         if len(joined) > 1:
-            family = [min(joined) if f in joined else f for f in family]
+            connection = [min(joined) if f in joined else f for f in connection]
     found: dict[int, list[Component]] = {}
     for component in components:
-        found.setdefault(family[component.leaves[0][1]], []).append(component)
-    return tuple(tuple(found[f]) for f in family)
+        found.setdefault(connection[component.leaves[0][1]], []).append(component)
+    return tuple(tuple(found[f]) for f in connection)
 
 
 Unit = tuple[list[int], SparseBlock]
 
 
-def _fate_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
-    """Blocks that share one fate: a tensor's own, or a BlockCoupling of those that give one name."""
+def _block_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
+    """Blocks that are kept or dropped together: a tensor's own, or a BlockCoupling of tensors that give one name."""
     named: dict[object, list[int]] = {}
     for at, rule in rules.items():
         named.setdefault(rule.block_coupling if rule.block_coupling is not None else (at,), []).append(at)
@@ -158,18 +178,18 @@ def _fate_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> l
     for name, members in named.items():
         if not isinstance(name, str):
             rule, name = rules[members[0]], specs[members[0]].name
-            for key, is_said in (
+            for key, is_given in (
                 ("coupling_order", rule.coupling_order is not None),
                 ("member_scores", rule.member_scores != "sum"),
             ):
-                if is_said:
+                if is_given:
                     raise SparsityError(f"{name}: {key} needs a block_coupling")
             units.append((members, specs[members[0]]))
             continue
         label = f"block coupling {name!r}"
         if len(members) == 1:
             raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
-        _must_agree(label, ("scope_shape", "scope_coupling", "norm", "member_scores"), members, rules, specs)
+        _must_agree(label, ("scope_shape", "scope_coupling", "norm", "score", "member_scores"), members, rules, specs)
         orders = [rules[at].coupling_order for at in members]
         units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
     return units
@@ -191,14 +211,30 @@ def _component(
     label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
 ) -> Component:
     members = [at for found, _ in units for at in found]
-    _must_agree(label, ("norm", "member_scores"), members, rules, specs)
+    _must_agree(label, ("norm", "score", "member_scores"), members, rules, specs)
     scopes = [ScopeSpec(block, rules[found[0]].scope_shape) for found, block in units]
     scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label)
     leaves = tuple((specs[at], at) for at in members)
     rule = rules[members[0]]
     return Component(
-        scope=scope, leaves=leaves, stage=stage, norm=rule.norm, member_scores=rule.member_scores, label=label
+        scope=scope,
+        leaves=leaves,
+        stage=stage,
+        norm=rule.norm if rule.score is None else None,
+        score=rule.score,
+        member_scores=rule.member_scores,
+        label=label,
     )
+
+
+def placed_saliency(score: Score, weight: Tensor, name: str) -> Tensor:
+    """The saliency of a weight, sharded as the weight is; a score sees the whole weight."""
+    return placed_like(saliency_of(score, full_tensor(weight), name), weight)
+
+
+def _is_magnitude(values: Tensor) -> bool:
+    own = local(values)
+    return own.device.type == "cpu" and not is_sharded(values) and bool((own >= 0).all())
 
 
 def _must_agree(
@@ -218,13 +254,13 @@ def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
     shape, stride = tuple(tensor.shape), tensor.stride()
     if isinstance(rule.view, tuple):
         stride = row_major(shape)  # a view given by numbers counts on the row-major layout
-    stand_in = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    placeholder = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
     if rule.view is None:
-        view = View.from_existing(stand_in, name=fqn)
+        view = View.from_existing(placeholder, name=fqn)
     elif isinstance(rule.view, tuple):
-        view = View(stand_in, *rule.view, name=fqn)
+        view = View(placeholder, *rule.view, name=fqn)
     else:
-        view = View.from_function(stand_in, rule.view, name=fqn)
+        view = View.from_function(placeholder, rule.view, name=fqn)
     return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
 
 

@@ -1,6 +1,7 @@
-"""The structure that a group asks for: the half of a config dict that says what a block and a scope are.
+"""The half of a group that specifies blocks and scopes: checked by itself, before any tensor is looked at.
 
-Checked here by itself, before any tensor is looked at; budgets are only named, not counted.
+Three notations specify a structure: shapes (`view`, `block_shape`, `scope_shape`), an axis pattern (`axes`, `unit`,
+`scope`, `sizes`) and a `pattern`, which is resolved to one of the other two. Budgets are only named here, not counted.
 """
 
 import math
@@ -12,22 +13,37 @@ from torch import Tensor
 
 from ..algebra import AxisPattern
 from ..errors import SparsityError
+from ..patterns import Pattern
+from ..scores import Score
 from ..selection.strides import Shape
-from .config import TensorGroup
+from .config import Place, TensorGroup
 
-__all__ = ["AXES", "STRUCTURE", "TILES", "Stage", "joined", "stage_budgets", "stages_of"]
+__all__ = [
+    "AXES",
+    "BUDGETS",
+    "SHAPES",
+    "STRUCTURE",
+    "Stage",
+    "checked_pattern",
+    "joined",
+    "refuse_two_budgets",
+    "resolved",
+    "stage_budgets",
+    "stages_of",
+]
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """How one tensor takes part in one stage: the structural half of a config dict, checked."""
+    """The structure of one tensor in one stage: the structural half of a config dict, checked."""
 
     block_shape: Shape = ()
     scope_shape: Shape = ()
     view: ViewArg = None
-    norm: float | Callable[[Tensor], Tensor] = 2
+    norm: float = 2
+    score: Score | None = None
     edge: str = "error"
     block_coupling: str | None = None
     coupling_order: Shape | None = None
@@ -36,12 +52,35 @@ class Stage:
 
 
 STRUCTURE = tuple(f.name for f in fields(Stage))
-AXES = ("axes", "unit", "scope", "sizes")  # an axis pattern, which says ...
-TILES = ("view", "block_shape", "scope_shape")  # ... what these say otherwise
+SHAPES = ("view", "block_shape", "scope_shape")
+AXES = ("axes", "unit", "scope", "sizes")
+BUDGETS = ("sparsity_level", "nnz")
+
+
+def resolved(given: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """A dict of config keys with its `pattern`, if it has one, resolved to config keys for one tensor.
+
+    Raises:
+        SparsityError: not a pattern, it does not fit, or blocks and scopes are specified beside it.
+    """
+    where = f"{place.tensor_fqn}: "
+    own = {k: v for k, v in given.items() if k != "pattern"}
+    pattern = checked_pattern(given.get("pattern"), where)
+    if pattern is None:
+        return own
+    _refuse_two_notations(["pattern", *own], where)
+    return {**pattern.resolve(place.module, place.tensor_name, place.tensor, where), **own}
+
+
+def checked_pattern(pattern: object, where: str) -> Pattern | None:
+    """The pattern, or None where there is none."""
+    if pattern is None or isinstance(pattern, Pattern):
+        return pattern
+    raise SparsityError(f"{where}pattern must be one of `sparsekit_ao.patterns`, got {pattern!r}")
 
 
 def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
-    """The structure that a group asks for, one entry a stage."""
+    """The structure that a group specifies, one entry a stage."""
     where = f"{group['tensor_fqn']}: "
     stages = group.get("stages")
     if stages is None:
@@ -51,31 +90,52 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
     for at, stage in enumerate(stages):
         if not isinstance(stage, Mapping):
             raise SparsityError(f"{where}stages[{at}] must be a dict, got {stage!r}")
-        unknown = set(stage) - {*STRUCTURE, *AXES, "sparsity_level", "nnz"}
+        unknown = set(stage) - {*STRUCTURE, *AXES, *BUDGETS}
         if unknown:
             raise SparsityError(f"{where}stages[{at}]: unknown key {sorted(unknown)[0]!r}")
-        if "sparsity_level" in stage and "nnz" in stage:
-            raise SparsityError(f"{where}stages[{at}]: sparsity_level and nnz are two budgets; give one")
+        refuse_two_budgets(stage, f"{where}stages[{at}]: ")
     shared = {k: group[k] for k in (*STRUCTURE, *AXES) if k in group}
     wheres = [f"{where}stages[{at}]: " for at in range(len(stages))]
     return tuple(_stage(joined(shared, s, w), w) for s, w in zip(stages, wheres, strict=True))
 
 
+def refuse_two_budgets(given: Mapping[str, Any], where: str) -> list[str]:
+    """The budget keys that are given, at most one."""
+    found = [k for k in BUDGETS if given.get(k) is not None]
+    if len(found) > 1:
+        raise SparsityError(f"{where}sparsity_level and nnz are mutually exclusive")
+    return found
+
+
 def joined(defaults: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What is said here over what holds otherwise; of an axis pattern and the tiles only one can hold.
+    """Own values over defaults, with one notation of blocks and scopes: the own one where there is any.
 
     Raises:
-        SparsityError: both are said here, or a part of an axis pattern without `axes`.
+        SparsityError: two notations among the own values, part of an axis pattern without `axes`, or a norm beside a
+            score.
     """
     found = {**defaults, **own}
-    tiles, axes = [k for k in TILES if k in own], [k for k in AXES if k in own]
-    if tiles and axes:
-        raise SparsityError(f"{where}{axes[0]!r} and {tiles[0]!r} both say what a block and a scope are; give one")
+    if "norm" in own and "score" in found:
+        found["score"] = own.get("score")
+    _refuse_two_notations(own, where)
+    axes = [k for k in AXES if k in own]
     if axes and "axes" not in found:
         raise SparsityError(f"{where}{axes[0]!r} is part of an axis pattern and needs 'axes'")
-    for key in AXES if tiles else TILES if "axes" in found else ():
+    if own.get("score") is not None and "norm" in own:
+        raise SparsityError(f"{where}'norm' and 'score' are mutually exclusive: a block's saliencies are summed")
+    shapes = any(k in own for k in SHAPES)
+    for key in AXES if shapes else SHAPES if "axes" in found else ():
         found.pop(key, None)
     return found
+
+
+def _refuse_two_notations(keys: Mapping[str, Any] | Sequence[str], where: str) -> None:
+    notations = [[k for k in some if k in keys] for some in (("pattern",), AXES, SHAPES)]
+    given = [found[0] for found in notations if found]
+    if len(given) > 1:
+        raise SparsityError(
+            f"{where}{given[0]!r} and {given[1]!r} are mutually exclusive: each specifies what a block and a scope are"
+        )
 
 
 def _stage(given: Mapping[str, Any], where: str) -> Stage:
@@ -96,18 +156,22 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
     for key in ("block_coupling", "scope_coupling"):
         if found.get(key) is not None and not isinstance(found[key], str):
             raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")
-    norm = found.get("norm", 2)
-    if not callable(norm) and (isinstance(norm, bool) or norm not in (1, 2, math.inf)):
-        raise SparsityError(f"{where}norm must be 1, 2, inf or a callable (weight -> saliency), got {norm!r}")
-    _check_member_scores(found.get("member_scores", "sum"), norm, where)
+    _check_scoring(found, where)
     found["view"] = _view_arg(found.get("view"), where)
     return Stage(**found)
 
 
-def _check_member_scores(how: object, norm: object, where: str) -> None:
+def _check_scoring(found: Mapping[str, Any], where: str) -> None:
+    """Check `norm`, `score` and `member_scores`."""
+    norm, score, how = found.get("norm", 2), found.get("score"), found.get("member_scores", "sum")
+    if isinstance(norm, bool) or norm not in (1, 2, math.inf):
+        hint = " Give a function of the weight as score=." if callable(norm) else ""
+        raise SparsityError(f"{where}norm must be 1, 2 or inf, got {norm!r}.{hint}")
+    if score is not None and not callable(score):
+        raise SparsityError(f"{where}score must be a function (weight, name) -> saliency or None, got {score!r}")
     if how not in ("sum", "mean"):
         raise SparsityError(f"{where}member_scores must be 'sum' or 'mean', got {how!r}")
-    if how == "mean" and norm not in (1, 2):
+    if how == "mean" and score is None and norm not in (1, 2):
         raise SparsityError(
             f"{where}member_scores='mean' needs norm 1 or 2, whose powers add over members, got {norm!r}"
         )

@@ -18,7 +18,7 @@ from ..errors import SparsityError
 from ..selection import CHUNK, Blocks, Scopes, fill_mask, from_scopes, keep_mask, to_scopes
 from ..selection.strides import grid_of
 from .base import MaskSparsifier
-from .config import TensorGroup
+from .config import Place, TensorGroup
 
 __all__ = ["WeightNormSparsifier"]
 
@@ -88,17 +88,17 @@ class WeightNormSparsifier(MaskSparsifier):
         if found is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
         with torch.no_grad():
-            weight, mask = (distributed.whole(t) for t in (masking.dense_weight(module, tensor_name), found.mask))
+            weight, mask = (distributed.full_tensor(t) for t in (masking.dense_weight(module, tensor_name), found.mask))
             saliency = _Saliency(_matrix(weight), _matrix(mask), self.norm_fn)
             keep = _keep(saliency, sparsity_level, _checked_shape(sparse_block_shape, ""), zeros_per_block)
             distributed.fill(found.mask, keep.reshape(found.mask.shape))
 
-    def _complete(self, own: dict[str, Any], where: str) -> dict[str, Any]:
+    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
         if "sparse_block_shape" in own:
-            own = {**own, "sparse_block_shape": _checked_shape(own["sparse_block_shape"], where)}
+            own = {**own, "sparse_block_shape": _checked_shape(own["sparse_block_shape"], place.where)}
             if "zeros_per_block" not in own and self._zeros_follow_shape:
                 own["zeros_per_block"] = math.prod(own["sparse_block_shape"])
-        group = super()._complete(own, where)
+        group = super()._complete(own, place)
         if group["zeros_per_block"] is None:
             group["zeros_per_block"] = math.prod(group["sparse_block_shape"])
         return group

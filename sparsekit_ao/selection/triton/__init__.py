@@ -2,11 +2,10 @@
 
 from triton import JITFunction
 
-from .fused import fused_kernel
-from .launch import block_scores, keep_mask, scope_masks
+from .blocks import fused_kernel
+from .forms import Limits
+from .launch import block_scores, condition, condition_reasons, keep_mask, scope_masks, threshold, threshold_reasons
 from .reasons import reasons_of, rows_reasons, score_reasons
-from .specialise import Limits
-from .threshold import condition, condition_reasons, threshold, threshold_reasons
 
 __all__ = [
     "INTERPRETED",

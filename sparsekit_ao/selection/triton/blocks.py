@@ -1,76 +1,119 @@
-"""Large blocks: their scores as rows in memory, and masks from rows of decisions."""
+"""Kernels over blocks: small scopes scored, selected and masked at once; else scores, and masks from decisions."""
 
 import triton
 import triton.language as tl
 
 from .device import (
-    COLUMN,
     MEMBER_FIELDS,
-    OFFSET,
-    WIDTH,
-    begins,
+    ROWS,
+    block_offsets,
     block_tile,
+    budget,
+    count_field,
     elements_of,
-    marked,
     mask_of,
-    opened,
+    part_of_program,
+    scope_tile,
     slots_of,
+    stored_slots,
+    values_and_mask,
     values_of,
+    write_mask,
 )
-from .ranking import folded, join, magnitude_bits, power, rooted
+from .ranking import block_sums, combine, keep_bisected, keep_pairs, magnitude_bits, order_key, power, root
 
-__all__ = ["fill_kernel", "score_kernel"]
+__all__ = ["PAIRS", "fill_kernel", "fused_kernel", "score_kernel"]
+
+PAIRS = tl.constexpr(16)  # widest scope that is ranked by comparing every pair
+
+
+@triton.jit
+def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS: tl.constexpr):
+    """TILE scopes of WIDTH blocks (PADDED to a power of two) of CHUNK elements: scored, selected, masks written.
+
+    With FORM.stored rows of `scores` are selected and `kept` is written.
+    """
+    NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
+    index, part, first = part_of_program(starts, parts, PARTS, FORM.big)
+    scope = first * FORM.tile + tl.arange(0, FORM.tile)
+    valid = scope < count_field(part, ROWS, FORM)
+    real = valid[:, None] & (tl.arange(0, FORM.padded) < FORM.width)[None, :]
+    total = tl.full([FORM.tile, FORM.padded], 0, tl.int32 if NORM == "inf" else tl.float32)
+    keys = tl.full([FORM.tile, FORM.padded], 0, tl.uint32)
+    remaining = tl.full([FORM.tile, FORM.padded], 0, tl.int32)
+    for m in range(FORM.members):
+        member = members + (index * FORM.members + m) * MEMBER_FIELDS
+        values, mask = values_and_mask(part, member, scores, kept, FORM)
+        at, exists = scope_tile(part, member, first, scope, real, False, FORM)
+        x = tl.load(values + at, mask=exists, other=0.0)
+        if FORM.among_kept:
+            mask_at, _ = scope_tile(part, member, first, scope, real, True, FORM)
+            left = tl.load(mask + mask_at, mask=exists, other=0) != 0
+            x = tl.where(left, x, 0.0).to(FORM.dtype)
+            remaining += tl.sum(tl.reshape(left.to(tl.int32), [FORM.tile, FORM.padded, FORM.chunk]), axis=2)
+        if FORM.single:
+            keys = tl.reshape(order_key(x, FORM.signed), [FORM.tile, FORM.padded])
+        else:
+            sums = block_sums(power(x, NORM), FORM.tile * FORM.padded, FORM.chunk, NORM)
+            total = combine(total, tl.reshape(sums, [FORM.tile, FORM.padded]), NORM)
+    if not FORM.single:
+        keys = order_key(root(total, NORM), False)
+    keys = tl.where(real & (remaining > 0) if FORM.among_kept else real, keys, 0).to(tl.uint32)
+    keep = tl.full([FORM.tile], 0, tl.int32) + budget(part, scope, valid, FORM.per_scope).to(tl.int32)
+    chosen = keep_pairs(keys, keep, FORM.width) if FORM.padded <= PAIRS else keep_bisected(keys, keep, FORM.bits)
+    for m in range(FORM.members):
+        member = members + (index * FORM.members + m) * MEMBER_FIELDS
+        _, mask = values_and_mask(part, member, scores, kept, FORM)
+        at, exists = scope_tile(part, member, first, scope, real, True, FORM)
+        spread = tl.broadcast_to(chosen[:, :, None], [FORM.tile, FORM.padded, FORM.chunk])
+        write_mask(mask + at, tl.reshape(spread, at.shape), exists, FORM)
 
 
 @triton.jit
 def score_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS: tl.constexpr):
-    """float32 scores of TILE slots, read CHUNK elements at a time; a later stage also says which blocks are left."""
-    which, part, first = opened(starts, parts, PARTS, FORM.big)
+    """float32 scores of TILE blocks, CHUNK elements at a time; for a later stage also which blocks were kept so far."""
+    NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
+    POWER: tl.constexpr = "1" if FORM.single else NORM
+    index, part, first = part_of_program(starts, parts, PARTS, FORM.big)
     scope, block, real = slots_of(part, first, FORM)
-    total = tl.full([FORM.tile], 0, tl.int32 if FORM.norm == "inf" else tl.float32)
-    alive = tl.full([FORM.tile], 0, tl.int32)
+    total = tl.full([FORM.tile], 0, tl.int32 if NORM == "inf" else tl.float32)
+    remaining = tl.full([FORM.tile], 0, tl.int32)
     for m in range(FORM.members):
-        member = members + (which * FORM.members + m) * MEMBER_FIELDS
+        member = members + (index * FORM.members + m) * MEMBER_FIELDS
         values, mask = values_of(member, FORM), mask_of(member, FORM)
-        lies, m_lies = begins(part, member, scope, block, False, FORM), begins(part, member, scope, block, True, FORM)
-        powers = tl.full([FORM.tile, FORM.chunk], 0, tl.int32 if FORM.norm == "inf" else tl.float32)
-        for begin in range(0, elements_of(member, FORM) if FORM.long else 1, FORM.chunk):
-            at, seen = block_tile(part, member, first, begin, lies, real, False, FORM)
-            x = tl.load(values + at, mask=seen, other=0.0)
+        base = block_offsets(part, member, scope, block, False, FORM)
+        mask_base = block_offsets(part, member, scope, block, True, FORM)
+        powers = tl.full([FORM.tile, FORM.chunk], 0, tl.int32 if NORM == "inf" else tl.float32)
+        for begin in range(0, elements_of(member, FORM) if FORM.chunked else 1, FORM.chunk):
+            at, exists = block_tile(part, member, first, begin, base, real, False, FORM)
+            x = tl.load(values + at, mask=exists, other=0.0)
             if FORM.among_kept:
-                m_at, _ = block_tile(part, member, first, begin, m_lies, real, True, FORM)
-                left = tl.load(mask + m_at, mask=seen, other=0) != 0
+                mask_at, _ = block_tile(part, member, first, begin, mask_base, real, True, FORM)
+                left = tl.load(mask + mask_at, mask=exists, other=0) != 0
                 x = tl.where(left, x, 0.0).to(FORM.dtype)
                 kinds = tl.reshape(left.to(tl.int32), [FORM.tile, FORM.chunk])
-                alive = tl.maximum(alive, tl.max(kinds, axis=1))
-            more = power(tl.reshape(x, [FORM.tile, FORM.chunk]), "1" if FORM.single else FORM.norm)
-            powers = join(powers, more, FORM.norm)
-        total = join(total, folded(powers, FORM.tile, FORM.chunk, FORM.norm), FORM.norm)
-    # of single elements the bits of |x|, with one NaN for all
-    result = magnitude_bits(total).to(tl.float32, bitcast=True) if FORM.single else rooted(total, FORM.norm)
-    out = row_slot(part, scope, block)
+                remaining = tl.maximum(remaining, tl.max(kinds, axis=1))
+            powers = combine(powers, power(tl.reshape(x, [FORM.tile, FORM.chunk]), POWER), NORM)
+        total = combine(total, block_sums(powers, FORM.tile, FORM.chunk, NORM), NORM)
+    # the score of a single element is |x|, with one bit pattern for every NaN
+    result = magnitude_bits(total).to(tl.float32, bitcast=True) if FORM.single else root(total, NORM)
+    out = stored_slots(part, scope, block)
     tl.store(scores + out, result, mask=real)
     if FORM.among_kept:
-        tl.store(kept + out, (alive > 0).to(tl.uint8), mask=real)
+        tl.store(kept + out, (remaining > 0).to(tl.uint8), mask=real)
 
 
 @triton.jit
 def fill_kernel(starts, parts, members, kept, FORM: tl.constexpr, PARTS: tl.constexpr):
-    """Write the decisions of TILE slots to every element of their blocks, CHUNK elements at a time."""
-    which, part, first = opened(starts, parts, PARTS, FORM.big)
+    """Write the decisions on TILE blocks to every element of them, CHUNK elements at a time."""
+    index, part, first = part_of_program(starts, parts, PARTS, FORM.big)
     scope, block, real = slots_of(part, first, FORM)
-    chosen = tl.load(kept + row_slot(part, scope, block), mask=real, other=0) != 0
+    chosen = tl.load(kept + stored_slots(part, scope, block), mask=real, other=0) != 0
     for m in range(FORM.members):
-        member = members + (which * FORM.members + m) * MEMBER_FIELDS
+        member = members + (index * FORM.members + m) * MEMBER_FIELDS
         mask = mask_of(member, FORM)
-        lies = begins(part, member, scope, block, True, FORM)
-        for begin in range(0, elements_of(member, FORM) if FORM.long else 1, FORM.chunk):
-            at, seen = block_tile(part, member, first, begin, lies, real, True, FORM)
+        base = block_offsets(part, member, scope, block, True, FORM)
+        for begin in range(0, elements_of(member, FORM) if FORM.chunked else 1, FORM.chunk):
+            at, exists = block_tile(part, member, first, begin, base, real, True, FORM)
             spread = tl.broadcast_to(chosen[:, None], [FORM.tile, FORM.chunk])
-            marked(mask + at, tl.reshape(spread, at.shape), seen, FORM)
-
-
-@triton.jit
-def row_slot(part, scope, block):
-    """Where slots stand among stored scores and decisions."""
-    return tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block
+            write_mask(mask + at, tl.reshape(spread, at.shape), exists, FORM)

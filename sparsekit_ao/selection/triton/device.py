@@ -1,39 +1,41 @@
-"""What every kernel shares: finding its tensors in the table, walking nests, writing masks.
+"""What every kernel shares: the tables' columns, the address of an element, reading keys, writing masks.
 
-Knows one tile at a time. The table is an int64 tensor of part and member rows (see `table`); the field numbers below
-are its columns.
+A launch reads two int64 tables, built by `plan`: a row for each part (the scopes of one `Scopes`) and a row for each
+member (one tensor of a part).
 """
 
 import triton
 import triton.language as tl
 
-# A part is the scopes of one group: sizes, budget, and where its slots lie in what all parts share.
+from .ranking import order_key
+
+# Columns of a part's row.
 ROWS = tl.constexpr(0)  # scopes
 BLOCKS = tl.constexpr(1)  # blocks of a scope in this part
 KEEP = tl.constexpr(2)  # address of the budgets in device memory
 KEEP_STEP = tl.constexpr(3)  # from one scope's budget to the next
-STATE = tl.constexpr(4)  # first row of the problem in the selection's state
-OFFSET = tl.constexpr(5)  # first slot of the problem among stored scores
-WIDTH = tl.constexpr(6)  # slots of a row, over all parts of the problem
+STATE = tl.constexpr(4)  # the update's first row in the state of the radix select
+OFFSET = tl.constexpr(5)  # the update's first slot among stored scores
+WIDTH = tl.constexpr(6)  # slots of a row, over all parts of the update
 COLUMN = tl.constexpr(7)  # first slot of this part in a row
 SPANS = tl.constexpr(8)  # spans of a row in this part
 SPAN = tl.constexpr(9)  # first span of this part in a row
 ROW_SPANS = tl.constexpr(10)  # spans of a row, over all parts
-SPAN_ORIGIN = tl.constexpr(11)  # first span of the problem
+SPAN_ORIGIN = tl.constexpr(11)  # first span of the update
 SAMPLES = tl.constexpr(12)  # samples taken from a row of this part
 SAMPLE = tl.constexpr(13)  # first sample of this part in a row
 ROW_SAMPLES = tl.constexpr(14)  # samples of a row, over all parts
-SIZES = tl.constexpr(16)  # loops over scopes, then loops over the blocks of a scope
+SIZES = tl.constexpr(16)  # sizes of the loops over scopes, then of those over the blocks of a scope
 PART_FIELDS = tl.constexpr(28)
 
-# A member is one tensor's share of a part: two addresses, and its walks along scopes, blocks and elements.
-VALUES = tl.constexpr(0)
-MASK = tl.constexpr(1)
-ELEMENTS = tl.constexpr(2)
-WALKS = tl.constexpr(3)  # strides of values and of the mask: of scopes, of blocks, of elements
-ELEMENT_SIZES = tl.constexpr(39)
+# Columns of a member's row.
+VALUES = tl.constexpr(0)  # address
+MASK = tl.constexpr(1)  # address
+ELEMENTS = tl.constexpr(2)  # of a block
+STRIDES = tl.constexpr(3)  # over scopes, blocks and elements, for each of these of the values, then of the mask
+ELEMENT_SIZES = tl.constexpr(39)  # sizes of the loops over elements
 MEMBER_FIELDS = tl.constexpr(45)
-LOOPS = tl.constexpr(6)  # longest nest
+LOOPS = tl.constexpr(6)  # most loops of a nest
 
 SCOPE = tl.constexpr(0)
 BLOCK = tl.constexpr(1)
@@ -41,39 +43,41 @@ ELEMENT = tl.constexpr(2)
 
 
 @triton.jit
-def opened(starts, parts, PARTS: tl.constexpr, BIG: tl.constexpr):
-    """What a program works on: the number of its part, the part's line, and the program's number within the part."""
+def part_of_program(starts, parts, PARTS: tl.constexpr, BIG: tl.constexpr):
+    """The number of the program's part, the part's row of the table, and the program's number within the part."""
     program = tl.program_id(0)
-    begins = tl.load(starts + tl.arange(0, PARTS))
-    which = tl.sum((begins <= program).to(tl.int32)) - 1  # the last part that starts at it or before
-    first = program - tl.load(starts + which)
-    return which, parts + which * PART_FIELDS, first if BIG else first.to(tl.int32)
+    first_programs = tl.load(starts + tl.arange(0, PARTS))
+    index = tl.sum((first_programs <= program).to(tl.int32)) - 1  # the last part that starts here or before
+    local = program - tl.load(starts + index)
+    return index, parts + index * PART_FIELDS, local if BIG else local.to(tl.int32)
 
 
 @triton.jit
-def field(row, at: tl.constexpr, FORM: tl.constexpr):
-    """One field of the table, in the width that addresses are counted in."""
-    found = tl.load(row + at)
+def field(row, column: tl.constexpr, FORM: tl.constexpr):
+    """One field of a table, as an integer of the width of offsets."""
+    found = tl.load(row + column)
     return found if FORM.big else found.to(tl.int32)
 
 
 @triton.jit
-def multiple(number, of: tl.constexpr):
-    """A number that is a multiple of `of`, in a form that tells the compiler so (a hint on a scalar gets lost)."""
-    return number // of * of if of > 1 else number
+def divisible(number, by: tl.constexpr):
+    """A multiple of `by`, written so that the compiler knows it is one (a hint on a scalar is not propagated)."""
+    return number // by * by if by > 1 else number
 
 
 @triton.jit
-def evenly(row, at: tl.constexpr, FORM: tl.constexpr):
-    """A count of the table, known to be a multiple of 16 where FORM says so, so that vectors stay whole."""
-    return multiple(field(row, at, FORM), 16 if FORM.even else 1)
+def count_field(row, column: tl.constexpr, FORM: tl.constexpr):
+    """A count of the table, known to be a multiple of 16 where FORM states so, so that accesses stay vectors."""
+    return divisible(field(row, column, FORM), 16 if FORM.counts_16 else 1)
 
 
 @triton.jit
-def walk(index, sizes, strides, COUNT: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr, FORM: tl.constexpr):
-    """The address of `index` in a nest of COUNT loops.
+def nest_offset(
+    index, sizes, strides, COUNT: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr, FORM: tl.constexpr
+):
+    """The offset of `index` in a nest of COUNT loops.
 
-    INNER is the innermost size where it is known at compile time (else 0), UNIT says that the innermost stride is 1.
+    INNER is the innermost size where it is known at compile time (else 0), UNIT states that the innermost stride is 1.
     """
     rest = index
     found = index * 0
@@ -86,58 +90,52 @@ def walk(index, sizes, strides, COUNT: tl.constexpr, INNER: tl.constexpr, UNIT: 
             else:
                 size = field(sizes, COUNT - 1 - k, FORM)
                 if k == 0 and UNIT:
-                    size = multiple(size, FORM.aligned)
+                    size = divisible(size, FORM.alignment)
                 at = rest % size
                 rest = rest // size
         if k == 0 and UNIT:
             found += at
         else:
-            found += at * multiple(field(strides, COUNT - 1 - k, FORM), FORM.aligned)
+            found += at * divisible(field(strides, COUNT - 1 - k, FORM), FORM.alignment)
     return found
 
 
 @triton.jit
-def reach(part, member, index, LEVEL: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Where scopes, blocks or elements (LEVEL) begin in a member's values, or with MASKED in its mask."""
+def offset_of(part, member, index, LEVEL: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Offsets of scopes, blocks or elements (LEVEL) in a member's values, or with MASKED in its mask."""
     sizes = member + ELEMENT_SIZES if LEVEL == ELEMENT else part + SIZES + LEVEL * LOOPS
-    strides = member + WALKS + (2 * LEVEL + MASKED) * LOOPS
+    strides = member + STRIDES + (2 * LEVEL + MASKED) * LOOPS
     inner: tl.constexpr = FORM.inner if LEVEL == ELEMENT else 0
-    return walk(index, sizes, strides, FORM.nests[LEVEL], inner, FORM.units[2 * LEVEL + MASKED], FORM)
+    return nest_offset(index, sizes, strides, FORM.nests[LEVEL], inner, FORM.unit_strides[2 * LEVEL + MASKED], FORM)
 
 
 @triton.jit
 def values_of(member, FORM: tl.constexpr):
-    """A member's first value."""
+    """Pointer to a member's first value."""
     return pointer(member, VALUES, FORM.dtype, FORM)
 
 
 @triton.jit
 def mask_of(member, FORM: tl.constexpr):
-    """A member's first mask element."""
+    """Pointer to a member's first mask element."""
     return pointer(member, MASK, FORM.mask_dtype, FORM)
 
 
 @triton.jit
-def pointer(row, at: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr):
+def pointer(row, column: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """An address of the table as a pointer."""
-    address = tl.load(row + at).to(tl.pointer_type(DTYPE))
-    return tl.multiple_of(address, 16) if FORM.aligned else address
+    address = tl.load(row + column).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(address, 16) if FORM.alignment else address
 
 
 @triton.jit
-def stored(part, scores, kept, FORM: tl.constexpr):
-    """Where an update's stored scores and decisions begin."""
-    offset = tl.load(part + OFFSET)
-    if FORM.aligned:
-        offset = multiple(offset, 16)
-    return scores + offset, kept + offset
-
-
-@triton.jit
-def ends(part, member, scores, kept, FORM: tl.constexpr):
-    """Where values and mask begin: a member's, or with FORM.stored those of the stored rows."""
+def values_and_mask(part, member, scores, kept, FORM: tl.constexpr):
+    """Pointers to values and mask: a member's, or with FORM.stored those of stored scores and decisions."""
     if FORM.stored:
-        values, mask = stored(part, scores, kept, FORM)
+        offset = tl.load(part + OFFSET)
+        if FORM.alignment:
+            offset = divisible(offset, 16)
+        values, mask = scores + offset, kept + offset
     else:
         values, mask = values_of(member, FORM), mask_of(member, FORM)
     return values, mask
@@ -145,39 +143,57 @@ def ends(part, member, scores, kept, FORM: tl.constexpr):
 
 @triton.jit
 def slots_of(part, first, FORM: tl.constexpr):
-    """The TILE slots of a program, counted row by row: scope, block, and which of them exist."""
+    """The TILE slots of a program, counted row by row: their scopes, their blocks, and which of them exist."""
     slot = first * FORM.tile + tl.arange(0, FORM.tile)
-    width = evenly(part, BLOCKS, FORM)
+    width = count_field(part, BLOCKS, FORM)
     return slot // width, slot % width, slot < field(part, ROWS, FORM) * width
 
 
 @triton.jit
-def begins(part, member, scope, block, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Where the blocks of slots begin in a member's values, or in its mask."""
-    return reach(part, member, scope, SCOPE, MASKED, FORM) + reach(part, member, block, BLOCK, MASKED, FORM)
+def stored_slots(part, scope, block):
+    """Indices of slots among stored scores and decisions."""
+    return tl.load(part + OFFSET) + scope * tl.load(part + WIDTH) + tl.load(part + COLUMN) + block
 
 
 @triton.jit
-def block_tile(part, member, first, begin, lies, real, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Addresses of CHUNK elements of each slot's block, and which exist; one run of memory where FORM is flat.
+def block_offsets(part, member, scope, block, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Offsets of the blocks of slots in a member's values, or in its mask."""
+    return offset_of(part, member, scope, SCOPE, MASKED, FORM) + offset_of(part, member, block, BLOCK, MASKED, FORM)
 
-    Args:
-        part, member: lines of the table.
-        first: the program's number within the part.
-        begin: first element.
-        lies: where the blocks begin.
-        real: which slots exist.
-        MASKED: in the mask, else in the values.
-        FORM: what is known when compiling.
+
+@triton.jit
+def block_tile(part, member, first, begin, base, real, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Offsets of CHUNK elements, from `begin` on, of blocks that start at `base`, and which of them exist.
+
+    The tile is contiguous where FORM states so.
     """
-    if FORM.flat:
+    if FORM.contiguous:
         at = first * (FORM.tile * FORM.chunk) + tl.arange(0, FORM.tile * FORM.chunk)
-        seen = at < field(part, ROWS, FORM) * evenly(part, BLOCKS, FORM) * FORM.chunk
+        exists = at < field(part, ROWS, FORM) * count_field(part, BLOCKS, FORM) * FORM.chunk
     else:
-        element, there = elements_at(member, begin, FORM)
-        at = lies[:, None] + reach(part, member, element, ELEMENT, MASKED, FORM)[None, :]
-        seen = real[:, None] & there[None, :]
-    return at, seen
+        element, in_block = elements_at(member, begin, FORM)
+        at = base[:, None] + offset_of(part, member, element, ELEMENT, MASKED, FORM)[None, :]
+        exists = real[:, None] & in_block[None, :]
+    return at, exists
+
+
+@triton.jit
+def scope_tile(part, member, first, scope, real, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Offsets [TILE, PADDED, CHUNK] in values or mask, and which exist; contiguous where FORM states so."""
+    if FORM.contiguous:
+        volume: tl.constexpr = FORM.padded * FORM.chunk
+        at = first * (FORM.tile * volume) + tl.arange(0, FORM.tile * volume)
+        exists = at < count_field(part, ROWS, FORM) * volume
+    else:
+        block = tl.arange(0, FORM.padded)
+        element, in_block = elements_at(member, 0, FORM)
+        at = (
+            offset_of(part, member, scope, SCOPE, MASKED, FORM)[:, None, None]
+            + offset_of(part, member, block, BLOCK, MASKED, FORM)[None, :, None]
+            + offset_of(part, member, element, ELEMENT, MASKED, FORM)[None, None, :]
+        )
+        exists = real[:, :, None] & in_block[None, None, :]
+    return at, exists
 
 
 @triton.jit
@@ -191,9 +207,9 @@ def elements_at(member, begin, FORM: tl.constexpr):
         found = at * 0
         real = at >= 0
         for k in tl.static_range(len(FORM.sides)):
-            index, there = place_in_tree((at // FORM.sides[k][2]) % FORM.sides[k][1], FORM.sides[k][0])
+            index, exists = index_in_tree((at // FORM.sides[k][2]) % FORM.sides[k][1], FORM.sides[k][0])
             found += index * FORM.sides[k][3]
-            real = real & there
+            real = real & exists
     else:
         found = at
         real = at < elements_of(member, FORM)
@@ -201,13 +217,13 @@ def elements_at(member, begin, FORM: tl.constexpr):
 
 
 @triton.jit
-def place_in_tree(position, SIDE: tl.constexpr):
-    """Which of SIDE elements stands at a position of their halving tree, and whether one does."""
+def index_in_tree(position, SIDE: tl.constexpr):
+    """Which of SIDE elements is at a position of their halving tree, and whether one is."""
     found = position * 0
     real = position >= 0
     levels: tl.constexpr = (SIDE - 1).bit_length()
     for j in tl.static_range(levels):
-        # after k folds of n elements ceil(n / 2^k) = ((n - 1) >> k) + 1 are left
+        # after k halvings of n elements ceil(n / 2^k) = ((n - 1) >> k) + 1 are left
         found += ((position >> j) & 1) * (((SIDE - 1) >> (levels - j)) + 1)
         real = real & (found <= ((SIDE - 1) >> (levels - j - 1)))
     return found, real
@@ -216,26 +232,61 @@ def place_in_tree(position, SIDE: tl.constexpr):
 @triton.jit
 def elements_of(member, FORM: tl.constexpr):
     """Elements of a member's block."""
-    return multiple(field(member, ELEMENTS, FORM), FORM.chunk if FORM.whole else 1)
+    return divisible(field(member, ELEMENTS, FORM), FORM.chunk if FORM.whole_chunks else 1)
 
 
 @triton.jit
-def budget(part, rows, valid, EACH: tl.constexpr):
-    """Blocks kept in each of `rows`, int64, read from device memory; one number without EACH."""
+def budget(part, rows, valid, PER_SCOPE: tl.constexpr):
+    """Blocks kept in each of `rows`, int64, read from device memory; one number without PER_SCOPE."""
     first = tl.load(part + KEEP).to(tl.pointer_type(tl.int64))
-    return tl.load(first + rows * tl.load(part + KEEP_STEP), mask=valid, other=0) if EACH else tl.load(first)
+    return tl.load(first + rows * tl.load(part + KEEP_STEP), mask=valid, other=0) if PER_SCOPE else tl.load(first)
 
 
 @triton.jit
-def as_mask(chosen, DTYPE: tl.constexpr):
-    """Decisions as numbers of the mask's dtype; bf16 by way of float32, which the interpreter gets right."""
-    return chosen.to(tl.float32).to(DTYPE) if tl.bfloat16 == DTYPE else chosen.to(DTYPE)
-
-
-@triton.jit
-def marked(at, chosen, seen, FORM: tl.constexpr):
+def write_mask(at, chosen, exists, FORM: tl.constexpr):
     """Write decisions to a mask; a later stage only removes."""
     if FORM.among_kept:
-        tl.store(at, tl.where(chosen, tl.load(at, mask=seen, other=0), 0), mask=seen)
+        tl.store(at, tl.where(chosen, tl.load(at, mask=exists, other=0), 0), mask=exists)
+    elif tl.bfloat16 == FORM.mask_dtype:
+        tl.store(at, chosen.to(tl.float32).to(tl.bfloat16), mask=exists)  # the interpreter converts no integer to bf16
     else:
-        tl.store(at, as_mask(chosen, FORM.mask_dtype), mask=seen)
+        tl.store(at, chosen.to(FORM.mask_dtype), mask=exists)
+
+
+@triton.jit
+def row_pointers(part, member, row, scores, kept, FORM: tl.constexpr):
+    """Pointers to a row's first value and first mask element; `row` is int64, because rows may be far apart."""
+    values, mask = values_and_mask(part, member, scores, kept, FORM)
+    values += offset_of(part, member, row, SCOPE, False, FORM)
+    return values, mask + offset_of(part, member, row, SCOPE, True, FORM)
+
+
+@triton.jit
+def row_keys(part, member, values, mask, slot, real, FORM: tl.constexpr):
+    """Keys of these slots of a row; 0 where there is none or an earlier stage pruned it."""
+    at = offset_of(part, member, slot, BLOCK, False, FORM)
+    keys = order_key(tl.load(values + at, mask=real, other=0.0), FORM.signed)
+    if FORM.among_kept:
+        mask_at = offset_of(part, member, slot, BLOCK, True, FORM)
+        real = real & (tl.load(mask + mask_at, mask=real, other=0) != 0)
+    return tl.where(real, keys, 0).to(tl.uint32)
+
+
+@triton.jit
+def span_of(starts, parts, members, scores, kept, PARTS: tl.constexpr, FORM: tl.constexpr):
+    """Part, member, pointers to the row's values and mask, row, its state, span, and the span's record."""
+    index, part, local = part_of_program(starts, parts, PARTS, True)
+    spans = tl.load(part + SPANS)
+    row, span = local // spans, local % spans
+    member = members + index * MEMBER_FIELDS
+    values, mask = row_pointers(part, member, row, scores, kept, FORM)
+    entry = tl.load(part + SPAN_ORIGIN) + row * tl.load(part + ROW_SPANS) + tl.load(part + SPAN) + span
+    return part, member, values, mask, row, tl.load(part + STATE) + row, span, entry
+
+
+@triton.jit
+def slots_of_span(part, span, length, FORM: tl.constexpr):
+    """First slot of a span of `length` tiles, the slot after its last one, and the slots of the row."""
+    blocks = count_field(part, BLOCKS, FORM)
+    begin = (span if FORM.big else span.to(tl.int32)) * (length * FORM.tile)
+    return begin, begin + tl.minimum(length * FORM.tile, blocks - begin), blocks

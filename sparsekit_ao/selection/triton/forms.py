@@ -1,19 +1,52 @@
-"""What a kernel is specialised on, and how it is launched: the one table of warps and registers.
+"""What a kernel is specialised on at compile time (`Form`), which form a part gets, and the options of a launch.
 
 Launchers and the ahead-of-time tests both go through `run`, so that what is tested is what runs.
 """
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["REGISTERS", "TYPES", "Form", "options_of", "run"]
+from ..update import Update
+from .parts import Part, power_of_two
 
-REGISTERS = 128  # of a thread, so that an SM holds 16 warps; left to itself the assembler takes fewer, and spills
+__all__ = ["REGISTERS", "Form", "Limits", "block_form", "fused_form", "is_fused", "options_of", "row_form", "run"]
+
+REGISTERS = 128  # of a thread, so that an SM holds 16 warps; without a limit the assembler uses fewer, and spills
+SECTOR = 32  # bytes that one memory transaction reads
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sizes at which another kernel is chosen; tests make them small.
+
+    Attributes:
+        fused: elements of the largest scope that one program takes, padded to powers of two.
+        tile: elements that a program holds at a time; a power of two, for long rows at least 16.
+        block: elements of a block that are added up at a time; a power of two. Sums depend on it.
+        held: elements of the largest block that one program takes whole.
+        narrow: fewest slots of rows, together, for which samples are drawn and the rows narrowed.
+        samples: keys sampled from such a row at most, and a quarter of it at most; a power of two.
+        programs: programs of a long launch.
+        big: compute offsets in 64 bits whatever the size.
+    """
+
+    fused: int = 1 << 14
+    tile: int = 1 << 12
+    block: int = 1 << 9
+    held: int = 1 << 10
+    narrow: int = 1 << 18
+    samples: int = 1 << 13
+    programs: int = 1 << 11
+    big: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,34 +55,34 @@ class Form:
 
     Attributes:
         dtype, mask_dtype: of values and masks, as Triton names them.
-        nests: loops over scope, block and element.
-        units: whether innermost strides are 1: of scopes, blocks and elements, of values and masks.
-        aligned: power of two (16 at most) that divides addresses and strides; 0 if memory starts anywhere.
-        big: addresses are counted in 64 bits.
-        members: tensors whose blocks share one fate.
+        nests: number of loops over scope, block and element.
+        unit_strides: whether innermost strides are 1: of scopes, blocks and elements, each of values, then of masks.
+        alignment: power of two (16 at most) that divides addresses and strides; 0 if memory starts anywhere.
+        big: offsets have 64 bits.
+        members: block-coupled tensors.
         inner: the innermost element loop where all members share it, else 0.
         tile: scopes, slots or keys that a program holds at a time.
         width, padded: blocks of a scope that a program takes whole, and the power of two above.
         chunk: elements of a block that are read at a time, a power of two.
-        sides: sides of a block of which some is no power of two: each with the power of two above, and how far the next
-            of it lies among positions and among elements; else nothing.
+        sides: empty if all sides of a block are powers of two; else for each side its size, the power of two above, and
+            its stride among tree positions and among elements.
         norm: "1", "2" or "inf".
         single: a block is one element of one tensor, so that its score is |x| as it is.
-        signed, bits: keys of either sign; bits of a key.
-        stage: choose among what the mask still holds.
+        signed, bits: scores have signs; bits of a key.
+        among_kept: choose among what the mask still keeps.
         stored: rows of stored scores, not weights.
-        flat: a tile is one run of memory in values and mask alike.
-        long, whole: blocks take more than one chunk; blocks are made of whole ones.
-        each: every scope has a budget (or threshold) of its own.
-        even: counts are multiples of 16, so that vectors stay whole.
+        contiguous: a tile is contiguous in values and mask alike.
+        chunked, whole_chunks: blocks take more than one chunk; block sizes are multiples of the chunk.
+        per_scope: every scope has its own budget (or threshold).
+        counts_16: counts are multiples of 16, so that accesses stay vectors.
         narrow: long rows are sampled and narrowed first.
     """
 
     dtype: Any
     mask_dtype: Any
     nests: tuple[int, ...]
-    units: tuple[bool, ...]
-    aligned: int
+    unit_strides: tuple[bool, ...]
+    alignment: int
     big: bool
     members: int = 1
     inner: int = 0
@@ -64,24 +97,132 @@ class Form:
     bits: int = 31
     among_kept: bool = False
     stored: bool = False
-    flat: bool = False
-    long: bool = False
-    whole: bool = False
-    each: bool = False
-    even: bool = False
+    contiguous: bool = False
+    chunked: bool = False
+    whole_chunks: bool = False
+    per_scope: bool = False
+    counts_16: bool = False
     narrow: bool = False
 
 
-def run(kernel: Any, programs: int, *arguments: Any, form: Form, **constants: Any) -> None:
-    """Launch a kernel on `programs` programs.
+@lru_cache(maxsize=4096)
+def row_form(part: Part, among_kept: bool, limits: Limits, *, stored: bool = False, signed: bool = False) -> Form:
+    """What the kernels for long rows are specialised on."""
+    more = {"signed": signed, "bits": key_bits(part.dtype, signed), "stored": stored}
+    return _form(part, among_kept, False, tile=limits.tile, counts_16=part.width % 16 == 0, **more)
 
-    Args:
-        kernel: of this folder.
-        programs: how many.
-        arguments: in the kernel's order, up to its constants.
-        form: what it is specialised on; decides on warps and registers too.
-        constants: its further compile-time arguments.
+
+@lru_cache(maxsize=4096)
+def fused_form(
+    part: Part, norm: str, among_kept: bool, per_scope: bool, limits: Limits, stored: bool = False, signed: bool = False
+) -> Form:
+    """What the fused kernel is specialised on."""
+    padded, (chunk, sides) = power_of_two(part.width), tree_of(part, limits)
+    return _form(
+        part,
+        among_kept,
+        part.contiguous and part.width == padded and part.elements == chunk,
+        tile=max(1, limits.tile // (padded * chunk)),
+        width=part.width,
+        padded=padded,
+        chunk=chunk,
+        sides=sides,
+        norm=norm,
+        signed=signed,
+        bits=key_bits(part.dtype, signed) if part.single else 31,
+        stored=stored,
+        whole_chunks=all(m.elements.count == chunk for m in part.members),
+        per_scope=per_scope,
+        counts_16=part.rows % 16 == 0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def block_form(
+    part: Part,
+    norm: str,
+    among_kept: bool,
+    limits: Limits,
+    contiguous: bool = True,
+    per_scope: bool = False,
+    held: int = 0,
+) -> Form:
+    """What kernels over blocks are specialised on: scores, masks, thresholds.
+
+    `contiguous` permits contiguous tiles; blocks of at most `held` elements are read in one chunk.
     """
+    elements, sides = tree_of(part, limits)
+    chunk = elements if elements <= held else min(elements, limits.block)
+    # Where neighbours in memory are other blocks, not other elements, a tile takes enough blocks to use whole sectors.
+    across = any(m.block[0][-1:] == (1,) and m.elements.strides[0][-1:] != (1,) for m in part.members)
+    return _form(
+        part,
+        among_kept,
+        contiguous and part.contiguous and part.elements == chunk,
+        tile=max(limits.tile // chunk, SECTOR // part.dtype.itemsize if across else 1),
+        chunk=chunk,
+        sides=sides,
+        norm=norm,
+        chunked=part.elements > chunk,
+        whole_chunks=all(m.elements.count % chunk == 0 for m in part.members),
+        per_scope=per_scope,
+        counts_16=part.width % 16 == 0,
+    )
+
+
+def _form(part: Part, among_kept: bool, contiguous: bool, **more: Any) -> Form:
+    return Form(
+        dtype=TYPES[part.dtype],
+        mask_dtype=TYPES[part.mask_dtype],
+        nests=part.nests,
+        unit_strides=part.unit_strides,
+        alignment=part.alignment(contiguous),
+        big=part.big,
+        members=len(part.members),
+        inner=part.inner,
+        single=part.single,
+        among_kept=among_kept,
+        contiguous=contiguous,
+        **more,
+    )
+
+
+def is_fused(part: Part, among_kept: bool, limits: Limits) -> bool:
+    """Whether a program takes scopes of this part whole."""
+    largest = limits.fused // (1 + (part.big and among_kept))  # 64-bit offsets take the registers of half the tile
+    chunk, _ = tree_of(part, limits)
+    return power_of_two(part.width) * chunk <= largest and chunk <= limits.held
+
+
+def tree_of(part: Part, limits: Limits) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
+    """Positions of a block's halving tree, a power of two; and `Form.sides`, empty where the tree has no gaps.
+
+    Blocks of more than `limits.block` positions are padded at the end instead.
+    """
+    padded = [power_of_two(n) for n in part.block]
+    if prod(padded) > limits.block or tuple(padded) == part.block:
+        return power_of_two(part.elements), ()
+    sides = ((side, padded[k], prod(padded[k + 1 :]), prod(part.block[k + 1 :])) for k, side in enumerate(part.block))
+    return max(prod(padded), power_of_two(part.elements)), tuple(sides)
+
+
+def key_bits(dtype: torch.dtype, signed: bool) -> int:
+    """Bits of a key: one less for magnitudes, which have no sign."""
+    return (32 if dtype == torch.float32 else 16) - (not signed)
+
+
+def norm_name(update: Update) -> str:
+    """An update's norm as `Form.norm`."""
+    return "inf" if update.norm == math.inf else str(update.norm).removesuffix(".0")
+
+
+def is_per_scope(keep: int | Tensor) -> bool:
+    """Whether every scope has its own budget."""
+    return isinstance(keep, Tensor) and keep.numel() > 1
+
+
+def run(kernel: Any, programs: int, *arguments: Any, form: Form, **constants: Any) -> None:
+    """Launch a kernel on `programs` programs: its arguments in order, then its form and further constants."""
     options = options_of(kernel.__name__, form)
     kernel[(programs,)](*arguments, **({"FORM": form} if "FORM" in kernel.arg_names else {}), **constants, **options)
 
@@ -89,28 +230,28 @@ def run(kernel: Any, programs: int, *arguments: Any, form: Form, **constants: An
 def options_of(kernel: str, form: Form) -> dict[str, Any]:
     """Warps of a program and registers of a thread.
 
-    A thread holds 32 elements, 16 where addresses take many registers too. Products are never fused with sums, so
+    A thread holds 32 elements, 16 where offsets take many registers too. Products are never fused with sums, so
     that bits are the reference's.
     """
-    crowded = form.big or form.among_kept or not form.aligned or max(form.nests[1:]) > 1
-    options: dict[str, Any] = {"num_warps": 8, "maxnreg": REGISTERS, "enable_fp_fusion": False}
+    warps = 8
     if kernel == "fused_kernel":
-        each = 1024 if form.flat else 512 if form.whole else 256
-        options["num_warps"] = _warps(form.tile * form.padded * form.chunk, each)
-        del options["maxnreg"]  # here it is the other way round
+        warps = _warps(
+            form.tile * form.padded * form.chunk, 1024 if form.contiguous else 512 if form.whole_chunks else 256
+        )
     elif kernel in ("score_kernel", "fill_kernel", "threshold_kernel"):
         spread = form.big or form.members > 1 or kernel == "threshold_kernel"
-        each = 1024 if not spread else 256 if form.big and form.members > 1 else 512
-        options["num_warps"] = _warps(form.tile * form.chunk, each)
+        warps = _warps(form.tile * form.chunk, 1024 if not spread else 256 if form.big and form.members > 1 else 512)
     elif kernel == "condition_kernel":
-        options["num_warps"] = _warps(form.tile * form.chunk, 256 if form.big else 512)
+        warps = _warps(form.tile * form.chunk, 256 if form.big else 512)
     elif kernel == "sample_kernel":
-        options["num_warps"] = 4
+        warps = 4
     elif kernel in ("narrow_kernel", "mark_kernel"):
-        options["num_warps"] = 16 if crowded else 8
-    return options
+        costly_offsets = form.big or form.among_kept or not form.alignment or max(form.nests[1:]) > 1
+        warps = 16 if costly_offsets else 8
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    return options if kernel == "fused_kernel" else options | {"maxnreg": REGISTERS}  # that one spills with a limit
 
 
-def _warps(held: int, each: int) -> int:
-    """Warps of a program that holds so many elements, `each` of them a warp."""
-    return min(16, max(4, held // each))
+def _warps(held: int, elements: int) -> int:
+    """Warps of a program that holds so many elements, `elements` per warp."""
+    return min(16, max(4, held // elements))

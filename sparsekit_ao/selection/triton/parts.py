@@ -1,28 +1,24 @@
-"""What a kernel must know of one group of scopes, as plain numbers: sizes, strides, and what they allow.
-
-Lowers `Scopes` through `nests`. Knows no kernel and launches nothing.
-"""
+"""`Scopes` lowered through `nests` to what kernels are given: sizes, strides, and what those permit at compile time."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
 
 import torch
-from torch import Tensor
 
 from ..nests import Nest, Nests, lower
 from ..strides import Shape, cosize
-from ..tiling import Blocks, Scopes
+from ..tiling import Scopes
 
 __all__ = ["LOOPS", "Member", "Part", "power_of_two", "starts_of", "strided_part", "to_part"]
 
-LOOPS = 6  # longest nest that the table has room for
-BIG = (1 << 31) - (1 << 20)  # from here on in 64 bits: a last tile may reach beyond its tensor
+LOOPS = 6  # most loops of a nest: the columns that the tables have for it
+BIG = (1 << 31) - (1 << 20)  # elements from which offsets take 64 bits: a last tile may reach beyond its tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One tensor's share: its strides along scope, block and element (values, then mask)."""
+    """One tensor of a part: its strides over scopes, blocks and elements, each of values, then of the mask."""
 
     elements: Nest
     scope: tuple[Shape, Shape]
@@ -31,16 +27,16 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The scopes of one group, wherever they lie.
+    """What is known of one `Scopes`, but for addresses.
 
     Attributes:
-        members: tensors whose blocks share one fate.
+        members: block-coupled tensors.
         scope_sizes: loops over scopes.
         block_sizes: loops over the blocks of a scope.
         dtype: of all members' values.
         mask_dtype: of all members' masks (uint8 for bool).
-        big: whether some address needs 64 bits.
-        level: whether all memory starts at a multiple of 16 bytes.
+        big: whether some offset needs 64 bits.
+        aligned: whether all memory starts at a multiple of 16 bytes.
         block: sides of a block longer than 1, outermost first, where all members share them.
     """
 
@@ -50,7 +46,7 @@ class Part:
     dtype: torch.dtype
     mask_dtype: torch.dtype
     big: bool
-    level: bool
+    aligned: bool
     block: Shape = ()
 
     @property
@@ -70,11 +66,11 @@ class Part:
 
     @cached_property
     def in_memory_order(self) -> "Part":
-        """The same scopes counted so that neighbours lie next to each other; only where no scope has its own number."""
-        steps = [walk for m in self.members for walk in m.scope]
-        order = sorted(range(len(self.scope_sizes)), key=lambda k: -steps[0][k])
+        """The same scopes in order of descending strides; not for scopes with their own budgets, which go by index."""
+        strides = [own for m in self.members for own in m.scope]
+        order = sorted(range(len(self.scope_sizes)), key=lambda k: -strides[0][k])
         sizes = tuple(self.scope_sizes[k] for k in order)
-        nest = Nest(sizes=sizes, strides=tuple(tuple(walk[k] for k in order) for walk in steps)).coalesced()
+        nest = Nest(sizes=sizes, strides=tuple(tuple(own[k] for k in order) for own in strides)).coalesced()
         members = [replace(m, scope=_pair(nest, (2 * at, 2 * at + 1))) for at, m in enumerate(self.members)]
         return replace(self, members=tuple(members), scope_sizes=nest.sizes)
 
@@ -85,7 +81,7 @@ class Part:
 
     @property
     def nests(self) -> Shape:
-        """Loops over scope, block and element."""
+        """Number of loops over scope, block and element."""
         return len(self.scope_sizes), len(self.block_sizes), max(len(m.elements.sizes) for m in self.members)
 
     @property
@@ -95,19 +91,14 @@ class Part:
         return next(iter(sizes))[0] if self.nests[2] > 1 and len(sizes) == 1 else 0
 
     @property
-    def units(self) -> tuple[bool, ...]:
-        """Whether the innermost stride is 1: for scope, block and element, of values and of masks."""
-        walks = [(m.scope[t], m.block[t], m.elements.strides[t]) for t in (0, 1) for m in self.members]
-        half = len(self.members)
-        return tuple(
-            all(steps[level][-1:] == (1,) for steps in walks[t * half : (t + 1) * half])
-            for level in range(3)
-            for t in (0, 1)
-        )
+    def unit_strides(self) -> tuple[bool, ...]:
+        """Whether the innermost stride is 1: over scopes, blocks and elements, each of values, then of masks."""
+        strides = [(*m.scope, *m.block, *m.elements.strides) for m in self.members]
+        return tuple(all(own[-1:] == (1,) for own in column) for column in zip(*strides, strict=True))
 
     @property
-    def flat(self) -> bool:
-        """Whether scopes, blocks and elements follow each other in memory without a gap, in values and mask alike."""
+    def contiguous(self) -> bool:
+        """Whether scopes, blocks and elements are contiguous in this order, in values and mask alike."""
         m = self.members[0]
         whole = Nest(
             sizes=self.scope_sizes + self.block_sizes + m.elements.sizes,
@@ -115,101 +106,85 @@ class Part:
         ).coalesced()
         return len(self.members) == 1 and whole.strides in (((1,), (1,)), ((), ()))
 
-    def aligned(self, flat: bool) -> int:
-        """Of what power of two (16 at most) strides and runs of memory are multiples; 0 if memory starts anywhere.
+    def alignment(self, contiguous: bool) -> int:
+        """The power of two (16 at most) that divides strides and loops over memory; 0 if memory starts anywhere.
 
-        Memory that is one `flat` run has none.
+        Tiles of `contiguous` memory have no strides.
         """
-        if not self.level:
+        if not self.aligned:
             return 0
-        if flat:
+        if contiguous:
             return 16
         read = [  # strides that are read from the table; an innermost 1 that all members share is not
-            walk[:-1] if unit else walk
+            own[:-1] if unit else own
             for m in self.members
-            for unit, walk in zip(self.units, (*m.scope, *m.block, *m.elements.strides), strict=True)
+            for unit, own in zip(self.unit_strides, (*m.scope, *m.block, *m.elements.strides), strict=True)
         ]
-        runs = [  # sizes of innermost loops along memory, where vectors must end with the loop
+        scope, block, element = (any(self.unit_strides[k : k + 2]) for k in (0, 2, 4))
+        loops = [  # sizes of innermost loops along memory, where vectors must end with the loop
             sizes[-1]
-            for sizes, units in ((self.scope_sizes, self.units[:2]), (self.block_sizes, self.units[2:4]))
-            if len(sizes) > 1 and any(units)
+            for sizes, unit in ((self.scope_sizes, scope), (self.block_sizes, block))
+            if len(sizes) > 1 and unit
         ]
-        if self.nests[2] > 1 and any(self.units[4:]):  # a member of fewer loops is walked by as many as the widest
-            runs += [m.elements.sizes[-1] for m in self.members if m.elements.sizes]
-        return gcd(16, *(d for walk in read for d in walk), *runs)
+        if self.nests[2] > 1 and element:  # a member of fewer loops is addressed by as many as the one with most
+            loops += [m.elements.sizes[-1] for m in self.members if m.elements.sizes]
+        return gcd(16, *(d for own in read for d in own), *loops)
 
 
 def to_part(scopes: Scopes, *, big: bool) -> Part:
-    """Lower a group of scopes; members without a mask (or without values) get the other's strides.
+    """Lower scopes; members without a mask (or without values) get the other's strides.
 
     Args:
         scopes: nothing partial; every member has values or a mask.
-        big: count addresses in 64 bits even where 32 would do.
+        big: compute offsets in 64 bits even where 32 would do.
     """
-    far = any(_reaches_far(t) for m in scopes.members for t in (m.values, m.mask))
-    level = not any(start % 16 for pair in starts_of(scopes) for start in pair)
-    both = tuple(m.values is not None and m.mask is not None for m in scopes.members)
-    dtype = scopes.members[0].window.dtype
+    tensors = [t for m in scopes.members for t in (m.values, m.mask) if t is not None]
+    far = any(cosize(tuple(t.shape), t.stride()) >= BIG for t in tensors)
+    aligned = not any(start % 16 for pair in starts_of(scopes) for start in pair)
+    first = scopes.members[0]
+    mask_dtype = torch.uint8 if first.mask is None or first.mask.dtype == torch.bool else first.mask.dtype
     blocks = {tuple(n for n in m.shape if n > 1) for m in scopes.members}
     block = next(iter(blocks)) if len(blocks) == 1 else ()
-    return _part(lower(scopes), both, dtype, _stored(scopes.members[0]), big or far, level, block)
+    return _part(lower(scopes), (first.window.dtype, mask_dtype), big or far, aligned, block)
 
 
 @lru_cache(maxsize=4096)
-def _part(
-    nests: Nests,
-    both: tuple[bool, ...],
-    dtype: torch.dtype,
-    mask_dtype: torch.dtype,
-    big: bool,
-    level: bool,
-    block: Shape,
-) -> Part:
+def _part(nests: Nests, dtypes: tuple[torch.dtype, torch.dtype], big: bool, aligned: bool, block: Shape) -> Part:
     members, at = [], 0
-    for has_both, elements in zip(both, nests.elements, strict=True):
-        places = (at, at + 1) if has_both else (at, at)
-        at += 2 if has_both else 1
-        members.append(
-            Member(
-                elements=Nest(sizes=elements.sizes, strides=(elements.strides[0], elements.strides[-1])),
-                scope=_pair(nests.scope, places),
-                block=_pair(nests.block, places),
-            )
-        )
+    for nest in nests.elements:
+        pair = (at, at + len(nest.strides) - 1)  # the member's values and mask among all tensors, or the one it has
+        at += len(nest.strides)
+        elements = Nest(sizes=nest.sizes, strides=(nest.strides[0], nest.strides[-1]))
+        members.append(Member(elements=elements, scope=_pair(nests.scope, pair), block=_pair(nests.block, pair)))
     return Part(
         members=tuple(members),
         scope_sizes=nests.scope.sizes,
         block_sizes=nests.block.sizes,
-        dtype=dtype,
-        mask_dtype=mask_dtype,
+        dtype=dtypes[0],
+        mask_dtype=dtypes[1],
         big=big,
-        level=level,
+        aligned=aligned,
         block=block,
     )
 
 
 def starts_of(scopes: Scopes) -> tuple[Shape, ...]:
-    """Where each member's values and mask begin in memory; 0 for what it lacks."""
+    """Addresses of each member's values and mask; 0 for what it lacks."""
     return tuple(tuple(0 if t is None else t.data_ptr() for t in (m.values, m.mask)) for m in scopes.members)
 
 
-def strided_part(rows: int, width: int, stride: Shape, *, dtype: torch.dtype, big: bool, level: bool = True) -> Part:
-    """Rows of stored scores as single elements; decisions lie row by row, without gaps."""
-    sizes = (rows, width)
-    member = Member(
-        elements=Nest(sizes=(), strides=((), ())),
-        scope=((stride[0],), (width,)),
-        block=((stride[1],), (1,)),
-    )
-    far = max(cosize(sizes, stride), rows * width) >= BIG
+def strided_part(rows: int, width: int, stride: Shape, *, dtype: torch.dtype, big: bool, aligned: bool = True) -> Part:
+    """Rows of stored scores as single elements; decisions are contiguous."""
+    scope, block = ((stride[0],), (width,)), ((stride[1],), (1,))
+    far = max(cosize((rows, width), stride), rows * width) >= BIG
     return Part(
-        members=(member,),
+        members=(Member(elements=Nest(sizes=(), strides=((), ())), scope=scope, block=block),),
         scope_sizes=(rows,),
         block_sizes=(width,),
         dtype=dtype,
         mask_dtype=torch.uint8,
         big=big or far,
-        level=level,
+        aligned=aligned,
     )
 
 
@@ -222,14 +197,5 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _pair(nest: Nest, places: Shape) -> tuple[Shape, Shape]:
-    return nest.strides[places[0]], nest.strides[places[1]]
-
-
-def _stored(m: Blocks) -> torch.dtype:
-    dtype = torch.uint8 if m.mask is None else m.mask.dtype
-    return torch.uint8 if dtype == torch.bool else dtype
-
-
-def _reaches_far(t: Tensor | None) -> bool:
-    return t is not None and cosize(tuple(t.shape), t.stride()) >= BIG
+def _pair(nest: Nest, tensors: Shape) -> tuple[Shape, Shape]:
+    return nest.strides[tensors[0]], nest.strides[tensors[1]]

@@ -1,225 +1,314 @@
-"""Which kernels an update takes, and which updates share a launch.
+"""Which kernels an update takes, which updates share a launch, and the tables that a launch reads.
 
-Three ways, by the size of a scope: all in one kernel; scores stored, then selected a row at a time; a radix select
-over rows of any length. Parts of the same form (dtype, loops, norm, ...) go into one launch, however many tensors
-they are.
+By the size of a scope: one kernel for everything; or scores stored, then selected one row per program; or a radix
+select over rows of any length. Parts of the same form (dtype, loops, norm, ...) share a launch, however many tensors
+they are. A table is a list of integers, with the columns of `device`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ..strides import Shape
 from ..update import Update
-from .forms import Form
+from .device import LOOPS, MEMBER_FIELDS, PART_FIELDS
+from .forms import Form, Limits, block_form, fused_form, is_fused, is_per_scope, norm_name, row_form
 from .parts import Part, power_of_two, starts_of, strided_part, to_part
-from .specialise import Limits, asks, block_form, fused_form, is_fused, wide_form
-from .table import Place
 
-__all__ = ["Batch", "Family", "Plan", "make_plan", "rows_plan", "score_plan"]
+__all__ = ["Batch", "PlacedPart", "Plan", "RadixPlan", "make_plan", "rows_plan", "score_plan"]
 
-NOWHERE = ((0, 0),)  # stored rows have no address of their own
-MOST_PARTS = 512  # of a launch: each of its programs reads where all of them start, 4 KiB then
-MOST_TILES = 1023  # of a span: its counts are kept in ten bits
+NO_ADDRESSES = ((0, 0),)  # stored rows are not addressed by the table
+MOST_PARTS = 512  # of a launch: each of its programs reads where all of them start, 4 KiB at most
+MOST_TILES = 1023  # of a span: the narrowing pass counts a span's keys in ten bits
+NEVER = (1 << 63) - 1  # first program of a part that does not exist
+
+
+@dataclass(kw_only=True, eq=False)
+class PlacedPart:
+    """A part, and where its scopes are among those of all updates.
+
+    Attributes:
+        part: sizes and strides.
+        starts: addresses of values and mask of each member.
+        update: index of its update.
+        width: slots of a row, over all parts of the update.
+        column: its first slot in a row.
+        offset: the update's first slot among stored scores.
+        keep: address of the budgets, and the step from one scope's budget to the next.
+        state: the update's first row in the state of the radix select.
+        spans, span, row_spans, span_origin: its spans in a row, the first of them in the row, those of the whole row,
+            and the update's first.
+        samples, sample, row_samples: likewise for samples.
+    """
+
+    part: Part
+    starts: tuple[Shape, ...]
+    update: int
+    width: int
+    column: int
+    offset: int = 0
+    keep: tuple[int, int] = (0, 0)
+    state: int = 0
+    spans: int = 0
+    span: int = 0
+    row_spans: int = 0
+    span_origin: int = 0
+    samples: int = 0
+    sample: int = 0
+    row_samples: int = 0
+
+    def row(self) -> list[int]:
+        """Its row of the table of parts."""
+        own = self.part
+        row = [own.rows, own.width, *self.keep, self.state, self.offset, self.width, self.column]
+        row += [self.spans, self.span, self.row_spans, self.span_origin, self.samples, self.sample, self.row_samples]
+        row += [0, *_padded(own.scope_sizes), *_padded(own.block_sizes)]
+        assert len(row) == PART_FIELDS.value
+        return row
+
+    def member_rows(self) -> list[int]:
+        """Its rows of the table of members."""
+        return [n for start, fields in zip(self.starts, _member_fields(self.part), strict=True) for n in start + fields]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Parts that one launch takes.
+    """Parts of one launch.
 
     Attributes:
         form: what the kernels are specialised on.
-        places: the parts.
-        way: what a program takes: "scopes" (form.tile of them), "slots" (likewise) or a "span" of a row.
+        parts: the parts.
+        unit: what a program takes: "scopes" (form.tile of them), "slots" (likewise) or a "span" of a row.
         length: tiles of a span.
     """
 
     form: Form
-    places: tuple[Place, ...]
-    way: str
+    parts: tuple[PlacedPart, ...]
+    unit: str
     length: int = 0
 
-    def programs(self, place: Place) -> int:
-        """Programs that one of the parts takes."""
-        if self.way == "span":
-            return place.part.rows * place.spans
-        return -(-place.part.rows * (place.part.width if self.way == "slots" else 1) // self.form.tile)
+    def programs(self, placed: PlacedPart) -> int:
+        """Programs for one of the parts."""
+        if self.unit == "span":
+            return placed.part.rows * placed.spans
+        return -(-placed.part.rows * (placed.part.width if self.unit == "slots" else 1) // self.form.tile)
+
+    @property
+    def table_size(self) -> int:
+        """Integers of all its tables."""
+        count, members = len(self.parts), sum(len(p.starts) for p in self.parts)
+        return 2 * power_of_two(count) + count * PART_FIELDS.value + members * MEMBER_FIELDS.value
+
+    def tables(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """First program of each part (one program per row in the second list), part rows and member rows."""
+        return (
+            first_programs([self.programs(p) for p in self.parts]),
+            first_programs([p.part.rows for p in self.parts]),
+            [n for p in self.parts for n in p.row()],
+            [n for p in self.parts for n in p.member_rows()],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class RadixPlan:
     """Long rows that share passes and a workspace.
 
     Attributes:
         batches: one launch each, in every pass.
         rows, spans: of all of them together.
-        samples: places for the samples of a row, a power of two.
-        deep: whether a digit may be met 2^31 times.
+        samples: capacity for the samples of a row, a power of two.
+        wide_counts: whether a count of keys may exceed 31 bits.
     """
 
     batches: tuple[Batch, ...]
     rows: int
     spans: int
     samples: int
-    deep: bool
+    wide_counts: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Batches by way.
+    """All launches of a list of updates.
 
     Attributes:
         fused: scopes that a program takes whole.
         scored: blocks whose scores are stored (and whose masks are filled afterwards).
         rows: stored rows that a program takes whole.
-        wide: long rows, of weights or of stored scores.
-        slots: stored scores in all.
+        radix: long rows, of weights or of stored scores.
+        slots: stored scores in total.
     """
 
-    fused: tuple[Batch, ...]
-    scored: tuple[Batch, ...]
-    rows: tuple[Batch, ...]
-    wide: tuple[Family, ...]
-    slots: int
+    fused: tuple[Batch, ...] = ()
+    scored: tuple[Batch, ...] = ()
+    rows: tuple[Batch, ...] = ()
+    radix: tuple[RadixPlan, ...] = ()
+    slots: int = 0
 
 
-Row = list[tuple[Form, Place]]  # the parts that compete for one budget
+Parts = list[tuple[Form, PlacedPart]]
 
 
 def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
     """Sort the updates' parts into batches; updates without elements are left out."""
-    fused: Row = []
-    scored: Row = []
-    rows: Row = []
-    wide: list[Row] = []
+    fused: Parts = []
+    scored: Parts = []
+    rows: Parts = []
+    long: list[Parts] = []
     slots = 0
     for at, update in enumerate(updates):
-        places = _places(update, at, limits)
-        if places[0].width * places[0].part.rows * places[0].part.elements == 0:
+        parts, among_kept, norm = _placed_parts(update, at, limits), update.among_kept, norm_name(update)
+        per_scope, first = is_per_scope(update.keep), parts[0]
+        if first.width * first.part.rows * first.part.elements == 0:
             continue
-        if len(places) == 1 and is_fused(places[0].part, update, limits):
-            fused.append(_fused(places[0], update, limits))
-        elif _is_wide(places, limits):
-            wide.append([(wide_form(p.part, update.among_kept, limits), p) for p in places])
+        if len(parts) == 1 and is_fused(first.part, among_kept, limits):
+            part = first.part if per_scope else first.part.in_memory_order  # budgets go by the index of a scope
+            fused.append((fused_form(part, norm, among_kept, per_scope, limits), replace(first, part=part)))
+        elif _is_long(parts, limits):
+            long.append([(row_form(p.part, among_kept, limits), p) for p in parts])
         else:
-            scored += [(block_form(p.part, *asks(update)[:2], limits), replace(p, offset=slots)) for p in places]
-            width, count = places[0].width, places[0].part.rows
-            part = strided_part(count, width, (width, 1), dtype=torch.float32, big=limits.big)
-            place = Place(part=part, starts=NOWHERE, update=at, width=width, column=0, offset=slots)
-            if is_fused(part, update, limits):
-                rows.append((fused_form(part, "2", *asks(update)[1:], limits, stored=True), place))
-            else:
-                wide.append([(wide_form(part, update.among_kept, limits, stored=True), place)])
-            slots += -(-width * count // 16) * 16  # rows of the next update start aligned
+            count = first.part.rows
+            scored += [(block_form(p.part, norm, among_kept, limits), replace(p, offset=slots)) for p in parts]
+            part = strided_part(count, first.width, (first.width, 1), dtype=torch.float32, big=limits.big)
+            stored = PlacedPart(part=part, starts=NO_ADDRESSES, update=at, width=first.width, column=0, offset=slots)
+            _add_stored(stored, per_scope, among_kept, limits, rows, long, False)
+            slots += -(-first.width * count // 16) * 16  # so that rows of the next update are aligned
     return Plan(
         fused=_batched(fused, "scopes"),
         scored=_batched(scored, "slots"),
         rows=_batched(rows, "scopes"),
-        wide=_families(wide, limits),
+        radix=_radix_plans(long, limits),
         slots=slots,
     )
 
 
-def _places(update: Update, at: int, limits: Limits) -> list[Place]:
-    """An update's parts, and where each stands in a row."""
-    parts = [(to_part(g, big=limits.big), g) for g in update.groups]
-    parts = [(p, g) for p, g in parts if p.width] or parts[:1]  # a part without blocks gets no program and no sample
+def rows_plan(part: Part, keep: int | Tensor, among_kept: bool, signed: bool, limits: Limits) -> Plan:
+    """How rows of given scores are selected."""
+    placed = PlacedPart(part=part, starts=NO_ADDRESSES, update=0, width=part.width, column=0)
+    rows: Parts = []
+    long: list[Parts] = []
+    _add_stored(placed, is_per_scope(keep), among_kept, limits, rows, long, signed)
+    return Plan(rows=_batched(rows, "scopes"), radix=_radix_plans(long, limits))
+
+
+def score_plan(
+    update: Update, limits: Limits, *, contiguous: bool = True, per_scope: bool = False, held: int = 0
+) -> Plan:
+    """How the blocks of an update's only `Scopes` are scored, or thresholded; see `block_form`."""
+    (scopes,) = update.groups
+    part = to_part(scopes, big=limits.big)
+    form = block_form(
+        part, norm_name(update), update.among_kept, limits, contiguous=contiguous, per_scope=per_scope, held=held
+    )
+    placed = PlacedPart(part=part, starts=starts_of(scopes), update=0, width=part.width, column=0)
+    return Plan(scored=_batched([(form, placed)], "slots"), slots=part.rows * part.width)
+
+
+def first_programs(programs: Sequence[int]) -> list[int]:
+    """The first program of each part, padded to a power of two.
+
+    >>> first_programs([2, 3, 1])[:3]
+    [0, 2, 5]
+    """
+    firsts = list(accumulate(programs, initial=0))[:-1]
+    return firsts + [NEVER] * (power_of_two(len(programs)) - len(programs))
+
+
+def _placed_parts(update: Update, at: int, limits: Limits) -> list[PlacedPart]:
+    """An update's parts, and the column of each in a row."""
+    parts = [(to_part(s, big=limits.big), s) for s in update.groups]
+    parts = [(p, s) for p, s in parts if p.width] or parts[:1]  # a part without blocks gets no program and no sample
     width = sum(p.width for p, _ in parts)
     columns = accumulate((p.width for p, _ in parts[:-1]), initial=0)
     return [
-        Place(part=p, starts=starts_of(g), update=at, width=width, column=c)
-        for (p, g), c in zip(parts, columns, strict=True)
+        PlacedPart(part=p, starts=starts_of(s), update=at, width=width, column=c)
+        for (p, s), c in zip(parts, columns, strict=True)
     ]
 
 
-def _fused(place: Place, update: Update, limits: Limits) -> tuple[Form, Place]:
-    """Scopes go as they lie in memory, unless they have numbers because each has a budget of its own."""
-    norm, among_kept, each = asks(update)
-    part = place.part if each else place.part.in_memory_order
-    return fused_form(part, norm, among_kept, each, limits), replace(place, part=part)
-
-
-def _is_wide(places: Sequence[Place], limits: Limits) -> bool:
+def _is_long(parts: Sequence[PlacedPart], limits: Limits) -> bool:
     """Whether rows are long, and of single elements of one dtype, so that their scores need not be stored."""
-    kinds = {(p.part.dtype, p.part.mask_dtype) for p in places}
-    return places[0].width > limits.fused and len(kinds) == 1 and all(p.part.single for p in places)
+    dtypes = {(p.part.dtype, p.part.mask_dtype) for p in parts}
+    return parts[0].width > limits.fused and len(dtypes) == 1 and all(p.part.single for p in parts)
 
 
-def rows_plan(part: Part, keep: int | Tensor, among_kept: bool, signed: bool, limits: Limits) -> Plan:
-    """How rows of given scores are selected."""
-    place = Place(part=part, starts=NOWHERE, update=0, width=part.width, column=0)
-    rows: Row = []
-    wide: list[Row] = []
-    update = Update(groups=(), keep=keep, among_kept=among_kept)
-    if is_fused(part, update, limits):
-        rows.append((fused_form(part, *asks(update), limits, stored=True, signed=signed), place))
+def _add_stored(
+    placed: PlacedPart, per_scope: bool, among_kept: bool, limits: Limits, rows: Parts, long: list[Parts], signed: bool
+) -> None:
+    """Add stored rows to those that a program takes whole, or to the long ones."""
+    part, more = placed.part, {"stored": True, "signed": signed}
+    if is_fused(part, among_kept, limits):
+        rows.append((fused_form(part, "2", among_kept, per_scope, limits, **more), placed))
     else:
-        wide.append([(wide_form(part, among_kept, limits, stored=True, signed=signed), place)])
-    return Plan(fused=(), scored=(), rows=_batched(rows, "scopes"), wide=_families(wide, limits), slots=0)
+        long.append([(row_form(part, among_kept, limits, **more), placed)])
 
 
-def score_plan(update: Update, limits: Limits, *, flat: bool = True, each: bool = False, held: int = 0) -> Plan:
-    """How the blocks of one group are scored (or thresholded), and nothing else.
-
-    Args:
-        update: its group is looked at, and its norm.
-        limits: sizes.
-        flat: whether a tile may be read as one run of memory.
-        each: whether every scope has a threshold of its own.
-        held: blocks of at most so many elements are read in one piece.
-    """
-    part = to_part(update.groups[0], big=limits.big)
-    place = Place(part=part, starts=starts_of(update.groups[0]), update=0, width=part.width, column=0)
-    scored = _batched([(block_form(part, *asks(update)[:2], limits, flat=flat, each=each, held=held), place)], "slots")
-    return Plan(fused=(), scored=scored, rows=(), wide=(), slots=part.rows * part.width)
-
-
-def _batched(found: Row, way: str, length: int = 0) -> tuple[Batch, ...]:
-    by_form: dict[Form, list[Place]] = {}
-    for form, place in found:
-        by_form.setdefault(form, []).append(place)
+def _batched(found: Parts, unit: str, length: int = 0) -> tuple[Batch, ...]:
+    by_form: dict[Form, list[PlacedPart]] = {}
+    for form, placed in found:
+        by_form.setdefault(form, []).append(placed)
     return tuple(
-        Batch(form=form, places=tuple(places[at : at + MOST_PARTS]), way=way, length=length)
-        for form, places in by_form.items()
-        for at in range(0, len(places), MOST_PARTS)
+        Batch(form=form, parts=tuple(parts[at : at + MOST_PARTS]), unit=unit, length=length)
+        for form, parts in by_form.items()
+        for at in range(0, len(parts), MOST_PARTS)
     )
 
 
-def _families(rows: Sequence[Row], limits: Limits) -> tuple[Family, ...]:
-    """Long rows that can share passes: as many bits, narrowed or not; with spans, samples and state laid out."""
-    by_kind: dict[tuple, list[Row]] = {}
+def _radix_plans(rows: Sequence[Parts], limits: Limits) -> tuple[RadixPlan, ...]:
+    """Long rows by what lets them share passes: number of digits, narrowed or not, stored or not."""
+    by_kind: dict[tuple, list[Parts]] = {}
     for parts in rows:
-        form, place = parts[0]
-        narrow = place.part.rows * place.width >= limits.narrow
+        form, placed = parts[0]
+        narrow = placed.part.rows * placed.width >= limits.narrow
         found = [(replace(f, narrow=narrow), p) for f, p in parts]
         by_kind.setdefault((-(-form.bits // 8), narrow, form.stored), []).append(found)
-    return tuple(_laid_out(found, limits) for found in by_kind.values())
+    return tuple(_radix_plan(found, limits) for found in by_kind.values())
 
 
-def _laid_out(rows: Sequence[Row], limits: Limits) -> Family:
-    tiles = [-(-p.part.width // limits.tile) for parts in rows for _, p in parts]
-    whole = sum(p.part.rows * n for n, (_, p) in zip(tiles, (x for parts in rows for x in parts), strict=True))
-    length = min(max(1, -(-whole // limits.programs)), MOST_TILES, max(tiles))  # tiles of a span
+def _radix_plan(rows: Sequence[Parts], limits: Limits) -> RadixPlan:
+    """Assign spans, samples and state to the parts."""
+    every = [formed for parts in rows for formed in parts]
+    tiles = [-(-p.part.width // limits.tile) for _, p in every]
+    total = sum(p.part.rows * n for n, (_, p) in zip(tiles, every, strict=True))
+    length = min(max(1, -(-total // limits.programs)), MOST_TILES, max(tiles))  # tiles of a span
     state = origin = 0
     for parts in rows:
         span = sample = 0
-        for _, place in parts:
-            place.spans = -(-place.part.width // (limits.tile * length))
-            place.span, span = span, span + place.spans
-            drawn = min(limits.samples, max(1, place.width // 4))
-            place.samples = max(1, drawn * place.part.width // place.width)
-            place.sample, sample = sample, sample + place.samples
-        for _, place in parts:
-            place.row_spans, place.row_samples, place.state, place.span_origin = span, sample, state, origin
+        for _, placed in parts:
+            placed.spans = -(-placed.part.width // (limits.tile * length))
+            placed.span, span = span, span + placed.spans
+            drawn = min(limits.samples, max(1, placed.width // 4))
+            placed.samples = max(1, drawn * placed.part.width // placed.width)
+            placed.sample, sample = sample, sample + placed.samples
+        for _, placed in parts:
+            placed.row_spans, placed.row_samples, placed.state, placed.span_origin = span, sample, state, origin
         state += parts[0][1].part.rows
         origin += span * parts[0][1].part.rows
-    every = [x for parts in rows for x in parts]
-    return Family(
+    return RadixPlan(
         batches=_batched(every, "span", length),
         rows=state,
         spans=origin,
         samples=power_of_two(max(p.row_samples for _, p in every)),
-        deep=max(p.width for _, p in every) >= 1 << 31,
+        wide_counts=max(p.width for _, p in every) >= 1 << 31,
     )
+
+
+@lru_cache(maxsize=4096)
+def _member_fields(part: Part) -> tuple[Shape, ...]:
+    """What follows the addresses in each member's row."""
+    found = []
+    for m in part.members:
+        spare = part.nests[2] - len(m.elements.sizes)
+        strides = [*m.scope, *m.block, *((0,) * spare + own for own in m.elements.strides)]
+        nests = [*strides, (1,) * spare + m.elements.sizes]
+        found.append((m.elements.count, *(n for nest in nests for n in _padded(nest))))
+        assert len(found[-1]) == MEMBER_FIELDS.value - 2
+    return tuple(found)
+
+
+def _padded(nest: Shape) -> Shape:
+    return nest + (0,) * (LOOPS.value - len(nest))

@@ -1,20 +1,18 @@
-"""What a tile's numbers become: ordered keys, sums of blocks in one order, exact selection.
-
-Knows registers only; what is read and where it lies is `device`'s.
-"""
+"""Arithmetic on tiles in registers: integer keys ordered as scores are, norms of blocks, exact selection."""
 
 import triton
 import triton.language as tl
 
 __all__ = [
-    "folded",
-    "join",
+    "block_sums",
+    "combine",
     "keep_bisected",
     "keep_pairs",
+    "key_of_rank",
     "magnitude_bits",
     "order_key",
     "power",
-    "rooted",
+    "root",
 ]
 
 
@@ -31,7 +29,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def order_key(x, SIGNED: tl.constexpr):
-    """uint32 keys of the order of x, or of |x| without SIGNED; 0 is left for slots that may never be kept."""
+    """uint32 keys ordered as x is, or as |x| is without SIGNED; 0 is reserved for slots that must not be kept."""
     size = magnitude_bits(x)
     if not SIGNED:
         found = (size + 1).to(tl.uint32)
@@ -47,7 +45,7 @@ def order_key(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def power(x, NORM: tl.constexpr):
-    """What a block's elements add up to: squares, magnitudes, or (for the maximum) ordered bits."""
+    """The terms of a block's norm: squares, magnitudes, or (for the maximum) ordered bits."""
     wide = x.to(tl.float32)
     if NORM == "inf":
         found = magnitude_bits(wide)
@@ -59,16 +57,16 @@ def power(x, NORM: tl.constexpr):
 
 
 @triton.jit
-def join(total, more, NORM: tl.constexpr):
+def combine(total, more, NORM: tl.constexpr):
     """Two partial sums (or maxima) as one."""
     return tl.maximum(total, more) if NORM == "inf" else total + more
 
 
 @triton.jit
-def folded(powers, ROWS: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr):
+def block_sums(powers, ROWS: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr):
     """Sums (or maxima) of each of ROWS blocks of COUNT elements, by the reference's halving tree.
 
-    Each level adds pairs, upper half onto lower half, so the bits depend on no layout and no hardware.
+    Each level adds the upper half onto the lower half, so the bits depend neither on layout nor on hardware.
     """
     found = tl.reshape(powers, [ROWS, COUNT])
     for _ in tl.static_range(COUNT.bit_length() - 1):
@@ -78,8 +76,8 @@ def folded(powers, ROWS: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def rooted(total, NORM: tl.constexpr):
-    """The norm that the folded powers amount to, float32."""
+def root(total, NORM: tl.constexpr):
+    """The norm of blocks from their sums (or maxima), float32."""
     if NORM == "inf":
         found = total.to(tl.float32, bitcast=True)
     elif NORM == "2":
@@ -90,15 +88,15 @@ def rooted(total, NORM: tl.constexpr):
 
 
 @triton.jit
-def keep_pairs(keys, keep, MEMBERS: tl.constexpr):
-    """Exactly `keep` of each row of keys [S, M], by comparing every pair: slot i beats a later j unless j is higher."""
+def keep_pairs(keys, keep, WIDTH: tl.constexpr):
+    """Exactly `keep` of each row of keys [S, M] by comparing pairs; slot i precedes a later j unless j is higher."""
     slot = tl.arange(0, keys.shape[1])[None, :]
-    beaten = tl.zeros(keys.shape, tl.int32)
-    for j in tl.static_range(MEMBERS):
+    ahead = tl.zeros(keys.shape, tl.int32)
+    for j in tl.static_range(WIDTH):
         # j is known at compile time, so the sum below is one register where a thread holds the whole row
         other = tl.sum(tl.where(slot == j, keys, 0), axis=1).to(tl.uint32)[:, None]
-        beaten += tl.where(slot > j, other >= keys, other > keys).to(tl.int32)
-    return (beaten < keep[:, None]) & (keys > 0)
+        ahead += tl.where(slot > j, other >= keys, other > keys).to(tl.int32)
+    return (ahead < keep[:, None]) & (keys > 0)
 
 
 @triton.jit
@@ -115,3 +113,15 @@ def keep_bisected(keys, keep, BITS: tl.constexpr):
     tied = (keys == limit[:, None]).to(tl.int32)
     need = keep - tl.sum(above.to(tl.int32), axis=1)
     return (above | ((tied > 0) & (tl.cumsum(tied, axis=1) <= need[:, None]))) & (keys > 0)
+
+
+@triton.jit
+def key_of_rank(keys, rank, BITS: tl.constexpr):
+    """The largest key [1] that at least `rank` of the keys reach, bit by bit."""
+    found = tl.zeros([1], tl.uint32)
+    bit = tl.full([1], 1 << (BITS - 1), tl.uint32)
+    for _ in range(BITS):
+        reached = tl.sum((keys >= tl.broadcast_to(found | bit, keys.shape)).to(tl.int32)) >= rank
+        found = tl.where(reached, found | bit, found)
+        bit = bit >> 1
+    return found

@@ -1,6 +1,6 @@
-"""Several selections in step: one sum over the ranks for each pass of all of them.
+"""Radix selection over ranks: every pass sums the histograms of all selections by one all-reduce.
 
-Knows histograms and process groups; what is counted is the pieces' business.
+Takes the `Piece`s that this rank holds, and fills their masks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ __all__ = ["choose_passes", "run_together", "sum_over"]
 
 
 def choose_passes(pieces: Sequence[Piece], keep: Tensor, members: int, dtype: torch.dtype) -> Passes[None]:
-    """Choose the blocks of scopes that lie on several ranks, and fill the masks of these pieces.
+    """Choose the blocks of scopes that are spread over ranks, and fill the masks of this rank's pieces.
 
     Args:
         pieces: what this rank holds.
         keep: int64 [scopes], at most the blocks that a scope has.
         members: blocks of the largest scope, over all ranks.
-        dtype: of the scores, as they compete on every rank: float32 or float64.
+        dtype: of the scores on all ranks: float32 or float64.
 
     Yields:
         A histogram, for its sum over the ranks.
@@ -40,12 +40,12 @@ def choose_passes(pieces: Sequence[Piece], keep: Tensor, members: int, dtype: to
         piece.fill(limits, last, dtype)
 
 
-def run_together(selections: Sequence[Passes[None]], total: Callable[[Tensor], Tensor]) -> None:
-    """Run all to their end, with one sum for each pass of all of them.
+def run_together(selections: Sequence[Passes[None]], sum_of: Callable[[Tensor], Tensor]) -> None:
+    """Run all selections to their end; one sum serves a pass of all of them.
 
     Args:
         selections: of the same kind and order on every rank.
-        total: sums an int64 vector over the ranks.
+        sum_of: sums an int64 vector over the ranks.
 
     >>> def passes(counts):
     ...     print((yield torch.tensor([[counts]])).tolist())
@@ -55,7 +55,7 @@ def run_together(selections: Sequence[Passes[None]], total: Callable[[Tensor], T
     """
     waiting = [(p, next(p)) for p in selections]
     while waiting:
-        summed = total(torch.cat([counts.reshape(-1) for _, counts in waiting]))
+        summed = sum_of(torch.cat([counts.reshape(-1) for _, counts in waiting]))
         parts = summed.split([counts.numel() for _, counts in waiting])
         waiting = [
             (p, found)
@@ -76,8 +76,8 @@ def sum_over(mesh: "DeviceMesh", dims: Sequence[int], most: int) -> Callable[[Te
     """A sum of int64 vectors over some dimensions of a mesh, one all-reduce each.
 
     Args:
-        mesh, dims: the ranks that take part.
-        most: no entry of the sum is larger; up to 2^31 - 1, four bytes an entry are sent.
+        mesh, dims: whose ranks are summed over.
+        most: no entry of the sum is larger; up to 2^31 - 1, entries are sent as int32.
     """
     dtype = torch.int32 if most < 2**31 else torch.int64
 

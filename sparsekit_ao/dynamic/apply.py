@@ -1,0 +1,164 @@
+"""The third step of an update: apply the chosen masks to weights, optimizer state and masks; and the update as a whole.
+
+`run_update` gathers, chooses and applies. What may raise is computed before anything is changed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..distributed import fill, full_tensor, local, placed_like, sum_over_ranks
+from ..errors import SparsityError
+from ..masking import find_mask, select
+from ..sparsifiers.config import TensorGroup
+from .budgets import Budgets
+from .choose import choose
+from .gradients import GradientCapture
+from .optimizers import original, placed_gradient, reset_state, second_moments, start_second_moments
+from .parts import gather
+from .settings import Settings, value_at
+from .slots import generator
+
+__all__ = ["Movement", "run_update", "zero_dropped", "zero_dropped_gradients", "zero_dropped_state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """What one update changed.
+
+    Attributes:
+        iteration: when.
+        fraction: of the active blocks that were pruned, of which some may have grown again at once.
+        grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
+        kept: {tensor_fqn: elements} that are active now.
+    """
+
+    iteration: int
+    fraction: float
+    grown: Mapping[str, int]
+    pruned: Mapping[str, int]
+    kept: Mapping[str, int]
+
+
+def run_update(
+    budgets: Budgets,
+    capture: GradientCapture,
+    momenta: Mapping[str, Tensor | None],
+    level_given: dict[str, float],
+    iteration: int,
+) -> Movement:
+    """Gather, choose and apply; if a rule raises, nothing has changed.
+
+    Args:
+        budgets: of a prepared model; those that are shared are set to their new values.
+        capture: the captured gradients, and the optimizers.
+        momenta: by tensor_fqn, where a rule needs them.
+        level_given: see `ScopeSparsifier`; the levels of new budgets are written here too.
+        iteration: now.
+    """
+    settings = budgets.settings
+    only_prunes = settings.grow is None and settings.target is not None
+    fraction = 0.0 if only_prunes else value_at(settings.update_fraction, iteration, "update_fraction")
+    parts = gather(budgets, capture.gradients, momenta, level_given, iteration)
+    chosen, held = choose(parts, budgets, iteration, fraction)
+    masks: dict[int, Tensor] = {}
+    for part, kept in zip(parts, chosen, strict=True):
+        new = part.masks(kept)
+        masks.update({at: new[spec] for spec, at in part.slots.component.leaves})
+    ordered = [masks[at] for at in range(len(budgets.groups))]
+    counts = _apply(budgets.groups, ordered, settings, capture, iteration)
+    for k in budgets.shared:
+        level_given.update(budgets.set(k, int(held[k][0])))
+    return Movement(
+        iteration=iteration,
+        fraction=fraction,
+        grown={fqn: grown for fqn, (grown, _, _) in counts.items()},
+        pruned={fqn: changed - grown for fqn, (grown, changed, _) in counts.items()},
+        kept={fqn: kept for fqn, (_, _, kept) in counts.items()},
+    )
+
+
+def _apply(
+    groups: Sequence[TensorGroup], masks: Sequence[Tensor], settings: Settings, capture: GradientCapture, iteration: int
+) -> dict[str, list[int]]:
+    """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
+
+    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state.
+
+    Returns:
+        {tensor_fqn: [grown, grown or pruned, kept elements]}.
+    """
+    optimizers = capture.optimizers
+    moments: list[list[Tensor]] = [[] for _ in groups]
+    if settings.state_init == "grad":
+        moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) for g in groups]
+    values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
+    counts = {}
+    for group, new, value, second in zip(groups, masks, values, moments, strict=True):
+        weight, fqn, mask = original(group), group["tensor_fqn"], _mask(group)
+        old = mask != 0
+        grown, changed = new & ~old, new ^ old
+        held = local(weight)
+        held.masked_fill_(local(changed), 0)
+        if value is not None:
+            held.copy_(torch.where(local(grown), local(value), held))
+        reset_state(optimizers, weight, changed)
+        if second:
+            start_second_moments(second, grown, capture.gradients[fqn])
+        fill(mask, new)
+        counts[fqn] = sum_over_ranks(torch.stack([local(t).count_nonzero() for t in (grown, changed, new)]), weight)
+    return {fqn: found.tolist() for fqn, found in counts.items()}  # waits for the device once all is launched
+
+
+def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
+    """What the user's function returns for one weight; called before anything is changed, since it may raise."""
+    if settings.new_values is None:
+        return None
+    weight, fqn = original(group).detach(), group["tensor_fqn"]
+    zeroed = full_tensor(weight).masked_fill(full_tensor(new) ^ (full_tensor(_mask(group)) != 0), 0)
+    found = settings.new_values(zeroed, generator(settings.seed, fqn, iteration, "values"))
+    if not isinstance(found, Tensor) or found.shape != weight.shape:
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise SparsityError(
+            f"{fqn}: new_values must return a tensor of the weight's shape {tuple(weight.shape)}, got {what}"
+        )
+    return placed_like(found.to(zeroed), weight)
+
+
+@torch.no_grad()
+def zero_dropped(groups: Sequence[TensorGroup]) -> None:
+    """Zero every weight that its mask drops, in place."""
+    for group in groups:
+        weight = local(original(group))
+        weight.copy_(select(weight, local(_mask(group))))
+
+
+def zero_dropped_state(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer]) -> None:
+    """Zero the optimizer state of dropped weights, which would change them for many more steps."""
+    for group in groups:
+        reset_state(optimizers, original(group), _mask(group) == 0)
+
+
+@torch.no_grad()
+def zero_dropped_gradients(held: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer]) -> None:
+    """Zero gradients and optimizer state that masks drop, so that the zeros of weights outlast their masks.
+
+    Args:
+        held: (parameter, mask that has been removed from it).
+        optimizers: that train these parameters.
+    """
+    for parameter, mask in held:
+        gradient = placed_gradient(parameter)
+        if gradient is not None:
+            grad = local(gradient)
+            grad.copy_(select(grad, local(mask)))
+        reset_state(optimizers, parameter, mask == 0)
+
+
+def _mask(group: TensorGroup) -> Tensor:
+    found = find_mask(group["module"], group["tensor_name"])
+    assert found is not None
+    return found.mask

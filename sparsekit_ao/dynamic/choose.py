@@ -1,0 +1,241 @@
+"""The second step of an update: choose the slots that every part keeps, by pruning, redistribution and growth.
+
+Takes parts, settings and budgets; returns `KeptSlots` and changes nothing. Counts are exact in every scope. Parts are
+read one after the other, and only what each keeps is held meanwhile; where all compete, all are read together.
+"""
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..densities import allocate, shares
+from ..errors import SparsityError
+from ..selection import keep_mask
+from .budgets import Budgets, overall_level
+from .parts import KeptSlots, Part
+from .rules import Rule
+from .slots import Slots
+
+__all__ = ["choose", "count_after_pruning", "exchange"]
+
+
+def choose(
+    parts: Sequence[Part], budgets: Budgets, iteration: int, fraction: float
+) -> tuple[list[KeptSlots], list[Tensor]]:
+    """What every part keeps, and how many blocks each of its scopes then holds.
+
+    Args:
+        parts: every component as it is now.
+        budgets: of these components, with the settings.
+        iteration: at which the target is evaluated.
+        fraction: of the active blocks to prune, in [0, 1).
+
+    Returns:
+        What is kept and int64 [scopes], both for each part.
+    """
+    if not 0 <= fraction < 1:
+        raise SparsityError(f"the update fraction must be in [0, 1), so that no layer is emptied; got {fraction!r}")
+    settings, shared = budgets.settings, budgets.shared
+    level = overall_level(settings, 0.0, iteration)
+    most = None  # blocks that all parts may keep together, if they compete and there is a target
+    if settings.target is not None and settings.prune.is_global:
+        most = budgets.ideals(level)[1] // budgets.sizes[shared[0]]
+    elif settings.target is not None:
+        high = _active_counts(parts) if settings.grow is None else None  # without growth no scope can keep more
+        parts = _with_budgets(parts, budgets.counts(level, high=high))
+    competing = shared if settings.prune.is_global else []
+    kept = _prune(parts, competing, settings.prune, fraction, most, regrows=settings.grow is not None)
+    if settings.grow is None:
+        new = [kept[k] if k in shared else p.store(p.slots.active) for k, p in enumerate(parts)]
+        return new, [k.count for k in new]
+    if most is not None:
+        low = {k: int(found.count.max()) for k, found in enumerate(kept)}
+        parts = _with_budgets(parts, budgets.counts(level, low=low))
+    after = [p.budget for p in parts]
+    if settings.redistribute is not None:
+        after = _redistribute(parts, kept, budgets, settings.redistribute)
+    return [_grow(p, k, b, settings.grow) for p, k, b in zip(parts, kept, after, strict=True)], after
+
+
+def _active_counts(parts: Sequence[Part]) -> dict[int, int]:
+    """Blocks that the first scope of each part holds now; with a target all scopes hold the same number."""
+    out = {}
+    for k, part in enumerate(parts):
+        out[k] = int(part.slots.active[0].sum())
+        part.release()
+    return out
+
+
+def _with_budgets(parts: Sequence[Part], nnz: Mapping[int, int]) -> list[Part]:
+    return [replace(p, budget=torch.full_like(p.budget, nnz[k])) if k in nnz else p for k, p in enumerate(parts)]
+
+
+def _prune(
+    parts: Sequence[Part], competing: Sequence[int], rule: Rule, fraction: float, most: int | None, *, regrows: bool
+) -> list[KeptSlots]:
+    """Which active slots stay: all but exactly floor(fraction * active) in every part; never more than its budget.
+
+    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
+    short of the part's number (2 of 4 loses none at 0.3), the rest are the smallest of the weakest one of each scope.
+
+    Args:
+        parts: every component.
+        competing: those that lose floor(fraction * active) together, and keep at most `most` blocks.
+        rule: scores.
+        fraction: of the active blocks.
+        most: None for no limit.
+        regrows: scopes grow to their budgets afterwards; else all scopes of a part lose the same number.
+    """
+    even = most is not None or not regrows
+    found = _prune_together([parts[k] for k in competing], rule, fraction, most, even)
+    together = dict(zip(competing, found, strict=True))
+    return [together[k] if k in together else _prune_alone(p, rule, fraction, regrows) for k, p in enumerate(parts)]
+
+
+def _prune_alone(part: Part, rule: Rule, fraction: float, regrows: bool) -> KeptSlots:
+    scores, active = _scores(rule, part.slots), part.slots.active
+    count = torch.minimum(count_after_pruning(active.sum(1), fraction), part.budget)
+    rows = keep_mask(scores, count, candidates=active)
+    return part.store(_without_weakest(part, scores, rows, fraction) if regrows else rows)
+
+
+def _prune_together(
+    parts: Sequence[Part], rule: Rule, fraction: float, most: int | None, even: bool
+) -> list[KeptSlots]:
+    if not parts:
+        return []
+    scored = [_scores(rule, p.slots) for p in parts]
+    found = _compete(parts, scored, fraction, most, even)
+    return [  # a scheduler may have lowered a budget
+        p.store(keep_mask(s, torch.minimum(rows.sum(1), p.budget), candidates=rows))
+        for p, s, rows in zip(parts, scored, found, strict=True)
+    ]
+
+
+def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
+    """What is left of int64 counts; the fraction is exact to 1e-9, so that 0.3 of 10 is 3."""
+    return count - torch.floor(count.double() * fraction + 1e-9).long()
+
+
+def _without_weakest(part: Part, scores: Tensor, kept: Tensor, fraction: float) -> Tensor:
+    """Drop what is still missing from the part's number, at most one more in every scope."""
+    surplus = int(kept.sum() - count_after_pruning(part.slots.active.sum(), fraction))
+    if surplus <= 0 or part.scopes == 1:
+        return kept
+    weakest = kept & ~keep_mask(scores, (kept.sum(1) - 1).clamp(min=0), candidates=kept)
+    flat, row = weakest.reshape(1, -1), scores.reshape(1, -1)
+    stays = keep_mask(row, max(int(flat.sum()) - surplus, 0), candidates=flat)
+    return kept & ~(flat & ~stays).reshape(kept.shape)
+
+
+def _compete(
+    parts: Sequence[Part], scored: Sequence[Tensor], fraction: float, most: int | None, even: bool
+) -> list[Tensor]:
+    """Which active slots stay when all parts compete; the best of a part, or with `even` of a scope, always stays.
+
+    With `even` every scope of a part keeps the same number: the competition decides how many, its scores which.
+    """
+    active = [p.slots.active for p in parts]
+    held = [int(a.sum()) for a in active]
+    keep = sum(held) - math.floor(sum(held) * fraction + 1e-9)
+    keep = keep if most is None else min(keep, most)
+    scopes = [p.scopes if even else 1 for p in parts]
+    if keep < sum(scopes):
+        raise SparsityError(
+            f"global pruning would keep {keep} blocks, but every {'scope' if even else 'tensor'} keeps one, and there "
+            f"are {sum(scopes)}; prune a smaller fraction, or lower the sparsity"
+        )
+    shaped = [(n, -1) for n in scopes]
+    best = [keep_mask(s.reshape(n), 1, candidates=a.reshape(n)) for s, a, n in zip(scored, active, shaped, strict=True)]
+    rows = [
+        s.double().reshape(n).masked_fill(b, math.inf).reshape(1, -1)
+        for s, b, n in zip(scored, best, shaped, strict=True)
+    ]
+    flat = torch.cat([a.reshape(1, -1) for a in active], dim=1)
+    kept = keep_mask(torch.cat(rows, dim=1), keep, candidates=flat).split([a.numel() for a in active], dim=1)
+    if not even:
+        return [k.reshape(a.shape) for k, a in zip(kept, active, strict=True)]
+    counts = allocate([float(k.sum()) for k in kept], keep, scopes, held, scopes)
+    return [keep_mask(s, n // m, candidates=a) for s, n, m, a in zip(scored, counts, scopes, active, strict=True)]
+
+
+def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Budgets, rule: Rule) -> list[Tensor]:
+    """Budgets after the pruned blocks are shared out anew over the parts that share the budget; their sum stays.
+
+    In proportion to the rule's share. Where one more block in every scope costs the same in all these parts, the
+    largest remainders are rounded up; else blocks are moved in whole exchanges (see `exchange`).
+
+    Returns:
+        int64 [scopes] for each part.
+    """
+    at = budgets.shared
+    units, capacity = [budgets.units[k] for k in at], [budgets.capacities[k] for k in at]
+    left = [int(kept[k].count.sum()) * budgets.sizes[k] for k in at]
+    now = [int(parts[k].budget.sum()) * budgets.sizes[k] for k in at]
+    weights = [_share(rule, parts[k]) for k in at]
+    if not any(math.isfinite(w) and w > 0 for w in weights):
+        weights = [float(b - n) for b, n in zip(now, left, strict=True)]
+    free = [c - n for c, n in zip(capacity, left, strict=True)]
+    given = shares(weights, sum(now) - sum(left), free)
+    ideals = [n + g for n, g in zip(left, given, strict=True)]
+    low = [int(kept[k].count.max()) * budgets.units[k] for k in at]
+    if len(set(units)) == 1:
+        counts = allocate(ideals, sum(now), low, capacity, units)
+    else:
+        counts = exchange(now, ideals, low, capacity, units)
+    out = [p.budget for p in parts]
+    for k, n, unit in zip(at, counts, units, strict=True):
+        out[k] = torch.full_like(out[k], n // unit)
+    return out
+
+
+def exchange(
+    now: Sequence[int], ideals: Sequence[float], low: Sequence[int], high: Sequence[int], unit: Sequence[int]
+) -> list[int]:
+    """Move from those above their ideal to those below, in multiples of both units: the sum never changes.
+
+    >>> exchange([12, 12], [5.0, 19.0], [0, 0], [24, 24], [2, 3])
+    [6, 18]
+    """
+    out = list(now)
+    for giver in range(len(out)):
+        for taker in range(len(out)):
+            step = math.lcm(unit[giver], unit[taker])
+            spare = min(out[giver] - ideals[giver], out[giver] - low[giver])
+            need = min(ideals[taker] - out[taker], high[taker] - out[taker])
+            moved = max(math.floor(min(spare, need) / step + 1e-9), 0) * step
+            out[giver] -= moved
+            out[taker] += moved
+    return out
+
+
+def _share(rule: Rule, part: Part) -> float:
+    found = rule.share_of(part.slots)
+    part.release()
+    if isinstance(found, Tensor) and found.numel() == 1:
+        found = found.item()
+    if isinstance(found, bool) or not isinstance(found, numbers.Real):
+        raise SparsityError(
+            f"{part.slots.name}: rule {rule.name!r} must return one number for redistribution, got {found!r}"
+        )
+    return float(found)
+
+
+def _grow(part: Part, kept: KeptSlots, budget: Tensor, rule: Rule) -> KeptSlots:
+    """What a part kept, and its highest inactive slots up to its budget."""
+    stay, missing = part.rows(kept), budget.to(kept.count.device) - kept.count
+    grown = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
+    return part.store(stay | grown)
+
+
+def _scores(rule: Rule, slots: Slots) -> Tensor:
+    """A rule's scores of every slot, checked, since the rule may be a user's."""
+    found, shape = rule.score(slots), tuple(slots.active.shape)
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
+        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise SparsityError(f"{slots.name}: rule {rule.name!r} must return float scores of shape {shape}, got {what}")
+    return found

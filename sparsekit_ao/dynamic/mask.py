@@ -1,0 +1,145 @@
+"""The parametrization `DynamicMask`: a masked weight whose gradient can be dense.
+
+Under `mask * weight` a dropped weight gets no gradient, but growth compares the gradients of dropped weights. So a
+`DynamicMask` can be opened: the forward pass stays masked, and `.grad` becomes the dense gradient, accumulated as any
+other (micro-batches, `no_sync`, gradient scaling, checkpointing). The module holds one weight's masks; which elements
+they keep is chosen elsewhere.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed import fill, is_sharded, placed_like
+from ..errors import SparsityError
+from ..masking import WeightMask, find_mask, select
+
+__all__ = ["DynamicMask", "find_dynamic", "starting_mask"]
+
+
+class DynamicMask(WeightMask):
+    """A masked weight whose gradient can reach elements that its forward mask drops.
+
+    Closed, it is a `WeightMask`; with a `backward_mask` gradients reach the elements of that mask. Open, they reach
+    every element. The flag is stored twice: compiled code reads a tensor, so that one graph serves both states; eager
+    code reads a Python bool, which never waits for a device.
+
+    Args:
+        mask: of the weight's shape; the forward mask, only ever filled in place.
+        with_backward_mask: also keep a backward mask (bool buffer), all True to begin with: straight-through and
+            Top-KAST (arXiv 2106.03517).
+        is_initialized: False while the kept elements are still unknown, because the weight is on the meta device.
+    """
+
+    opened: Tensor
+    backward_mask: Tensor | None
+
+    def __init__(self, mask: Tensor, *, with_backward_mask: bool = False, is_initialized: bool = True) -> None:
+        super().__init__(mask)
+        backward = torch.ones_like(mask, dtype=torch.bool) if with_backward_mask else None
+        self.register_buffer("backward_mask", backward)
+        self.register_buffer("opened", torch.zeros((), dtype=torch.bool, device=mask.device), persistent=False)
+        self.is_open = False
+        self.is_initialized = is_initialized
+
+    def set_open(self, is_open: bool) -> None:
+        """From the next forward pass on, let gradients reach every element (True) or the kept ones alone."""
+        if is_open != self.is_open:
+            self.is_open = is_open
+            self.opened.fill_(is_open)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The weight with dropped elements exactly zero; shape and dtype as given.
+
+        Raises:
+            SparsityError: the mask is not initialized, or has another shape than the weight.
+        """
+        if not self.is_initialized:
+            raise SparsityError(
+                f"the mask of a weight {tuple(x.shape)} was prepared on the meta device and is not initialized yet. "
+                "Initialize the weights, then call sparsifier.attach(optimizer), or load a checkpoint."
+            )
+        if self.mask.shape != x.shape:
+            raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
+        mask = placed_like(self.mask, x)
+        if not torch.is_grad_enabled():
+            return select(x, mask)
+        backward = None if self.backward_mask is None or self.is_open else placed_like(self.backward_mask, x)
+        if torch.compiler.is_compiling():
+            return _compilable(x, mask != 0, self.opened if backward is None else backward)
+        return select(x, mask) if backward is None and not self.is_open else _TwoMasks.apply(x, mask, backward)
+
+    def shard_like(self, weight: Tensor) -> None:
+        """Shard both masks as the weight is; as bool (one byte), because they are gathered in every forward pass."""
+        self.mask = placed_like(self.mask != 0, weight)
+        if self.backward_mask is not None:
+            self.backward_mask = placed_like(self.backward_mask, weight)
+
+    def initialize(self, kept: Tensor) -> None:
+        """Fill a mask that was made without values from `kept` (bool, True where kept)."""
+        fill(self.mask, kept)
+        self.is_initialized = True
+
+    def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """As `WeightMask`; buffers that leave the meta device get their values, which they could not have there."""
+        was_meta = self.opened.is_meta
+        super()._apply(*args, **kwargs)
+        if was_meta and not self.opened.is_meta:
+            self.opened.fill_(self.is_open)
+            if self.backward_mask is not None:
+                self.backward_mask.fill_(True)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        """As `WeightMask`; a loaded mask is initialized."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.is_initialized |= f"{prefix}mask" in state_dict and not self.mask.is_meta
+
+
+def _compilable(x: Tensor, mask: Tensor, backward: Tensor) -> Tensor:
+    """As `_TwoMasks`, in plain operations that a compiler fuses; a dropped weight that is not finite gets no gradient.
+
+    The second term is zero, and its gradient is not.
+    """
+    dropped = torch.where(backward & ~mask & x.isfinite(), x, 0)
+    return torch.where(mask, x, 0) + (dropped - dropped.detach())
+
+
+class _TwoMasks(torch.autograd.Function):
+    """`select(x, mask)` forward; backward the gradient where `backward_mask` is True (None: everywhere)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor, backward_mask: Tensor | None) -> Tensor:
+        return select(x, mask)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        (backward_mask,) = ctx.saved_tensors
+        return grad if backward_mask is None else torch.where(backward_mask, grad, 0), None, None
+
+
+def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
+    """The dynamic mask of a prepared tensor."""
+    found = find_mask(module, tensor_name)
+    if not isinstance(found, DynamicMask):
+        raise SparsityError(f"{tensor_name} of this {type(module).__name__} has no dynamic mask; call prepare first")
+    return found
+
+
+def starting_mask(weight: Tensor, kept: Tensor | None) -> Tensor:
+    """A mask of a weight from `kept` (bool, True where kept; None keeps everything).
+
+    In eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory.
+    """
+    is_float = weight.device.type == "cpu" and not is_sharded(weight)
+    mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
+    if kept is not None:
+        fill(mask, kept)
+    return mask

@@ -1,0 +1,77 @@
+"""Names of a model's tensors: listing them, looking them up, matching them with globs and regular expressions."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..errors import SparsityError
+
+__all__ = ["Classes", "adapters", "exists", "matcher", "named_tensors", "parameter_of"]
+
+Classes = tuple[type[nn.Module], ...]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by its name without parametrizations (`fc.weight`), parametrized ones included."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{prefix}.":
+            continue
+        dotted = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield dotted + name, parameter
+        if parametrize.is_parametrized(module):
+            for name in module.parametrizations:
+                yield dotted + name, parameter_of(module, name)
+
+
+def parameter_of(module: nn.Module, name: str) -> Tensor:
+    """The (first) parameter behind a tensor name."""
+    if not parametrize.is_parametrized(module, name):
+        found = module._parameters[name]
+        assert found is not None
+        return found
+    chain = module.parametrizations[name]  # type: ignore[index]
+    assert isinstance(chain, parametrize.ParametrizationList)
+    first = chain.original if chain.is_tensor else chain.original0
+    assert isinstance(first, Tensor)
+    return first
+
+
+def exists(model: nn.Module, fqn: str) -> bool:
+    """Whether there is a tensor of this name, be it a second name that `named_modules` does not list."""
+    prefix, _, name = fqn.rpartition(".")
+    try:
+        module = model.get_submodule(prefix)
+    except AttributeError:
+        return False
+    return isinstance(module._parameters.get(name), Tensor) or parametrize.is_parametrized(module, name)
+
+
+def matcher(rule: str, where: str) -> Callable[[str], bool]:
+    """Whether a whole name matches a rule: a name, a glob in which `*` crosses dots, or `re:` and an expression.
+
+    >>> [name for name in ("a.b.weight", "a.bias") if matcher("a.*.weight", "")(name)]
+    ['a.b.weight']
+    """
+    try:
+        pattern = re.compile(rule[3:] if rule.startswith("re:") else fnmatch.translate(rule.removeprefix(".")))
+    except re.error as e:
+        raise SparsityError(f"{where}{rule!r} is not a regular expression: {e}") from None
+    return lambda name: pattern.fullmatch(name) is not None
+
+
+def adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """{tensor_fqn: why} of those names that belong to an adapter of peft.
+
+    peft's layers list the attributes that hold adapters in `adapter_layer_names`.
+    """
+    inside = {
+        f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, module in model.named_modules()
+        for attribute in getattr(module, "adapter_layer_names", ())
+    }
+    return {n: "part of an adapter" for n in names if any(n.startswith(f"{prefix}.") for prefix in inside)}

@@ -1,0 +1,254 @@
+"""The abstract base class of sparsifiers whose masks are scopes with budgets: plan, update, report, check.
+
+Each update reads budgets from the groups and passes weights and masks to the scopes of the plan. When masks are updated
+is decided by the subclasses.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import distributed, masking
+from ..algebra import MaskUpdate, sparsity_to_nnz
+from ..errors import SparsityError
+from . import report
+from .base import MaskSparsifier
+from .config import Place, TensorGroup, copied
+from .plan import Component, Plan, batches, make_plan
+from .structure import (
+    AXES,
+    SHAPES,
+    STRUCTURE,
+    checked_pattern,
+    joined,
+    refuse_two_budgets,
+    resolved,
+    stage_budgets,
+    stages_of,
+)
+
+__all__ = ["PlannedSparsifier"]
+
+AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together, since a copy of them may be held
+
+
+class PlannedSparsifier(MaskSparsifier):
+    """Masks that keep an exact number of blocks in every scope; see `ScopeSparsifier` for the arguments.
+
+    Subclasses decide when masks change (`_update_all`), and which structure keys they take.
+    """
+
+    #: config keys that specify scoring, edges and couplings, with their defaults
+    structure_defaults: Mapping[str, Any] = {
+        "norm": 2,
+        "score": None,
+        "edge": "error",
+        "block_coupling": None,
+        "coupling_order": None,
+        "scope_coupling": None,
+        "member_scores": "sum",
+    }
+    optional_keys: tuple[str, ...] = ("nnz", "pattern", "stages", *SHAPES, *AXES)
+    _plan: tuple[Any, Plan] | None = None
+
+    def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:
+        given = {k: v for k, v in structure.items() if v is not None and v != ()}
+        known = (*self.structure_defaults, *self.optional_keys)
+        for key in structure:
+            if key not in known:
+                raise TypeError(f"{type(self).__name__} has no argument {key!r}; it takes {', '.join(sorted(known))}")
+        budgets = {"sparsity_level": sparsity_level, "nnz": nnz}
+        pattern, own = checked_pattern(structure.get("pattern"), ""), refuse_two_budgets(budgets, "")
+        if pattern is not None and pattern.budget is not None:
+            if own:
+                raise SparsityError(f"{own[0]} and {pattern} are mutually exclusive: both specify how much is kept")
+            sparsity_level = pattern.sparsity_level
+        shapes = {"view": None, "block_shape": (), "scope_shape": ()} if pattern is None else {}
+        defaults = {
+            "sparsity_level": 0.5 if sparsity_level is None else sparsity_level,
+            **joined({**shapes, **self.structure_defaults}, given, "defaults: "),
+        }
+        if nnz is not None:
+            defaults["nnz"] = nnz
+        super().__init__(defaults)
+        stages_of({**defaults, "tensor_fqn": "defaults"})
+        sparsity_to_nnz(defaults["sparsity_level"], 1, "defaults: ")
+        self._level_given: dict[str, float] = {}
+
+    @abstractmethod
+    def _update_all(self) -> None:
+        """Bring all masks up to date; called under no_grad while `enable_mask_update` is True."""
+
+    def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
+        """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
+
+        Args:
+            module, tensor_name: a prepared tensor.
+            kwargs: the tensor's group; values given here are used instead of the group's.
+        """
+        self._need_prepared("update_mask")
+        at = self._index_of(module, tensor_name)
+        unknown = sorted(set(kwargs) - set(self.groups[at]) - set(self.keys))
+        if unknown:
+            raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
+        groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
+        components = self._planned(groups).connected[at]
+        with torch.no_grad():
+            self._update_components(components, groups)
+            self._after_update([self.groups[i] for i in sorted({i for c in components for _, i in c.leaves})])
+
+    def report(self) -> report.Report:
+        """What every mask holds now; see `report.Report`."""
+        self._need_prepared("report")
+        plan = self._planned(self.groups)
+        masks = self._masks(None)
+        return report.make_report(plan, self.groups, masks, self._level_given, self._resolved, self.model)
+
+    def check(self, model: nn.Module | None = None) -> int:
+        """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
+
+        Of several stages the last one is held to this; where an earlier one may have left a scope with less than its
+        budget (not so in V:N:M), and for the earlier ones, at most the budget is required.
+
+        Args:
+            model: the prepared model (default), or a deep copy of it. In a squashed one zeros are taken for the mask,
+                and a scope may hold less than its budget, since a kept weight may be zero.
+
+        Returns:
+            The number of scopes that were checked.
+
+        Raises:
+            SparsityError: naming every tensor with a wrong scope, the first such scope, and its count.
+        """
+        if self._phase not in ("prepared", "squashed"):
+            self._need_prepared("check")
+        distributed.reshard(self.model if model is None else model)
+        plan = self._planned(self.groups, model)
+        return report.check_masks(plan, self.groups, self._masks(model), self._level_given)
+
+    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+        own, defaults = self._resolve(own, place), copied(self.defaults)
+        budgets = refuse_two_budgets(own, place.where)
+        if any(k in own for k in (*SHAPES, *AXES, "stages")):  # a structure of its own replaces the default's
+            defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
+        group = joined(self._resolve(defaults, place), own, place.where)
+        if budgets == ["sparsity_level"]:
+            group.pop("nnz", None)
+        if budgets and None not in stage_budgets(group):
+            raise SparsityError(
+                f"{place.where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a "
+                "stage"
+            )
+        return group
+
+    def _resolve(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
+        """The keys of `given` with its pattern resolved; an error where this class does not take one of them."""
+        found = resolved(given, place)
+        for key in found:
+            if key not in self.keys:
+                raise SparsityError(
+                    f"{place.tensor_fqn}: {given['pattern']} needs the key {key!r}, which {type(self).__name__} does "
+                    f"not take; it takes {', '.join(sorted(self.keys))}"
+                )
+        return found
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        plan = self._planned(groups)
+        prepared = self._phase == "prepared"
+        levels = {}
+        for component in plan.components:
+            keep = component.budget(groups, self._level_given if prepared else {})
+            for _, at in component.leaves:
+                if stage_budgets(groups[at])[component.stage] is None:
+                    levels[at] = component.scope.level_of(keep)
+        for at, group in enumerate(groups):
+            sparsity_to_nnz(group["sparsity_level"], 1, f"{group['tensor_fqn']}: ")
+            if not prepared and group.get("nnz") is not None and at in levels:
+                group["sparsity_level"] = levels[at]  # what torch.ao's schedulers start from
+        if not prepared:
+            self._level_given = {g["tensor_fqn"]: g["sparsity_level"] for g in groups}
+
+    def _after_update(self, groups: Sequence[TensorGroup]) -> None:
+        """Do what follows a change of masks by `update_mask`; nothing where masks depend on weights alone."""
+
+    def _update_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
+        """Fill the masks of components, earlier stages first."""
+        masks = self._check_components(components, groups)
+        at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks)
+        for part in batches(components, None if at_once else AT_ONCE):
+            self._choose(part, groups)
+
+    def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> list[Tensor]:
+        """Their masks. Raises, before any changes, on a budget that does not fit or meshes with nothing in common."""
+        masks = []
+        for component in components:
+            component.budget(groups, self._level_given)
+            own = [(leaf.name, self._live_mask(groups[i])) for leaf, i in component.leaves]
+            distributed.common_mesh(own)
+            masks += [mask for _, mask in own]
+        return masks
+
+    def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
+        """Fill the masks of components that do not depend on each other; holds their dense weights at once."""
+        self._fill(components, groups, self._live_mask, lambda c: c.budget(groups, self._level_given))
+
+    def _fill(
+        self,
+        components: Sequence[Component],
+        groups: Sequence[TensorGroup],
+        mask_of: Callable[[TensorGroup], Tensor],
+        keep_of: Callable[[Component], int | Tensor],
+    ) -> None:
+        """As `_choose`, with masks and budgets given.
+
+        On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
+        """
+        updates = []
+        for component in components:
+            values = component.values(lambda i: self._dense(groups[i]), groups)
+            updates.append(
+                MaskUpdate(
+                    scope=component.scope,
+                    masks={leaf: mask_of(groups[i]) for leaf, i in component.leaves},
+                    keep=keep_of(component),
+                    values=values,
+                    norm=component.norm_of(values.values()),
+                    among_kept=component.stage > 0,
+                )
+            )
+        distributed.update_masks(updates)
+
+    def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
+        """The plan of these groups; kept while structure, shapes and strides stay the same."""
+        tensors = [self._dense(g, model) for g in groups]
+        key = [
+            (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, *AXES, "stages")], tuple(t.shape), t.stride())
+            for g, t in zip(groups, tensors, strict=True)
+        ]
+        if self._plan is None or self._plan[0] != key:
+            self._plan = (copied(key), make_plan(groups, [stages_of(g) for g in groups], tensors))
+        return self._plan[1]
+
+    def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        module, name = self._module_in(model, group), group["tensor_name"]
+        if masking.find_mask(module, name) is None:
+            return getattr(module, name).detach()
+        return masking.dense_weight(module, name)
+
+    def _masks(self, model: nn.Module | None) -> list[tuple[Tensor, bool]]:
+        """Each group's mask in the model, and whether it is one (else the zeros of a squashed weight)."""
+        out = []
+        for group in self.groups:
+            module, name = self._module_in(model, group), group["tensor_name"]
+            found = masking.live_mask(module, name, group["tensor_fqn"])
+            out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
+        return out
+
+    def _index_of(self, module: nn.Module, tensor_name: str) -> int:
+        for at, group in enumerate(self.groups):
+            if group["module"] is module and group["tensor_name"] == tensor_name:
+                return at
+        raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")

@@ -1,0 +1,366 @@
+"""The front door: which rule a tensor gets, what is left out, what a pattern means on each module, scores."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from stock import linear_model
+from torch import nn
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns
+from sparsekit_ao.sparsifiers import PlannedSparsifier
+
+
+class Language(nn.Module):
+    """An embedding, two layers, and a head that is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.norm = nn.LayerNorm(8)
+        self.lm_head = nn.Linear(8, 10, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def prepared(model, config=None, sparsifier=None, **kwargs):
+    sparsifier = ScopeSparsifier() if sparsifier is None else sparsifier
+    sparsifier.prepare(model, config, **kwargs)
+    sparsifier.step()
+    return sparsifier
+
+
+def levels(sparsifier):
+    return {g["tensor_fqn"]: g["sparsity_level"] for g in sparsifier.groups}
+
+
+# precedence
+
+
+def test_an_exact_name_has_precedence_over_globs_and_the_later_glob_over_the_earlier():
+    config = [
+        {"tensor_fqn": "2.weight", "sparsity_level": 0.1},
+        {"tensor_fqn": "*.weight", "sparsity_level": 0.2},
+        {"tensor_fqn": "re:[46].weight", "sparsity_level": 0.3},
+    ]
+    found = levels(prepared(linear_model(8, 8, 8, 8, 8), config))
+    assert found == {"2.weight": 0.1, "0.weight": 0.2, "4.weight": 0.3, "6.weight": 0.3}
+
+
+def test_a_list_of_names_and_module_classes():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1), nn.Linear(8, 8), nn.LayerNorm(8))
+    config = [
+        {"module": nn.Linear, "sparsity_level": 0.25},
+        {"module": (nn.Conv1d, nn.LayerNorm), "sparsity_level": 0.75},
+        {"tensor_fqn": ["2.weight", "0.b*"], "sparsity_level": 0.5},
+    ]
+    expected = {"0.weight": 0.25, "1.weight": 0.75, "3.weight": 0.75, "2.weight": 0.5, "0.bias": 0.5}
+    assert levels(prepared(model, config)) == expected
+
+
+def test_a_name_and_a_class_together_mean_both():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1))
+    assert list(levels(prepared(model, [{"tensor_fqn": "*", "module": nn.Linear}]))) == ["0.weight"]
+
+
+def test_everything_two_of_four_but_one_layer_and_not_the_head():
+    model = linear_model(8, 8, 8, 8)
+    config = [{"tensor_fqn": "*.weight", **patterns.n_m(2, 4)}, {"tensor_fqn": "2.weight", **patterns.rows(0.25)}]
+    sparsifier = prepared(model, config, exclude=["4"])
+    assert sparsifier.mask("0.weight").view(-1, 4).sum(1).eq(2).all()
+    assert sparsifier.mask("2.weight").all(1).sum() == 6
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight", "2.weight"]
+
+
+# what is left out
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left"),
+    [
+        (["0.weight"], ["2.weight", "4.weight"]),
+        (["0", "re:4.*"], ["2.weight"]),
+        (["[02].*"], ["4.weight"]),
+        ([nn.LayerNorm], ["0.weight", "2.weight", "4.weight"]),
+    ],
+)
+def test_exclude_takes_names_of_tensors_and_modules_globs_and_classes(exclude, left):
+    for config in (None, [{"tensor_fqn": "*.weight"}]):
+        assert list(levels(prepared(linear_model(8, 8, 8, 8), config, exclude=exclude))) == left
+
+
+@pytest.mark.parametrize(
+    ("config", "exclude", "text"),
+    [
+        (None, ["lm_haed"], r"exclude\[0\] 'lm_haed' matches no parameter or module of the model"),
+        (None, "0", "exclude must be a list of names, globs and module classes, got '0'"),
+        (None, [3], r"exclude\[0\] must be a name, a glob, 're:...' or a module class, got 3"),
+        (
+            None,
+            [nn.Linear],
+            r"config names no tensor that is not left out: 0.weight is left out by exclude\[0\] \(Linear",
+        ),
+        (
+            [{"tensor_fqn": "0.weight"}],
+            ["0"],
+            r"config\[0\]: '0.weight' is named here and left out by exclude\[0\] \('0'",
+        ),
+    ],
+)
+def test_an_exclude_that_cannot_be_meant(config, exclude, text):
+    model = linear_model(8, 8)
+    with pytest.raises(SparsityError, match=text):
+        ScopeSparsifier().prepare(model, config, exclude=exclude)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+def test_without_a_config_a_tied_head_is_left_out_and_the_report_says_so():
+    sparsifier = prepared(Language())
+    assert list(levels(sparsifier)) == ["layers.0.weight", "layers.1.weight"]
+    report = sparsifier.report()
+    assert report.skipped == {"lm_head.weight": "tied to 'embed.weight'"}
+    assert report.total == 80 + 2 * 72 + 16 and report.covered == 128 / 240
+    assert next(iter(report.others)) == "embed.weight" and report.others["embed.weight"] == 80
+    text = str(report)
+    assert "covers 53.3% of the model's 240 parameters" in text
+    assert "left out: lm_head.weight (tied to 'embed.weight')" in text
+    assert "named by no rule: embed.weight (80)" in text
+
+
+def test_a_tied_head_by_its_exact_name_is_an_error():
+    with pytest.raises(SparsityError, match="'lm_head.weight' is one parameter under several names"):
+        ScopeSparsifier().prepare(Language(), [{"tensor_fqn": "lm_head.weight"}])
+
+
+def test_without_a_config_adapters_are_left_out():
+    class Adapted(nn.Module):
+        adapter_layer_names = ("lora_A", "lora_B")
+
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(8, 8)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 8)})
+
+    sparsifier = prepared(nn.Sequential(Adapted()))
+    assert list(levels(sparsifier)) == ["0.base_layer.weight"]
+    assert set(sparsifier.report().skipped.values()) == {"part of an adapter"}
+
+
+def test_the_report_names_each_tensors_rule_and_so_does_a_copy_of_the_sparsifier():
+    config = [{"tensor_fqn": "*.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.25}]
+    sparsifier = prepared(linear_model(8, 8, 8), config)
+    expected = {"0.weight": "config[0] ('*.weight')", "2.weight": "config[1] ('2.weight')"}
+    assert {r.tensor: r.rule for r in sparsifier.report()} == expected
+    assert {r.tensor: r.rule for r in copy.deepcopy(sparsifier).report()} == expected
+    loaded = pickle.loads(pickle.dumps(sparsifier))
+    loaded.prepare(linear_model(8, 8, 8))
+    assert {r.tensor: r.rule for r in loaded.report()} == expected
+    assert prepared(linear_model(8, 8)).report()[0].rule == "config=None"
+
+
+def test_a_pickle_remembers_what_was_excluded():
+    loaded = pickle.loads(pickle.dumps(prepared(linear_model(8, 8, 8), exclude=["2"])))
+    loaded.prepare(linear_model(8, 8, 8))
+    assert list(levels(loaded)) == ["0.weight"]
+
+
+# patterns that fit themselves
+
+
+def transposed(linear):
+    """A layer like transformers' Conv1D, which stores (inputs, outputs)."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(linear.out_features, linear.in_features)
+    conv1d.weight = nn.Parameter(linear.weight.detach().t().contiguous())
+    return conv1d
+
+
+@pytest.mark.parametrize(
+    "pattern", [patterns.n_m(2, 4), patterns.rows(0.5), patterns.filters(0.5), patterns.blocks(2, 4, 0.5)], ids=repr
+)
+@pytest.mark.parametrize("spread", [False, True])
+def test_patterns_are_defaults_for_layers_of_any_rank(pattern, spread):
+    model = nn.Sequential(nn.Conv1d(8, 4, 3), nn.Conv2d(8, 4, 3), nn.Conv3d(4, 8, 2), nn.Linear(8, 4))
+    sparsifier = prepared(model, None, ScopeSparsifier(**pattern) if spread else ScopeSparsifier(pattern=pattern))
+    assert sparsifier.check() > 0
+    for name in ("0.weight", "1.weight", "2.weight", "3.weight"):
+        mask = sparsifier.mask(name)
+        assert mask.float().mean() == 0.5
+        if pattern.kind == "n_m":
+            assert mask.unflatten(1, (-1, 4)).sum(2).eq(2).all()
+        elif pattern.kind != "blocks":
+            assert mask.flatten(1).all(1).sum() == mask.shape[0] // 2
+    assert "pattern" not in sparsifier.groups[0]
+
+
+@pytest.mark.parametrize(
+    "pattern", [patterns.n_m(2, 4), patterns.rows(0.5), patterns.columns(0.5), patterns.heads(2, 0.5)]
+)
+def test_inputs_and_outputs_mean_what_they_say_where_weights_are_stored_transposed(pattern):
+    linear = nn.Linear(8, 4)
+    conv1d = transposed(linear)
+    masks = [
+        prepared(
+            nn.Sequential(m), None if m is linear else [{"tensor_fqn": "0.weight"}], ScopeSparsifier(pattern=pattern)
+        ).mask("0.weight")
+        for m in (linear, conv1d)
+    ]
+    assert torch.equal(masks[0], masks[1].t())
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_filters_of_a_transposed_convolution_are_its_output_channels(kind, groups):
+    layer = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[kind - 1](8, 4, 3, groups=groups)
+    sparsifier = prepared(nn.Sequential(layer), None, ScopeSparsifier(pattern=patterns.filters(0.5)))
+    sparsifier.squash_mask()
+    out = layer(torch.randn(1, 8, *(5,) * kind)) - layer.bias.view(-1, *(1,) * kind)
+    assert out.flatten(2).eq(0).all(2).sum() == 2  # two of four output channels hold the bias alone
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_columns_of_a_convolution_are_its_input_channels(groups):
+    layer = nn.Conv2d(8, 4, 3, groups=groups, bias=False)
+    prepared(nn.Sequential(layer), None, ScopeSparsifier(pattern=patterns.columns(0.5))).squash_mask()
+    x = torch.randn(1, 8, 5, 5, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert x.grad.flatten(2).eq(0).all(2).sum() == 4
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_packed_experts_are_matrices_of_their_own(is_transposed):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.is_transposed = is_transposed
+            self.up = nn.Parameter(torch.randn(3, 8, 4) * torch.tensor([1.0, 10.0, 100.0])[:, None, None])
+
+    for pattern, unit in (
+        (patterns.rows(0.5), 2 if is_transposed else 1),
+        (patterns.columns(0.5), 1 if is_transposed else 2),
+    ):
+        mask = prepared(Experts(), [{"tensor_fqn": "up", **pattern}]).mask("up")
+        kept = mask.all(3 - unit)
+        assert torch.equal(kept, mask.any(3 - unit)) and kept.sum(1).eq(kept.shape[1] // 2).all()
+    mask = prepared(Experts(), [{"tensor_fqn": "up", **patterns.n_m(2, 4)}]).mask("up")
+    grouped = mask.unflatten(1, (-1, 4)).sum(2) if is_transposed else mask.unflatten(2, (-1, 4)).sum(3)
+    assert grouped.eq(2).all()
+
+
+def test_n_m_of_a_transposed_convolution_does_not_cross_groups():
+    with pytest.raises(
+        SparsityError, match=r"0.weight: patterns.n_m\(2, 4\): needs the inputs of each group divisible by 4"
+    ):
+        prepared(
+            nn.Sequential(nn.ConvTranspose1d(12, 6, 3, groups=2)), None, ScopeSparsifier(pattern=patterns.n_m(2, 4))
+        )
+
+
+def test_an_entry_overrides_the_default_pattern_and_its_budget():
+    model = linear_model(8, 8, 8, 8)
+    config = [
+        {"tensor_fqn": "0.weight"},
+        {"tensor_fqn": "2.weight", "sparsity_level": 0.75},
+        {"tensor_fqn": "4.weight", "block_shape": (1, -1), "sparsity_level": 0.25},
+    ]
+    sparsifier = prepared(model, config, ScopeSparsifier(pattern=patterns.n_m(2, 4)))
+    assert sparsifier.mask("0.weight").view(-1, 4).sum(1).eq(2).all()
+    assert sparsifier.mask("2.weight").view(-1, 4).sum(1).eq(1).all()
+    assert sparsifier.mask("4.weight").all(1).sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"sparsity_level": 0.5, "pattern": patterns.n_m(2, 4)},
+            r"sparsity_level and patterns.n_m\(2, 4\) are mutually excl",
+        ),
+        ({"nnz": 2, "pattern": patterns.rows(0.5)}, r"nnz and patterns.rows\(0.5\) are mutually exclusive"),
+        (
+            {"pattern": patterns.rows(), "block_shape": (1, 2)},
+            "defaults: 'pattern' and 'block_shape' are mutually exclusive",
+        ),
+        ({"norm": 1, "score": keep_mask}, "defaults: 'norm' and 'score' are mutually exclusive"),
+    ],
+)
+def test_arguments_that_contradict(arguments, text):
+    with pytest.raises(SparsityError, match=text):
+        ScopeSparsifier(**arguments)
+
+
+def test_a_pattern_that_is_none():
+    with pytest.raises(SparsityError, match="pattern must be one of `sparsekit_ao.patterns`, got '2:4'"):
+        ScopeSparsifier(pattern="2:4")
+
+
+# scores
+
+
+def test_a_score_is_evaluated_on_the_parameter_before_any_view():
+    weight, importance = torch.randn(8, 16), torch.rand(8, 16)
+    seen = []
+
+    def score(w, name):
+        seen.append((name, tuple(w.shape)))
+        return importance
+
+    model = nn.Sequential(nn.Linear(16, 8))
+    model[0].weight = nn.Parameter(weight)
+    entry = {"tensor_fqn": "0.weight", "axes": "(r a) (c b)", "unit": "r c", "sizes": {"a": 2, "b": 4}, "score": score}
+    mask = prepared(model, [entry]).mask("0.weight")
+    sums = importance.view(4, 2, 4, 4).sum((1, 3)).view(1, -1)
+    expected = keep_mask(sums, 8).view(4, 1, 4, 1).expand(4, 2, 4, 4).reshape(8, 16)
+    assert torch.equal(mask, expected) and set(seen) == {("0.weight", (8, 16))}
+
+
+@pytest.mark.parametrize("block", [(), (1, 2)])
+def test_saliencies_may_be_negative(block):
+    saliency = torch.tensor([[-5.0, -5.0, 1.0, 1.0], [0.5, 0.5, -1.0, -1.0]])
+    model = nn.Sequential(nn.Linear(4, 2))
+    sparsifier = ScopeSparsifier(0.5, block_shape=block, score=lambda w, name: saliency)
+    assert torch.equal(prepared(model, None, sparsifier).mask("0.weight"), saliency > 0)
+
+
+def test_coupled_members_saliencies_add_up():
+    model = linear_model(4, 2, 4)
+    config = [
+        {"tensor_fqn": "0.weight", "axes": "u i", "unit": "u", "block_coupling": "hidden"},
+        {"tensor_fqn": "2.weight", "axes": "o u", "unit": "u", "block_coupling": "hidden"},
+    ]
+    given = {"0.weight": torch.tensor([[1.0] * 4, [3.0] * 4]), "2.weight": torch.tensor([[4.0, -2.0]] * 4)}
+    sparsifier = ScopeSparsifier(0.5, score=lambda w, name: given[name])
+    sparsifier.prepare(model, config)
+    sparsifier.step()
+    assert sparsifier.mask("0.weight").any(1).tolist() == [True, False]  # 4 + 16 against 12 - 8
+
+
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        (
+            lambda w, name: w[0],
+            r"0.weight: score must return a floating-point tensor of the weight's shape \(8, 8\), got",
+        ),
+        (lambda w, name: 3.0, "got float"),
+        (lambda w, name: w > 0, r"got torch.bool \(8, 8\)"),
+        (lambda w, name: w.to("meta"), "score must return a tensor on the weight's device cpu, got meta"),
+    ],
+)
+def test_a_score_that_returns_something_else(score, text):
+    sparsifier = ScopeSparsifier(score=score)
+    sparsifier.prepare(linear_model(8, 8), None)
+    with pytest.raises(SparsityError, match=text):
+        sparsifier.step()
+    assert sparsifier.mask("0.weight").all()
+
+
+def test_final_classes_say_what_to_derive_from():
+    with pytest.raises(TypeError, match="ScopeSparsifier is final; derive from PlannedSparsifier or MaskSparsifier"):
+
+        class Mine(ScopeSparsifier):
+            pass
+
+    with pytest.raises(TypeError, match="abstract method '?_update_all"):
+        PlannedSparsifier()
