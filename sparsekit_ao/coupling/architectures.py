@@ -1,7 +1,6 @@
-"""for_model: the couplings of a known architecture, recognized by the names of its tensors.
+"""for_model: the couplings of a known architecture, recognized by the names of its tensors; no forward runs.
 
-It reads names, shapes and a few integers; no library of models is imported and no forward runs. A further family of
-transformers is a row of `transformer.LAYOUTS`; another architecture is a module such as `resnet`, called here.
+To add a family of transformers, add a row to `transformer.LAYOUTS`; other architectures are modules such as `resnet`.
 """
 
 from torch import nn
@@ -9,7 +8,7 @@ from torch import nn
 from ..errors import SparsityError
 from ..sparsifiers.config import named_tensors
 from .coupling import Coupling
-from .resnet import is_resnet, resnet_couplings
+from .resnet import resnet_couplings
 from .transformer import LAYOUTS, find_stack, transformer_couplings
 
 __all__ = ["for_model"]
@@ -56,8 +55,9 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
         stack = find_stack(layout, model, tensors)
         if stack is not None:
             return transformer_couplings(stack)
-    if is_resnet(tensors):
-        return resnet_couplings(tensors | dict(model.named_buffers()))
+    couplings = resnet_couplings(tensors | dict(model.named_buffers()))
+    if couplings is not None:
+        return couplings
     known = ", ".join(f"{layout.family} ('*.{layout.required[0]}')" for layout in LAYOUTS)
     raise SparsityError(
         f"for_model does not know {type(model).__name__}. It looked for the tensor names of {known} and torchvision's "

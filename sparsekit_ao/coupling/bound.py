@@ -1,7 +1,6 @@
-"""A coupling bound to one model: its tensors by full name, and the number of units; and name patterns with stars.
+"""A coupling bound to one model: its tensors by full name, and the number of units; and what `Coupling.bind` needs.
 
-`bind` solves for the sizes of the axes that members share, across members: a size that follows from one tensor's shape
-need not be given for another.
+`solve_sizes` finds the sizes of the axes that members share; `match_names` matches name patterns with stars.
 """
 
 import math
@@ -13,7 +12,7 @@ from ..algebra import AxisPattern, dimensions_of
 from ..errors import CouplingError
 from ..selection.strides import Shape
 
-__all__ = ["BoundCoupling", "Member", "bind", "count_stars", "fill_stars", "match_names"]
+__all__ = ["BoundCoupling", "Member", "count_stars", "fill_stars", "match_names", "solve_sizes"]
 
 _STAR = re.compile(r"(\*\*?)")
 _MATCHES = {"*": "([^.]+)", "**": ".*"}
@@ -62,48 +61,25 @@ class BoundCoupling:
         return tuple(self.sizes[axis] for axis in (*self.scope, self.unit))
 
 
-def bind(
-    name: str,
-    captured: tuple[str, ...],
-    tensors: Sequence[tuple[str, str, Shape, bool]],
-    *,
-    unit: str,
-    scope: Sequence[str],
-    sizes: Mapping[str, int],
-    attrs: Mapping[str, str],
-) -> BoundCoupling:
-    """Compute all shared sizes and check every member against them.
+def solve_sizes(
+    name: str, tensors: Sequence[tuple[str, str, Shape]], shared: set[str], given: Mapping[str, int]
+) -> dict[str, int]:
+    """The sizes of all shared axes: a dimension with one unknown axis gives its length, until nothing new follows.
 
     Args:
-        name, captured, unit, scope, attrs: see `BoundCoupling`.
-        tensors: (name, axes, shape, is a parameter) of every member.
-        sizes: lengths given by the caller.
+        name: of the coupling.
+        tensors: (name, axes, shape) of every member.
+        shared: the unit axis and the scope axes.
+        given: lengths given by the caller; they are returned, too.
 
     Raises:
-        CouplingError: two members have different numbers of units.
-        SparsityError: a pattern does not fit a shape, or leaves a size open.
+        CouplingError: two members have different sizes of a shared axis.
     """
-    known = _solve_sizes(name, tensors, {*scope, unit}, dict(sizes))
-    members = []
-    for fqn, axes, shape, is_parameter in tensors:
-        own = {axis: known[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in known}
-        pattern = AxisPattern(axes=axes, unit=(*scope, unit), scope=tuple(scope), sizes=own, where=f"{fqn}: ")
-        pattern.check_shape(shape)
-        members.append(Member(fqn=fqn, pattern=pattern, is_parameter=is_parameter))
-    return BoundCoupling(
-        name=name, captured=captured, members=tuple(members), unit=unit, scope=tuple(scope), sizes=known, attrs=attrs
-    )
-
-
-def _solve_sizes(
-    name: str, tensors: Sequence[tuple[str, str, Shape, bool]], shared: set[str], sizes: dict[str, int]
-) -> dict[str, int]:
-    """All sizes that follow: a dimension with one unknown axis gives its length; repeated until nothing is new."""
+    sizes = dict(given)
     source: dict[str, str] = {}
-    given = set(sizes)
     while True:
         before = len(sizes)
-        for fqn, axes, shape, _ in tensors:
+        for fqn, axes, shape in tensors:
             for axis, size in _implied_sizes(axes, shape, sizes, f"{fqn}: "):
                 if axis not in shared or axis in given:
                     continue  # h and w of two kernels need not agree; the pattern itself checks a given size

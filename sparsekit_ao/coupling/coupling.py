@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..algebra import dimensions_of
+from ..algebra import AxisPattern, dimensions_of
 from ..errors import SparsityError
 from ..sparsifiers.config import named_tensors
-from .bound import BoundCoupling, bind, count_stars, fill_stars, match_names
+from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, solve_sizes
 
 __all__ = ["Coupling", "check_attrs"]
 
@@ -160,7 +160,7 @@ class Coupling:
         self, captured: tuple[str, ...], found: Mapping[str, Mapping], tensors: Mapping[str, tuple[Tensor, bool]]
     ) -> BoundCoupling:
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
-        rows: list[tuple[str, str, tuple[int, ...], bool]] = []
+        rows: list[tuple[str, str, tuple[int, ...]]] = []
         source: dict[str, str] = {}
         for member, axes in self.members.items():
             if captured not in found[member]:
@@ -172,10 +172,18 @@ class Coupling:
                 if fqn in source:
                     raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
                 source[fqn] = member
-                tensor, is_parameter = tensors[fqn]
-                rows.append((fqn, axes, tuple(tensor.shape), is_parameter))
+                rows.append((fqn, axes, tuple(tensors[fqn][0].shape)))
         scope = tuple(self.scope.split())
-        return bind(name, captured, rows, unit=self.unit, scope=scope, sizes=self.sizes, attrs=self.attrs)
+        sizes = solve_sizes(name, rows, {*scope, self.unit}, self.sizes)
+        members: tuple[Member, ...] = ()
+        for fqn, axes, shape in rows:
+            own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
+            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
+            pattern.check_shape(shape)
+            members += (Member(fqn=fqn, pattern=pattern, is_parameter=tensors[fqn][1]),)
+        return BoundCoupling(
+            name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
+        )
 
     def _entries(self, bound: BoundCoupling, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         masked = [member for member in bound.members if member.is_parameter]

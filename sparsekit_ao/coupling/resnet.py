@@ -1,14 +1,14 @@
 """Couplings of a ResNet with torchvision's names: channels inside of blocks, and those of the residual streams."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ..errors import SparsityError
 from .coupling import Coupling
 
-__all__ = ["is_resnet", "resnet_couplings"]
+__all__ = ["resnet_couplings"]
 
 _FIRST = re.compile(r"(.*?)layer1\.0\.conv1\.weight")
 _IN_BLOCK = re.compile(r"(layer\d+\.\d+)\.(.+)")
@@ -17,18 +17,16 @@ _NORMS = ("bn1", "bn2", "bn3", "downsample.1")
 _NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
-def is_resnet(names: Iterable[str]) -> bool:
-    """Whether a tensor has the name of the first convolution of the first block."""
-    return any(map(_FIRST.fullmatch, names))
-
-
-def resnet_couplings(model_tensors: Mapping[str, Tensor]) -> dict[str, Coupling]:
-    """All couplings of a ResNet, from its parameters and buffers by name.
+def resnet_couplings(model_tensors: Mapping[str, Tensor]) -> dict[str, Coupling] | None:
+    """All couplings of a ResNet, from its parameters and buffers by name; None if the names are not a ResNet's.
 
     Raises:
         SparsityError: a block with tensors or shapes that torchvision's ResNet does not have.
     """
-    prefix = next(match[1] for match in map(_FIRST.fullmatch, model_tensors) if match)
+    first = next(filter(None, map(_FIRST.fullmatch, model_tensors)), None)
+    if first is None:
+        return None
+    prefix = first[1]
     tensors = {name.removeprefix(prefix): t for name, t in model_tensors.items() if name.startswith(prefix)}
     blocks: dict[str, list[str]] = {}
     for match in filter(None, map(_IN_BLOCK.fullmatch, tensors)):
@@ -45,8 +43,8 @@ def resnet_couplings(model_tensors: Mapping[str, Tensor]) -> dict[str, Coupling]
 
 def _inside(k: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Channels between one convolution and the next, of every block."""
-    named = {"layer*.*." + name: axes for name, axes in _writers(f"conv{k}", f"bn{k}").items()}
-    found = {name: axes for name, axes in named.items() if name.replace("*.*", "1.0") in tensors}
+    writers = _writers(f"conv{k}", f"bn{k}").items()
+    found = {f"layer*.*.{name}": axes for name, axes in writers if f"layer1.0.{name}" in tensors}
     return found | {f"layer*.*.conv{k + 1}.weight": "o u h w"}
 
 

@@ -5,9 +5,8 @@
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,12 +65,7 @@ LAYOUTS = (
         up=("mlp.gate_proj", "mlp.up_proj"),
         down="mlp.down_proj",
         head_norms=("self_attn.q_norm", "self_attn.k_norm"),
-        norms=(
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
+        norms=tuple(f"{at}_layernorm" for at in ("input", "post_attention", "pre_feedforward", "post_feedforward")),
         embedding="embed_tokens",
         final_norm="norm",
         head="lm_head",
@@ -102,10 +96,7 @@ LAYOUTS = (
     ),
     Layout(
         family="ViT of transformers 4",
-        projections=(
-            *(f"attention.attention.{name}" for name in ("query", "key", "value")),
-            "attention.output.dense",
-        ),
+        projections=(*(f"attention.attention.{name}" for name in ("query", "key", "value")), "attention.output.dense"),
         up=("intermediate.dense",),
         down="output.dense",
         norms=("layernorm_before", "layernorm_after"),
@@ -134,27 +125,8 @@ class Stack:
     shapes: Mapping[str, tuple[int, ...]]
     layers: Sequence[str]
 
-    @cached_property
-    def head_size(self) -> int:
-        """Rows of one head.
-
-        Raises:
-            SparsityError: neither the attention module nor the config has it.
-        """
-        config = getattr(self.model, "config", None)
-        for holder, name in [(self.attention, name) for name in _HEAD_SIZES] + [(config, "head_dim")]:
-            if isinstance(getattr(holder, name, None), int):
-                return int(getattr(holder, name))
-        if config is not None and hasattr(config, "hidden_size") and hasattr(config, "num_attention_heads"):
-            return int(config.hidden_size) // int(config.num_attention_heads)
-        raise SparsityError(
-            f"for_model: the head size is unknown. {self.prefix}{self.layers[0]}.{self.layout.attention} has no "
-            f"{' or '.join(_HEAD_SIZES)}, and model.config has no head_dim, nor hidden_size and num_attention_heads. "
-            "Write the coupling of heads by hand (Coupling)."
-        )
-
     @property
-    def attention(self) -> nn.Module:
+    def attention(self) -> Any:
         """The attention module of the first layer."""
         return self.model.get_submodule(f"{self.prefix}{self.layers[0]}.{self.layout.attention}")
 
@@ -178,13 +150,10 @@ class Stack:
 
     def attrs(self, ints: Mapping[str, str], config: Mapping[str, str]) -> dict[str, str]:
         """Integers to update, as far as the attention modules and the config have them."""
-        of_attention, of_config = (
-            {name: axes for name, axes in wanted.items() if isinstance(getattr(holder, name, None), int)}
-            for holder, wanted in ((self.attention, ints), (getattr(self.model, "config", None), config))
-        )
-        return {f"{self.prefix}*.{self.layout.attention}.{name}": axes for name, axes in of_attention.items()} | {
-            f"config.{name}": axes for name, axes in of_config.items()
-        }
+        own, path = getattr(self.model, "config", None), f"{self.prefix}*.{self.layout.attention}"
+        rows = [(self.attention, name, f"{path}.{name}", axes) for name, axes in ints.items()]
+        rows += [(own, name, f"config.{name}", axes) for name, axes in config.items()]
+        return {full: axes for holder, name, full, axes in rows if isinstance(getattr(holder, name, None), int)}
 
 
 def find_stack(layout: Layout, model: nn.Module, tensors: Mapping[str, Tensor]) -> Stack | None:
@@ -204,7 +173,9 @@ def find_stack(layout: Layout, model: nn.Module, tensors: Mapping[str, Tensor]) 
             "contains one, or use discover(model, example_inputs)."
         )
     prefix, layers = prefixes[0], [match[2] for match in matches]
-    shapes = [_shapes(tensors, f"{prefix}{layer}.") for layer in layers]
+    shapes: list[dict[str, tuple[int, ...]]] = []
+    for start in (f"{prefix}{layer}." for layer in layers):
+        shapes.append({n.removeprefix(start): tuple(t.shape) for n, t in tensors.items() if n.startswith(start)})
     for layer, own in zip(layers, shapes, strict=True):
         _check_layer(layout, f"{prefix}{layer}", own, shapes[0])
     return Stack(layout=layout, model=model, tensors=tensors, prefix=prefix, shapes=shapes[0], layers=layers)
@@ -222,7 +193,7 @@ def transformer_couplings(stack: Stack) -> dict[str, Coupling]:
 
 
 def _heads(stack: Stack) -> dict[str, Coupling]:
-    layout, d = stack.layout, stack.head_size
+    layout, d = stack.layout, _head_size(stack)
     q, k, v, o = layout.projections
     queries, keys = (stack.shapes[f"{module}.weight"][0] for module in (q, k))
     for module in layout.head_norms:
@@ -254,6 +225,21 @@ def _heads(stack: Stack) -> dict[str, Coupling]:
     return {"heads": own, "kv_heads": shared}
 
 
+def _head_size(stack: Stack) -> int:
+    """Rows of one head: an attribute of the attention module, else of the config."""
+    config: Any = getattr(stack.model, "config", None)
+    for holder, name in [(stack.attention, name) for name in _HEAD_SIZES] + [(config, "head_dim")]:
+        if isinstance(getattr(holder, name, None), int):
+            return int(getattr(holder, name))
+    if hasattr(config, "hidden_size") and hasattr(config, "num_attention_heads"):
+        return int(config.hidden_size) // int(config.num_attention_heads)
+    raise SparsityError(
+        f"for_model: the head size is unknown. {stack.prefix}{stack.layers[0]}.{stack.layout.attention} has no "
+        f"{' or '.join(_HEAD_SIZES)}, and model.config has no head_dim, nor hidden_size and num_attention_heads. "
+        "Write the coupling of heads by hand (Coupling)."
+    )
+
+
 def _residual(stack: Stack) -> dict[str, Coupling]:
     """The hidden size, where its norms have no bias (so that they can be RMSNorms) and nothing of it is an output."""
     layout, siblings = stack.layout, re.sub(r"[^.]+\.$", "", stack.prefix)
@@ -273,10 +259,6 @@ def _residual(stack: Stack) -> dict[str, Coupling]:
     return {"residual": Coupling(members, attrs=attrs, name="residual")}
 
 
-def _shapes(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, tuple[int, ...]]:
-    return {name.removeprefix(prefix): tuple(t.shape) for name, t in tensors.items() if name.startswith(prefix)}
-
-
 def _check_layer(
     layout: Layout, layer: str, shapes: Mapping[str, tuple[int, ...]], first: Mapping[str, tuple[int, ...]]
 ) -> None:
@@ -284,8 +266,9 @@ def _check_layer(
     known = {f"{module}.{name}" for module in modules for name in ("weight", "bias")}
     for what, names in (("also has", shapes.keys() - known), ("lacks", set(layout.required) - shapes.keys())):
         if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise SparsityError(
-                f"for_model: {layer} is named as in {layout.family}, but {what} {_first_of(names)}, so its couplings "
+                f"for_model: {layer} is named as in {layout.family}, but {what} {min(names)}{more}, so its couplings "
                 "are unknown. discover(model, example_inputs) suggests couplings."
             )
     # The widths of MLPs may differ between layers.
@@ -297,8 +280,3 @@ def _check_layer(
                 f"for_model: layers differ: {layer}.{name} is {found or 'missing'}, in the first layer "
                 f"{wanted or 'missing'}. Write a Coupling for those that are alike, or use discover(model, inputs)."
             )
-
-
-def _first_of(names: Iterable[str]) -> str:
-    first, *more = sorted(names)
-    return f"{first} and {len(more)} more" if more else first

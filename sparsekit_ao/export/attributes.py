@@ -72,7 +72,9 @@ def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
     """
     found: dict[tuple[int, str], Change] = {}
     counted: dict[tuple[int, str], list[tuple[Removal, str]]] = {}
-    for removal, path, axes in _listed(removals):
+    listed = [(removal, *item) for removal in removals for item in removal.coupling.attrs.items()]
+    for removal, pattern, axes in listed:
+        path = fill_stars(pattern, removal.coupling.captured)
         name, where = removal.coupling.name, f"coupling {removal.coupling.name!r}: attrs "
         for full, holder, attribute in _holders(model, path, where):
             was, key = getattr(holder, attribute), (id(holder), attribute)
@@ -94,12 +96,6 @@ def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
                 change = found.setdefault(key, Change(path=full, was=was, now=now))
                 found[key] = replace(change, now=now // removal.of * removal.kept)
     return list(found.values())
-
-
-def _listed(removals: Sequence[Removal]) -> Iterator[tuple[Removal, str, str]]:
-    for removal in removals:
-        for pattern, axes in removal.coupling.attrs.items():
-            yield removal, fill_stars(pattern, removal.coupling.captured), axes
 
 
 def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: Removal, axes: str) -> Removal:

@@ -1,7 +1,6 @@
 """compact: make a masked model smaller and dense, with the same outputs.
 
-Steps: bind the couplings -> find the dropped units -> remove them from a copy of the model, fold norms, update sizes ->
-run both models and compare.
+Couplings are bound -> dropped units removed from a copy -> sizes updated, norms folded -> both models run and compared.
 """
 
 import copy
@@ -81,13 +80,12 @@ def compact(
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"tolerance must be a number >= 0, got {tolerance!r}")
-    removals = _find_removals(model, assign_attrs(_checked(couplings), attrs or {}), multiple_of)
-    changes = find_changes(model, removals)
+    removals = _removals(model, assign_attrs(_checked(couplings), attrs or {}), multiple_of)
+    result = _compact(model, removals)
     reference = Reference(model, example_inputs)
-    result = _compact(model, removals, changes)
     found = _compare(reference, result, tolerance)
     if isinstance(found, str):
-        raise _explained(model, removals, reference, tolerance, result, found)
+        raise _error(model, reference, tolerance, result, found)
     report = Compaction(
         couplings=tuple(_row(removal) for removal in removals),
         before=_size(model, reference.flops),
@@ -104,9 +102,10 @@ def compact(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Compacted:
-    """A compacted copy, the changed attributes, what is not exact, and the dense shapes."""
+    """A compacted copy, what was removed, the changed attributes, what is not exact, and the dense shapes."""
 
     model: nn.Module
+    removals: Sequence[Removal]
     changes: list[Change]
     notes: list[str]
     shapes: dict[str, tuple[int, ...]]
@@ -119,9 +118,7 @@ def _checked(couplings: Coupling | Sequence[Coupling]) -> list[Coupling]:
     return list(found)
 
 
-def _find_removals(
-    model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
-) -> list[Removal]:
+def _removals(model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]) -> list[Removal]:
     names = [coupling.name for coupling in couplings]
     for name in multiple_of if isinstance(multiple_of, Mapping) else ():
         if name not in names:
@@ -135,18 +132,18 @@ def _find_removals(
     return removals
 
 
-def _compact(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> _Compacted:
-    small = copy.deepcopy(model)
+def _compact(model: nn.Module, removals: Sequence[Removal]) -> _Compacted:
+    changes, small = find_changes(model, removals), copy.deepcopy(model)
     remove_units(small, removals)
     apply_changes(small, changes)
-    all_changes, notes = list(changes), narrowed_group_norms(model, small)
-    for norm in pruned_norms(model, removals):
-        folded, note = fold_norm(model, small, norm)
-        all_changes += folded
+    notes = narrowed_group_norms(model, small)
+    for fqn, keep in pruned_norms(model, removals).items():
+        folded, note = fold_norm(model, small, fqn, keep)
+        changes += folded
         notes += [note] if note else []
     fqns = [m.fqn for removal in removals for m in removal.coupling.members]
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
-    return _Compacted(model=small, changes=all_changes, notes=notes, shapes=shapes)
+    return _Compacted(model=small, removals=removals, changes=changes, notes=notes, shapes=shapes)
 
 
 def _compare(reference: Reference, result: _Compacted, tolerance: float) -> Comparison | str:
@@ -162,23 +159,16 @@ def _compare(reference: Reference, result: _Compacted, tolerance: float) -> Comp
     return f"gives other outputs: {how}"
 
 
-def _explained(
-    model: nn.Module,
-    removals: Sequence[Removal],
-    reference: Reference,
-    tolerance: float,
-    result: _Compacted,
-    problem: str,
-) -> SparsityError:
+def _error(model: nn.Module, reference: Reference, tolerance: float, result: _Compacted, problem: str) -> SparsityError:
     """The error for a compacted model with other outputs, with the couplings that cause it by themselves."""
     lines = []
-    for removal in removals:
+    for removal in result.removals:
         if not removal.is_empty:
-            alone = _compare(reference, _compact(model, [removal], find_changes(model, [removal])), tolerance)
+            alone = _compare(reference, _compact(model, [removal]), tolerance)
             lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
     lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
     lines += [f"not exact: {note}" for note in result.notes]
-    lines += [UNLISTED + text for text in unlisted_sizes(result.model, removals, result.changes)]
+    lines += [UNLISTED + text for text in unlisted_sizes(result.model, result.removals, result.changes)]
     return SparsityError(
         f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a removed "
         "size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)

@@ -9,7 +9,6 @@ import copy
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +16,16 @@ from torch import Tensor, nn
 from .attributes import Change
 from .removal import Removal, kept_elements, owner_of
 
-__all__ = ["PrunedNorm", "fold_norm", "narrowed_group_norms", "pruned_norms"]
+__all__ = ["fold_norm", "narrowed_group_norms", "pruned_norms"]
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PrunedNorm:
-    """A norm whose statistics are taken over a pruned axis.
+def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Tensor]:
+    """Norms whose statistics are taken over a pruned axis: {name of the weight: bool, which of its values are kept}.
 
-    Attributes:
-        fqn: of its weight.
-        keep: bool, which of its values are kept.
+    They are LayerNorms, and what looks like an RMSNorm (a vector `weight` and an eps, no running statistics).
     """
-
-    fqn: str
-    keep: Tensor
-
-
-def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> list[PrunedNorm]:
-    """LayerNorms, and what looks like an RMSNorm (a vector `weight` and an eps, no running statistics), if pruned."""
     found: dict[str, Tensor] = {}
     for removal in removals:
         for member in () if removal.is_empty else removal.coupling.members:
@@ -45,10 +34,10 @@ def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> list[PrunedNo
                 continue
             keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
             found[member.fqn] = found[member.fqn] & keep if member.fqn in found else keep
-    return [PrunedNorm(fqn=fqn, keep=keep) for fqn, keep in found.items()]
+    return found
 
 
-def fold_norm(model: nn.Module, small: nn.Module, norm: PrunedNorm) -> tuple[list[Change], str]:
+def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tuple[list[Change], str]:
     """Change weight and eps of a smaller RMSNorm so that its outputs are those of the dense one.
 
     Whether it is an RMSNorm is tested on random values, since its class may have any name. A weight may also be stored
@@ -57,36 +46,36 @@ def fold_norm(model: nn.Module, small: nn.Module, norm: PrunedNorm) -> tuple[lis
     Args:
         model: with the dense norm.
         small: with the smaller one, which is changed in place.
-        norm: from `pruned_norms`.
+        fqn, keep: from `pruned_norms`.
 
     Returns:
         The change of its eps (nothing where it is no RMSNorm), and a description of what is not exact ("" if all is).
     """
-    (dense, _), (smaller, _) = owner_of(model, norm.fqn), owner_of(small, norm.fqn)
+    (dense, _), (smaller, _) = owner_of(model, fqn), owner_of(small, fqn)
     weight = smaller.weight
     assert isinstance(weight, nn.Parameter)
     if isinstance(dense, nn.LayerNorm):
-        return [], f"{norm.fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
+        return [], f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
     eps_name = next(name for name in _EPS if name in vars(dense))
     was = getattr(dense, eps_name)
-    ratio = norm.keep.numel() / int(norm.keep.sum())
+    ratio = keep.numel() / int(keep.sum())
     eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
     try:
-        wanted = _outputs(copy.deepcopy(dense), weight, norm.keep, whole=True)[..., norm.keep.to(weight.device)]
+        wanted = _outputs(copy.deepcopy(dense), weight, keep, whole=True)[..., keep.to(weight.device)]
     except Exception as e:
-        return [], f"{norm.fqn}: a {type(dense).__name__} could not be tested, so it was not folded ({e})"
+        return [], f"{fqn}: a {type(dense).__name__} could not be tested, so it was not folded ({e})"
     for shift in (0.0, 1.0):
         scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
         trial = copy.deepcopy(smaller)
         trial.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
         setattr(trial, eps_name, eps)
-        if _matches(trial, wanted, weight, norm.keep):
+        if _matches(trial, wanted, weight, keep):
             weight.data.copy_(scaled)
             setattr(smaller, eps_name, eps)
-            change = Change(path=f"{norm.fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)
+            change = Change(path=f"{fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)
             half = weight.dtype in (torch.float16, torch.bfloat16)
-            return [change], f"{norm.fqn}: its folded weight is rounded to {weight.dtype}" if half else ""
-    return [], f"{norm.fqn}: a {type(dense).__name__} over a pruned axis has statistics of fewer values"
+            return [change], f"{fqn}: its folded weight is rounded to {weight.dtype}" if half else ""
+    return [], f"{fqn}: a {type(dense).__name__} over a pruned axis has statistics of fewer values"
 
 
 def _takes_statistics(module: nn.Module) -> bool:

@@ -143,8 +143,9 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
         for member in removal.coupling.members:
             tensor = plain_tensors(model, [member.fqn])[member.fqn]
             tensors[id(tensor)] = tensor
-            own = todo.setdefault(id(tensor), [])
-            if not any(r is removal and _are_alike(m, member, r, tuple(tensor.shape)) for m, r in own):
+            own, shape = todo.setdefault(id(tensor), []), tuple(tensor.shape)
+            kept = kept_elements(member, removal, shape)
+            if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in own):
                 own.append((member, removal))  # two names of one tensor count once
     smaller = {key: _smaller(tensors[key], own) for key, own in todo.items()}
     held = [
@@ -167,10 +168,6 @@ def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
     inner = {axis: size for axis, size in pattern.lengths(shape).items() if axis not in pattern.unit}
     kept: Tensor = einops.repeat(removal.keep, f"{' '.join(pattern.unit)} -> {pattern.axes}", **inner)
     return kept
-
-
-def _are_alike(one: Member, other: Member, removal: Removal, shape: Shape) -> bool:
-    return torch.equal(kept_elements(one, removal, shape), kept_elements(other, removal, shape))
 
 
 def _smaller(tensor: Tensor, own: Sequence[tuple[Member, Removal]]) -> Tensor:

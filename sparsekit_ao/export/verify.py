@@ -90,19 +90,16 @@ class Reference:
                 )
         if not any(bool(tensor.any()) for _, tensor in self._outputs):
             raise SparsityError(
-                "the masked model returns only zeros on example_inputs, so the comparison would show nothing. Pass "
-                "typical inputs."
+                "the masked model returns only zeros on example_inputs, so nothing is compared; pass typical inputs"
             )
 
     def _in_float64(self, small: nn.Module, found: Outputs) -> float | None:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
-            exact, again = (
-                list(tensors_in("output", _run(model, self._inputs, torch.float64)[0]))
-                for model in (self._model, small)
-            )
+            runs = [_run(model, self._inputs, torch.float64)[0] for model in (self._model, small)]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
+        exact, again = (list(tensors_in("output", run)) for run in runs)
         outputs = zip(self._outputs, found, exact, strict=True)
         if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in outputs):
             return None

@@ -1,8 +1,4 @@
-"""Couplings found by one forward without values: factors of axes, a rule for each operation, suggested lines of code.
-
-`trace` runs the forward and applies the rules of `arithmetic` and `shapes` to each operation (`call`); axes are made of
-`factors`; `shared` writes what was found as patterns, and `discover` prints it.
-"""
+"""Couplings found by one forward without values; README.md in this folder explains how."""
 
 from .discover import Discovery, discover
 

@@ -6,9 +6,10 @@ is unchanged without the units whose terms are zero, so at least one operand mus
 ranks all entries along an axis (softmax, LayerNorm, sorting) freezes it.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,30 +31,24 @@ _WITH_BIAS = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv
 
 def pointwise(call: Call) -> Label:
     """Any elementwise operation of tensors that broadcast."""
-    known: dict[tuple[bool, ...], bool] = {}
-
-    def is_zero(zeros: tuple[bool, ...]) -> bool:
-        if zeros not in known:
-            known[zeros] = any(zeros) and _is_zero(call, zeros)
-        return known[zeros]
-
-    labels = [call.label_of(t) for t in call.tensors]
-    width = call.outs[0].dim()
-    return tuple(_combined([_axis(label, k - width) for label in labels], is_zero, call.why) for k in range(width))
+    is_zero = functools.cache(lambda zeros: any(zeros) and _is_zero(call, zeros))
+    return combined([call.label_of(t) for t in call.tensors], call.why, is_zero)
 
 
-def combined(labels: Sequence[Label], why: str, *, any_zero: bool = False) -> Label:
-    """Axes of a sum of tensors that broadcast, zero where all of them are; `any_zero`: of a product."""
+def combined(labels: Sequence[Label], why: str, is_zero: Callable[[tuple[bool, ...]], bool] = all) -> Label:
+    """Axes of the result for operands that broadcast.
+
+    Args:
+        labels: the operands' axes.
+        why: see `unify`.
+        is_zero: from whether each operand is zero: whether the result is (`all`: of a sum, `any`: of a product).
+    """
     width = max(map(len, labels))
-    is_zero = any if any_zero else all
-    return tuple(_combined([_axis(label, k - width) for label in labels], is_zero, why) for k in range(width))
+    padded = [((),) * (width - len(label)) + label for label in labels]
+    return tuple(_combined(axes, is_zero, why) for axes in zip(*padded, strict=True))
 
 
-def _axis(label: Label, from_right: int) -> Axis:
-    return label[from_right] if -from_right <= len(label) else ()
-
-
-def _combined(axes: Sequence[Axis], is_zero: Any, why: str) -> Axis:
+def _combined(axes: Sequence[Axis], is_zero: Callable[[tuple[bool, ...]], bool], why: str) -> Axis:
     """One axis of the result; an operand of size 1 is constant along it, hence not zero at single units."""
     present = [axis for axis in axes if axis]
     if not present:
@@ -103,7 +98,7 @@ def _matmul(call: Call) -> Label:
     a, b = (call.label(operand) for operand in (_PRODUCTS | _WITH_BIAS)[name])
     inner = max(len(b) - 2, 0)
     _contract(call, a[-1], b[inner])
-    batch = combined([a[:-2], b[:-2]], call.why, any_zero=True) if len(b) > 2 else ()
+    batch = combined([a[:-2], b[:-2]], call.why, any) if len(b) > 2 else ()
     product = (*batch, *a[len(batch) : -1], *b[inner + 1 :])
     return product if name in _PRODUCTS else combined([product, call.label("self")], call.why)
 
@@ -114,7 +109,7 @@ def _convolution(call: Call) -> Label:
     x_group, x_in = split_axis(x[1], groups, call.why)
     w_group, rest = split_axis(w[0], groups, call.why)
     w_in, w_out = (rest, w[1]) if call["transposed"] else (w[1], rest)
-    group = combined([(x_group,), (w_group,)], call.why, any_zero=True)[0]
+    group = combined([(x_group,), (w_group,)], call.why, any)[0]
     _contract(call, x_in, w_in)
     call.freeze(*x[2:], *w[2:])
     out = (x[0], group + w_out, *call.fixed(*call.outs[0].shape[2:]))
@@ -138,7 +133,7 @@ def _layer_norm(call: Call) -> list[Label]:
     x, width = call.label("input"), len(call["normalized_shape"])
     normed = combined([x[-width:], *call.labels("weight", "bias")], call.why)
     call.freeze(*normed)
-    return [(*(x[:-width] if call.get("bias") is None else _nonzero(x[:-width])), *normed)]
+    return [(*(x[:-width] if call["bias"] is None else _nonzero(x[:-width])), *normed)]
 
 
 def _group_norm(call: Call) -> list[Label]:
@@ -155,7 +150,7 @@ def _rms_norm(call: Call) -> list[Label]:
     x, width = call.label("input"), len(call["normalized_shape"])
     for axis in x[-width:]:
         _require_zeros(call, axis)
-    return [(*x[:-width], *combined([x[-width:], *call.labels("weight")], call.why, any_zero=True))]
+    return [(*x[:-width], *combined([x[-width:], *call.labels("weight")], call.why, any))]
 
 
 def _reduce(call: Call) -> Label | list[Label]:
@@ -198,7 +193,7 @@ def _pool(call: Call) -> list[Label]:
 
 def _contract(call: Call, a: Axis, b: Axis) -> None:
     """Sum over an axis that two operands share."""
-    _require_zeros(call, combined([(a,), (b,)], call.why, any_zero=True)[0])
+    _require_zeros(call, combined([(a,), (b,)], call.why, any)[0])
 
 
 def _require_zeros(call: Call, axis: Sequence[AxisFactor]) -> None:

@@ -56,7 +56,7 @@ class Call:
         """Whether it squares a tensor: `x**2`, `x.square()`, `x * x`."""
         if self.name == "mul":
             return self["self"] is self["other"]
-        return self.name == "square" or (self.name == "pow" and self.get("exponent") == 2)
+        return self.name == "square" or (self.name == "pow" and self["exponent"] == 2)
 
     @cached_property
     def _bound(self) -> dict[str, Any]:
@@ -65,11 +65,8 @@ class Call:
         return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 
     def __getitem__(self, name: str) -> Any:
-        return self._bound[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument that not every overload has."""
-        return self._bound.get(name, default)
+        """An argument; None if this overload does not have it."""
+        return self._bound.get(name)
 
     def label(self, name: str) -> Label:
         """The axes of a tensor argument."""
@@ -77,7 +74,7 @@ class Call:
 
     def labels(self, *names: str) -> list[Label]:
         """The axes of those tensor arguments that were given."""
-        return [self.label(name) for name in names if self.get(name) is not None]
+        return [self.label(name) for name in names if self[name] is not None]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -91,7 +88,7 @@ class Call:
 
     def dims(self, name: str, ndim: int) -> list[int]:
         """A dimension argument as non-negative ints; None or an empty list is every dimension."""
-        given = self.get(name)
+        given = self[name]
         if given is None or (isinstance(given, (list, tuple)) and not given):
             return list(range(ndim))
         return [d % ndim for d in ([given] if isinstance(given, int) else given)] if ndim else []

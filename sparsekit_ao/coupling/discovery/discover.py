@@ -33,11 +33,13 @@ class Discovery:
     def __str__(self) -> str:
         rows = zip(self.couplings, self.counts, strict=True)
         lines = [line for coupling, counts in rows for line in _coupling_lines(coupling, *counts)]
-        notes = [_frozen_line(frozen, count) for frozen, count in self.frozen]
-        notes = ["", "# Frozen, nothing is removed there:", *notes] if notes else []
-        unseen = [f"#   {text}" for text in self.opaque]
-        unseen = ["", "# Not inspected, tensors in there are not frozen:", *unseen] if unseen else []
-        return "\n".join(["couplings = [", *lines, "]", *notes, *unseen])
+        text = ["couplings = [", *lines, "]"]
+        if self.frozen:
+            text += ["", "# Frozen, nothing is removed there:", *(_frozen_line(*row) for row in self.frozen)]
+        if self.opaque:
+            notes = [f"#   {place}" for place in self.opaque]
+            text += ["", "# Not inspected, tensors in there are not frozen:", *notes]
+        return "\n".join(text)
 
     __repr__ = __str__
 

@@ -4,6 +4,7 @@ Which entries an index reads depends on values, so nothing may be removed from a
 """
 
 import math
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ def _same(call: Call) -> Label:
 
 def _like(call: Call) -> Label:
     """A new tensor of the same shape, all of one value: `zeros_like`, `full_like`."""
-    zero = call.name == "zeros_like" or call.get("fill_value") == 0
+    zero = call.name == "zeros_like" or call["fill_value"] == 0
     return tuple(tuple(AxisFactor(part.factor, zero) for part in axis) for axis in _same(call))
 
 
@@ -52,27 +53,25 @@ def _transpose(call: Call) -> Label:
 
 def _expand(call: Call) -> Label:
     """A dimension of size 1 repeated: a new factor, which may become the same as another tensor's."""
-    shape = call.outs[0].shape
-    return tuple(axis or fixed(n, "") for axis, n in zip(_padded(call, len(shape)), shape, strict=True))
+    return tuple(axis or fixed(n, "") for axis, n in _with_sizes(call, call.outs[0].shape))
 
 
 def _repeat(call: Call) -> Label:
     """Whole dimensions tiled: a new outer factor."""
-    repeats = call["repeats"]
-    return tuple(fixed(n, "") + axis for axis, n in zip(_padded(call, len(repeats)), repeats, strict=True))
+    return tuple(fixed(n, "") + axis for axis, n in _with_sizes(call, call["repeats"]))
 
 
-def _padded(call: Call, ndim: int) -> Label:
-    """The operand's axes with leading dimensions of size 1."""
+def _with_sizes(call: Call, sizes: Sequence[int]) -> Iterable[tuple[Axis, int]]:
+    """The operand's axes, with leading dimensions of size 1 added, and the size for each."""
     label = call.label("self")
-    return ((),) * (ndim - len(label)) + label
+    return zip(((),) * (len(sizes) - len(label)) + label, sizes, strict=True)
 
 
 def _slice(call: Call) -> Label:
     """A slice with a start, an end and a step."""
     label, shape = list(call.label("self")), call["self"].shape
     dim = call.dim("dim", len(label))
-    start, step = call["start"] or 0, call.get("step") or 1
+    start, step = call["start"] or 0, call["step"] or 1
     start = max(start + shape[dim], 0) if start < 0 else start
     label[dim] = _sliced(call, label[dim], shape[dim], (start, call.outs[0].shape[dim], step))
     return tuple(label)
@@ -151,7 +150,7 @@ def _pad(call: Call) -> Label:
         if widths[2 * k] or widths[2 * k + 1]:
             call.freeze(label[dim])
             (label[dim],) = call.fixed(call.outs[0].shape[dim])
-    zero = not call.get("value")
+    zero = not call["value"]
     return tuple(tuple(AxisFactor(part.factor, part.zero and zero) for part in axis) for axis in label)
 
 

@@ -1,10 +1,10 @@
-"""From factors to couplings: which axes of which tensors are one unit, and the patterns a person would write for them.
+"""From factors to patterns: `shared_axes` returns the axes that can be pruned and the frozen ones, with their tensors.
 
-`shared_axes` returns the axes that can be pruned and those that are frozen, one by one; `fold` and `fold_frozen` join
-those of repeated layers, with stars for the layers' numbers where the stars match exactly the joined names.
+`fold` and `fold_frozen` join those of repeated layers, with stars for numbers where they match the joined names only.
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -92,21 +92,18 @@ def _shared(unit: Factor, labels: Mapping[str, Label], companions: set[Factor]) 
     # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is no scope. Scopes are
     # looked for outside of units only, as heads are outside of their dimensions: two axes are not each other's scope.
     together = [factor for factor in dict.fromkeys(order[0]) if factor in companions - {unit} and not factor.frozen]
-    scopes = [factor for factor in together if all(_before(row, factor, unit) for row in order)][: len(_SCOPES)]
+    outer = [f for f in together if all(row.count(f) == 1 and row.index(f) < row.index(unit) for row in order)]
+    scopes = outer[: len(_SCOPES)]
     names = {unit: "u"} | dict(zip(scopes, _SCOPES, strict=False))
     joined = _joined([axis for label in labels.values() for axis in label], names)
-    others = _OtherNames()
-    members = {name: others.pattern([_runs(axis, names, joined) for axis in label]) for name, label in labels.items()}
+    others: dict[tuple[int, int], str] = {}
+    members = {fqn: _pattern([_runs(axis, names, joined) for axis in label], others) for fqn, label in labels.items()}
     return SharedAxis(
         members=members,
         scope=" ".join(names[factor] for factor in scopes),
-        sizes={names[factor]: factor.size for factor in scopes} | others.sizes,
+        sizes={names[factor]: factor.size for factor in scopes} | {name: size for (size, _), name in others.items()},
         units=unit.size,
     )
-
-
-def _before(row: Sequence[Factor], scope: Factor, unit: Factor) -> bool:
-    return row.count(scope) == 1 and row.index(scope) < row.index(unit)
 
 
 def _joined(axes: Sequence[Axis], names: Mapping[Factor, str]) -> set[tuple[Factor, Factor]]:
@@ -135,34 +132,26 @@ def _runs(axis: Axis, names: Mapping[Factor, str], joined: set[tuple[Factor, Fac
     return runs
 
 
-class _OtherNames:
-    """Names for the other factors of a unit's dimension: equal sizes have equal names throughout a coupling."""
+def _pattern(row: Sequence[Sequence[str | int]], others: dict[tuple[int, int], str]) -> str:
+    """One tensor's axes as text. Unnamed factors are named from the right, the same in all tensors, in `others`."""
+    counts: Counter[int] = Counter()
 
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self._names: dict[tuple[int, int], str] = {}
+    def name(run: str | int) -> str:
+        if isinstance(run, str):
+            return run
+        counts[run] += 1
+        if (run, counts[run]) not in others:
+            others[run, counts[run]] = _OTHERS[len(others)]
+        return others[run, counts[run]]
 
-    def pattern(self, row: Sequence[Sequence[str | int]]) -> str:
-        """One tensor's axes; names are given from the right, where the innermost are."""
-        counts: dict[int, int] = {}
-        dimensions = [self._dimension(d, axis, counts) for d, axis in reversed(list(enumerate(row)))]
-        return " ".join(reversed(dimensions))
-
-    def _dimension(self, d: int, axis: Sequence[str | int], counts: dict[int, int]) -> str:
-        if not axis:
-            return "1"
+    dimensions = []
+    for d, axis in reversed(list(enumerate(row))):
         if all(isinstance(run, int) for run in axis):
-            return _DIMENSIONS[d]
-        names = [run if isinstance(run, str) else self._name(run, counts) for run in reversed(axis)]
-        return names[0] if len(names) == 1 else f"({' '.join(reversed(names))})"
-
-    def _name(self, size: int, counts: dict[int, int]) -> str:
-        key = size, counts.setdefault(size, 0)
-        counts[size] += 1
-        if key not in self._names:
-            name = next(letter for letter in _OTHERS if letter not in self.sizes)
-            self._names[key], self.sizes[name] = name, size
-        return self._names[key]
+            dimensions.append(_DIMENSIONS[d] if axis else "1")
+        else:
+            names = " ".join(reversed([name(run) for run in reversed(axis)]))
+            dimensions.append(names if len(axis) == 1 else f"({names})")
+    return " ".join(reversed(dimensions))
 
 
 def fold(axes: Sequence[SharedAxis], names: Collection[str]) -> list[tuple[SharedAxis, int]]:

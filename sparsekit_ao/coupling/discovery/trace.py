@@ -1,8 +1,7 @@
 """One forward without values: every tensor is a fake one, and the rule of every operation is applied to its axes.
 
-The model itself does not change: a copy of its modules runs, whose parameters and buffers are fake (torch's
-FakeTensorMode: shapes and dtypes without memory). An operator without a rule is replaced by torch's own decomposition;
-if there is none either, everything that it reads is frozen.
+The model does not change: a copy runs whose parameters and buffers are fake (torch's FakeTensorMode: no memory). An
+operator without a rule is replaced by torch's own decomposition; without one, everything that it reads is frozen.
 """
 
 import contextlib
@@ -76,9 +75,10 @@ class Trace(TorchDispatchMode):
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._modules: list[tuple[str, nn.Module]] = []
 
-    def name(self, name: str, tensor: Tensor, *, zero: bool) -> None:
-        """Give a parameter (`zero`: a mask may make its units zero) or buffer new axes that are not frozen."""
+    def name(self, name: str, tensor: Tensor) -> None:
+        """Give a parameter (whose units a mask may make zero) or buffer new axes that are not frozen."""
         if tensor not in self._labels:
+            zero = isinstance(tensor, nn.Parameter)
             label = tuple(() if n == 1 else (AxisFactor(Factor(n), zero),) for n in tensor.shape)
             self.named[name] = self._labels[tensor] = label
             self._names[tensor] = name
@@ -196,9 +196,9 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     found, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
     args, kwargs = arguments(example_inputs)
     with torch.inference_mode(), _plain_attention():  # inference mode dispatches composite operations here
-        for name, tensor, zero in _tensors(model):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             memo[id(tensor)] = fake = _fake(tensor, mode)
-            found.name(name, fake, zero=zero)
+            found.name(name, fake)
         copied = _copied(model, memo).eval()
         found.watch(copied)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
@@ -225,11 +225,6 @@ def _plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
-    own = [(name, p, True) for name, p in model.named_parameters()]
-    return own + [(name, b, False) for name, b in model.named_buffers()]
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
