@@ -78,7 +78,7 @@ def shrink_in_place(
     if worst > 0:
         raise SparsityError(
             f"{where}soft_threshold: no convergence to atol={atol:g} in {settings.max_iter} steps (missed by "
-            f"{worst:.1e}); the blocks that missed are unchanged, the others are written. Raise max_iter or atol; "
+            f"{worst:.1e}); the blocks that missed are as they were, the others are written. Raise max_iter or atol; "
             'impl="reference" writes nothing before all have converged.'
         )
     return True
