@@ -115,7 +115,7 @@ def zero_below(
     if scored is None and threshold_in_place(scopes, thresholds, soft=False, factors=[1.0] * len(scopes), impl=impl):
         return
     scored = scopes if scored is None else scored
-    as_mean = any(m.is_partial for s in scored for m in s.members)  # the norms of all members compare
+    as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
     drops = []
     for s in scored:
         norms = block_scores(s.members, 2, ndim=len(s.shape), as_mean=as_mean)
