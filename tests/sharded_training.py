@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from sharded_fsdp import CONFIGS, assert_same_masks, batch, life, mine, mlp, pair, shard, train
+from sharded_fsdp import CONFIGS, assert_same_masks, batch, every_method, mine, mlp, pair, shard, train
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -216,7 +216,10 @@ def cases_of_four():
         yield f"tensor parallel {config}", functools.partial(tensor_parallel, config, line)
         yield f"tensor parallel and FSDP2 {config}", functools.partial(tensor_parallel, config, square)
         yield f"HSDP {config}", functools.partial(hybrid, config, square)
-        yield f"life {config}", functools.partial(life, config)  # five rows over four ranks: one has none
+        yield (
+            f"every method {config}",
+            functools.partial(every_method, config),
+        )  # five rows over four ranks: one has none
     yield "other meshes", other_meshes
 
 

@@ -1,7 +1,7 @@
-"""The seam to the kernels that threshold blocks: one read and one write of the weight.
+"""Thresholding by GPU kernels: one read and one write of the weight.
 
 Takes scopes as `selection` does, and one threshold a scope. Where a function returns False nothing has changed, and
-`threshold` goes on in plain torch.
+`threshold` continues in plain torch.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Settings:
 def threshold_in_place(
     groups: Sequence[Scopes], thresholds: Tensor | float, *, soft: bool, factors: Sequence[float], impl: str
 ) -> bool:
-    """Shrink blocks by the prox of `thresholds * factor` times their norm, or zero those strictly below.
+    """Shrink blocks by the proximal map of `thresholds * factor` times their norm, or zero those strictly below.
 
     Args:
         groups: windows on the parameters.
@@ -78,7 +78,7 @@ def shrink_in_place(
     if worst > 0:
         raise SparsityError(
             f"{where}soft_threshold: no convergence to atol={atol:g} in {settings.max_iter} steps (missed by "
-            f"{worst:.1e}); the blocks that missed are unchanged, the others are written. Raise max_iter or atol; "
+            f"{worst:.1e}); the blocks that missed are as they were, the others are written. Raise max_iter or atol; "
             'impl="reference" writes nothing before all have converged.'
         )
     return True

@@ -69,15 +69,13 @@ def resolve_tile(
     full = tuple(tile)
     if kind == "block":
         full = full or (1,) * len(sizes)
-        if len(full) != len(sizes):
-            raise SparsityError(
-                f"{where}block {full} has {len(full)} entries, but the view has {len(sizes)} dimensions "
-                f"{tuple(sizes)}. Give one entry a dimension, or () for single elements."
-            )
-    elif len(full) > len(sizes):
+        tiled, rule = "view", "Give one entry a dimension, or () for single elements."
+    else:
+        tiled, rule = "block grid", "Missing entries mean the whole dimension."
+    if len(full) > len(sizes) or (kind == "block" and len(full) < len(sizes)):
         raise SparsityError(
-            f"{where}scope {full} has {len(full)} entries, but the block grid has {len(sizes)} dimensions "
-            f"{tuple(sizes)}. Missing entries mean the whole dimension."
+            f"{where}{kind} {full} has {len(full)} entries, but the {tiled} has {len(sizes)} dimensions "
+            f"{tuple(sizes)}. {rule}"
         )
     full += (-1,) * (len(sizes) - len(full))
     return tuple(_resolve_one(kind, k, size, full, edge, where) for k, size in enumerate(sizes))
@@ -85,17 +83,16 @@ def resolve_tile(
 
 def _resolve_one(kind: str, k: int, size: int, tile: Shape, edge: str, where: str) -> int:
     entry, at = tile[k], f"{'dimension' if kind == 'block' else 'block-grid dimension'} {k}"
+    needs = f"{where}{kind} {tile} needs"
     if isinstance(entry, bool) or not isinstance(entry, int):
-        raise SparsityError(f"{where}{kind} {tile} needs an int at {at}, got {entry!r}")
+        raise SparsityError(f"{needs} an int at {at}, got {entry!r}")
     if entry == -1:
         return max(size, 1)
     if entry < 1:
-        raise SparsityError(f"{where}{kind} {tile} needs a positive size (or -1 for all) at {at}, got {entry}")
+        raise SparsityError(f"{needs} a positive size (or -1 for all) at {at}, got {entry}")
     if size % entry and edge == "error":
-        raise SparsityError(
-            f"{where}{kind} {tile} needs {at} divisible by {entry}, got {size}. "
-            'Use edge="partial", or leave the tensor out.'
-        )
+        remedy = 'Use edge="partial", or leave the tensor out.'
+        raise SparsityError(f"{needs} {at} divisible by {entry}, got {size}. {remedy}")
     return entry
 
 

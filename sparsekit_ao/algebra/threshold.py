@@ -115,7 +115,7 @@ def zero_below(
     if scored is None and threshold_in_place(scopes, thresholds, soft=False, factors=[1.0] * len(scopes), impl=impl):
         return
     scored = scopes if scored is None else scored
-    as_mean = any(m.is_partial for s in scored for m in s.members)  # the norms of all members compare
+    as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
     drops = []
     for s in scored:
         norms = block_scores(s.members, 2, ndim=len(s.shape), as_mean=as_mean)
@@ -125,11 +125,7 @@ def zero_below(
 
 
 def shrink_rows(v: Tensor, t: Tensor) -> Tensor:
-    """`v max(0, 1 - t / ||v||)` for each row.
-
-    Args:
-        v: [blocks, elements].
-        t: [blocks], not negative.
+    """`v max(0, 1 - t / ||v||)` for each row of v [blocks, elements]; t [blocks] is not negative.
 
     >>> shrink_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor([1.0, 1.0]))
     tensor([[2.4000, 3.2000],
@@ -149,13 +145,8 @@ def shrink_rows_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, a
     without ever passing it.
 
     Args:
-        v, h: [blocks, elements]; h > 0.
-        t: [blocks], not negative.
-        max_iter: Newton steps at most.
-        atol: stop once every |phi(s) - 1| is at most this.
-
-    Raises:
-        SparsityError: no convergence within `max_iter` steps.
+        v, h, t: v and h [blocks, elements] with h > 0; t [blocks], not negative.
+        max_iter, atol: Newton steps at most, until every |phi(s) - 1| is at most atol; else a SparsityError.
     """
     pull = h * v
     force = torch.linalg.vector_norm(pull, dim=1)

@@ -4,7 +4,6 @@ Computes with shapes, strides and offsets. A `DTensor` is recognized by its attr
 `torch.distributed.tensor` need not be imported.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,14 +148,12 @@ def method_of(member: ScopeMember, box: Box) -> int:
     if window is None:
         return GATHERED
     block, sizes = specs[0].shape, specs[0].view.shape
-    cells = [
-        (at, n, b, size, g)
+    cut = [
+        (at, at + n, b, b * g, size)
         for at, n, b, size, g in zip(window.start, window.shape, block, sizes, member.shape, strict=True)
         if n != size
     ]
-    if any(size % b for size, b in zip(sizes, block, strict=True)) or any(at % b or n % b for at, n, b, _, _ in cells):
+    if any(size % b for size, b in zip(sizes, block, strict=True)) or any(at % b or end % b for at, end, b, *_ in cut):
         return GATHERED
-    if math.prod(window.shape) == 0:
-        return LOCAL
-    ends = [(at, at + n, b * g, size) for at, n, b, size, g in cells]
-    return LOCAL if all(a % t == 0 and (e % t == 0 or e == size) for a, e, t, size in ends) else HISTOGRAM
+    inside = all(at % t == 0 and (end % t == 0 or end == size) for at, end, _, t, size in cut)
+    return LOCAL if inside or 0 in window.shape else HISTOGRAM

@@ -68,12 +68,12 @@ def part_of(t: Any, like: Any) -> Tensor:
 @torch.no_grad()
 def fill(target: Tensor, values: Tensor) -> None:
     """Copy values of the same global shape into a tensor, in place, however each of them is sharded."""
-    if is_sharded(values) and is_sharded(target) and _placed_alike(values, target):
-        local(target).copy_(local(values))
-    elif is_sharded(target):
-        local(target).copy_(part_of(full_tensor(values), target))
-    else:
+    if not is_sharded(target):
         target.copy_(full_tensor(values))
+    elif is_placed_like(values, target):
+        local(target).copy_(local(values))
+    else:
+        local(target).copy_(part_of(full_tensor(values), target))
 
 
 def placed_like(mask: Any, weight: Any) -> Tensor:
@@ -89,20 +89,21 @@ def placed_like(mask: Any, weight: Any) -> Tensor:
     >>> placed_like(mask, torch.zeros(2)) is mask
     True
     """
-    if not is_sharded(weight):
-        return full_tensor(mask).to(weight.device) if is_sharded(mask) else mask  # an offloaded shard is on the CPU
-    if not is_sharded(mask):
-        return _copy_like(part_of(mask, weight), weight)
-    if _placed_alike(mask, weight):
+    if is_placed_like(mask, weight):
         return mask
-    if mask.device_mesh != weight.device_mesh and is_part(mask.device_mesh, weight.device_mesh):
+    if not is_sharded(weight):
+        return full_tensor(mask).to(weight.device)  # an offloaded shard is on the CPU
+    own, other = getattr(mask, "device_mesh", None), weight.device_mesh
+    if own is None or (own != other and is_part(own, other)):
         return _copy_like(part_of(mask, weight), weight)
     return _copy_like(_gathered(mask, weight), weight)
 
 
 def is_placed_like(mask: Any, weight: Any) -> bool:
     """Whether both are plain, or have the same mesh and placements."""
-    return is_sharded(mask) == is_sharded(weight) and (not is_sharded(mask) or _placed_alike(mask, weight))
+    if not (is_sharded(mask) and is_sharded(weight)):
+        return is_sharded(mask) == is_sharded(weight)
+    return mask.device_mesh == weight.device_mesh and tuple(mask.placements) == tuple(weight.placements)
 
 
 def _gathered(mask: Any, weight: Any) -> Tensor:
@@ -167,7 +168,3 @@ def sum_over_ranks(counts: Tensor, of: Any) -> Tensor:
 
 def _copy_like(part: Tensor, weight: Any) -> Tensor:
     return from_local(part.detach().clone(memory_format=torch.contiguous_format), weight)
-
-
-def _placed_alike(a: Any, b: Any) -> bool:
-    return a.device_mesh == b.device_mesh and tuple(a.placements) == tuple(b.placements)
