@@ -82,7 +82,8 @@ def refuse_optimizer_as_level(level: object) -> None:
     first = level[0] if isinstance(level, Sequence) and level else level
     if isinstance(getattr(first, "optimizer", first), Optimizer):
         raise SparsityError(
-            f"the first argument is sparsity_level, got {type(first).__name__}; pass the optimizer as optimizer=..."
+            f"the first argument is sparsity_level, got {type(first).__name__}; pass the optimizer as optimizer=..., "
+            "or to attach"
         )
 
 
