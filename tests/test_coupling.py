@@ -282,7 +282,7 @@ def test_coupled_members_must_agree_on_their_scores_and_masks_that_move_have_non
         ScopeSparsifier().prepare(nn.Linear(2, 3), [entries[0], {**entries[1], "member_scores": "sum"}])
     model = nn.Linear(2, 3)
     moving = DynamicSparsifier(sparsity_level=0.5, optimizer=torch.optim.SGD(model.parameters()), init="uniform")
-    with pytest.raises(SparsityError, match="weight: member_scores='mean' is not for masks that move"):
+    with pytest.raises(SparsityError, match="weight: member_scores='mean' is not available for dynamic masks"):
         moving.prepare(model, entries)
 
 
