@@ -1,4 +1,4 @@
-"""What tests of dynamic sparse training share: a small model, its plain twin, keyed data, and a rule that listens."""
+"""Shared by tests of dynamic sparse training: a small model, dense gradients, data, and a rule that records."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def loss_of(model, step):
     return F.cross_entropy(model(x), y)
 
 
-class Listener:
+class Recorder:
     """The growth rule of RigL that keeps what it was shown: {step: {name: gradient}}."""
 
     needs = ("gradient",)
@@ -43,14 +43,14 @@ class Listener:
 
 def dense_gradients(model, step):
     """Gradients of a plain dense model with the same masked weights."""
-    twin = mlp()
+    dense = mlp()
     with torch.no_grad():
-        for own, masked in zip(twin, model, strict=True):
+        for own, masked in zip(dense, model, strict=True):
             if isinstance(own, nn.Linear):
                 own.weight.copy_(masked.weight)
                 own.bias.copy_(masked.bias)
-    loss_of(twin, step).backward()
-    return {f"{k}.weight": m.weight.grad for k, m in enumerate(twin) if isinstance(m, nn.Linear)}
+    loss_of(dense, step).backward()
+    return {f"{k}.weight": m.weight.grad for k, m in enumerate(dense) if isinstance(m, nn.Linear)}
 
 
 OPTIMIZERS = {

@@ -108,7 +108,7 @@ def train(run, step, rows=slice(None)):
 def feed(run, step):
     """An iteration whose gradients are written by hand, as dense as masks are open.
 
-    Open ones lie on the ranks otherwise than their weights: a sum over the mesh is left to be made.
+    Those of open masks have other placements than their weights: partial sums over the mesh.
     """
     model, optimizer, sparsifier = run
     live = {f"{g['module_fqn']}.parametrizations.weight.original": g for g in sparsifier.groups}
@@ -260,13 +260,13 @@ def each_rank_its_data():
         loss, mean = train(one, step), train(many, step, mine())
         distributed.all_reduce(mean)
         torch.testing.assert_close(mean / distributed.get_world_size(), loss, rtol=1e-4, atol=1e-5)
-        said = [None] * distributed.get_world_size()
-        distributed.all_gather_object(said, many[2].last_update)
-        assert all(update == said[0] for update in said)
+        updates = [None] * distributed.get_world_size()
+        distributed.all_gather_object(updates, many[2].last_update)
+        assert all(update == updates[0] for update in updates)
         if step % 2 == 0:
-            assert said[0].iteration == step and sum(said[0].pruned.values()) > 0
+            assert updates[0].iteration == step and sum(updates[0].pruned.values()) > 0
             kept = {name: int(full_tensor(found["mask"]).sum()) for name, found in many[2].state.items()}
-            assert said[0].kept == kept == one[2].last_update.kept
+            assert updates[0].kept == kept == one[2].last_update.kept
     assert many[2].check() == one[2].check()
 
 
@@ -427,7 +427,7 @@ def squashed_before_summing():
 
 
 def state_on_one_rank_alone():
-    """Under DDP each rank keeps, and forgets, the state of some parameters; nobody could look at all momenta."""
+    """Under DDP each rank keeps, and zeroes, the state of some parameters; no rank could read all momenta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -476,13 +476,13 @@ def gathered_from_outside():
 
 
 def one_component_at_a_time():
-    """While an update looks at a tensor, nothing is whole of any other: neither it nor rows made of it."""
-    alive = []
+    """While an update reads a tensor, no other one is gathered, and no rows of another one are held."""
+    live = []
 
     def seen(tensor, elements):
-        alive[:] = [(ref, n) for ref, n in alive if ref() is not None]
-        assert {n for _, n in alive} <= {elements}, (alive, elements)
-        alive.append((weakref.ref(tensor), elements))
+        live[:] = [(ref, n) for ref, n in live if ref() is not None]
+        assert {n for _, n in live} <= {elements}, (live, elements)
+        live.append((weakref.ref(tensor), elements))
         return tensor
 
     def watched(t):
@@ -500,11 +500,11 @@ def one_component_at_a_time():
         patch.setattr(dynamic.slots.Slots, "rows_of_masks", watched_rows)
         for step in range(1, 5):
             train(many, step)
-    assert many[2].last_update.iteration == 4 and alive and all(ref() is None for ref, _ in alive)
+    assert many[2].last_update.iteration == 4 and live and all(ref() is None for ref, _ in live)
 
 
 def squashed():
-    """Zeros are written into shards; no memory moves them afterwards."""
+    """Zeros are written into shards; no optimizer state moves them afterwards."""
     one, many = twins("RigL", sharded)
     for step in range(1, 4):
         for run in (one, many):
@@ -530,7 +530,7 @@ def from_one_kind_to_the_other():
     saved = [(run[0].state_dict(), run[2].state_dict()) for run in (one, many)]
     for target, (weights, state) in ((cut, saved[0]), (fresh, saved[1])):
         for key, value in weights.items():
-            if not key.endswith("mask"):  # those find their way by themselves
+            if not key.endswith("mask"):  # masks are placed when they are loaded
                 weights[key] = placed_like(value, target[0].state_dict()[key])
         target[0].load_state_dict(weights)
         target[2].load_state_dict(state)

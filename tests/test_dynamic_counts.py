@@ -453,6 +453,27 @@ def test_the_fraction_is_taken_exactly_of_any_count(count, fraction):
     assert int(count_after_pruning(torch.tensor(count), fraction)) == count - math.floor(count * fraction + 1e-9)
 
 
+@pytest.mark.parametrize("purpose", ["prune", "grow", "redistribute"])
+@pytest.mark.parametrize("make", [rules.magnitude, rules.gradient, rules.momentum, rules.random, rules.nonzero])
+def test_every_rule_serves_every_purpose(purpose, make):
+    model, optimizer, sparsifier = prepared(update_every=1, **{"grow": "random", purpose: make()})
+    train(model, optimizer, sparsifier, [1, 2])
+    assert sparsifier.check() == 3 and sparsifier.last_update.iteration == 2
+
+
+def test_the_share_of_a_rule_is_the_mean_score_of_active_blocks_unless_given():
+    rule, seen = dynamic.Rule(name="L1", score=lambda slots: slots.scores(slots.weights, 1)), []
+
+    def recording(slots):
+        (weight,), (mask,) = slots.weights.values(), slots.masks.values()
+        seen.append((rule.share_of(slots), float(weight.abs()[mask != 0].mean())))
+        return slots.random("grow")
+
+    model, optimizer, sparsifier = prepared(update_every=1, grow=recording, redistribute=rule)
+    train(model, optimizer, sparsifier, [1])
+    assert len(seen) == 3 and all(found == pytest.approx(want) for found, want in seen)
+
+
 def test_rules_know_their_names():
     assert set(rules.NAMES["prune"]) == {"magnitude", "global"}
     assert set(rules.NAMES["grow"]) == {"gradient", "momentum", "random", "none"}

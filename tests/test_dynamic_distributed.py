@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from growing import Listener, batch, dense_gradients, mlp, weights
+from growing import Recorder, batch, dense_gradients, mlp, weights
 from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier
@@ -31,8 +31,8 @@ def train_rank(rank, folder, name, syncs, broadcasts):
     torch.set_num_threads(1)
     arguments = {**RULES[name], "update_every": 2}
     kind = arguments.pop("kind", DynamicSparsifier)
-    listener = Listener() if name == "RigL" else None
-    arguments |= {"grow": listener} if listener else {}
+    recorder = Recorder() if name == "RigL" else None
+    arguments |= {"grow": recorder} if recorder else {}
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     sparsifier = kind(sparsity_level=0.75, optimizer=optimizer, **arguments)
@@ -49,11 +49,11 @@ def train_rank(rank, folder, name, syncs, broadcasts):
                 (F.cross_entropy(parallel(x[rows]), y[rows]) / 2).backward()
         optimizer.step()
         sparsifier.step()
-        for tensor, gradient in (listener.seen.get(step, {}) if listener else {}).items():
+        for tensor, gradient in (recorder.seen.get(step, {}) if recorder else {}).items():
             worst = max(worst, float((gradient - want[tensor]).abs().max()))
     sparsifier.check()
     masks = {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) for g in sparsifier.groups}
-    updates = sorted(listener.seen) if listener else [sparsifier.last_update.iteration]
+    updates = sorted(recorder.seen) if recorder else [sparsifier.last_update.iteration]
     torch.save([weights(model), masks, worst, updates], f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -1,11 +1,11 @@
-"""Growth sees the gradient of a plain dense model, in every way of training, and training does not notice."""
+"""Growth sees the gradient of a plain dense model, in every kind of training loop, and training does not notice."""
 
 import math
 import warnings
 
 import pytest
 import torch
-from growing import OPTIMIZERS, Listener, batch, dense_gradients, loss_of, mlp, prepared, train, weights
+from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, train, weights
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -80,33 +80,34 @@ def by_closure(model, optimizer, sparsifier, step, state):
     optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
 
 
-WAYS = [plain, accumulated, clipped, scaled, scaled_and_clipped, checkpointed, checkpointed_reentrant, by_closure]
-CASES = [(way, "momentum") for way in WAYS] + [(way, kind) for way in (plain, scaled, clipped) for kind in OPTIMIZERS]
+LOOPS = [plain, accumulated, clipped, scaled, scaled_and_clipped, checkpointed, checkpointed_reentrant, by_closure]
+CASES = [(loop, "momentum") for loop in LOOPS]
+CASES += [(loop, kind) for loop in (plain, scaled, clipped) for kind in OPTIMIZERS]
 
 
-@pytest.mark.parametrize(("way", "kind"), CASES)
-def test_growth_sees_the_gradient_of_a_dense_model(way, kind):
-    listener = Listener()
-    model, optimizer, sparsifier = prepared(kind, grow=listener)
+@pytest.mark.parametrize(("loop", "kind"), CASES)
+def test_growth_sees_the_gradient_of_a_dense_model(loop, kind):
+    recorder = Recorder()
+    model, optimizer, sparsifier = prepared(kind, grow=recorder)
     state = {}
     for step in range(1, STEPS):
         want = dense_gradients(model, step)
-        way(model, optimizer, sparsifier, step, state)
+        loop(model, optimizer, sparsifier, step, state)
         sparsifier.step()
-        for name, gradient in listener.seen.get(step, {}).items():
+        for name, gradient in recorder.seen.get(step, {}).items():
             torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
             assert bool((gradient[sparsifier.mask(name) == 0] != 0).any()), "only masked gradients were seen"
-    assert sorted(listener.seen) == [2, 4, 6]
+    assert sorted(recorder.seen) == [2, 4, 6]
 
 
-@pytest.mark.parametrize(("way", "kind"), CASES)
-def test_open_iterations_train_as_closed_ones(way, kind):
+@pytest.mark.parametrize(("loop", "kind"), CASES)
+def test_open_iterations_train_as_closed_ones(loop, kind):
     runs = []
     for arguments in ({"update_fraction": 0.0}, {"kind": Static, "update_every": None}):
         model, optimizer, sparsifier = prepared(kind, **arguments)
         state = {}
         for step in range(1, STEPS):
-            way(model, optimizer, sparsifier, step, state)
+            loop(model, optimizer, sparsifier, step, state)
             sparsifier.step()
         runs.append(weights(model))
     assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
@@ -138,8 +139,8 @@ def test_random_growth_never_opens_the_masks():
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_and_no_recompiles(backend):
-    listener = Listener()
-    model, optimizer, sparsifier = prepared(grow=listener)
+    recorder = Recorder()
+    model, optimizer, sparsifier = prepared(grow=recorder)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -151,9 +152,9 @@ def test_one_graph_and_no_recompiles(backend):
             loss_of(compiled, step).backward()
         optimizer.step()
         sparsifier.step()
-        for name, gradient in listener.seen.get(step, {}).items():
+        for name, gradient in recorder.seen.get(step, {}).items():
             torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
-    assert sorted(listener.seen) == [2, 4]
+    assert sorted(recorder.seen) == [2, 4]
     assert counter.frame_count == 1
 
 
@@ -214,7 +215,7 @@ def test_a_gradient_that_is_not_finite_defers_the_update():
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_a_missing_gradient_defers_the_update_and_says_so_when_the_next_is_due():
+def test_a_missing_gradient_defers_the_update_and_warns_when_the_next_is_due():
     model, optimizer, sparsifier = prepared(update_every=2, until=4)
     for step in range(1, 6):
         optimizer.zero_grad()
@@ -233,14 +234,14 @@ def test_a_missing_gradient_defers_the_update_and_says_so_when_the_next_is_due()
 def test_momentum_growth_sees_momentum_of_dense_gradients_also_when_clipped():
     seen = {}
 
-    def listening(slots):
+    def recording(slots):
         seen[slots.step] = {slots.name: next(iter(slots.momenta.values())).clone(), **seen.get(slots.step, {})}
         return slots.scores(slots.momenta)
 
-    listening.needs = ("momentum",)
+    recording.needs = ("momentum",)
     for clips in (False, True):
         seen.clear()
-        model, optimizer, sparsifier = prepared("momentum", grow=listening, update_every=4)
+        model, optimizer, sparsifier = prepared("momentum", grow=recording, update_every=4)
         optimizer.param_groups[0]["weight_decay"] = 0.0
         expected = {}
         for step in range(1, 5):
@@ -283,8 +284,8 @@ def test_a_bad_gradient_of_a_hidden_weight_does_not_stay_in_the_momentum(clips):
 
 
 def test_taking_gradients_twice_adds_what_came_in_between():
-    listener = Listener()
-    model, optimizer, sparsifier = prepared(grow=listener, update_every=1)
+    recorder = Recorder()
+    model, optimizer, sparsifier = prepared(grow=recorder, update_every=1)
     want = dense_gradients(model, 1)
     x, y = batch(1)
     optimizer.zero_grad()
@@ -294,7 +295,7 @@ def test_taking_gradients_twice_adds_what_came_in_between():
     optimizer.step()
     hidden = {n: sparsifier.mask(n) == 0 for n in want}
     sparsifier.step()
-    for name, gradient in listener.seen[1].items():
+    for name, gradient in recorder.seen[1].items():
         torch.testing.assert_close(gradient[hidden[name]], want[name][hidden[name]], rtol=0, atol=1e-6)
 
 
@@ -320,10 +321,10 @@ def test_several_optimizers_must_all_step():
 
 
 def test_optimizers_with_closures_keep_what_each_took():
-    listener, model = Listener(), mlp()
+    recorder, model = Recorder(), mlp()
     parts = [model[0].parameters(), model[2:].parameters()]
     optimizers = [torch.optim.SGD(p, 0.0) for p in parts]
-    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizers, update_every=1, grow=listener)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizers, update_every=1, grow=recorder)
     sparsifier.prepare(model, None)
     want = dense_gradients(model, 1)
 
@@ -336,9 +337,9 @@ def test_optimizers_with_closures_keep_what_each_took():
     for optimizer in optimizers:
         optimizer.step(closure)
     sparsifier.step()
-    for name, gradient in listener.seen[1].items():
+    for name, gradient in recorder.seen[1].items():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
-    assert len(listener.seen[1]) == 3
+    assert len(recorder.seen[1]) == 3
 
 
 def test_a_backward_mask_is_no_part_of_a_checkpoint_unless_it_is_chosen():

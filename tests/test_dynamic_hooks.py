@@ -5,58 +5,58 @@ import math
 
 import pytest
 import torch
-from growing import OPTIMIZERS, Listener, batch, dense_gradients, loss_of, mlp, prepared, train
+from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, train
 from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier, RigL, SparsityError, Static
 
 
-def two(listener, kinds=("momentum", "adamw")):
+def two(recorder, kinds=("momentum", "adamw")):
     """A model whose layers are trained by two optimizers."""
     model = mlp()
     parts = zip(kinds, (model[0].parameters(), model[2:].parameters()), strict=True)
     optimizers = [OPTIMIZERS[kind](part) for kind, part in parts]
     sparsifier = DynamicSparsifier(
-        sparsity_level=0.75, optimizer=optimizers, update_every=2, update_fraction=0.3, grow=listener
+        sparsity_level=0.75, optimizer=optimizers, update_every=2, update_fraction=0.3, grow=recorder
     )
     sparsifier.prepare(model, None)
     return model, optimizers, sparsifier
 
 
-def compare(listener, step, want, sparsifier):
-    for name, gradient in listener.seen.get(step, {}).items():
+def compare(recorder, step, want, sparsifier):
+    for name, gradient in recorder.seen.get(step, {}).items():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
-    assert len(listener.seen.get(step, {})) == (3 if step % 2 == 0 else 0)
+    assert len(recorder.seen.get(step, {})) == (3 if step % 2 == 0 else 0)
 
 
 @pytest.mark.parametrize("first", ["plain", "closure", "taken", "taken in closure"])
 @pytest.mark.parametrize("second", ["plain", "closure", "taken", "taken in closure"])
 def test_each_of_several_optimizers_brings_the_dense_gradient(first, second):
-    listener = Listener()
-    model, optimizers, sparsifier = two(listener)
+    recorder = Recorder()
+    model, optimizers, sparsifier = two(recorder)
     for step in range(1, 7):
         want = dense_gradients(model, step)
         model.zero_grad()
         loss = loss_of(model, step)
         loss.backward()
-        for way, optimizer in zip((first, second), optimizers, strict=True):
+        for loop, optimizer in zip((first, second), optimizers, strict=True):
 
-            def closure(way=way, optimizer=optimizer, loss=loss):
-                if way == "taken in closure":
+            def closure(loop=loop, optimizer=optimizer, loss=loss):
+                if loop == "taken in closure":
                     sparsifier.take_gradients(optimizer)
                 return loss
 
-            if way == "taken":
+            if loop == "taken":
                 sparsifier.take_gradients(optimizer)
-            optimizer.step() if way in ("plain", "taken") else optimizer.step(closure)
+            optimizer.step() if loop in ("plain", "taken") else optimizer.step(closure)
         sparsifier.step()
-        compare(listener, step, want, sparsifier)
+        compare(recorder, step, want, sparsifier)
 
 
 def test_a_backward_for_each_optimizer_is_taken_by_itself():
-    listener = Listener()
-    model, optimizers, sparsifier = two(listener)
+    recorder = Recorder()
+    model, optimizers, sparsifier = two(recorder)
     for step in range(1, 7):
         want = dense_gradients(model, step)
         inputs = [list(part.parameters()) for part in (model[0], model[2:])]
@@ -67,13 +67,13 @@ def test_a_backward_for_each_optimizer_is_taken_by_itself():
             optimizer.step()
             optimizer.zero_grad()
         sparsifier.step()
-        compare(listener, step, want, sparsifier)
+        compare(recorder, step, want, sparsifier)
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 def test_a_closure_that_makes_no_gradients_keeps_what_was_taken_for_clipping(kind):
-    listener = Listener()
-    model, optimizer, sparsifier = prepared(kind, grow=listener)
+    recorder = Recorder()
+    model, optimizer, sparsifier = prepared(kind, grow=recorder)
     for step in range(1, 7):
         want = dense_gradients(model, step)
         optimizer.zero_grad()
@@ -83,15 +83,15 @@ def test_a_closure_that_makes_no_gradients_keeps_what_was_taken_for_clipping(kin
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step(lambda loss=loss: loss)
         sparsifier.step()
-        compare(listener, step, want, sparsifier)
+        compare(recorder, step, want, sparsifier)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_closure_that_is_called_several_times_leaves_the_last_gradient(to_none):
-    listener = Listener()
+    recorder = Recorder()
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0)
-    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizer, update_every=2, grow=listener)
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizer, update_every=2, grow=recorder)
     sparsifier.prepare(model, None)
     calls = 0
     for step in range(1, 5):
@@ -107,13 +107,13 @@ def test_a_closure_that_is_called_several_times_leaves_the_last_gradient(to_none
 
         optimizer.step(closure)
         sparsifier.step()
-        compare(listener, step, want, sparsifier)
+        compare(recorder, step, want, sparsifier)
     assert calls > 4
 
 
 def test_of_several_steps_in_one_iteration_the_last_gradient_counts():
-    listener = Listener()
-    model, optimizer, sparsifier = prepared(grow=listener)
+    recorder = Recorder()
+    model, optimizer, sparsifier = prepared(grow=recorder)
     for step in range(1, 5):
         for half in range(2):
             want = dense_gradients(model, 10 * step + half)
@@ -121,12 +121,12 @@ def test_of_several_steps_in_one_iteration_the_last_gradient_counts():
             loss_of(model, 10 * step + half).backward()
             optimizer.step()
         sparsifier.step()
-        compare(listener, step, want, sparsifier)
+        compare(recorder, step, want, sparsifier)
 
 
 def test_taking_again_after_more_micro_batches_is_dense_everywhere():
-    listener = Listener()
-    model, optimizer, sparsifier = prepared(grow=listener, update_every=1)
+    recorder = Recorder()
+    model, optimizer, sparsifier = prepared(grow=recorder, update_every=1)
     want = dense_gradients(model, 1)
     x, y = batch(1)
     for rows in (slice(0, 4), slice(4, 8)):
@@ -134,7 +134,7 @@ def test_taking_again_after_more_micro_batches_is_dense_everywhere():
         sparsifier.take_gradients()
     optimizer.step()
     sparsifier.step()
-    for name, gradient in listener.seen[1].items():
+    for name, gradient in recorder.seen[1].items():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
 
 
@@ -170,7 +170,7 @@ def hidden(model, sparsifier):
 
 @pytest.mark.parametrize("kind", [k for k in OPTIMIZERS if k != "sgd"])
 @pytest.mark.parametrize("late", ["given", "attached"])
-def test_memory_of_dense_training_does_not_move_dropped_weights(kind, late):
+def test_optimizer_state_of_dense_training_does_not_move_dropped_weights(kind, late):
     model = mlp()
     optimizer = OPTIMIZERS[kind](model.parameters())
     for step in range(3):
@@ -185,7 +185,7 @@ def test_memory_of_dense_training_does_not_move_dropped_weights(kind, late):
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_momentum_of_hidden_weights_is_forgotten_when_masks_close_for_good(kind):
+def test_momentum_of_hidden_weights_is_zeroed_when_masks_close_for_good(kind):
     model, optimizer, sparsifier = prepared(kind, kind=SNFS, until=4, update_every=2)
     for step in range(1, 9):
         train(model, optimizer, sparsifier, [step])

@@ -1,4 +1,4 @@
-"""Masks of a model on the meta device: budgets in `prepare`, places once there is memory."""
+"""Masks of a model on the meta device: budgets in `prepare`, masks once there is memory."""
 
 import pickle
 

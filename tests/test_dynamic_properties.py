@@ -49,7 +49,7 @@ def updates(draw):
 
 @examples(150)
 @given(updates())
-def test_an_update_is_what_the_oracle_says(drawn):
+def test_an_update_equals_the_oracle(drawn):
     active, weight, gradient, fraction, budget = drawn
     layer = nn.Linear(len(weight[0]), len(weight), bias=False)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_an_update_is_what_the_oracle_says(drawn):
 
 
 @pytest.mark.parametrize("structure", [{}, {"block_shape": (1, 1, -1, -1)}, {"scope_shape": (1, 4, 1, 1), "nnz": 2}])
-def test_masks_move_alike_in_any_memory_format(structure):
+def test_masks_are_the_same_in_any_memory_format(structure):
     found = []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
@@ -99,13 +99,13 @@ def test_masks_move_alike_in_any_memory_format(structure):
 def test_autocast_sees_the_gradient_of_an_autocast_dense_model():
     seen = {}
 
-    def listening(slots):
+    def recording(slots):
         (gradient,) = slots.gradients.values()
         seen[slots.name] = gradient.clone()
         return slots.scores(slots.gradients)
 
-    listening.needs = ("gradient",)
-    model, optimizer, sparsifier = prepared(grow=listening, update_every=1)
+    recording.needs = ("gradient",)
+    model, optimizer, sparsifier = prepared(grow=recording, update_every=1)
     with torch.autocast("cpu", torch.bfloat16):
         want = dense_gradients(model, 1)
         loss = loss_of(model, 1)
@@ -118,7 +118,7 @@ def test_autocast_sees_the_gradient_of_an_autocast_dense_model():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
 
 
-def test_one_storage_for_a_masks_whole_life():
+def test_masks_and_parameters_are_updated_in_place():
     model, optimizer, sparsifier = prepared(update_every=1)
     before = [sparsifier.mask(g["tensor_fqn"]).data_ptr() for g in sparsifier.groups]
     parameters = [id(p) for p in model.parameters()]

@@ -10,13 +10,13 @@ from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, Static, densitie
 from sparsekit_ao.dynamic import inits
 
 
-def refused_in_prepare(model, says, config=None, **arguments):
+def refused_in_prepare(model, message, config=None, **arguments):
     """`prepare` raises this text and leaves the model as it was."""
     before = set(model.state_dict())
     sparsifier = DynamicSparsifier(optimizer=torch.optim.SGD(model.parameters(), 0.1), **arguments)
     with pytest.raises(SparsityError) as found:
         sparsifier.prepare(model, config)
-    assert says in str(found.value)
+    assert message in str(found.value)
     assert set(model.state_dict()) == before and not sparsifier.groups
 
 
@@ -49,7 +49,7 @@ def test_redistribution_that_could_never_move_a_block_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("target", "grow", "says"),
+    ("target", "grow", "message"),
     [
         (lambda t: 0.5 if t != 4 else 0.9, "random", "the overall budget leaves 58 blocks for the tensors that share"),
         (lambda t: 0.7 - t / 20, None, "target: falls from 0.7 to 0.6 at iteration 2, and grow=None never adds"),
@@ -61,9 +61,9 @@ def test_redistribution_that_could_never_move_a_block_is_refused():
         (lambda t: 0.5 + t, "random", "target: an overall sparsity must be in [0, 1], got 2.5 at iteration 2"),
     ],
 )
-def test_a_target_is_looked_at_before_training(target, grow, says):
+def test_a_target_is_looked_at_before_training(target, grow, message):
     arguments = {"target": target, "grow": grow, "update_every": 2, "until": 8, "scope_shape": (1, 4)}
-    refused_in_prepare(mlp(), says, **arguments)
+    refused_in_prepare(mlp(), message, **arguments)
 
 
 def test_gradual_pruning_to_a_level_out_of_reach_is_refused_in_prepare():
@@ -82,7 +82,7 @@ def test_a_target_that_falls_is_followed_where_something_grows():
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (
             lambda: DynamicSparsifier(target=schedules.constant(0.5), update_every=None),
@@ -97,10 +97,10 @@ def test_a_target_that_falls_is_followed_where_something_grows():
         (lambda: DynamicSparsifier(update_fraction=True), "update_fraction must be a schedule or a number in [0, 1)"),
     ],
 )
-def test_arguments_without_effect_or_of_another_kind(call, says):
+def test_arguments_without_effect_or_of_another_kind(call, message):
     with pytest.raises(SparsityError) as found:
         call()
-    assert says in str(found.value)
+    assert message in str(found.value)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -111,7 +111,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"grow": lambda s: torch.zeros(3)}, "must return float scores of shape (1, 192), got torch.float32 (3,)"),
         ({"grow": lambda s: 1.0}, "must return float scores of shape (1, 192), got float"),
@@ -125,19 +125,19 @@ def test_numbers_of_numpy_are_numbers():
         ),
     ],
 )
-def test_answers_of_rules_that_are_none_change_nothing(arguments, says):
+def test_answers_of_rules_that_are_none_change_nothing(arguments, message):
     model, optimizer, sparsifier = prepared(update_every=1, **arguments)
     loss_of(model, 1).backward()
     optimizer.step()
     before = {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups}
     with pytest.raises(SparsityError) as found:
         sparsifier.step()
-    assert says in str(found.value)
+    assert message in str(found.value)
     assert all(torch.equal(before[n], sparsifier.mask(n)) for n in before) and sparsifier.iteration == 0
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "message"),
     [
         (lambda shapes, density, fixed: dict.fromkeys(shapes, 2.0), "0.weight: init must give it a density in [0, 1]"),
         (lambda shapes, density, fixed: {"0.weight": 0.5}, "2.weight: init must give it a density in [0, 1], got None"),
@@ -145,8 +145,8 @@ def test_answers_of_rules_that_are_none_change_nothing(arguments, says):
         (lambda shapes, density, fixed: dict.fromkeys(shapes, "all"), "a density in [0, 1], got 'all'"),
     ],
 )
-def test_densities_that_are_none_are_refused(answer, says):
-    refused_in_prepare(mlp(), says, init=answer, sparsity_level=0.5)
+def test_densities_that_are_none_are_refused(answer, message):
+    refused_in_prepare(mlp(), message, init=answer, sparsity_level=0.5)
 
 
 def test_densities_are_those_of_whole_tensors_and_budgets_are_counted_in_blocks():
@@ -159,7 +159,7 @@ def test_densities_are_those_of_whole_tensors_and_budgets_are_counted_in_blocks(
         assert abs(float(mask.mean()) - density) * mask.numel() <= 16
 
 
-def test_the_last_update_that_is_lost_is_told():
+def test_losing_the_last_update_warns():
     model, optimizer, sparsifier = prepared(update_every=2, until=2)
     for step in range(1, 5):
         optimizer.zero_grad()

@@ -76,7 +76,7 @@ def halves(model):
     return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (model[0], model[2:])]
 
 
-SAYS = "the loaded state was saved between the steps of 1 optimizers and the sparsifier's step, and 2 are attached"
+OTHER_COUNT = "the loaded state was saved between the steps of 1 optimizers and .* step, and 2 are attached"
 
 
 def test_a_state_between_the_steps_of_other_optimizers_is_refused():
@@ -85,14 +85,14 @@ def test_a_state_between_the_steps_of_other_optimizers_is_refused():
     sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=halves(model), seed=5)
     sparsifier.prepare(model)
     before = masks(sparsifier)
-    with pytest.raises(SparsityError, match=SAYS):
+    with pytest.raises(SparsityError, match=OTHER_COUNT):
         sparsifier.load_state_dict(saved)
     assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items())
     other = mlp()
     later = DynamicSparsifier(sparsity_level=0.75)
     later.prepare(other)
     later.load_state_dict(saved)
-    with pytest.raises(SparsityError, match=SAYS):
+    with pytest.raises(SparsityError, match=OTHER_COUNT):
         later.attach(halves(other))
 
 
@@ -106,7 +106,7 @@ def test_a_state_after_the_sparsifiers_step_goes_on_with_any_split_of_optimizers
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"iteration": None}, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got None"),
         ({"iteration": "x"}, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got 'x'"),
@@ -118,14 +118,14 @@ def test_a_state_after_the_sparsifiers_step_goes_on_with_any_split_of_optimizers
         (None, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got None"),
     ],
 )
-def test_a_progress_that_does_not_fit_is_refused_before_anything_changes(change, says):
+def test_a_progress_that_does_not_fit_is_refused_before_anything_changes(change, message):
     saved = in_the_middle()[2].state_dict()
     saved["dynamic"] = {} if change is None else {**saved["dynamic"], **change}
     _, _, sparsifier = prepared(seed=5)
     before = masks(sparsifier)
     with pytest.raises(SparsityError) as found:
         sparsifier.load_state_dict(saved)
-    assert says in str(found.value)
+    assert message in str(found.value)
     assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items()) and sparsifier.iteration == 0
 
 
@@ -133,7 +133,7 @@ def test_a_progress_that_does_not_fit_is_refused_before_anything_changes(change,
 
 
 def later_call(answer):
-    """A function that answers the first call and raises at the second, of the second tensor, until it is mended."""
+    """A function that raises at its second call, of the second tensor, and answers at all others."""
     calls = []
 
     def call(*arguments):
@@ -179,7 +179,7 @@ def test_new_values_of_another_shape_are_refused(values):
     assert sparsifier.iteration == 1
 
 
-def test_room_for_gradients_that_were_not_taken_does_not_count():
+def test_entries_for_gradients_that_were_not_captured_do_not_count():
     runs = [in_the_middle(), in_the_middle()]
     runs[0][2].step()
     state = runs[0][2].state_dict(with_gradients=True)

@@ -1,8 +1,9 @@
-"""The life of a dynamic sparsifier: where it starts, what optimizers forget, resuming, copies, mistakes."""
+"""A dynamic sparsifier from start to end: initial masks, optimizer state, resuming, copies, wrong arguments."""
 
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def masks(sparsifier):
     return {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) != 0 for g in sparsifier.groups}
 
 
-# where it starts
+# initial masks
 
 
 def test_the_overall_level_is_exact_and_spread_by_erk():
@@ -107,7 +108,7 @@ def test_norms_and_biases_are_left_alone_unless_named():
 
 
 @pytest.mark.parametrize(
-    ("saved", "structure", "says"),
+    ("saved", "structure", "message"),
     [
         ({"9.weight": torch.ones(2)}, {}, "0.weight: the saved masks have no mask of it; they have ['9.weight']"),
         ({"0.weight": torch.ones(2)}, {}, "0.weight: the saved mask is (2,), the weight (16, 12)"),
@@ -116,7 +117,7 @@ def test_norms_and_biases_are_left_alone_unless_named():
         ("half", {"nnz": 7}, "mutually exclusive; give one"),
     ],
 )
-def test_saved_masks_that_do_not_fit(saved, structure, says):
+def test_saved_masks_that_do_not_fit(saved, structure, message):
     if saved == "half":
         half = torch.arange(16 * 12).reshape(16, 12) % 2 == 0
         half[0, 0] = False
@@ -125,7 +126,7 @@ def test_saved_masks_that_do_not_fit(saved, structure, says):
     before = weights(model)
     with pytest.raises(SparsityError) as found:
         DynamicSparsifier(init=inits.lottery_ticket(saved), **structure).prepare(model, [{"tensor_fqn": "0.weight"}])
-    assert says in str(found.value)
+    assert message in str(found.value)
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
@@ -136,11 +137,11 @@ def test_a_saved_mask_must_agree_with_an_entry_that_has_a_budget():
         sparsifier.prepare(mlp(), config)
 
 
-# what optimizers forget
+# optimizer state
 
 
 @pytest.mark.parametrize("kind", [k for k in OPTIMIZERS if k != "sgd"])
-def test_born_and_gone_weights_are_zero_and_forgotten(kind):
+def test_grown_and_pruned_weights_and_their_state_are_zero(kind):
     model, optimizer, sparsifier = prepared(kind, update_every=3)
     train(model, optimizer, sparsifier, range(1, 3))
     old = masks(sparsifier)
@@ -158,7 +159,7 @@ def test_born_and_gone_weights_are_zero_and_forgotten(kind):
     assert moved > 0
 
 
-def test_state_of_any_depth_is_forgotten():
+def test_state_of_any_depth_is_zeroed():
     class Odd(torch.optim.SGD):
         pass
 
@@ -172,7 +173,7 @@ def test_state_of_any_depth_is_forgotten():
 
 
 def first_step(state_init):
-    """How far the born weights move in their first step, in learning rates, late in training."""
+    """How far grown weights move in their first step, in learning rates, late in training."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -196,7 +197,7 @@ def test_adam_makes_a_long_first_step_from_zero_and_none_from_the_gradient():
     assert first_step("grad") == pytest.approx(0.1, abs=0.001)
 
 
-def test_second_moments_of_born_weights_are_squared_gradients():
+def test_second_moments_of_grown_weights_are_squared_gradients():
     model, optimizer, sparsifier = prepared("adam", update_every=2, state_init="grad", grow="random")
     train(model, optimizer, sparsifier, [1])
     optimizer.zero_grad()
@@ -431,11 +432,24 @@ def test_ties_of_methods_to_arguments():
     assert RigL(until=10, update_every=7).settings.update_every == 7
 
 
-# mistakes
+def test_the_level_comes_first_and_the_optimizer_second():
+    optimizer = torch.optim.SGD(mlp().parameters(), 0.1)
+    for make in (Static, SET, partial(RigL, until=9), partial(SNFS, until=9), partial(GMP, until=200)):
+        sparsifier = make(0.8, optimizer)
+        assert sparsifier._capture.optimizers == [optimizer]
+        target = sparsifier.settings.target
+        assert (sparsifier.defaults["sparsity_level"] if target is None else target(200)) == 0.8
+        with pytest.raises(SparsityError, match="the first argument is sparsity_level, got SGD; pass the optimizer as"):
+            make(optimizer, 0.8)
+        with pytest.raises(SparsityError, match="the first argument is sparsity_level, got SGD; pass the optimizer as"):
+            make([optimizer])
+
+
+# wrong arguments
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"update_every": 0}, "update_every must be an int >= 1, got 0"),
         ({"until": -1}, "until must be an int >= 0, got -1"),
@@ -464,10 +478,10 @@ def test_ties_of_methods_to_arguments():
         ({"optimizer": []}, "attach: no optimizer given"),
     ],
 )
-def test_arguments_that_do_not_fit(arguments, says):
+def test_arguments_that_do_not_fit(arguments, message):
     with pytest.raises(SparsityError) as found:
         DynamicSparsifier(**arguments)
-    assert says in str(found.value)
+    assert message in str(found.value)
 
 
 @pytest.mark.parametrize("key", ["stages", "score", "member_scores", "levle"])
@@ -515,7 +529,7 @@ def other_optimizer(model):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "arguments", "config", "says"),
+    ("optimizer", "arguments", "config", "message"),
     [
         (other_optimizer, {}, None, "0.weight: one optimizer must train it, but 0 of the 1 given do"),
         (
@@ -565,14 +579,14 @@ def other_optimizer(model):
         ),
     ],
 )
-def test_models_that_do_not_fit_are_left_alone(optimizer, arguments, config, says):
+def test_models_that_do_not_fit_are_left_alone(optimizer, arguments, config, message):
     model = mlp()
     before = model.state_dict()
     given = None if optimizer is None else optimizer(model)
     sparsifier = DynamicSparsifier(optimizer=given, **arguments)
     with pytest.raises(SparsityError) as found:
         sparsifier.prepare(model, config)
-    assert says in str(found.value)
+    assert message in str(found.value)
     assert model.state_dict().keys() == before.keys() and not sparsifier.groups
 
 
@@ -608,7 +622,7 @@ def test_a_fraction_out_of_range_is_refused_before_anything_changes():
     assert all(torch.equal(before[n], m) for n, m in masks(sparsifier).items())
 
 
-def test_a_rule_that_forgot_to_say_what_it_needs():
+def test_a_rule_that_does_not_declare_what_it_needs():
     def careless(slots):
         return slots.scores(slots.gradients)
 
@@ -623,7 +637,7 @@ def test_a_rule_that_forgot_to_say_what_it_needs():
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: dynamic.rules.magnitude("sum"), "magnitude: criterion must be 'mean', 'max', 'L1', 'L2' or None"),
         (lambda: inits.random("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
@@ -631,7 +645,7 @@ def test_a_rule_that_forgot_to_say_what_it_needs():
         (lambda: dynamic.mask.find_dynamic(nn.Linear(1, 1), "weight"), "has no dynamic mask; call prepare first"),
     ],
 )
-def test_rules_and_inits_check_their_arguments(call, says):
+def test_rules_and_inits_check_their_arguments(call, message):
     with pytest.raises(SparsityError) as found:
         call()
-    assert says in str(found.value)
+    assert message in str(found.value)

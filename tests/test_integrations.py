@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from growing import Listener, batch, dense_gradients, mlp
+from growing import Recorder, batch, dense_gradients, mlp
 from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, schedules
@@ -291,7 +291,7 @@ def test_lightning_with_two_optimizers_of_sparsified_layers_sees_dense_gradients
 
         from sparsekit_ao.integrations.lightning import SparsifierCallback
 
-        listener, wanted = Listener(), {}
+        listener, wanted = Recorder(), {}
 
         class Classifier(LightningModule):
             def __init__(self):

@@ -38,21 +38,21 @@ def test_straight_through_gives_every_weight_the_dense_gradient():
     assert sparsifier.mask("0.weight").view(-1, 4).sum(1).unique().tolist() == [2]
 
 
-def stepped(way, kind, decay=0.5):
-    """How far one step of SR-STE moves the first weight, in one way of making gradients."""
+def stepped(loop, kind, decay=0.5):
+    """How far one step of SR-STE moves the first weight, by one kind of training loop."""
     model, sparsifier = mlp(), SRSTE(decay=decay, **TWO_OF_FOUR)
     sparsifier.prepare(model, None)
     optimizer = {"sgd": torch.optim.SGD, "fused": partial(torch.optim.SGD, fused=True)}[kind](model.parameters(), 1.0)
     sparsifier.attach(optimizer)
     sparsifier.step()
     before, (x, y) = original(model).detach().clone(), batch(1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=way == "scaled")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=loop == "scaled")
 
     def backward():
-        for rows in [slice(0, 8)] if way != "accumulated" else [slice(k, k + 2) for k in range(0, 8, 2)]:
+        for rows in [slice(0, 8)] if loop != "accumulated" else [slice(k, k + 2) for k in range(0, 8, 2)]:
             scaler.scale(F.cross_entropy(model(x[rows]), y[rows]) * (len(x[rows]) / 8)).backward()
 
-    if way == "closure":
+    if loop == "closure":
         optimizer.step(backward)
     else:
         backward()
@@ -60,12 +60,12 @@ def stepped(way, kind, decay=0.5):
     return model, sparsifier, before, before - original(model).detach()
 
 
-@pytest.mark.parametrize("way", ["plain", "accumulated", "scaled", "closure"])
+@pytest.mark.parametrize("loop", ["plain", "accumulated", "scaled", "closure"])
 @pytest.mark.parametrize("kind", ["sgd", "fused"])
-def test_sr_ste_adds_decay_once_a_step_to_what_is_dropped_alone(way, kind):
-    _, sparsifier, before, moved = stepped(way, kind)
+def test_sr_ste_adds_decay_once_a_step_to_what_is_dropped_alone(loop, kind):
+    _, sparsifier, before, moved = stepped(loop, kind)
     dropped = ~sparsifier.mask("0.weight")
-    _, _, _, without = stepped(way, kind, decay=0.0)
+    _, _, _, without = stepped(loop, kind, decay=0.0)
     torch.testing.assert_close(moved, without + 0.5 * before * dropped, rtol=0, atol=1e-6)
     assert dropped.any() and not torch.equal(moved, without)
 
@@ -190,17 +190,17 @@ def test_the_masks_are_those_of_a_scope_sparsifier():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"backward_level": 1.5}, "backward_level must be a number in [0, 1], got 1.5"),
         ({"decay": -1}, "decay must be a number in [0, inf], got -1"),
         ({"backward_level": 0.5, "stages": [{}]}, "backward_level needs scopes of one stage"),
     ],
 )
-def test_arguments_that_do_not_fit(arguments, says):
+def test_arguments_that_do_not_fit(arguments, message):
     with pytest.raises(SparsityError) as found:
         StraightThrough(**arguments)
-    assert says in str(found.value)
+    assert message in str(found.value)
 
 
 def test_a_backward_mask_smaller_than_the_forward_one_is_refused():

@@ -52,12 +52,8 @@ def run_update(
 ) -> Movement:
     """Gather, choose and apply; if a rule raises, nothing has changed.
 
-    Args:
-        budgets: of a prepared model; those that are shared are set to their new values.
-        capture: the captured gradients, and the optimizers.
-        momenta: by tensor_fqn, where a rule needs them.
-        level_given: see `ScopeSparsifier`; the levels of new budgets are written here too.
-        iteration: now.
+    Shared budgets are set to their new values, and their levels written into `level_given` (see `ScopeSparsifier`).
+    `momenta` are by tensor_fqn, where a rule needs them.
     """
     settings = budgets.settings
     only_prunes = settings.grow is None and settings.target is not None
@@ -89,7 +85,7 @@ def _apply(
     Grown and pruned weights become zero (or `new_values`), and so does their optimizer state.
 
     Returns:
-        {tensor_fqn: [grown, grown or pruned, kept elements]}.
+        {tensor_fqn: elements [grown, grown or pruned, kept]}.
     """
     optimizers = capture.optimizers
     moments: list[list[Tensor]] = [[] for _ in groups]
@@ -144,12 +140,7 @@ def zero_dropped_state(groups: Sequence[TensorGroup], optimizers: Sequence[Optim
 
 @torch.no_grad()
 def zero_dropped_gradients(held: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer]) -> None:
-    """Zero gradients and optimizer state that masks drop, so that the zeros of weights outlast their masks.
-
-    Args:
-        held: (parameter, mask that has been removed from it).
-        optimizers: that train these parameters.
-    """
+    """Zero gradients and optimizer state of (parameter, mask) where the mask drops, so that zeros outlast the mask."""
     for parameter, mask in held:
         gradient = placed_gradient(parameter)
         if gradient is not None:

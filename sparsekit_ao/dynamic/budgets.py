@@ -81,11 +81,7 @@ class Budgets:
         return torch.minimum(budget, component.scope.blocks_per_scope()).reshape(-1)
 
     def set(self, k: int, nnz: int) -> dict[str, float]:
-        """Write a budget into a component's groups, as a count and as the level that it amounts to.
-
-        Returns:
-            {tensor_fqn: that level}.
-        """
+        """Write a budget into a component's groups, as a count and as its level; returns {tensor_fqn: that level}."""
         component = self.components[k]
         level = component.scope.level_of(nnz)
         own = [self.groups[at] for _, at in component.leaves]

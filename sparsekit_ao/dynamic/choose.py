@@ -26,16 +26,9 @@ __all__ = ["choose", "count_after_pruning", "exchange"]
 def choose(
     parts: Sequence[Part], budgets: Budgets, iteration: int, fraction: float
 ) -> tuple[list[KeptSlots], list[Tensor]]:
-    """What every part keeps, and how many blocks each of its scopes then holds.
+    """What every part keeps, and how many blocks each of its scopes then holds (int64 [scopes]).
 
-    Args:
-        parts: every component as it is now.
-        budgets: of these components, with the settings.
-        iteration: at which the target is evaluated.
-        fraction: of the active blocks to prune, in [0, 1).
-
-    Returns:
-        What is kept and int64 [scopes], both for each part.
+    `fraction`, in [0, 1), of the active blocks is pruned; the target is evaluated at `iteration`.
     """
     if not 0 <= fraction < 1:
         raise SparsityError(f"the update fraction must be in [0, 1), so that no layer is emptied; got {fraction!r}")
@@ -82,13 +75,8 @@ def _prune(
     Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
     short of the part's number (2 of 4 loses none at 0.3), the rest are the smallest of the weakest one of each scope.
 
-    Args:
-        parts: every component.
-        competing: those that lose floor(fraction * active) together, and keep at most `most` blocks.
-        rule: scores.
-        fraction: of the active blocks.
-        most: None for no limit.
-        regrows: scopes grow to their budgets afterwards; else all scopes of a part lose the same number.
+    The `competing` parts (indices) lose that number together, and keep at most `most` blocks. Unless scopes regrow to
+    their budgets afterwards, all scopes of a part lose the same number.
     """
     even = most is not None or not regrows
     found = _prune_together([parts[k] for k in competing], rule, fraction, most, even)
@@ -183,10 +171,9 @@ def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Bud
     given = shares(weights, sum(now) - sum(left), free)
     ideals = [n + g for n, g in zip(left, given, strict=True)]
     low = [int(kept[k].count.max()) * budgets.units[k] for k in at]
-    if len(set(units)) == 1:
-        counts = allocate(ideals, sum(now), low, capacity, units)
-    else:
-        counts = exchange(now, ideals, low, capacity, units)
+    is_even = len(set(units)) == 1
+    bounds = low, capacity, units
+    counts = allocate(ideals, sum(now), *bounds) if is_even else exchange(now, ideals, *bounds)
     out = [p.budget for p in parts]
     for k, n, unit in zip(at, counts, units, strict=True):
         out[k] = torch.full_like(out[k], n // unit)

@@ -282,10 +282,8 @@ class GradientCapture(StepHooks):
     def is_ready(self, needs_gradient: bool, momenta: Mapping[str, Tensor | None]) -> bool:
         """Whether every optimizer has stepped and all that an update reads exists and is finite, on every rank."""
         found = [*self.gradients.values(), *momenta.values()]
-        exists = all(self.stepped) and (
-            not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups)
-        )
-        is_ready = exists and all(t is not None and _is_finite(local(t)) for t in found)
+        exists = not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups)
+        is_ready = all(self.stepped) and exists and all(t is not None and _is_finite(local(t)) for t in found)
         return all_agree(is_ready, map(original, self.groups))
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -134,10 +134,8 @@ def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
 
 
 def starting_mask(weight: Tensor, kept: Tensor | None) -> Tensor:
-    """A mask of a weight from `kept` (bool, True where kept; None keeps everything).
-
-    In eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory.
-    """
+    """A mask of a weight from `kept` (bool, True where kept; None keeps everything)."""
+    # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
     is_float = weight.device.type == "cpu" and not is_sharded(weight)
     mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
     if kept is not None:

@@ -111,6 +111,7 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
 
     Straight-through estimation, arXiv 1308.3432.
     """
+    refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, **arguments)
 
 
@@ -119,6 +120,7 @@ def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **argumen
 
     For N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer, in whose steps the decay is added.
     """
+    refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, decay=decay, **arguments)
 
 
@@ -127,4 +129,5 @@ def TopKAST(sparsity_level: float, backward_level: float, **arguments: Any) -> S
 
     Top-KAST, arXiv 2106.03517.
     """
+    refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, backward_level=backward_level, **arguments)

@@ -53,11 +53,7 @@ _ORDER = (
 
 
 def original(group: TensorGroup) -> Tensor:
-    """The parameter under a group's mask.
-
-    Raises:
-        SparsityError: a module outside of the prepared model has gathered it, so it is not what optimizers hold.
-    """
+    """The parameter under a group's mask; raises if a module around the prepared model has gathered it (FSDP2)."""
     module, name = group["module"], group["tensor_name"]
     found = find_mask(module, name)
     if found is None:
@@ -68,10 +64,7 @@ def original(group: TensorGroup) -> Tensor:
 
 
 def placed_gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient, from now on sharded as its parameter is.
-
-    Tensor parallel layers may leave it as parts that are yet to be summed.
-    """
+    """The gradient, from now on sharded as its parameter is; tensor parallel layers may leave partial sums."""
     if parameter.grad is not None and not is_placed_like(parameter.grad, parameter):
         parameter.grad = placed_like(parameter.grad, parameter)
     return parameter.grad
@@ -82,7 +75,8 @@ def refuse_optimizer_as_level(level: object) -> None:
     first = level[0] if isinstance(level, Sequence) and level else level
     if isinstance(getattr(first, "optimizer", first), Optimizer):
         raise SparsityError(
-            f"the first argument is sparsity_level, got {type(first).__name__}; pass the optimizer as optimizer=..."
+            f"the first argument is sparsity_level, got {type(first).__name__}; pass the optimizer as optimizer=..., "
+            "or to attach"
         )
 
 
@@ -132,13 +126,7 @@ def _ids(optimizers: Sequence[Optimizer]) -> set[int]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup], settings: Settings) -> None:
-    """Raise unless every sparsified parameter is trained by one of these, and every one of these trains some.
-
-    Args:
-        optimizers: without wrappers.
-        groups: of a prepared model.
-        settings: what updates read, which each optimizer must then store.
-    """
+    """Raise unless one of these trains each sparsified parameter and stores what updates read, and all train some."""
     held: set[int] = set()
     for group in groups:
         parameter, name = original(group), group["tensor_fqn"]
@@ -217,11 +205,7 @@ def momentum_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | 
 
 
 def second_moments(optimizers: Sequence[Optimizer], parameter: Tensor, name: str) -> list[Tensor]:
-    """The running squares of a parameter's gradient.
-
-    Raises:
-        SparsityError: the optimizer keeps none.
-    """
+    """The running squares of a parameter's gradient; raises if the optimizer keeps none."""
     states = [o.state.get(parameter, {}) for o in optimizers]
     found = [s[k] for s in states for k in SECOND_MOMENTS if isinstance(s.get(k), Tensor)]
     if not found:
@@ -264,10 +248,7 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
 
 
 def _state_owner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that keeps the state.
-
-    `ZeroRedundancyOptimizer` has one inside, with the parameters that this rank updates and no others.
-    """
+    """The optimizer that keeps the state: inside `ZeroRedundancyOptimizer` one for the parameters of this rank."""
     inside = getattr(optimizer, "optim", None)
     return inside if isinstance(inside, Optimizer) else optimizer
 

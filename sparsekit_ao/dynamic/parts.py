@@ -90,14 +90,7 @@ def gather(
     level_given: Mapping[str, float],
     step: int,
 ) -> list[Part]:
-    """One part for each component of a prepared model's plan, in this order.
-
-    Args:
-        budgets: with components and groups.
-        gradients, momenta: by tensor_fqn, where there are any.
-        level_given: see `ScopeSparsifier`.
-        step: the iteration, on which random numbers depend.
-    """
+    """One part for each component of the budgets, in their order; gradients and momenta are by tensor_fqn."""
     parts = []
     for k, component in enumerate(budgets.components):
         own = {spec: budgets.groups[at] for spec, at in component.leaves}

@@ -25,9 +25,7 @@ __all__ = ["Gathered", "Slots", "generator"]
 
 
 def generator(seed: int, name: str, step: int, purpose: str) -> torch.Generator:
-    """A CPU generator that depends on these four alone, never on what was drawn before.
-
-    So all ranks draw the same numbers without communication, and a resumed run draws those of an uninterrupted one.
+    """A CPU generator that depends on these four alone: all ranks draw the same numbers, and so does a resumed run.
 
     >>> a, b = generator(0, "fc.weight", 100, "grow"), generator(0, "fc.weight", 100, "grow")
     >>> bool(torch.rand((), generator=a) == torch.rand((), generator=b))
@@ -39,10 +37,7 @@ def generator(seed: int, name: str, step: int, purpose: str) -> torch.Generator:
 
 
 class Gathered(Mapping[BlockSpec, Tensor]):
-    """Tensors by block spec; a sharded one is gathered at every access and not kept.
-
-    Access is then collective: every rank reads the same ones, in the same order.
-    """
+    """Tensors by block spec; a sharded one is gathered at every access (a collective operation) and not kept."""
 
     def __init__(self, tensors: Mapping[BlockSpec, Tensor]) -> None:
         self._tensors = tensors

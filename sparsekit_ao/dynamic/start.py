@@ -127,7 +127,7 @@ def _saved_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) ->
         raise SparsityError(f"{fqn}: the saved masks have no mask of it; they have {sorted(map(str, masks))[:5]}")
     if found.shape != weight.shape:
         raise SparsityError(f"{fqn}: the saved mask is {tuple(found.shape)}, the weight {tuple(weight.shape)}")
-    return (full_tensor(found) != 0).to(_device_of_mask(weight))
+    return (full_tensor(found) != 0).to("cpu" if weight.is_meta else weight.device)
 
 
 def _saved_rows(slots: Slots, init: Init) -> Tensor:
@@ -144,13 +144,9 @@ def _saved_rows(slots: Slots, init: Init) -> Tensor:
 
 
 def _full_mask(weight: Tensor) -> Tensor:
-    """A mask that keeps everything, not sharded, with the strides of the weight."""
-    mask = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bool, device=_device_of_mask(weight))
-    return mask.fill_(True)
-
-
-def _device_of_mask(weight: Tensor) -> torch.device:
-    return torch.device("cpu") if weight.is_meta else weight.device
+    """A mask that keeps everything, not sharded, with the strides of the weight; on the CPU for the meta device."""
+    device = "cpu" if weight.is_meta else weight.device
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bool, device=device).fill_(True)
 
 
 def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
@@ -196,12 +192,12 @@ def _check_shared(budgets: Budgets) -> None:
         "target": settings.target is not None,
         "prune='global'": settings.prune.is_global,
     }
-    for name, is_requested in requested.items():
-        if is_requested and not shared:
-            raise SparsityError(
-                f"{name} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
-                "sparsity_level out of the entries that should share"
-            )
+    moving = [name for name, is_requested in requested.items() if is_requested]
+    if moving and not shared:
+        raise SparsityError(
+            f"{moving[0]} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
+            "sparsity_level out of the entries that should share"
+        )
     if settings.prune.is_global and settings.target and len({budgets.sizes[k] for k in shared}) > 1:
         raise SparsityError(
             "prune='global' with a target counts blocks of all tensors together, so they need one size; use "
