@@ -125,7 +125,7 @@ class DynamicSparsifier(PlannedSparsifier):
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: Movement | None = None
-        self._pending = self._resumes = False
+        self._pending = False
         self._start_masks: dict[str, Tensor] = {}
         self._known: list[int] = []  # parameters that optimizers were looked through for
         self._capture = GradientCapture()
@@ -159,23 +159,10 @@ class DynamicSparsifier(PlannedSparsifier):
         self._need_prepared("take_gradients")
         self._capture.take(None if optimizer is None else unwrap_optimizer(optimizer))
 
-    def prepare(
-        self,
-        model: nn.Module,
-        config: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        exclude: Sequence[str | type[nn.Module]] = (),
-    ) -> None:
-        """Put the initial masks on, in place, and zero the weights that they drop; see `MaskSparsifier.prepare`.
-
-        On the meta device that waits for `attach`.
-
-        Raises:
-            SparsityError: anything that does not fit; the model is then unchanged.
-        """
-        self._resumes = self._phase == "detached" and config is None
-        super().prepare(model, config, exclude=exclude)
-        self._capture.watch(self.groups, model)
+    def _after_prepare(self) -> None:
+        """Zero the weights that the initial masks drop; on the meta device that waits for `attach`."""
+        assert self.model is not None
+        self._capture.watch(self.groups, self.model)
         self._known = []
         if not self._resumes:
             self.iteration, self._pending, self.last_update = 0, False, None

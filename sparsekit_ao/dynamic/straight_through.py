@@ -6,7 +6,7 @@ told of the optimizer.
 """
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -74,16 +74,8 @@ class StraightThrough(PlannedSparsifier):
                 self._live_mask(group)
         self._hooks.attach(given if self.decay else [])
 
-    def prepare(
-        self,
-        model: nn.Module,
-        config: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        exclude: Sequence[str | type[nn.Module]] = (),
-    ) -> None:
-        """Put masks on that keep everything until the first `step`; see `MaskSparsifier.prepare`."""
-        super().prepare(model, config, exclude=exclude)
-        self._hooks.groups, self._hooks.model = self.groups, model
+    def _after_prepare(self) -> None:
+        self._hooks.groups, self._hooks.model = self.groups, self.model
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew from the weights.

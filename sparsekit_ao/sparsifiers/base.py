@@ -67,6 +67,7 @@ class MaskSparsifier(BaseSparsifier):
     def __init__(self, defaults: dict[str, Any]) -> None:
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
+        self._resumes = False  # whether `prepare` puts pickled masks back
         self._resolved = Resolved()
         self._exclude: tuple[str | type[nn.Module], ...] = ()
         super().__init__(defaults=defaults)
@@ -80,6 +81,9 @@ class MaskSparsifier(BaseSparsifier):
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
         """What an entry gives for one tensor, with the defaults that it leaves out."""
         return {**copied(self.defaults), **own}
+
+    def _after_prepare(self) -> None:
+        """Do what follows the registration of the masks."""
 
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
@@ -122,7 +126,8 @@ class MaskSparsifier(BaseSparsifier):
         """
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
-        saved = self._pickled() if self._phase == "detached" and config is None else None
+        self._resumes = self._phase == "detached" and config is None
+        saved = self._pickled() if self._resumes else None
         is_default = saved is None and config is None
         if saved is not None:
             config, exclude = self.config, self._exclude
@@ -145,6 +150,7 @@ class MaskSparsifier(BaseSparsifier):
         self._phase = "prepared"
         if saved is not None:
             self.load_state_dict(saved)
+        self._after_prepare()
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Name the optimizers that train the model; nothing to do where masks depend on weights alone."""
