@@ -1,9 +1,9 @@
-"""Make a real sentence-embedding model smaller and faster: prune all-MiniLM-L6-v2 in coupled groups, recover, compact.
+"""Make a real sentence-embedding model smaller and faster: prune coupled units of all-MiniLM-L6-v2, recover, compact.
 
     python examples/shrink_minilm.py              # half of the MLP units, a third of the heads: minutes on 2 CPU cores
     python examples/shrink_minilm.py --tiny       # every step, in seconds
 
-Masks alone make nothing faster; here what is zero is really removed. The compacted model is checked against the
+Masks alone make nothing faster; here dropped units are removed. The compacted model is checked against the
 masked one, rebuilt from its manifest, exported to ONNX and checked again in onnxruntime. Needs no network: model and
 sentences are those of prune_minilm.py. Writes one row a model (CSV): size of the file, FLOPs, time of a batch, and
 the mean cosine similarity of held-out sentences' embeddings to the dense model's.
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Prune all-MiniLM-L6-v2 in coupled groups and really shrink it.")
+    parser = argparse.ArgumentParser(description="Prune coupled units of all-MiniLM-L6-v2 and remove them.")
     parser.add_argument("--steps", type=int, help="distillation steps (default: 160)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/shrink_minilm"), help="folder (default: %(default)s)")
@@ -116,7 +116,7 @@ def save(model: nn.Module, path: Path) -> int:
 
 @torch.no_grad()
 def check_rebuilt(dense: nn.Module, small: nn.Module, folder: Path, example: Mapping[str, Tensor]) -> None:
-    """A fresh dense model, cut to the manifest, with the saved weights: the same outputs bit for bit."""
+    """Apply the manifest to a fresh dense model and load the saved weights: its outputs are the same bits."""
     from safetensors.torch import load_file
 
     fresh = cut_to(copy.deepcopy(dense), folder / "manifest.json")
@@ -127,7 +127,7 @@ def check_rebuilt(dense: nn.Module, small: nn.Module, folder: Path, example: Map
 
 @torch.no_grad()
 def median_ms(models: Mapping[str, nn.Module], example: Mapping[str, Tensor], repeat: int) -> dict[str, float]:
-    """Median milliseconds of one batch; the models take turns, so that what else the machine does meets both."""
+    """Median milliseconds of one batch; the models alternate, so that other load of the machine affects both."""
     found: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(repeat + 1):
         for name, model in models.items():

@@ -1,4 +1,4 @@
-"""Pictures of masks. Knows tensors of zeros and ones, nothing of scopes; matplotlib is imported only to draw."""
+"""Plots of masks; matplotlib is imported only when one is drawn."""
 
 import math
 import os
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 __all__ = ["plot_mask"]
 
 _INCHES = 6
-_DPI = (150, 600)  # least, and most: beyond that a picture would not fit in memory before it fits on a screen
+_DPI = (150, 600)  # least and most; a higher resolution would need too much memory
 
 
 def plot_mask(
     mask: Tensor, path: str | os.PathLike[str] | None = None, *, title: str = "", ax: "Axes | None" = None
 ) -> "Axes":
-    """Draw what a mask keeps (dark) and drops (white), one cell an element.
+    """Plot which elements a mask keeps (dark) and drops (white), one cell for each.
 
     Args:
         mask: True or 1 is keep; of rank 1 or more, drawn as the matrix (dimension 0) x (all the others).
-        path: where to save the picture; PNG unless the suffix says otherwise. None saves nothing.
-        title: stands above the picture, over a line with the shape and the fraction that the mask drops.
-        ax: where to draw; a new figure if None. No window is opened and no global figure is kept.
+        path: where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
+        title: a line above the shape and the fraction that the mask drops.
+        ax: where to draw; a new figure if None. No window is opened and no global figure is registered.
 
     Returns:
         The axes.
@@ -44,13 +44,13 @@ def plot_mask(
         raise SparsityError(f"plot_mask needs a mask of rank >= 1 with elements, got shape {tuple(mask.shape)}")
     kept = (mask.detach().flatten(1) if mask.ndim > 1 else mask.detach().unsqueeze(1)).ne(0).cpu()
     ax = _new_axes() if ax is None else ax
-    # interpolation stays matplotlib's default: cells smaller than a pixel become their mean, a density, not aliasing.
+    # matplotlib's default interpolation shows the mean of cells smaller than a pixel: a density, without aliasing.
     ax.imshow(kept.numpy(), cmap="Greys", vmin=0, vmax=1)
     rows, columns = kept.shape
     sparsity = 1 - int(kept.count_nonzero()) / kept.numel()
     ax.set_title(f"{title}\n{rows} x {columns}, sparsity {sparsity:.4f}".lstrip(), fontsize="small")
     if path is not None:
-        # At least one pixel a cell where that is affordable; the axes fill two thirds of the figure or more.
+        # At least one pixel for each cell up to the highest resolution; the axes fill two thirds of the figure or more.
         dpi = min(max(_DPI[0], math.ceil(1.5 * max(rows, columns) / _INCHES)), _DPI[1])
         figure = ax.get_figure(root=True)
         assert figure is not None

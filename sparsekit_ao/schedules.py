@@ -1,7 +1,7 @@
-"""Schedules: plain functions from a step to a number; nothing to save, nothing to reset.
+"""Schedules: functions from a step to a number, without state; and `ScheduleSL`, the torch.ao scheduler over them.
 
-Two kinds of numbers come out of them, never mixed up: a target sparsity (`cubic` of Zhu and Gupta), and a fraction of
-the active weights to replace in an update (`cosine` of RigL).
+The number is either a target sparsity (`cubic` of Zhu and Gupta) or the fraction of the active weights to replace in an
+update of a `DynamicSparsifier` (`cosine` of RigL). Schedules can be pickled.
 """
 
 import math
@@ -28,12 +28,12 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """From `start` at step 0 straight to `end` at step `steps`, and `end` from then on.
+    """Linear from `start` at step 0 to `end` at step `steps`, and `end` from then on.
 
     >>> [linear(1.0, 4)(t) for t in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    _positive(steps)
+    _check_positive("steps", steps)
     return partial(_power, start, end, steps, 0, 1)
 
 
@@ -43,7 +43,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     >>> [round(cosine(0.3, 10)(t), 4) for t in (1, 5, 10, 11)]
     [0.2927, 0.15, 0.0, 0.0]
     """
-    _positive(steps)
+    _check_positive("steps", steps)
     return partial(_cosine, start, end, steps)
 
 
@@ -56,7 +56,7 @@ def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     >>> [round(s(t) - s(t - 100), 4) for t in (200, 300, 900, 1000)]
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
-    _positive(steps)
+    _check_positive("steps", steps)
     return partial(_power, start, end, steps, begin, 3)
 
 
@@ -66,19 +66,19 @@ def difference(schedule: Schedule, interval: int) -> Schedule:
     >>> [round(difference(cubic(0.0, 0.8, 900, begin=100), 100)(t), 4) for t in (200, 300, 900, 1000)]
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
-    _positive(interval)
+    _check_positive("interval", interval)
     return partial(_difference, schedule, interval)
 
 
 def drop_fraction(target: float, now: float) -> float:
-    """The fraction of the active weights to drop to come from sparsity `now` to `target`, and never below 0.
+    """The fraction of the active weights to drop for a change of sparsity from `now` to `target`; at least 0.
 
     >>> round(drop_fraction(0.9, 0.8), 4), drop_fraction(0.5, 0.8), drop_fraction(1.0, 1.0)
     (0.5, 0.0, 0.0)
     """
     for name, level in (("target", target), ("now", now)):
         if not 0 <= level <= 1:
-            raise SparsityError(f"drop_fraction: {name} is a sparsity and must lie in [0, 1], got {level!r}")
+            raise SparsityError(f"drop_fraction: {name} is a sparsity and must be in [0, 1], got {level!r}")
     return 0.0 if target <= now else (target - now) / (1 - now)
 
 
@@ -98,9 +98,6 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
             f"join: {len(schedules)} schedules need {len(schedules) - 1} increasing boundaries, got {list(boundaries)}"
         )
     return partial(_joined, list(schedules), [0, *boundaries])
-
-
-# Module-level, so that what holds a schedule can be pickled.
 
 
 def _constant(value: float, step: int) -> float:
@@ -128,22 +125,25 @@ def _progress(step: int, steps: int) -> float:
     return min(max(step / steps, 0.0), 1.0)
 
 
-def _positive(steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise SparsityError(f"a schedule needs steps >= 1 (an int), got {steps!r}")
+def _check_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SparsityError(f"{name} must be an int >= 1, got {value!r}")
 
 
 class ScheduleSL(BaseScheduler):
-    """Set every group's sparsity level to `schedule(step)`, and let masks change only every `interval` steps.
+    """Set every group's sparsity level to `schedule(step)`, and update masks only every `interval` steps.
 
     The loop is torch.ao's: `optimizer.step(); sparsifier.step(); scheduler.step()`. Construct it after
     `sparsifier.prepare`; construction counts as step 0.
 
     Args:
         sparsifier: a prepared sparsifier.
-        schedule: step -> level in [0, 1], or a list with one a group.
-        interval: the level is read, and the masks are chosen anew, at steps that are multiples of this.
+        schedule: step -> level in [0, 1], or a list with one for each group.
+        interval: levels and masks are updated at steps that are multiples of this.
         last_epoch: the step before the first; -1 starts at 0.
+
+    Raises:
+        SparsityError: the sparsifier is not prepared, an interval below 1, or another number of schedules than groups.
 
     >>> from sparsekit_ao import ScopeSparsifier, schedules
     >>> sparsifier = ScopeSparsifier()
@@ -170,25 +170,24 @@ class ScheduleSL(BaseScheduler):
             raise SparsityError(f"ScheduleSL needs a torch.ao sparsifier, got {type(sparsifier).__name__}")
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise SparsityError(f"ScheduleSL: interval must be an int >= 1, got {interval!r}")
+        _check_positive("interval", interval)
         schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule] * len(sparsifier.groups)
         if len(schedules) != len(sparsifier.groups):
             raise SparsityError(
-                f"ScheduleSL: {len(schedules)} schedules for {len(sparsifier.groups)} groups; give one, or one a group"
+                f"ScheduleSL: {len(schedules)} schedules for {len(sparsifier.groups)} groups; give one, or one for each"
             )
         self.schedules = schedules
         self.interval = interval
         super().__init__(sparsifier, last_epoch, verbose)
 
     def get_sl(self) -> list[float]:
-        """The levels of this step: new ones at a multiple of the interval, else those that stand."""
+        """The levels of this step: new ones at a multiple of the interval, else the present ones."""
         if self.last_epoch % self.interval:
             return [group["sparsity_level"] for group in self.sparsifier.groups]
         return [schedule(self.last_epoch) for schedule in self.schedules]
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance one step; masks may then change only if it is a multiple of the interval."""
+        """Advance one step; `sparsifier.step` updates masks only if it is a multiple of the interval."""
         super().step(epoch)
         self.sparsifier.enable_mask_update = self.last_epoch % self.interval == 0
 
@@ -197,12 +196,12 @@ class ScheduleSL(BaseScheduler):
         return {k: v for k, v in self.__dict__.items() if k not in ("sparsifier", "schedules")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, levels and mask updates included."""
+        """Restore what `state_dict` returned: counters, the groups' levels, and whether masks may be updated."""
         own = {k: list(v) if isinstance(v, list) else v for k, v in state_dict.items()}
         levels = own["_last_sl"]
         if len(levels) != len(self.sparsifier.groups):
             raise SparsityError(
-                f"ScheduleSL.load_state_dict: saved for {len(levels)} groups, here are {len(self.sparsifier.groups)}"
+                f"ScheduleSL.load_state_dict: saved for {len(levels)} groups, this has {len(self.sparsifier.groups)}"
             )
         self.__dict__.update(own)
         for group, level in zip(self.sparsifier.groups, levels, strict=True):

@@ -34,7 +34,7 @@ def test_lenet_whole_budgets_golden():
     assert densities.allocate(ideals, 26620, [0] * 3, sizes, [1] * 3) == [18714, 6906, 1000]
 
 
-def test_power_lies_between_uniform_and_erk():
+def test_power_is_between_uniform_and_erk():
     assert densities.power(CONVS, 0.1, exponent=0) == densities.uniform(CONVS, 0.1)
     assert densities.power(CONVS, 0.1, exponent=1) == densities.erdos_renyi_kernel(CONVS, 0.1)
     assert 0.1 > densities.power(CONVS, 0.1, exponent=0.5)["d"] > densities.erdos_renyi_kernel(CONVS, 0.1)["d"]
@@ -48,19 +48,19 @@ def test_the_rest_makes_up_for_fixed_tensors():
 
 
 def test_a_total_out_of_reach_names_the_range():
-    with pytest.raises(SparsityError, match=r"density of 0.1 is out of reach: .* lies in \[0.883546, 1\]"):
+    with pytest.raises(SparsityError, match=r"density of 0.1 is not possible: .* must be in \[0.883546, 1\]"):
         densities.erdos_renyi(LENET, 0.1, {"fc1": 1.0})
-    with pytest.raises(SparsityError, match=r"density of 0.99 is out of reach: .* lies in \[0, 0.116454\]"):
+    with pytest.raises(SparsityError, match=r"density of 0.99 is not possible: .* must be in \[0, 0.116454\]"):
         densities.uniform(LENET, 0.99, {"fc1": 0.0})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((LENET, 1.5), "the overall density: a density must lie in [0, 1], got 1.5"),
-        ((LENET, 0.1, {"fc1": -1}), "fc1: a density must lie in [0, 1], got -1"),
-        ((LENET, 0.1, {"fc9": 1}), "fixed names 'fc9', which is not among the tensors ['fc1', 'fc2', 'fc3']"),
-        (({}, 0.1), "densities need tensors that have elements"),
+        ((LENET, 1.5), "the overall density: a density must be in [0, 1], got 1.5"),
+        ((LENET, 0.1, {"fc1": -1}), "fc1: a density must be in [0, 1], got -1"),
+        ((LENET, 0.1, {"fc9": 1}), "unknown tensor 'fc9' in fixed; the tensors are ['fc1', 'fc2', 'fc3']"),
+        (({}, 0.1), "densities need tensors with elements"),
     ],
 )
 def test_mistakes(arguments, message):
@@ -107,7 +107,7 @@ def test_whole_budgets_sum_exactly_inside_their_bounds(drawn):
 
 @examples(200)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=5), st.data())
-def test_whole_budgets_come_in_units_and_miss_by_less_than_one(members, data):
+def test_budgets_are_multiples_of_units_and_miss_by_less_than_one(members, data):
     unit, high = [u for u, _ in members], [u * k for u, k in members]
     total = data.draw(st.integers(0, sum(high)))
     weights = [data.draw(st.floats(0.1, 5)) for _ in members]
@@ -117,28 +117,28 @@ def test_whole_budgets_come_in_units_and_miss_by_less_than_one(members, data):
     assert 0 <= total - sum(out) < min(spare, default=1)
 
 
-def test_units_that_cannot_be_met_stay_below():
+def test_totals_that_are_no_multiple_of_units_are_rounded_down():
     assert densities.allocate([5.0, 5.0], 10, [0, 0], [9, 8], [3, 4]) == [6, 4]
     assert densities.allocate([3.0, 2.0], 5, [0, 0], [4, 4], [4, 4]) == [4, 0]
 
 
 def test_out_of_reach_budgets_are_refused():
-    with pytest.raises(SparsityError, match=r"a budget of 9 is out of reach; the tensors hold 2 .. 8"):
+    with pytest.raises(SparsityError, match=r"a budget of 9 is not possible; the tensors allow 2 to 8"):
         densities.allocate([1.0, 1.0], 9, [1, 1], [4, 4], [1, 1])
 
 
 @examples(200)
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 20)), min_size=1, max_size=6), st.data())
-def test_shares_fill_what_there_is_room_for(members, data):
-    weights, room = [w for w, _ in members], [r for _, r in members]
-    total = data.draw(st.floats(0, sum(room)))
-    out = densities.shares(weights, total, room)
+def test_shares_stay_within_capacities(members, data):
+    weights, capacity = [w for w, _ in members], [r for _, r in members]
+    total = data.draw(st.floats(0, sum(capacity)))
+    out = densities.shares(weights, total, capacity)
     assert math.isclose(sum(out), total, abs_tol=1e-6)
-    assert all(-1e-9 <= g <= r + 1e-6 for g, r in zip(out, room, strict=True))
+    assert all(-1e-9 <= g <= r + 1e-6 for g, r in zip(out, capacity, strict=True))
 
 
 def test_shares_ignore_numbers_that_are_not_finite_and_refuse_too_much():
     assert densities.shares([math.nan, 1.0, math.inf], 2, [4, 4, 4]) == [0.0, 2.0, 0.0]
     assert densities.shares([0.0, 0.0], 3, [4, 2]) == [2.0, 1.0]
-    with pytest.raises(SparsityError, match="shares: 5 to give, but there is room for 4"):
+    with pytest.raises(SparsityError, match="shares: a total of 5 exceeds the sum of capacities, 4"):
         densities.shares([1.0], 5, [4])

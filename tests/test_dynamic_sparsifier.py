@@ -556,7 +556,7 @@ def other_optimizer(model):
             None,
             {},
             [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.0}],
-            "an overall density of 0.1 is out of reach: with the fixed tensors it lies in [0.571429, 1]",
+            "an overall density of 0.1 is not possible: with the fixed tensors it must be in [0.571429, 1]",
         ),
         (
             None,

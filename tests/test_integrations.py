@@ -143,17 +143,20 @@ def test_transformers_accumulates_gradients(tmp_path):
 
 
 def test_transformers_clipping_unseen_is_refused(tmp_path):
-    with pytest.raises(SparsityError, match="clips gradients before it calls back.*watch_clipping"):
+    with pytest.raises(SparsityError, match="clips gradients before it calls this callback.*watch_clipping"):
         hugging_face(tmp_path, "RigL", 1.0, STEPS, watch=False)
 
 
 def fake_trainer():
     class Accelerator:
+        unscaled = 0
+
         def clip_grad_norm_(self, *_, **__):
+            self.unscale_gradients()
             return "clipped"
 
         def unscale_gradients(self):
-            pass
+            self.unscaled += 1
 
     return SimpleNamespace(accelerator=Accelerator(), args=SimpleNamespace(max_grad_norm=1.0))
 
@@ -173,15 +176,16 @@ def test_transformers_clipping_is_watched_in_every_trainer():
     state = SimpleNamespace(global_step=0)
     optimizer = torch.optim.AdamW(model.parameters())
     for trainer in (first, second):
-        with pytest.raises(SparsityError, match="clips gradients before it calls back"):
+        with pytest.raises(SparsityError, match="clips gradients before it calls this callback"):
             callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
         plain = trainer.accelerator.clip_grad_norm_
         callback.watch_clipping(trainer)
         assert trainer.accelerator.clip_grad_norm_ != plain and trainer.accelerator.clip_grad_norm_() == "clipped"
+        assert trainer.accelerator.unscaled == 1  # torch's GradScaler refuses a second time in one step
         callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
 
 
-def test_transformers_checkpoints_of_several_callbacks_are_told_apart():
+def test_transformers_checkpoints_of_several_callbacks_are_distinguished():
     made = []
     for name in ("0.weight", "2.weight"):
         sparsifier = ScopeSparsifier(nnz=2)
@@ -193,11 +197,11 @@ def test_transformers_checkpoints_of_several_callbacks_are_told_apart():
         callback.sparsifier.enable_mask_update = True
     state = SimpleNamespace(global_step=5, stateful_callbacks={"SparsifierCallback": found})
     for callback in made:
-        callback.on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None)
+        callback.on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None, optimizer=None)
     assert [callback.sparsifier.enable_mask_update for callback in made] == [True, False]
     state.stateful_callbacks["SparsifierCallback"] = [found[0], found[0]]
     with pytest.raises(SparsityError, match="of 2 sparsifiers in the checkpoint 2 have the tensors of this one"):
-        made[0].on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None)
+        made[0].on_train_begin(SimpleNamespace(max_grad_norm=0.0), state, None, optimizer=None)
 
 
 # lightning

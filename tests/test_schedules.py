@@ -33,7 +33,7 @@ def test_a_target_as_a_fraction_of_what_is_active():
     assert schedules.drop_fraction(0.75, 0.5) == 0.5
     assert schedules.drop_fraction(1.0, 0.5) == 1.0
     assert schedules.drop_fraction(0.2, 0.5) == 0.0
-    with pytest.raises(SparsityError, match=r"target is a sparsity and must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(SparsityError, match=r"target is a sparsity and must be in \[0, 1\], got 1.5"):
         schedules.drop_fraction(1.5, 0.5)
 
 
@@ -46,7 +46,7 @@ def test_linear_constant_and_join():
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True])
 @pytest.mark.parametrize("make", [schedules.linear, schedules.cosine])
 def test_bad_steps(make, steps):
-    with pytest.raises(SparsityError, match=r"a schedule needs steps >= 1 \(an int\)"):
+    with pytest.raises(SparsityError, match=r"steps must be an int >= 1"):
         make(1.0, steps)
 
 
@@ -110,7 +110,7 @@ def test_mistakes():
     sparsifier.prepare(linear_model(8, 8), None)
     with pytest.raises(SparsityError, match="interval must be an int >= 1, got 0"):
         ScheduleSL(sparsifier, schedules.constant(0.5), interval=0)
-    with pytest.raises(SparsityError, match="2 schedules for 1 groups; give one, or one a group"):
+    with pytest.raises(SparsityError, match="2 schedules for 1 groups; give one, or one for each"):
         ScheduleSL(sparsifier, [schedules.constant(0.5)] * 2)
     with pytest.raises(SparsityError, match="needs a torch.ao sparsifier, got int"):
         ScheduleSL(3, schedules.constant(0.5))

@@ -159,6 +159,11 @@ class DynamicSparsifier(PlannedSparsifier):
         self._need_prepared("take_gradients")
         self._capture.take(None if optimizer is None else unwrap_optimizer(optimizer))
 
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether updates read gradients or momentum, so that `take_gradients` must precede clipping."""
+        return self.settings.needs_gradient or self.settings.needs_momentum
+
     def _after_prepare(self) -> None:
         """Zero the weights that the initial masks drop; on the meta device that waits for `attach`."""
         assert self.model is not None

@@ -1,4 +1,1 @@
-"""Callbacks for trainers, one module each: `integrations.transformers`, `integrations.lightning`.
-
-Nothing is imported here: each needs its library.
-"""
+"""Callbacks for trainers: `integrations.transformers`, `integrations.lightning`; each imports its library."""

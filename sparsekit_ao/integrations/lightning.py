@@ -1,4 +1,4 @@
-"""A callback for Lightning: calls `step` after every optimizer step, and travels with the trainer's checkpoints."""
+"""A callback for Lightning: calls `step` after every optimizer step; its state is part of the trainer's checkpoints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch.ao.pruning import BaseScheduler
 
-from ..dynamic import DynamicSparsifier, StraightThrough
 from ..dynamic.optimizers import training_optimizers
 from ..sparsifiers.base import MaskSparsifier
 
@@ -14,10 +13,10 @@ __all__ = ["SparsifierCallback"]
 
 
 class SparsifierCallback(Callback):
-    """Drive a prepared sparsifier from a Lightning `Trainer`.
+    """Call a prepared sparsifier from a Lightning `Trainer`.
 
-    After a batch in which optimizers stepped the sparsifier steps once, then the schedulers do. A `DynamicSparsifier`
-    gets the trainer's optimizers when fitting begins, and masks dense gradients before Lightning clips them.
+    After a batch in which optimizers stepped, the sparsifier steps once, then the schedulers. The trainer's optimizers
+    are attached when fitting begins; a `DynamicSparsifier` masks dense gradients before Lightning clips them.
 
     Args:
         sparsifier: prepared on (a part of) the LightningModule before `fit`.
@@ -29,18 +28,16 @@ class SparsifierCallback(Callback):
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the optimizers that train sparsified parameters; Lightning has made and restored them by now."""
+        """Attach the optimizers of sparsified parameters; Lightning has constructed and restored them by now."""
         self._steps = trainer.global_step
-        if isinstance(self.sparsifier, DynamicSparsifier | StraightThrough):
-            self.sparsifier.attach(training_optimizers(trainer.optimizers, self.sparsifier.groups))
+        self.sparsifier.attach(training_optimizers(trainer.optimizers, self.sparsifier.groups))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """After the last backward of a batch, before clipping."""
-        if isinstance(self.sparsifier, DynamicSparsifier):
-            self.sparsifier.take_gradients(optimizer)
+        """Read gradients after the last backward of a batch, before clipping."""
+        self.sparsifier.take_gradients(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """One step of the sparsifier and of its schedulers, unless the batch only accumulated gradients."""
+        """Step the sparsifier and its schedulers once, unless the batch only accumulated gradients."""
         if trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
@@ -53,7 +50,7 @@ class SparsifierCallback(Callback):
         return {"sparsifier": self.sparsifier.state_dict(), "schedulers": [s.state_dict() for s in self.schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         self.sparsifier.load_state_dict(state_dict["sparsifier"])
         for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
             scheduler.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""A callback for `transformers.Trainer`: calls `step` where the trainer's loop would, and travels with checkpoints.
+"""A callback for `transformers.Trainer`: calls `step` after every optimizer step; its state is part of checkpoints.
 
-Masks are buffers of the model, so they are in the trainer's own checkpoints; what else a sparsifier has to remember
-goes into `trainer_state.json`.
+Masks are buffers of the model, so they are in the trainer's own checkpoints; the rest of a sparsifier's state is saved
+in `trainer_state.json`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from torch.ao.pruning import BaseScheduler
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..dynamic import DynamicSparsifier, StraightThrough
 from ..errors import SparsityError
 from ..sparsifiers.base import MaskSparsifier
 
@@ -19,18 +18,18 @@ __all__ = ["SparsifierCallback"]
 
 
 class SparsifierCallback(TrainerCallback, ExportableState):
-    """Drive a prepared sparsifier from a `transformers.Trainer`.
+    """Call a prepared sparsifier from a `transformers.Trainer`.
 
-    After every optimizer step the sparsifier steps, then the schedulers do. A `DynamicSparsifier` gets the trainer's
-    optimizer when training begins. Resuming needs no more than `resume_from_checkpoint`; leave
-    `restore_callback_states_from_checkpoint` off, which would make the callback anew without its sparsifier.
+    After every optimizer step the sparsifier steps, then the schedulers. The trainer's optimizer is attached when
+    training begins. Resuming needs only `resume_from_checkpoint`; leave `restore_callback_states_from_checkpoint` off,
+    which would construct another callback without its sparsifier.
 
     Args:
-        sparsifier: prepared on the trainer's model before the trainer is made.
+        sparsifier: prepared on the trainer's model before the trainer is constructed.
         schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
 
     Raises:
-        SparsityError: when training begins, if gradients are clipped unseen; see `watch_clipping`.
+        SparsityError: when training begins, if the trainer clips gradients that an update reads; see `watch_clipping`.
     """
 
     def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
@@ -40,44 +39,46 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
         """Mask dense gradients before the trainer clips them, which it does before it calls any callback.
 
-        Needed once for each trainer with `max_grad_norm > 0`, after it is made, if the sparsifier looks at gradients.
+        Call it for each trainer with `max_grad_norm > 0`, after it is constructed, if the sparsifier uses gradients.
         """
-        if trainer is self._watched or not isinstance(self.sparsifier, DynamicSparsifier):
+        if trainer is self._watched:
             return self
-        clip = trainer.accelerator.clip_grad_norm_
+        accelerator, clip = trainer.accelerator, trainer.accelerator.clip_grad_norm_
 
         def clip_masked(*args: Any, **kwargs: Any) -> Any:
-            trainer.accelerator.unscale_gradients()
-            self.sparsifier.take_gradients()  # type: ignore[attr-defined]
-            return clip(*args, **kwargs)
+            unscale = accelerator.unscale_gradients
+            unscale()
+            self.sparsifier.take_gradients()
+            accelerator.unscale_gradients = lambda: None  # clip unscales too, but GradScaler allows it once
+            try:
+                return clip(*args, **kwargs)
+            finally:
+                accelerator.unscale_gradients = unscale
 
-        trainer.accelerator.clip_grad_norm_ = clip_masked
+        accelerator.clip_grad_norm_ = clip_masked
         self._watched = trainer
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the optimizer; resuming, put back what the checkpoint says."""
-        found = self.sparsifier
-        if isinstance(found, DynamicSparsifier):
-            looks = found.settings.updates and (found.settings.needs_gradient or found.settings.needs_momentum)
-            if looks and args.max_grad_norm and getattr(self._watched, "args", None) is not args:
-                raise SparsityError(
-                    "SparsifierCallback: the trainer clips gradients before it calls back, so it would clip by the "
-                    "norm of dense ones. Call callback.watch_clipping(trainer), or set max_grad_norm=0."
-                )
-        if isinstance(found, DynamicSparsifier | StraightThrough):
-            found.attach(kwargs["optimizer"])
+        """Attach the optimizer; when resuming, restore the state of the checkpoint."""
+        is_watched = getattr(self._watched, "args", None) is args
+        if self.sparsifier.uses_gradients and args.max_grad_norm and not is_watched:
+            raise SparsityError(
+                "SparsifierCallback: the trainer clips gradients before it calls this callback, so it would clip by "
+                "the norm of dense ones. Call callback.watch_clipping(trainer), or set max_grad_norm=0."
+            )
+        self.sparsifier.attach(kwargs["optimizer"])
         if state.global_step:
             self._load(self._saved(state.stateful_callbacks.get(type(self).__name__)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One step of the sparsifier and of its schedulers for each of the optimizer."""
+        """Step the sparsifier and its schedulers."""
         self.sparsifier.step()
         for scheduler in self.schedulers:
             scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """What `trainer_state.json` keeps: everything but the masks, which are in the model."""
+        """The state for `trainer_state.json`: everything but the masks, which are in the model."""
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
         saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}
@@ -94,15 +95,15 @@ class SparsifierCallback(TrainerCallback, ExportableState):
             if len(own) != 1:
                 raise SparsityError(
                     f"SparsifierCallback: of {len(found)} sparsifiers in the checkpoint {len(own)} have the tensors of "
-                    "this one, so which is meant is not clear; prepare one model with names that differ"
+                    "this one, but exactly 1 is required; prepare one model with names that differ"
                 )
             found = own[0]
         if not found or not found["attributes"]:
-            raise SparsityError("SparsifierCallback: the checkpoint that training resumes from holds no sparsifier")
+            raise SparsityError("SparsifierCallback: the checkpoint that training resumes from has no sparsifier")
         return found["attributes"]
 
     def _load(self, saved: dict[str, Any]) -> None:
-        """The trainer has loaded the model by now, masks included."""
+        """Restore the state; the trainer has loaded the model by now, masks included."""
         masks = {fqn: {"mask": s["mask"].clone()} for fqn, s in self.sparsifier.state.items()}
         self.sparsifier.load_state_dict({**saved["sparsifier"], "state": masks})
         for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):

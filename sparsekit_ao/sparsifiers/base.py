@@ -155,8 +155,13 @@ class MaskSparsifier(BaseSparsifier):
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Name the optimizers that train the model; nothing to do where masks depend on weights alone."""
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Look at the gradients as they are now; nothing to do where masks depend on weights alone."""
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
+        return False
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
