@@ -1,21 +1,15 @@
-"""Parts of a window on threads of our own: the reference's masks, torch's thread count, errors and modes."""
+"""Parts of a window on helper threads: the reference's masks, torch's thread count, errors and modes."""
 
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 
-from sparsekit_ao.selection import Update, batch, cores, scope_masks, threads
+from sparsekit_ao.selection import Update, batch, scope_masks, threads
 from sparsekit_ao.selection.api import scope_mask
 from sparsekit_ao.selection.tiling import Blocks, Scopes
-
-MAPS = pathlib.Path("/proc/self/maps")
 
 
 @pytest.fixture(autouse=True)
@@ -165,54 +159,3 @@ def test_a_round_inside_a_round_stays_on_its_thread():
     threads.run_apart([lambda: found.append(inner())] * 4)
     assert all(len(set(one)) == 1 for one in found)
     assert set(seen) == {one[0] for one in found}
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be placed here")
-def test_a_thread_is_placed_on_the_wanted_cores_and_nowhere_without_any():
-    allowed, waiting = os.sched_getaffinity(0), threading.Event()
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    others, here = cores.around()
-    assert others | here == allowed and len(here) == 1
-    cores.place(thread.native_id, here)
-    assert os.sched_getaffinity(thread.native_id) == here
-    cores.place(thread.native_id, set())
-    assert os.sched_getaffinity(thread.native_id) == here
-    assert os.sched_getaffinity(0) == allowed
-    waiting.set()
-    thread.join()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be placed here")
-def test_a_single_core_is_everybodys_and_one_that_is_refused_stops_no_work(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {cores._getcpu()()})
-    others, here = cores.around()
-    assert len(others) == len(here) == 1
-
-    def refuse(*_):
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    assert threads.run_all([lambda: 1] * 4) == [1] * 4
-
-
-LETTING_GO = """
-import os, time, torch
-from sparsekit_ao.selection import cores
-torch.set_num_threads(2)
-alone = len(os.listdir("/proc/self/task"))
-before = torch.ones(1 << 20).add(1).sum().item()
-assert len(os.listdir("/proc/self/task")) == alone + 1
-cores.let_go()
-cores.let_go()
-end = time.monotonic() + 60
-while len(os.listdir("/proc/self/task")) > alone:
-    assert time.monotonic() < end
-    time.sleep(0.01)
-assert torch.ones(1 << 20).add(1).sum().item() == before
-"""
-
-
-@pytest.mark.skipif(not MAPS.exists() or "libgomp" not in MAPS.read_text(), reason="counts the threads of GNU OpenMP")
-def test_openmp_threads_let_go_and_come_back():
-    subprocess.run([sys.executable, "-c", LETTING_GO], check=True, timeout=120)
