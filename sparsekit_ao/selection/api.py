@@ -17,7 +17,6 @@ from . import reference
 from .cpu import masks as cpu
 from .gpu import gpu_path
 from .keys import KEY_DTYPES
-from .radix import Reduce
 from .reference import Norm
 from .tiling import Blocks, Scopes, from_scopes, real_slots, to_scopes
 from .update import Update
@@ -34,8 +33,6 @@ def keep_mask(
     *,
     candidates: Tensor | None = None,
     magnitude: bool = False,
-    index: Tensor | None = None,
-    reduce: Reduce | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Choose exactly `keep` members of every scope: the one selection rule of the library.
@@ -49,9 +46,6 @@ def keep_mask(
         candidates: bool [scopes, members]; a False member is never kept, and a scope with fewer candidates than
             `keep` keeps them all.
         magnitude: rank by |score|: the same for scores that are never negative, and quicker.
-        index: int64 [scopes, members], the global index of each member; only with `reduce`.
-        reduce: sums an int64 histogram over processes that hold other members of the same scopes; `keep` then counts
-            the members of all of them, and ties go by `index`.
         impl: one of `IMPLS`.
 
     Returns:
@@ -73,25 +67,17 @@ def keep_mask(
             f"keep_mask: candidates must be bool {tuple(scores.shape)}, "
             f"got {candidates.dtype} {tuple(candidates.shape)}"
         )
-    if (reduce is None) != (index is None):
-        raise SparsityError("keep_mask: reduce and index go together")
-    if index is not None and (index.shape != scores.shape or index.dtype != torch.int64):
-        raise SparsityError(
-            f"keep_mask: index must be int64 {tuple(scores.shape)}, got {index.dtype} {tuple(index.shape)}"
-        )
     chosen = _choose(impl, scores.device)
-    if reduce is not None and (chosen != "cpu" or impl == "jit"):
-        raise SparsityError('keep_mask: reduce needs impl="cpu" and CPU tensors')
     scopes, members = scores.shape
-    _check_budget(keep, (scopes,), members if reduce is None else None)
+    _check_budget(keep, (scopes,), members)
     budget = keep.to(scores.device, torch.int64, non_blocking=True).expand(scopes) if isinstance(keep, Tensor) else keep
-    if reduce is None and _takes_jit(impl, chosen, scores.numel(), lambda: jit.scores_refusal(scores)):
+    if _takes_jit(impl, chosen, scores.numel(), lambda: jit.scores_refusal(scores)):
         return jit.keep_mask(scores, budget, candidates, magnitude=magnitude)
     gpu = gpu_path(impl, scores.device, lambda path: path.rows_reasons(scores))
     if gpu is not None:
         return gpu.keep_mask(scores, budget, candidates, magnitude=magnitude)
     if chosen == "cpu":
-        return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude, index=index, reduce=reduce)
+        return cpu.keep_mask(scores, budget, candidates, magnitude=magnitude)
     return reference.keep_mask(scores.abs() if magnitude else scores, budget, candidates)
 
 
@@ -233,7 +219,7 @@ def _longer(grid: tuple[int, ...]) -> list[int]:
     return [n for n in grid if n != 1]
 
 
-def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int | None) -> None:
+def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int) -> None:
     """Refuse a budget of a wrong kind, shape or size (where looking at it needs no wait for a device)."""
     shape = list(grid)
     if isinstance(keep, Tensor):
@@ -246,9 +232,8 @@ def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int | None
         raise SparsityError(f"keep must be an int or an integer tensor {shape}, got {keep!r}")
     else:
         low = high = keep
-    if low < 0 or (members is not None and high > members):
-        most = "the members of all processes" if members is None else f"{members} (the members of a scope)"
-        raise SparsityError(f"keep must lie in 0 .. {most}, got {low} .. {high}")
+    if low < 0 or high > members:
+        raise SparsityError(f"keep must be in 0 .. {members} (the members of a scope), got {low} .. {high}")
 
 
 def _choose(impl: str, device: torch.device) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import radix, sample
 from ..keys import absent, key_bits, order_keys
-from ..radix import CHUNK, Reduce
+from ..radix import CHUNK
 from ..threads import run_apart
 from .rows import keep_rows
 
@@ -128,44 +128,18 @@ def _bracket(sources: Sequence[KeysOf], keep: int) -> tuple[int, int]:
     return (least if lower <= keys.numel() else limits.min), (most if upper >= 1 else limits.max)
 
 
-def keep_digits(
-    out: Tensor, source: KeysOf, budget: Tensor, index: Tensor | None = None, reduce: Reduce | None = None
-) -> None:
-    """Keep slots of each row by counting digits; `index` and `reduce` as in `api.keep_mask`."""
-    threshold, need, ties = radix.select_threshold(source, budget, reduce)
-    last = None if reduce is None else _last_index(source, threshold, need, index, reduce)
+def keep_digits(out: Tensor, source: KeysOf, budget: Tensor) -> None:
+    """Keep `budget` slots of each row (int64 [rows]) by counting digits of their keys."""
+    threshold, need, ties = radix.select_threshold(source, budget)
     for row in range(source.rows):
         limit, whole = int(threshold[row]), bool(need[row] == ties[row])
         compare = torch.ge if whole else torch.gt
         for start in range(0, source.width, CHUNK):
             stop = min(start + CHUNK, source.width)
             compare(source.keys(row, start, stop), limit, out=out[row, start:stop])
-        if whole:
-            continue
 
         def tied(start: int, stop: int, row: int = row, limit: int = limit) -> Tensor:
-            found = source.keys(row, start, stop) == limit
-            if last is None or index is None:
-                return found
-            return found & (index[row, start:stop] <= last[row])
+            return source.keys(row, start, stop) == limit
 
-        radix.mark_first(out[row], tied, int(need[row]) if last is None else source.width)
-
-
-class _TieIndices:
-    """The global indices of tied slots as keys: the lower the index, the higher the key."""
-
-    def __init__(self, source: KeysOf, threshold: Tensor, index: Tensor) -> None:
-        self.rows, self.width, self.bits = source.rows, source.width, 64
-        self._source, self._threshold, self._index = source, threshold, index
-
-    def keys(self, row: int, start: int, stop: int) -> Tensor:
-        tied = self._source.keys(row, start, stop) == int(self._threshold[row])
-        return torch.where(tied, -self._index[row, start:stop], torch.iinfo(torch.int64).min)
-
-
-def _last_index(source: KeysOf, threshold: Tensor, need: Tensor, index: Tensor | None, reduce: Reduce) -> Tensor:
-    """The largest global index that is still kept among each row's ties (-1 where none is)."""
-    assert index is not None, "a reduce needs the global index of every slot"
-    place, _, _ = radix.select_threshold(_TieIndices(source, threshold, index), need, reduce)
-    return torch.where(need > 0, -place, -1)
+        if not whole:
+            radix.mark_first(out[row], tied, int(need[row]))

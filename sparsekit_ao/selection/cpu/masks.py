@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from ..keys import KEY_DTYPES, order_keys
-from ..radix import CHUNK, Reduce
+from ..radix import CHUNK
 from ..threads import run_apart
 from ..tiling import Blocks, Scopes, cut_parts, from_scopes, split, to_scopes
 from .long import KeysOf, keep_digits, keep_row
@@ -34,19 +34,15 @@ def keep_mask(
     candidates: Tensor | None = None,
     *,
     magnitude: bool = False,
-    index: Tensor | None = None,
-    reduce: Reduce | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """As `api.keep_mask`, by the fastest way; `magnitude` ranks by |score|, `out` takes the mask."""
     out = torch.empty(scores.shape, dtype=torch.bool, device=scores.device) if out is None else out
-    if out.numel() == 0 and reduce is None:
+    if out.numel() == 0:
         return out
     source = KeysOf(scores, candidates, magnitude)
     budget = torch.as_tensor(keep, dtype=torch.int64, device="cpu").expand(source.rows)
-    if reduce is not None:
-        keep_digits(out, source, budget, index, reduce)
-    elif source.width >= WIDE:
+    if source.width >= WIDE:
         for row in range(source.rows):
             if not keep_row([out[row]], [source.row(row)], int(budget[row])):
                 keep_digits(out[row : row + 1], source.row(row), budget[row : row + 1])
