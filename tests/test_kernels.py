@@ -263,7 +263,7 @@ LARGE = (1024, 576)  # more than two chunks of elements
 assert math.prod(LARGE) > 2 * CHUNK
 
 
-@pytest.mark.parametrize("norm", [1, 2, INF, torch.sin])
+@pytest.mark.parametrize("norm", [1, 2, INF, None])
 @pytest.mark.parametrize("block", [(1, 1), (1, 4), (32, 32), (1, 576), (1024, 1), (5, 7), (1024, 576)])
 def test_block_scores_do_not_depend_on_chunks_or_threads(block, norm):
     values, _ = plain_window(LARGE, torch.float32, "contiguous")
@@ -318,7 +318,7 @@ def test_norms_are_close_to_torchs(block, dtype):
         torch.testing.assert_close(found.double(), expected, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=0)
 
 
-@pytest.mark.parametrize("p", [0, -1, -INF, NAN, "fro"])
+@pytest.mark.parametrize("p", [0, -1, -INF, NAN, "fro", torch.abs])
 def test_an_order_that_makes_no_norm_is_refused(p):
     with pytest.raises(SparsityError):
         block_scores((Blocks(shape=(1, 2), values=torch.tensor([[1.0, 2.0]])),), p)
@@ -409,7 +409,7 @@ def test_the_fused_mask_is_right_on_channels_last_convolutions(block, scope, nnz
     assert torch.equal(mask, again)
 
 
-@pytest.mark.parametrize("norm", [1, INF, torch.sin])
+@pytest.mark.parametrize("norm", [1, INF, None])
 @pytest.mark.parametrize(
     ("block", "scope"), [((1, 1), (1, 4)), ((1, 1), (-1, -1)), ((4, 4), (-1, -1)), ((4, 4), (1, 4))]
 )

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from sparsekit_ao.selection import Update, batch, scope_masks, threads
+from sparsekit_ao.selection import Update, cpu, numba, parallel, scope_masks, threads
 from sparsekit_ao.selection.api import scope_mask
 from sparsekit_ao.selection.tiling import Blocks, Scopes
 
@@ -50,47 +50,48 @@ def test_several_parts_give_the_reference_masks(steps, dtype, ties):
     assert torch.equal(found, masks_of(weight, steps, "reference"))
 
 
-def updates_of(sizes, norms):
-    """N:4 updates of 4 columns each, their masks kept."""
+def updates_of(sizes):
+    """2:4 updates of weights of 4 columns each, and their masks."""
     weights = [torch.randn(size, 4, generator=torch.Generator().manual_seed(size)) for size in sizes]
-    groups = [
+    scopes = [
         Scopes(members=(Blocks(shape=(1, 1), values=w, mask=torch.ones(w.shape, dtype=torch.bool)),), shape=(1, 4))
         for w in weights
     ]
-    return [Update(groups=(g,), keep=2, norm=norm) for g, norm in zip(groups, norms, strict=True)]
+    return [Update(scopes=(s,), keep=2) for s in scopes]
 
 
-@pytest.mark.parametrize("impl", ["auto", "cpu"])
-def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch, impl):
-    seen, carry_out, me = {}, batch.carry_out, threading.get_ident()
+def sizes_of(updates):
+    return [u.scopes[0].members[0].window.shape[0] for u in updates]
 
-    def watched(update, impl):
+
+@pytest.mark.parametrize("backend", [numba, cpu])
+def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch, backend):
+    seen, fill, me = {}, backend.fill, threading.get_ident()
+
+    def watched(update):
         here = threading.get_ident() == me
-        seen[update.groups[0].members[0].window.shape[0]] = "here" if here else torch.get_num_threads()
-        carry_out(update, impl)
+        seen[sizes_of([update])[0]] = "here" if here else torch.get_num_threads()
+        fill(update)
 
-    monkeypatch.setattr(batch, "carry_out", watched)
+    monkeypatch.setattr(backend, "fill", watched)
     small = list(range(40_000, 40_012))
-    updates = updates_of([*small, 200_000, 30_000], [2] * 13 + [torch.abs])
-    scope_masks(updates, impl=impl)
+    updates = updates_of([*small, 200_000, 30_000])
+    scope_masks(updates, impl=backend.name)
     assert seen == {**dict.fromkeys(small, 1), 200_000: "here", 30_000: "here"}
     for update in updates:
-        (member,) = update.groups[0].members
+        (member,) = update.members
         want = torch.ones_like(member.mask)
-        group = Scopes(members=(Blocks(shape=(1, 1), values=member.values, mask=want),), shape=(1, 4))
-        scope_mask([group], 2, update.norm, impl="reference")
+        scopes = Scopes(members=(Blocks(shape=(1, 1), values=member.values, mask=want),), shape=(1, 4))
+        scope_mask([scopes], 2, update.norm, impl="reference")
         assert torch.equal(member.mask, want)
 
 
 def test_updates_that_would_leave_threads_idle_are_cut_instead(monkeypatch):
-    assert batch._side_by_side(updates_of([8] * 20, [2] * 20)) == []  # so small that the lock costs more than the work
-    monkeypatch.setattr(batch, "APART", 1)
-    updates = updates_of([8, 9, 10, 100], [2] * 4)
-    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == []
-    updates = updates_of([8, 9, 10, 11, 100], [2] * 5)
-    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == []
-    updates = updates_of([8, 9, 10, 11, 12, 100], [2] * 6)
-    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == [12, 11, 10, 9, 8]
+    assert parallel.side_by_side(updates_of([8] * 20)) == []  # so small that the lock costs more than the work
+    monkeypatch.setattr(parallel, "APART", 1)
+    assert sizes_of(parallel.side_by_side(updates_of([8, 9, 10, 100]))) == []
+    assert sizes_of(parallel.side_by_side(updates_of([8, 9, 10, 11, 100]))) == []
+    assert sizes_of(parallel.side_by_side(updates_of([8, 9, 10, 11, 12, 100]))) == [12, 11, 10, 9, 8]
 
 
 def test_torch_is_kept_to_one_thread_inside_and_to_its_own_number_after():

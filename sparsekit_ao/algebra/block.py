@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Blocks, Norm, Scopes, block_scores, fill_mask
+from ..selection import Blocks, Scopes, block_scores, fill_mask
 from ..selection.reference import element_counts
 from ..selection.strides import Shape, grid_of
 from ..selection.tiling import from_aligned, to_aligned
@@ -74,11 +74,10 @@ class SparseBlock(ABC):
         """Blocks with any element larger than eps in magnitude (or NaN)."""
         return int((~(self.norms(p=float("inf")) <= eps)).sum())
 
-    def norms(self, values: Values = None, p: Norm = 2) -> Tensor:
+    def norms(self, values: Values = None, p: float = 2) -> Tensor:
         """The p-norm of every block, `(sum_j ||.||_p^p)^(1/p)` over members; float32 or wider, of the grid's shape.
 
-        With partial edges it is the power mean over the elements that a block has. A callable p gives a saliency per
-        element, of which the mean is taken.
+        With partial edges it is the power mean over the elements that a block has.
         """
         return block_scores(self.operands(values), p, ndim=self.grid_ndim)
 

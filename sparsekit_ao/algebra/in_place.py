@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Scopes, check_impl, condition_path, threshold_path
+from ..selection import Newton, Scopes, Threshold, check_impl, threshold_backend
 from ..selection.strides import Shape
 
 __all__ = ["Settings", "negative_threshold", "on_grid", "refuse_triton", "shrink_in_place", "threshold_in_place"]
@@ -42,11 +42,11 @@ def threshold_in_place(
     Returns:
         Whether it was done; if not, nothing has changed.
     """
-    path = threshold_path(groups, impl)
-    if path is None:
+    work = _work(groups, thresholds, factors, soft=soft)
+    backend = threshold_backend(work, impl)
+    if backend is None:
         return False
-    for group, factor in zip(groups, factors, strict=True):
-        path.threshold(group, _as_read(thresholds, group), soft=soft, factor=factor)
+    backend.run(work)
     return True
 
 
@@ -66,24 +66,16 @@ def shrink_in_place(
             did not converge: then it is as it was, and the others are written.
     """
     atol = 1e-6 if settings.atol is None else settings.atol
-    path = condition_path(groups, atol=atol, impl=impl) if settings.conditioned else threshold_path(groups, impl)
-    if path is None:
+    newton = Newton(eps=settings.eps, atol=atol, max_iter=settings.max_iter) if settings.conditioned else None
+    work = _work(groups, thresholds, factors, soft=True, newton=newton)
+    backend = threshold_backend(work, impl)
+    if backend is None:
         return False
     _check_thresholds(thresholds, where)
-    if not settings.conditioned:
-        return threshold_in_place(groups, thresholds, soft=True, factors=factors, impl=impl)
-    _check_conditioners(groups, settings.eps, where)
-    worst = 0.0
-    for group, factor in zip(groups, factors, strict=True):
-        misses = path.condition(
-            group,
-            _as_read(thresholds, group),
-            factor=factor,
-            eps=settings.eps,
-            atol=atol,
-            max_iter=settings.max_iter,
-        )
-        worst = max(worst, float(misses.max()))
+    if settings.conditioned:
+        _check_conditioners(groups, settings.eps, where)
+    backend.run(work)
+    worst = max(float(one.missed) for one in work if one.missed is not None) if settings.conditioned else 0.0
     if worst > 0:
         raise SparsityError(
             f"{where}soft_threshold: no convergence to atol={atol:g} in {settings.max_iter} steps (missed by "
@@ -91,6 +83,29 @@ def shrink_in_place(
             'impl="reference" writes nothing before all have converged.'
         )
     return True
+
+
+def _work(
+    groups: Sequence[Scopes],
+    thresholds: Tensor | float,
+    factors: Sequence[float],
+    *,
+    soft: bool,
+    newton: Newton | None = None,
+) -> list[Threshold]:
+    """The work of each group, with a tensor for what did not converge."""
+    device = groups[0].members[0].window.device
+    return [
+        Threshold(
+            scopes=group,
+            thresholds=_as_read(thresholds, group),
+            soft=soft,
+            factor=factor,
+            newton=newton,
+            missed=None if newton is None else torch.zeros((), dtype=torch.float32, device=device),
+        )
+        for group, factor in zip(groups, factors, strict=True)
+    ]
 
 
 def on_grid(thresholds: Tensor | float, grid: Shape, where: str, what: str = "grid") -> Tensor | float:

@@ -255,11 +255,11 @@ class SparseScope(ABC):
         among_kept: bool = False,
     ) -> Update:
         """What `update_masks` hands to the kernels; several of them may go together (`kernels.scope_masks`)."""
-        return Update(groups=tuple(self.groups(values, masks)), keep=self.budget(nnz), norm=norm, among_kept=among_kept)
+        return Update(scopes=tuple(self.groups(values, masks)), keep=self.budget(nnz), norm=norm, among_kept=among_kept)
 
     def write_back(self, update: Update, masks: Mapping[BlockSpec, Tensor]) -> None:
         """Copy the masks that lie otherwise than their parameter back from where the kernels filled them."""
-        for group, (spec, _) in zip(update.groups, self.scopes(), strict=True):
+        for group, (spec, _) in zip(update.scopes, self.scopes(), strict=True):
             for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
                 if not leaf.view.is_aligned(masks[leaf]):
                     assert member.mask is not None

@@ -48,7 +48,7 @@ class Piece:
         among_kept: bool,
     ) -> None:
         self.counts, self._stage, self._base, self._tile = counts, among_kept, base, tile
-        self._magnitude = not callable(norm)
+        self._magnitude = norm is not None
         self._members = tuple(members)
         grid = Scopes(members=self._members, shape=tile).grid
         first = [at // g for at, g in zip(start, tile, strict=True)]
@@ -183,7 +183,7 @@ def _scored(members: Sequence[Blocks], norm: Norm, as_mean: bool, among_kept: bo
     candidates = candidates_of(members, ndim) if among_kept else None
     if among_kept:
         members = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in members]  # type: ignore[arg-type]
-    single = len(members) == 1 and not as_mean and not callable(norm) and all(b == 1 for b in first.shape)
+    single = len(members) == 1 and not as_mean and all(b == 1 for b in first.shape)
     if single and first.window.dtype in KEY_DTYPES:
         return members[0].window, candidates
     return block_scores(members, norm, ndim=ndim, as_mean=as_mean), candidates

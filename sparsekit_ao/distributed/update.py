@@ -121,7 +121,7 @@ def _agreed(mesh: Any, dims: Sequence[int], jobs: Sequence[Job]) -> list[int]:
         for spec, _ in job.scope.scopes():
             leaf, *more = spec.block.blocks()
             value = job.value_of(leaf)
-            if callable(job.norm) or more:  # a callable need not be elementwise; coupled blocks lie in several tensors
+            if more:  # coupled blocks are in several tensors
                 own.append(AWKWARD)
             else:
                 own.append(reach_of(spec, box_of(value)) if is_sharded(value) else SCOPES)
@@ -161,7 +161,7 @@ def _choose_here(job: Job) -> None:
         first = [at // g for at, g in zip(start, spec.shape, strict=True)]
         sizes = [-(-n // g) for n, g in zip(scopes.grid, spec.shape, strict=True)]
         keep = keep[tuple(slice(at, at + n) for at, n in zip(first, sizes, strict=True))]
-    scope_masks([Update(groups=(scopes,), keep=keep, norm=job.norm, among_kept=job.among_kept)])
+    scope_masks([Update(scopes=(scopes,), keep=keep, norm=job.norm, among_kept=job.among_kept)])
 
 
 def _choose_whole(job: Job) -> None:

@@ -34,11 +34,11 @@ def random() -> Rule:
     return Rule(name="random", score=_random)
 
 
-def _gradient(norm: Norm | None, slots: Slots) -> Tensor:
+def _gradient(norm: Norm | str, slots: Slots) -> Tensor:
     return slots.scores(slots.gradients, norm)
 
 
-def _momentum(norm: Norm | None, slots: Slots) -> Tensor:
+def _momentum(norm: Norm | str, slots: Slots) -> Tensor:
     return slots.scores(slots.momenta, norm)
 
 

@@ -35,7 +35,7 @@ def global_magnitude(criterion: str | None = None) -> Rule:
     return Rule(name=_named("global", criterion), score=partial(_size, norm_of(criterion, "prune")), is_global=True)
 
 
-def _size(norm: Norm | None, slots: Slots) -> Tensor:
+def _size(norm: Norm | str, slots: Slots) -> Tensor:
     return slots.scores(slots.weights, norm)
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..errors import SparsityError
 from ..selection import Norm
 from .slots import Slots
@@ -57,13 +55,13 @@ def as_rule(given: object, named: Mapping[str, Rule | None], what: str) -> Rule 
     raise SparsityError(f"{what} must be one of {', '.join(map(repr, named))}, a Rule or a function, got {given!r}")
 
 
-def norm_of(criterion: str | None, what: str) -> Norm | None:
+def norm_of(criterion: str | None, what: str) -> Norm | str:
     """How a block's elements become one score: absolute values first, then the mean, the largest, L1 or L2.
 
     >>> norm_of("L1", "prune"), norm_of(None, "prune")
     (1, None)
     """
-    norms: dict[str | None, Norm | None] = {None: None, "mean": torch.abs, "max": math.inf, "L1": 1, "L2": 2}
+    norms: dict[str | None, Norm | str] = {None: None, "mean": "mean", "max": math.inf, "L1": 1, "L2": 2}
     if criterion not in norms:
         raise SparsityError(f"{what}: criterion must be 'mean', 'max', 'L1', 'L2' or None, got {criterion!r}")
     return norms[criterion]

@@ -93,19 +93,22 @@ class Slots:
         for name in ("active", "real"):
             vars(self).pop(name, None)
 
-    def scores(self, values: Mapping[BlockSpec, Tensor], norm: Norm | None = None) -> Tensor:
+    def scores(self, values: Mapping[BlockSpec, Tensor], norm: Norm | str = None) -> Tensor:
         """Block scores of parameter-shaped values; float rows, padding 0.
 
         Args:
             values: `weights`, `gradients` or `momenta`.
-            norm: see `kernels.block_scores`; the tensor's own by default.
+            norm: 1, 2, inf or "mean" (of the absolute values); the tensor's own by default.
         """
         if not values:
             raise SparsityError(f"{self.name}: no such values were gathered; a rule says what it needs in `needs`")
         taken = {spec.view.param: t for spec, t in values.items()}
         groups = self.component.scope.groups(taken, None)
         as_mean = any(m.is_partial for g in groups for m in g.members)
-        norm = self.component.norm if norm is None else norm
+        if norm == "mean":
+            norm, as_mean = 1, True
+        norm = self.component.norm if norm is None else norm  # type: ignore[assignment]
+        assert not isinstance(norm, str)
         return torch.cat([scope_scores(g, norm, as_mean=as_mean) for g in groups], dim=1)
 
     def random(self, purpose: str) -> Tensor:
@@ -115,7 +118,7 @@ class Slots:
 
     def mean_active(self, values: Mapping[BlockSpec, Tensor]) -> float:
         """The mean magnitude of the values over active blocks."""
-        size = self.scores(values, torch.abs).double()
+        size = self.scores(values, "mean").double()
         return float(torch.where(self.active, size, 0).sum() / self.active.sum().clamp(min=1))
 
     def rows_of_masks(self, masks: Mapping[BlockSpec, Tensor]) -> Tensor:

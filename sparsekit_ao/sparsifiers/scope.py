@@ -242,11 +242,17 @@ class ScopeSparsifier(MaskSparsifier):
             if any(map(distributed.is_sharded, values.values())):
                 jobs.append(
                     distributed.Job(
-                        scope=scope, masks=masks, values=values, keep=keep, norm=component.norm, among_kept=among_kept
+                        scope=scope,
+                        masks=masks,
+                        values=values,
+                        keep=keep,
+                        norm=component.norm,  # type: ignore[arg-type]
+                        among_kept=among_kept,
                     )
                 )
             else:
-                update = scope.update_of(masks, keep, values, norm=component.norm, among_kept=among_kept)
+                norm: Any = component.norm
+                update = scope.update_of(masks, keep, values, norm=norm, among_kept=among_kept)
                 updates.append((scope, update, masks))
         scope_masks([update for _, update, _ in updates])
         for scope, update, masks in updates:

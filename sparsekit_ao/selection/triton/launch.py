@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..tiling import Blocks, Scopes
-from ..update import Update
+from ..work import Update
 from .blocks import fill_kernel, score_kernel
 from .fused import fused_kernel
 from .parts import strided_part
@@ -32,7 +32,7 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
     Raises:
         SparsityError: a CUDA graph is being captured and these tensors were not updated before.
     """
-    limits, device = limits or Limits(), updates[0].groups[0].members[0].window.device
+    limits, device = limits or Limits(), updates[0].scopes[0].members[0].window.device
     with on(device):
         budgets = [budget_of(u.keep, device) for u in updates]
         key = (limits, device, tuple(key_of(u, b) for u, b in zip(updates, budgets, strict=True)))
@@ -46,7 +46,7 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
         _select(ready, scores, kept)
         for launch in ready.scored:
             launch.run(fill_kernel, kept)
-    changed(m.mask for update in updates for group in update.groups for m in group.members)
+    changed(m.mask for update in updates for group in update.scopes for m in group.members)
 
 
 def _select(ready: Ready, scores: Tensor, kept: Tensor) -> None:
@@ -92,7 +92,7 @@ def block_scores(members: Sequence[Blocks], norm: float, ndim: int, limits: Limi
     out = torch.empty(grid, dtype=torch.float32, device=device)
     if out.numel():
         with on(device):
-            update = Update(groups=(Scopes(members=tuple(members), shape=grid),), keep=0, norm=norm)
+            update = Update(scopes=(Scopes(members=tuple(members), shape=grid),), keep=0, norm=norm)
             budget = budget_of(0, device)
             key = (limits, device, "scores", key_of(update, budget))
             for launch in prepared(key, [budget], device, lambda: score_plan(update, limits)).scored:

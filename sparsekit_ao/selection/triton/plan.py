@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..update import Update
+from ..work import Update
 from .forms import Form
 from .parts import Part, power_of_two, starts_of, strided_part, to_part
 from .specialise import Limits, asks, block_form, fused_form, is_fused, wide_form
@@ -124,7 +124,7 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
 
 def _places(update: Update, at: int, limits: Limits) -> list[Place]:
     """An update's parts, and where each stands in a row."""
-    parts = [(to_part(g, big=limits.big), g) for g in update.groups]
+    parts = [(to_part(g, big=limits.big), g) for g in update.scopes]
     parts = [(p, g) for p, g in parts if p.width] or parts[:1]  # a part without blocks gets no program and no sample
     width = sum(p.width for p, _ in parts)
     columns = accumulate((p.width for p, _ in parts[:-1]), initial=0)
@@ -152,7 +152,7 @@ def rows_plan(part: Part, keep: int | Tensor, among_kept: bool, signed: bool, li
     place = Place(part=part, starts=NOWHERE, update=0, width=part.width, column=0)
     rows: Row = []
     wide: list[Row] = []
-    update = Update(groups=(), keep=keep, among_kept=among_kept)
+    update = Update(scopes=(), keep=keep, among_kept=among_kept)
     if is_fused(part, update, limits):
         rows.append((fused_form(part, *asks(update), limits, stored=True, signed=signed), place))
     else:
@@ -170,8 +170,8 @@ def score_plan(update: Update, limits: Limits, *, flat: bool = True, each: bool 
         each: whether every scope has a threshold of its own.
         held: blocks of at most so many elements are read in one piece.
     """
-    part = to_part(update.groups[0], big=limits.big)
-    place = Place(part=part, starts=starts_of(update.groups[0]), update=0, width=part.width, column=0)
+    part = to_part(update.scopes[0], big=limits.big)
+    place = Place(part=part, starts=starts_of(update.scopes[0]), update=0, width=part.width, column=0)
     scored = _batched([(block_form(part, *asks(update)[:2], limits, flat=flat, each=each, held=held), place)], "slots")
     return Plan(fused=(), scored=scored, rows=(), wide=(), slots=part.rows * part.width)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import SparsityError
 from ..tiling import Blocks
-from ..update import Update
+from ..work import Update
 from .device import MEMBER_FIELDS, PART_FIELDS
 from .forms import Form, run
 from .parts import power_of_two
@@ -111,7 +111,7 @@ def key_of(update: Update, budget: Budget) -> tuple:
         budget.key,
         update.norm,
         update.among_kept,
-        tuple((g.shape, g.order, tuple(_member_key(m) for m in g.members)) for g in update.groups),
+        tuple((g.shape, g.order, tuple(_member_key(m) for m in g.members)) for g in update.scopes),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..update import Update
+from ..work import Update
 from .forms import TYPES, Form
 from .parts import Part, power_of_two
 

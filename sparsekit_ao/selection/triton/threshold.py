@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..tiling import Blocks, Scopes
-from ..update import Update
+from ..work import Update
 from .launch import changed, on
 from .plan import score_plan
 from .ready import Launch, budget_of, key_of, prepared
@@ -109,7 +109,7 @@ def _launch_of(scopes: Scopes, each: bool, limits: Limits, device: torch.device,
     """The table of blocks that compete with nobody; None where there is no block."""
     if any(m.window.numel() == 0 for m in scopes.members):
         return None
-    update, held = Update(groups=(scopes,), keep=0), limits.held if whole else 0
+    update, held = Update(scopes=(scopes,), keep=0), limits.held if whole else 0
     budget = budget_of(0, device)
     key = (limits, device, "threshold", each, whole, key_of(update, budget))
     ready = prepared(key, [budget], device, lambda: score_plan(update, limits, flat=False, each=each, held=held))
