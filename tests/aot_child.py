@@ -62,21 +62,21 @@ def update(shape, dtype, block, scope, norm=2, among_kept=False, stride=None, bi
     """A launch of one tensor's scopes."""
     scoped = Scopes(members=(blocks(shape, block, dtype, stride=stride, mask=mask, start=start),), shape=scope)
     return lambda: gpu.scope_masks(
-        [Update(groups=(scoped,), keep=1, norm=norm, among_kept=among_kept)], gpu.Limits(big=big)
+        [Update(scopes=(scoped,), keep=1, norm=norm, among_kept=among_kept)], gpu.Limits(big=big)
     )
 
 
 def many(count):
     """2:4 over as many tensors as one launch takes."""
     groups = [Scopes(members=(blocks((512, 512), (1, 1), BF16),), shape=(1, 4)) for _ in range(count)]
-    return lambda: gpu.scope_masks([Update(groups=(scoped,), keep=2) for scoped in groups])
+    return lambda: gpu.scope_masks([Update(scopes=(scoped,), keep=2) for scoped in groups])
 
 
 def hidden_units(dtype, big, among_kept=False):
     """Rows of gate and up, columns of down, coupled."""
     gate, up = (blocks((11008, 4096), (1, 4096), dtype) for _ in range(2))
     scoped = Scopes(members=(gate, up, blocks((4096, 11008), (4096, 1), dtype, (1, 0))), shape=(11008, 1))
-    return lambda: gpu.scope_masks([Update(groups=(scoped,), keep=1, among_kept=among_kept)], gpu.Limits(big=big))
+    return lambda: gpu.scope_masks([Update(scopes=(scoped,), keep=1, among_kept=among_kept)], gpu.Limits(big=big))
 
 
 def rows(dtype, width, big, among_kept):

@@ -58,7 +58,7 @@ def agree(groups, keep, limits=FUSED, norm=2, among_kept=False):
     """Whether kernels and reference fill the same masks; returns them."""
     expected, found = copied(groups), copied(groups)
     scope_mask(expected, keep, norm, among_kept=among_kept, impl="reference")
-    update = Update(groups=tuple(found), keep=keep, norm=norm, among_kept=among_kept)
+    update = Update(scopes=tuple(found), keep=keep, norm=norm, among_kept=among_kept)
     assert not gpu.reasons_of(update)
     gpu.scope_masks([update], limits)
     for a, b in zip(expected, found, strict=True):
@@ -261,7 +261,7 @@ def test_elements_outside_the_window_stay_as_they_were():
     member = Blocks(shape=(1, 1), values=whole[2:6, 8:24], mask=mask[2:6, 8:24])
     for path in ("fused", "long", "narrowed"):
         scope = (1, 4) if path == "fused" else (4, 16)
-        gpu.scope_masks([Update(groups=(Scopes(members=(member,), shape=scope),), keep=2)], PATHS[path])
+        gpu.scope_masks([Update(scopes=(Scopes(members=(member,), shape=scope),), keep=2)], PATHS[path])
         outside = torch.ones(8, 32, dtype=torch.bool)
         outside[2:6, 8:24] = False
         assert bool((mask[outside] == 7).all()) and bool((mask[~outside] < 2).all())
@@ -428,7 +428,7 @@ def test_a_budget_tensor_is_read_at_each_update():
     keep = torch.tensor(1)
     for number in (1, 3, 0, 4):
         keep.fill_(number)
-        gpu.scope_masks([Update(groups=groups, keep=keep)])
+        gpu.scope_masks([Update(scopes=groups, keep=keep)])
         assert bool((mask.view(-1, 4).sum(1) == number).all())
 
 
@@ -465,7 +465,7 @@ def plans(monkeypatch):
 
 
 def one_of(values, keep):
-    return Update(groups=(scopes(values, (1, 1), (1, 4)),), keep=keep)
+    return Update(scopes=(scopes(values, (1, 1), (1, 4)),), keep=keep)
 
 
 def test_numbers_among_budgets_are_written_in_place(monkeypatch):
@@ -473,10 +473,10 @@ def test_numbers_among_budgets_are_written_in_place(monkeypatch):
     monkeypatch.setattr(launch, "make_plan", lambda *a: made.append(1) or make_plan(*a))
     updates = [one_of(integers((6, 16)), 2), one_of(integers((6, 16), seed=1), 3)]
     for first, second in ((2, 3), (1, 4), (0, 0), (2, 3)):
-        changed = [Update(groups=u.groups, keep=k) for u, k in zip(updates, (first, second), strict=True)]
+        changed = [Update(scopes=u.scopes, keep=k) for u, k in zip(updates, (first, second), strict=True)]
         gpu.scope_masks(changed)
         for u, k in zip(changed, (first, second), strict=True):
-            assert bool((u.groups[0].members[0].mask.view(-1, 4).sum(1) == k).all())
+            assert bool((u.scopes[0].members[0].mask.view(-1, 4).sum(1) == k).all())
     assert len(made) == 1
 
 
@@ -534,11 +534,11 @@ def test_numbers_that_a_graph_reads_do_not_change(plans):
     gpu.scope_masks([update])
     (captured,) = plans.values()
     assert device_plan._for_graph(captured, [2]) is captured
-    gpu.scope_masks([Update(groups=update.groups, keep=3)])
+    gpu.scope_masks([Update(scopes=update.scopes, keep=3)])
     (newer,) = plans.values()
     assert (captured.numbers, int(captured.memory[0])) == ([2], 2)
     assert (newer.numbers, int(newer.memory[0])) == ([3], 3)
-    gpu.scope_masks([Update(groups=update.groups, keep=1)])
+    gpu.scope_masks([Update(scopes=update.scopes, keep=1)])
     assert list(plans.values()) == [newer] and newer.numbers == [1]
     with pytest.raises(SparsityError, match="captured with other numbers for budgets .* Update with these once before"):
         device_plan._for_graph(newer, [3])
@@ -570,12 +570,12 @@ def on_meta(shape, stride=None):
 
 def whole(shape, stride=None):
     member = Blocks(shape=(1, 1), values=on_meta(shape, stride), mask=on_meta(shape, stride))
-    return Update(groups=(Scopes(members=(member,), shape=shape),), keep=1)
+    return Update(scopes=(Scopes(members=(member,), shape=shape),), keep=1)
 
 
 def by_row(shape, width, stride=None):
     member = Blocks(shape=(1, 1), values=on_meta(shape, stride), mask=on_meta(shape, stride))
-    return Update(groups=(Scopes(members=(member,), shape=(1, width)),), keep=1)
+    return Update(scopes=(Scopes(members=(member,), shape=(1, width)),), keep=1)
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypat
         for _ in range(weights):
             values, mask = (torch.empty(8192, 8192, dtype=t, device="meta") for t in (torch.bfloat16, torch.bool))
             groups.append(Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=scope))
-        gpu.scope_masks([Update(groups=(g,), keep=1) for g in groups])
+        gpu.scope_masks([Update(scopes=(g,), keep=1) for g in groups])
         assert len(seen) == count, seen
         seen.clear()
 
@@ -613,7 +613,7 @@ def test_scopes_go_in_memory_order_unless_they_have_budgets():
     part = turned.parts[0].part
     assert part.members[0].scope[0] == (256, 1) and part.scope_sizes == (8, 64)
     keep = torch.zeros(64, 8, dtype=torch.int64)
-    own = Update(groups=by_row((64, 32), 4, (1, 64)).groups, keep=keep)
+    own = Update(scopes=by_row((64, 32), 4, (1, 64)).scopes, keep=keep)
     assert make_plan([own], FUSED).fused[0].parts[0].part.scope_sizes == (64, 8)  # budgets go by the index of a scope
 
 
@@ -624,9 +624,9 @@ def many(layers):
     out = []
     for k in range(layers):
         wide, narrow = integers((8, 16), seed=k), integers((8, 24), seed=k + 50)
-        out.append(Update(groups=(scopes(wide, (1, 1), (1, 4)),), keep=2))
-        out.append(Update(groups=(scopes(narrow, (2, 2), (4, 12)),), keep=9 + k))
-        out.append(Update(groups=(scopes(narrow, (1, 1), (8, 24)),), keep=torch.tensor(77)))
+        out.append(Update(scopes=(scopes(wide, (1, 1), (1, 4)),), keep=2))
+        out.append(Update(scopes=(scopes(narrow, (2, 2), (4, 12)),), keep=9 + k))
+        out.append(Update(scopes=(scopes(narrow, (1, 1), (8, 24)),), keep=torch.tensor(77)))
     return out
 
 
@@ -637,12 +637,12 @@ def launches(plan):
 @pytest.mark.parametrize("path", ["fused", "narrowed"])
 def test_many_tensors_share_launches_and_equal_one_by_one(path):
     updates = many(5)
-    expected = [copied(u.groups) for u in updates]
+    expected = [copied(u.scopes) for u in updates]
     for update, groups in zip(updates, expected, strict=True):
         scope_mask(groups, update.keep, impl="reference")
     gpu.scope_masks(updates, PATHS[path])
     for update, groups in zip(updates, expected, strict=True):
-        assert torch.equal(update.groups[0].members[0].mask, groups[0].members[0].mask)
+        assert torch.equal(update.scopes[0].members[0].mask, groups[0].members[0].mask)
     assert launches(make_plan(many(5), PATHS[path])) == launches(make_plan(many(1), PATHS[path]))
 
 
@@ -652,12 +652,12 @@ def test_more_parts_than_a_launch_takes_are_several_launches(path, monkeypatch):
     assert batches == 2
     monkeypatch.setattr(plan, "MOST_PARTS", 2)
     updates = many(3)
-    expected = [copied(u.groups) for u in updates]
+    expected = [copied(u.scopes) for u in updates]
     gpu.scope_masks(updates, PATHS[path])
     assert sum(launches(make_plan(updates, PATHS[path]))) > sum(launches(make_plan(updates[:6], PATHS[path])))
     for update, groups in zip(updates, expected, strict=True):
         scope_mask(groups, update.keep, impl="reference")
-        assert torch.equal(update.groups[0].members[0].mask, groups[0].members[0].mask)
+        assert torch.equal(update.scopes[0].members[0].mask, groups[0].members[0].mask)
     coupled = [scopes(integers((4, 12), seed=k), (1, 1), (4, 12)) for k in range(5)]
     agree(coupled, 100, PATHS[path])  # parts of one row in several launches
 
@@ -672,7 +672,7 @@ def test_the_public_function_takes_many_updates_at_once():
 
 def test_one_bad_update_of_many_changes_nothing():
     updates = many(1)
-    bad = Update(groups=(scopes(torch.zeros(4, 4, dtype=torch.float64), (1, 1), (1, 4)),), keep=1)
+    bad = Update(scopes=(scopes(torch.zeros(4, 4, dtype=torch.float64), (1, 1), (1, 4)),), keep=1)
     with pytest.raises(SparsityError, match="values are float64"):
         scope_masks([*updates, bad], impl="triton")
     assert not updates[0].groups[0].members[0].mask.any()
@@ -698,7 +698,7 @@ def test_one_bad_update_of_many_changes_nothing():
         ),
         (lambda: blocks_of(torch.zeros(4, 8), (1, 3)), (1, 3), 2, "a block at an edge is smaller than the others"),
         (lambda: blocks_of(torch.zeros(4, 8), (1, 1)), (1, 3), 2, "a scope at an edge is smaller than the others"),
-        (lambda: blocks_of(torch.zeros(4, 8), (1, 1)), (1, 4), torch.abs, "norm is a callable"),
+        (lambda: blocks_of(torch.zeros(4, 8), (1, 1)), (1, 4), None, "values are saliencies"),
         (
             lambda: blocks_of(torch.zeros([2] * 14).permute(*range(0, 14, 2), *range(1, 14, 2)), (1,) * 14),
             (1,) * 14,
@@ -716,7 +716,7 @@ def test_unsupported_work_is_refused_with_the_reason(member, scope, norm, messag
 def test_every_reason_is_listed_at_once():
     member = blocks_of(torch.zeros(4, 8, dtype=torch.float64), (1, 3), mask_dtype=torch.int32)
     with pytest.raises(SparsityError) as error:
-        scope_mask([Scopes(members=(member,), shape=(1, 2))], 1, torch.abs, impl="triton")
+        scope_mask([Scopes(members=(member,), shape=(1, 2))], 1, None, impl="triton")
     assert str(error.value).count(";") == 4
 
 
@@ -969,7 +969,7 @@ def test_autograd_notices_what_kernels_write():
     values, mask = torch.randn(4, 8, requires_grad=True), torch.ones(4, 8, dtype=torch.bool)
     out = torch.where(mask, values, 0)
     scoped = Scopes(members=(Blocks(shape=(1, 1), values=values.detach(), mask=mask),), shape=(1, 4))
-    gpu.scope_masks([Update(groups=(scoped,), keep=2)])
+    gpu.scope_masks([Update(scopes=(scoped,), keep=2)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     weight = torch.randn(4, 8, requires_grad=True)
@@ -982,7 +982,7 @@ def test_autograd_notices_what_kernels_write():
 def test_a_default_device_is_not_where_tables_are_made():
     values, mask = torch.randn(4, 12), torch.ones(4, 12, dtype=torch.bool)
     with torch.device("meta"):
-        gpu.scope_masks([Update(groups=(scopes_of(values, mask),), keep=2)])
+        gpu.scope_masks([Update(scopes=(scopes_of(values, mask),), keep=2)])
     assert int(mask.sum()) == 24
 
 

@@ -160,7 +160,8 @@ def odd_cases(mesh, placements, where):
 
     def saliency():
         w = weights("ties", (12, 8), torch.float32, 0)
-        compare(ScopeSpec(BlockSpec(meta_like(w), (2, 2))), [w], [placements], mesh, 7, norm=lambda t: -t)
+        for block in ((2, 2), (1, 1)):  # signed values
+            compare(ScopeSpec(BlockSpec(meta_like(w), block)), [w], [placements], mesh, 7, norm=None)
 
     def edge():
         w = weights("ties", (13, 10), torch.float32, 0)

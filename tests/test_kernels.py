@@ -1,8 +1,7 @@
-"""The kernels bit for bit: the rule against numpy's sort, one implementation against another, ranks, chunks."""
+"""The kernels bit for bit: the rule against numpy's sort, one implementation against another, chunks."""
 
 import math
 import re
-import threading
 
 import pytest
 import torch
@@ -201,10 +200,10 @@ S = torch.zeros(2, 4)
 ERRORS = [
     ((torch.zeros(4), 1), {}, r"scores must be .* \[scopes, members\], got torch.float32 \(4,\)"),
     ((torch.zeros(2, 4, dtype=torch.int32), 1), {}, r"scores must be .* got torch.int32 \(2, 4\)"),
-    ((S, 5), {}, r"keep must lie in 0 \.\. 4 \(the members of a scope\), got 5 \.\. 5"),
-    ((S, -1), {}, r"keep must lie in 0 \.\. 4 .*, got -1 \.\. -1"),
-    ((S, torch.tensor([1, 5])), {}, r"keep must lie in 0 \.\. 4 .*, got 1 \.\. 5"),
-    ((S, torch.tensor([-1, 2])), {}, r"keep must lie in 0 \.\. 4 .*, got -1 \.\. 2"),
+    ((S, 5), {}, r"keep must be in 0 \.\. 4 \(the members of a scope\), got 5 \.\. 5"),
+    ((S, -1), {}, r"keep must be in 0 \.\. 4 .*, got -1 \.\. -1"),
+    ((S, torch.tensor([1, 5])), {}, r"keep must be in 0 \.\. 4 .*, got 1 \.\. 5"),
+    ((S, torch.tensor([-1, 2])), {}, r"keep must be in 0 \.\. 4 .*, got -1 \.\. 2"),
     ((S, True), {}, "keep must be an int or an integer tensor .*, got True"),
     ((S, 1.0), {}, "keep must be an int or an integer tensor .*, got 1.0"),
     ((S, torch.tensor([1.0, 1.0])), {}, r"keep must be .*, got torch.float32 \(2,\)"),
@@ -212,14 +211,7 @@ ERRORS = [
     ((S, torch.tensor([1, 1, 1])), {}, r"keep must be .* an integer tensor \[2\], got torch.int64 \(3,\)"),
     ((S, 1), {"candidates": torch.ones(2, 3, dtype=torch.bool)}, r"candidates must be bool \(2, 4\), got .*\(2, 3\)"),
     ((S, 1), {"candidates": torch.ones(2, 4)}, r"candidates must be bool \(2, 4\), got torch.float32"),
-    ((S, 1), {"index": torch.zeros(2, 4, dtype=torch.int64)}, "reduce and index go together"),
-    ((S, 1), {"reduce": lambda h: h}, "reduce and index go together"),
-    ((S, 1), {"impl": "numba"}, "impl must be one of .*, got 'numba'"),
-    (
-        (S, 1),
-        {"impl": "reference", "index": torch.zeros(2, 4, dtype=torch.int64), "reduce": lambda h: h},
-        'reduce needs impl="cpu"',
-    ),
+    ((S, 1), {"impl": "gpu"}, "impl must be one of .*, got 'gpu'"),
 ]
 
 
@@ -227,13 +219,6 @@ ERRORS = [
 def test_wrong_arguments_say_what_was_required_and_found(args, kwargs, text):
     with pytest.raises(SparsityError, match="^(keep_mask: )?" + text):
         keep_mask(*args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", ["dtype", "shape"])
-def test_a_wrong_index_is_refused(kind):
-    index = torch.zeros(2, 4, dtype=torch.int32) if kind == "dtype" else torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(SparsityError):
-        keep_mask(S, 1, index=index, reduce=lambda h: h)
 
 
 # keys
@@ -271,106 +256,6 @@ def test_magnitude_keys_are_the_keys_of_the_absolute_values(dtype):
     assert order_keys(values).dtype == BITS[dtype] and key_bits(dtype) == torch.iinfo(BITS[dtype]).bits
 
 
-# several ranks
-
-
-class Ranks:
-    """Histogram sums over threads: each rank's `reduce(rank)` waits until every rank has come to the same call."""
-
-    def __init__(self, count):
-        self.found, self.barrier, self.calls = [None] * count, threading.Barrier(count, timeout=30), [0] * count
-
-    def reduce(self, rank):
-        def summed(histogram):
-            assert histogram.dtype == torch.int64
-            self.found[rank], self.calls[rank] = histogram.clone(), self.calls[rank] + 1
-            self.barrier.wait()
-            total = torch.stack(self.found).sum(0)
-            self.barrier.wait()
-            return histogram.copy_(total)  # as all_reduce does
-
-        return summed
-
-    def run(self, scores, keep, owner, candidates=None):
-        """The mask that the ranks find together; slot i belongs to rank owner[i]."""
-        out, errors = torch.zeros(scores.shape, dtype=torch.bool), []
-
-        def work(rank):
-            try:
-                mine = (owner == rank).nonzero()[:, 0]
-                mine = mine[torch.randperm(len(mine), generator=generator(rank))]  # in any order on the rank
-                index = mine.expand(scores.shape[0], -1).contiguous()
-                some = None if candidates is None else candidates[:, mine]
-                found = keep_mask(scores[:, mine], keep, candidates=some, index=index, reduce=self.reduce(rank))
-                out[:, mine] = found
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(r,)) for r in range(len(self.found))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        assert len(set(self.calls)) == 1
-        return out
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [5, 1000])
-def test_three_ranks_keep_what_one_process_keeps(width, kind, dtype):
-    scores, keep = scores_like(kind, 7, width, dtype), budgets(7, width)
-    owner = torch.randint(0, 3, (width,), generator=generator(4))
-    assert torch.equal(Ranks(3).run(scores, keep, owner), keep_mask(scores, keep))
-
-
-@pytest.mark.parametrize("empty", [0, 1, 2])
-def test_a_rank_without_members_takes_part(empty):
-    scores, keep = scores_like("few values", 4, 600, torch.float32), budgets(4, 600)
-    owner = torch.randint(0, 2, (600,), generator=generator(5))
-    owner[owner == empty] = 2
-    assert not (owner == empty).any()
-    assert torch.equal(Ranks(3).run(scores, keep, owner), keep_mask(scores, keep))
-
-
-def test_two_ranks_without_members_take_part():
-    scores, keep = scores_like("special", 4, 300, torch.float64), budgets(4, 300)
-    assert torch.equal(Ranks(3).run(scores, keep, torch.full((300,), 1)), keep_mask(scores, keep))
-
-
-@pytest.mark.parametrize("kind", ["all equal", "half equal", "random"])
-def test_ranks_with_rows_larger_than_a_chunk_keep_what_one_process_keeps(kind):
-    width = 2 * CHUNK + 11
-    scores, keep = scores_like(kind, 1, width, torch.bfloat16), torch.tensor([width // 3])
-    owner = (torch.arange(width) % 7 == 0).long()
-    assert torch.equal(Ranks(2).run(scores, keep, owner), keep_mask(scores, keep, impl="reference"))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_candidates_bar_members_on_every_rank(dtype):
-    scores, keep = scores_like("few values", 6, 400, dtype), budgets(6, 400)
-    candidates = torch.rand(6, 400, generator=generator(2)) < 0.4
-    owner = torch.randint(0, 3, (400,), generator=generator(6))
-    found = Ranks(3).run(scores, keep, owner, candidates)
-    assert torch.equal(found, sorted_selection(scores, keep, candidates))
-
-
-@pytest.mark.parametrize("scale", [1, 1 << 11, 1 << 40])
-def test_global_indices_may_be_sparse_and_large(scale):
-    scores, index = torch.zeros(1, 50), (torch.randperm(50, generator=generator(3)) * scale + 7)[None]
-    found = keep_mask(scores, 20, index=index, reduce=lambda h: h)
-    assert torch.equal(found[0], index[0] < 20 * scale + 7)
-
-
-def test_a_budget_above_the_members_of_all_ranks_is_refused():
-    index = torch.arange(3)[None]
-    with pytest.raises(SparsityError):
-        keep_mask(torch.tensor([[1.0, 2.0, 2.0]]), 4, index=index, reduce=lambda h: h)
-
-
 # scores of blocks
 
 
@@ -378,7 +263,7 @@ LARGE = (1024, 576)  # more than two chunks of elements
 assert math.prod(LARGE) > 2 * CHUNK
 
 
-@pytest.mark.parametrize("norm", [1, 2, INF, torch.sin])
+@pytest.mark.parametrize("norm", [1, 2, INF, None])
 @pytest.mark.parametrize("block", [(1, 1), (1, 4), (32, 32), (1, 576), (1024, 1), (5, 7), (1024, 576)])
 def test_block_scores_do_not_depend_on_chunks_or_threads(block, norm):
     values, _ = plain_window(LARGE, torch.float32, "contiguous")
@@ -433,7 +318,7 @@ def test_norms_are_close_to_torchs(block, dtype):
         torch.testing.assert_close(found.double(), expected, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=0)
 
 
-@pytest.mark.parametrize("p", [0, -1, -INF, NAN, "fro"])
+@pytest.mark.parametrize("p", [0, -1, -INF, NAN, "fro", torch.abs])
 def test_an_order_that_makes_no_norm_is_refused(p):
     with pytest.raises(SparsityError):
         block_scores((Blocks(shape=(1, 2), values=torch.tensor([[1.0, 2.0]])),), p)
@@ -524,7 +409,7 @@ def test_the_fused_mask_is_right_on_channels_last_convolutions(block, scope, nnz
     assert torch.equal(mask, again)
 
 
-@pytest.mark.parametrize("norm", [1, INF, torch.sin])
+@pytest.mark.parametrize("norm", [1, INF, None])
 @pytest.mark.parametrize(
     ("block", "scope"), [((1, 1), (1, 4)), ((1, 1), (-1, -1)), ((4, 4), (-1, -1)), ((4, 4), (1, 4))]
 )
@@ -613,7 +498,7 @@ def test_a_budget_outside_the_scope_is_refused_and_the_mask_left_alone(wrong, wi
     mask[:, ::2] = True
     before, keep = mask.clone(), -1 if wrong < 0 else width + 1
     for budget in (keep, torch.full((2, 1), keep)):
-        with pytest.raises(SparsityError, match=rf"keep must lie in 0 \.\. {width} "):
+        with pytest.raises(SparsityError, match=rf"keep must be in 0 \.\. {width} "):
             scope_mask([as_scopes(values, mask, (1, 1), (1, -1))], budget, impl=impl)
     assert torch.equal(mask, before)
 

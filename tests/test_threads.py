@@ -1,21 +1,15 @@
-"""Parts of a window on threads of our own: the reference's masks, torch's thread count, errors and modes."""
+"""Parts of a window on helper threads: the reference's masks, torch's thread count, errors and modes."""
 
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 
-from sparsekit_ao.selection import Update, batch, cores, scope_masks, threads
+from sparsekit_ao.selection import Update, cpu, numba, parallel, scope_masks, threads
 from sparsekit_ao.selection.api import scope_mask
 from sparsekit_ao.selection.tiling import Blocks, Scopes
-
-MAPS = pathlib.Path("/proc/self/maps")
 
 
 @pytest.fixture(autouse=True)
@@ -56,47 +50,48 @@ def test_several_parts_give_the_reference_masks(steps, dtype, ties):
     assert torch.equal(found, masks_of(weight, steps, "reference"))
 
 
-def updates_of(sizes, norms):
-    """N:4 updates of 4 columns each, their masks kept."""
+def updates_of(sizes):
+    """2:4 updates of weights of 4 columns each, and their masks."""
     weights = [torch.randn(size, 4, generator=torch.Generator().manual_seed(size)) for size in sizes]
-    groups = [
+    scopes = [
         Scopes(members=(Blocks(shape=(1, 1), values=w, mask=torch.ones(w.shape, dtype=torch.bool)),), shape=(1, 4))
         for w in weights
     ]
-    return [Update(groups=(g,), keep=2, norm=norm) for g, norm in zip(groups, norms, strict=True)]
+    return [Update(scopes=(s,), keep=2) for s in scopes]
 
 
-@pytest.mark.parametrize("impl", ["auto", "cpu"])
-def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch, impl):
-    seen, carry_out, me = {}, batch.carry_out, threading.get_ident()
+def sizes_of(updates):
+    return [u.scopes[0].members[0].window.shape[0] for u in updates]
 
-    def watched(update, impl):
+
+@pytest.mark.parametrize("backend", [numba, cpu])
+def test_small_updates_run_side_by_side_and_give_the_reference_masks(monkeypatch, backend):
+    seen, fill, me = {}, backend.fill, threading.get_ident()
+
+    def watched(update):
         here = threading.get_ident() == me
-        seen[update.groups[0].members[0].window.shape[0]] = "here" if here else torch.get_num_threads()
-        carry_out(update, impl)
+        seen[sizes_of([update])[0]] = "here" if here else torch.get_num_threads()
+        fill(update)
 
-    monkeypatch.setattr(batch, "carry_out", watched)
+    monkeypatch.setattr(backend, "fill", watched)
     small = list(range(40_000, 40_012))
-    updates = updates_of([*small, 200_000, 30_000], [2] * 13 + [torch.abs])
-    scope_masks(updates, impl=impl)
+    updates = updates_of([*small, 200_000, 30_000])
+    scope_masks(updates, impl=backend.name)
     assert seen == {**dict.fromkeys(small, 1), 200_000: "here", 30_000: "here"}
     for update in updates:
-        (member,) = update.groups[0].members
+        (member,) = update.members
         want = torch.ones_like(member.mask)
-        group = Scopes(members=(Blocks(shape=(1, 1), values=member.values, mask=want),), shape=(1, 4))
-        scope_mask([group], 2, update.norm, impl="reference")
+        scopes = Scopes(members=(Blocks(shape=(1, 1), values=member.values, mask=want),), shape=(1, 4))
+        scope_mask([scopes], 2, update.norm, impl="reference")
         assert torch.equal(member.mask, want)
 
 
 def test_updates_that_would_leave_threads_idle_are_cut_instead(monkeypatch):
-    assert batch._side_by_side(updates_of([8] * 20, [2] * 20)) == []  # so small that the lock costs more than the work
-    monkeypatch.setattr(batch, "APART", 1)
-    updates = updates_of([8, 9, 10, 100], [2] * 4)
-    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == []
-    updates = updates_of([8, 9, 10, 11, 100], [2] * 5)
-    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == []
-    updates = updates_of([8, 9, 10, 11, 12, 100], [2] * 6)
-    assert [u.groups[0].members[0].window.shape[0] for u in batch._side_by_side(updates)] == [12, 11, 10, 9, 8]
+    assert parallel.side_by_side(updates_of([8] * 20)) == []  # so small that the lock costs more than the work
+    monkeypatch.setattr(parallel, "APART", 1)
+    assert sizes_of(parallel.side_by_side(updates_of([8, 9, 10, 100]))) == []
+    assert sizes_of(parallel.side_by_side(updates_of([8, 9, 10, 11, 100]))) == []
+    assert sizes_of(parallel.side_by_side(updates_of([8, 9, 10, 11, 12, 100]))) == [12, 11, 10, 9, 8]
 
 
 def test_torch_is_kept_to_one_thread_inside_and_to_its_own_number_after():
@@ -165,54 +160,3 @@ def test_a_round_inside_a_round_stays_on_its_thread():
     threads.run_apart([lambda: found.append(inner())] * 4)
     assert all(len(set(one)) == 1 for one in found)
     assert set(seen) == {one[0] for one in found}
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be placed here")
-def test_a_thread_is_placed_on_the_wanted_cores_and_nowhere_without_any():
-    allowed, waiting = os.sched_getaffinity(0), threading.Event()
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    others, here = cores.around()
-    assert others | here == allowed and len(here) == 1
-    cores.place(thread.native_id, here)
-    assert os.sched_getaffinity(thread.native_id) == here
-    cores.place(thread.native_id, set())
-    assert os.sched_getaffinity(thread.native_id) == here
-    assert os.sched_getaffinity(0) == allowed
-    waiting.set()
-    thread.join()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be placed here")
-def test_a_single_core_is_everybodys_and_one_that_is_refused_stops_no_work(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {cores._getcpu()()})
-    others, here = cores.around()
-    assert len(others) == len(here) == 1
-
-    def refuse(*_):
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    assert threads.run_all([lambda: 1] * 4) == [1] * 4
-
-
-LETTING_GO = """
-import os, time, torch
-from sparsekit_ao.selection import cores
-torch.set_num_threads(2)
-alone = len(os.listdir("/proc/self/task"))
-before = torch.ones(1 << 20).add(1).sum().item()
-assert len(os.listdir("/proc/self/task")) == alone + 1
-cores.let_go()
-cores.let_go()
-end = time.monotonic() + 60
-while len(os.listdir("/proc/self/task")) > alone:
-    assert time.monotonic() < end
-    time.sleep(0.01)
-assert torch.ones(1 << 20).add(1).sum().item() == before
-"""
-
-
-@pytest.mark.skipif(not MAPS.exists() or "libgomp" not in MAPS.read_text(), reason="counts the threads of GNU OpenMP")
-def test_openmp_threads_let_go_and_come_back():
-    subprocess.run([sys.executable, "-c", LETTING_GO], check=True, timeout=120)

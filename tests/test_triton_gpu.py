@@ -127,7 +127,7 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
     two = torch.tensor(2, device="cuda")
     blocks = torch.tensor(600, device="cuda")
     updates = [
-        Update(groups=(Scopes(members=(Blocks(shape=(1, 1), values=values, mask=masks[0]),), shape=(1, 4)),), keep=two),
+        Update(scopes=(Scopes(members=(Blocks(shape=(1, 1), values=values, mask=masks[0]),), shape=(1, 4)),), keep=two),
         Update(
             groups=(Scopes(members=(Blocks(shape=(1, 1), values=values, mask=masks[1]),), shape=(1024, 1024)),),
             keep=keep,
@@ -149,7 +149,7 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
         two.fill_(n), keep.fill_(k), blocks.fill_(b)
         graph.replay()
         for update in updates:
-            (scoped,), (member,) = update.groups, update.groups[0].members
+            (scoped,), (member,) = update.scopes, update.scopes[0].members
             expected = torch.zeros_like(member.mask)
             own = Blocks(shape=member.shape, values=values, mask=expected)
             scope_mask([Scopes(members=(own,), shape=scoped.shape)], int(update.keep), impl="reference")
@@ -250,7 +250,7 @@ def test_streams_share_tables_and_numbers_follow_their_order():
         stream.wait_stream(last)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000)
-            scope_masks([Update(groups=(scoped,), keep=turn % 5)], impl="triton")
+            scope_masks([Update(scopes=(scoped,), keep=turn % 5)], impl="triton")
             counts = mask.view(-1, 4).sum(1)
         last = stream
         torch.cuda.current_stream().wait_stream(stream)

@@ -70,4 +70,4 @@ except SparsityError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('impl="triton" needs triton, which is not installed.')
+    assert done.stdout.startswith('impl="triton" cannot take this: triton is not installed')

@@ -53,7 +53,7 @@ def update_of(weight: Tensor, mask: Tensor, row: str) -> Update:
     shape = tuple(g if n == -1 else n for g, n in zip(grid, scope, strict=True))
     count = shape[0] * shape[1]
     group = Scopes(members=(Blocks(shape=block, values=weight, mask=mask),), shape=shape)
-    return Update(groups=(group,), keep=count - int(level * count + 1e-9))
+    return Update(scopes=(group,), keep=count - int(level * count + 1e-9))
 
 
 def gate(weight: Tensor, row: str) -> None:
@@ -63,7 +63,7 @@ def gate(weight: Tensor, row: str) -> None:
     update = update_of(values, masks[0], row)
     scope_masks([update], impl="triton")
     expected = update_of(values, masks[1], row)
-    scope_mask(expected.groups, expected.keep, impl="reference")
+    scope_mask(expected.scopes, expected.keep, impl="reference")
     if not torch.equal(*masks):
         raise SystemExit(f"{row}: {int((masks[0] != masks[1]).sum())} elements differ; nothing is timed")
 
@@ -181,7 +181,7 @@ def whole_model(row: str, weights: list[Tensor]) -> Work:
     updates = [update_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
     scope_masks(updates, impl="triton")
     for update, mask in zip(updates, masks, strict=True):
-        (group,) = update.groups
+        (group,) = update.scopes
         want = int(update.keep) * math.prod(group.scope_grid) * math.prod(group.members[0].shape)
         if int(mask.sum()) != want:
             raise SystemExit(f"{row}, whole model: {int(mask.sum())} elements kept, not {want}; nothing is timed")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Scopes, check_impl, condition_path, threshold_path
+from ..selection import Newton, Scopes, Threshold, check_impl, threshold_backend
 
 __all__ = ["Settings", "refuse_triton", "shrink_in_place", "threshold_in_place"]
 
@@ -42,11 +42,11 @@ def threshold_in_place(
     Returns:
         Whether it was done; if not, nothing has changed.
     """
-    path = threshold_path(groups, impl)
-    if path is None:
+    work = _work(groups, thresholds, factors, soft=soft)
+    backend = threshold_backend(work, impl)
+    if backend is None:
         return False
-    for group, factor in zip(groups, factors, strict=True):
-        path.threshold(group, _as_read(thresholds, group), soft=soft, factor=factor)
+    backend.run(work)
     return True
 
 
@@ -67,14 +67,13 @@ def shrink_in_place(
     if not settings.conditioned:
         return threshold_in_place(groups, thresholds, soft=True, factors=factors, impl=impl)
     atol = 1e-6 if settings.atol is None else settings.atol
-    path = condition_path(groups, atol=atol, impl=impl)
-    if path is None:
+    newton = Newton(eps=settings.eps, atol=atol, max_iter=settings.max_iter)
+    work = _work(groups, thresholds, factors, soft=True, newton=newton)
+    backend = threshold_backend(work, impl)
+    if backend is None:
         return False
-    worst = 0.0
-    for group, factor in zip(groups, factors, strict=True):
-        given = _as_read(thresholds, group)
-        misses = path.condition(group, given, factor=factor, eps=settings.eps, atol=atol, max_iter=settings.max_iter)
-        worst = max(worst, float(misses.max()))
+    backend.run(work)
+    worst = max(float(one.missed) for one in work if one.missed is not None)
     if worst > 0:
         raise SparsityError(
             f"{where}soft_threshold: no convergence to atol={atol:g} in {settings.max_iter} steps (missed by "
@@ -91,8 +90,26 @@ def refuse_triton(impl: str, what: str, where: str) -> None:
         raise SparsityError(f'{where}impl="triton" has no {what}. Use impl="auto".')
 
 
-def _as_read(thresholds: Tensor | float, group: Scopes) -> Tensor | float:
-    """Thresholds as the kernels read them: float32 on the group's device."""
-    if not isinstance(thresholds, Tensor):
-        return thresholds
-    return thresholds.detach().to(group.members[0].window.device, torch.float32)
+def _work(
+    groups: Sequence[Scopes],
+    thresholds: Tensor | float,
+    factors: Sequence[float],
+    *,
+    soft: bool,
+    newton: Newton | None = None,
+) -> list[Threshold]:
+    """The work of each group; with `newton`, with a tensor for the error of blocks that do not converge."""
+    device = groups[0].members[0].window.device
+    if isinstance(thresholds, Tensor):
+        thresholds = thresholds.detach().to(device, torch.float32)
+    return [
+        Threshold(
+            scopes=group,
+            thresholds=thresholds,
+            soft=soft,
+            factor=factor,
+            newton=newton,
+            missed=None if newton is None else torch.zeros((), dtype=torch.float32, device=device),
+        )
+        for group, factor in zip(groups, factors, strict=True)
+    ]

@@ -298,7 +298,7 @@ def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
     """
     windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
     chosen = [
-        Update(groups=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept)
+        Update(scopes=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept)
         for u, w in zip(updates, windows, strict=True)
     ]
     scope_masks(chosen, impl=impl)

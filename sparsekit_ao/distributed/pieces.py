@@ -44,7 +44,7 @@ class Piece:
     ) -> None:
         self.counts, self._base, self._tile, self._order = counts, base, member.shape, member.order
         self._windows, self._among_kept = tuple(windows), update.among_kept
-        self._magnitude = update.norm is not None and not callable(update.norm)
+        self._magnitude = update.norm is not None
         self._grid = Scopes(members=self._windows, shape=self._tile).grid
         first = [at // g for at, g in zip(start, self._tile, strict=True)]  # scope along each dimension
         last = [(at + n - 1) // g for at, n, g in zip(start, self._grid, self._tile, strict=True)]
@@ -175,8 +175,8 @@ def _scored(windows: Sequence[Blocks], update: MaskUpdate) -> tuple[Tensor, Tens
     candidates = candidates_of(windows, ndim) if update.among_kept else None
     if update.among_kept:
         windows = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
-    as_mean, numeric = update.scope.as_mean, update.norm is not None and not callable(update.norm)
-    single = len(windows) == 1 and numeric and not as_mean and all(b == 1 for b in first.shape)
+    as_mean = update.scope.as_mean
+    single = len(windows) == 1 and not as_mean and all(b == 1 for b in first.shape)
     if single and first.window.dtype in KEY_DTYPES:
         return windows[0].window, candidates
     return block_scores(windows, update.norm, ndim=ndim, as_mean=as_mean), candidates

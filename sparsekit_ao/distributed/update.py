@@ -115,7 +115,7 @@ def _agreed(mesh: Any, dims: Sequence[int], updates: Sequence[MaskUpdate]) -> li
         for member in update.scope.members():
             spec, *more = member.block.blocks()
             value = update.value_of(spec)
-            if callable(update.norm) or more:  # coupled blocks are spread over several tensors
+            if more:  # coupled blocks are spread over several tensors
                 own.append(GATHERED)
             else:
                 own.append(method_of(member, box_of(value)) if is_sharded(value) else LOCAL)
@@ -155,7 +155,7 @@ def _choose_locally(update: MaskUpdate) -> None:
         first = [at // g for at, g in zip(start, member.shape, strict=True)]
         sizes = [-(-n // g) for n, g in zip(scopes.grid, member.shape, strict=True)]
         keep = keep[tuple(slice(at, at + n) for at, n in zip(first, sizes, strict=True))]
-    scope_masks([Update(groups=(scopes,), keep=keep, norm=update.norm, among_kept=update.among_kept)])
+    scope_masks([Update(scopes=(scopes,), keep=keep, norm=update.norm, among_kept=update.among_kept)])
 
 
 def _choose_gathered(update: MaskUpdate) -> None:

@@ -1,50 +1,87 @@
-"""Whether the GPU path takes a piece of work; imports triton only once it may."""
+"""The backend "triton", kernels for NVIDIA GPUs; triton is imported only when it may be used."""
 
 import importlib.util
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Sequence
 
 import torch
 
-from ..errors import SparsityError
+from .work import Scores, Threshold, Update, Work
 
-__all__ = ["gpu_path"]
+__all__ = ["name", "reasons", "run"]
+
+name = "triton"
 
 
-def gpu_path(impl: str, device: torch.device, reasons_of: Callable[[ModuleType], list[str]]) -> ModuleType | None:
-    """The GPU path where it is to be used, else None.
-
-    Args:
-        impl: as the caller asked.
-        device: where the tensors lie.
-        reasons_of: says why the path (given to it) cannot take the work; empty if it can.
-
-    Raises:
-        SparsityError: triton was asked for by name, and is not installed, or the work is not for it.
-    """
-    if impl != "triton" and (impl != "auto" or device.type != "cuda"):
-        return None
-    if impl == "auto" and not _is_served(device):
-        return None
+def reasons(work: Work) -> list[str]:
+    """Why the kernels cannot take the work; see `backend.Backend`."""
+    device = work.device
     if importlib.util.find_spec("triton") is None:
-        if impl == "auto":
-            return None
-        raise SparsityError(
-            'impl="triton" needs triton, which is not installed. '
-            'Install it (pip install "sparsekit_ao[triton]"), or use impl="auto".'
-        )
-    from . import triton as path
+        return ['triton is not installed (pip install "sparsekit_ao[triton]")']
+    if device.type == "cuda" and not _is_supported(device):
+        return [f"kernels are tested for NVIDIA GPUs of compute capability 8.0 and above, not for {device}"]
+    from . import triton
 
-    reasons = reasons_of(path)
-    if device.type == "cuda" and not _is_served(device):
-        reasons = [f"kernels are checked for NVIDIA GPUs of compute capability 8.0 and above, not for {device}"]
-    if device.type != "cuda" and not path.INTERPRETED:
-        reasons = [f"it works on CUDA tensors (on others with TRITON_INTERPRET=1 set before the start), got {device}"]
-    if reasons and impl == "triton":
-        raise SparsityError(f'impl="triton" cannot take this: {"; ".join(reasons)}. Use impl="auto".')
-    return None if reasons else path
+    if device.type != "cuda" and not triton.INTERPRETED:
+        return [f"it works on CUDA tensors (on others with TRITON_INTERPRET=1 set before the start), got {device}"]
+    if isinstance(work, Scores):
+        return triton.score_reasons(work.members, work.norm, work.as_mean)
+    if isinstance(work, Threshold):
+        if work.newton is None:
+            return triton.threshold_reasons(work.scopes)
+        return triton.condition_reasons(work.scopes, work.newton.atol)
+    return triton.rows_reasons(work.members[0].window) if _is_rows(work) else triton.reasons_of(work)
 
 
-def _is_served(device: torch.device) -> bool:
-    """Whether kernels are compiled ahead of time, in tests, for a GPU of its kind."""
+def run(work: Sequence[Work]) -> None:
+    """Launch kernels; updates share launches. Nothing waits for the device."""
+    from . import triton
+
+    together = [one for one in work if isinstance(one, Update) and not _is_rows(one)]
+    if together:
+        triton.scope_masks(together)
+    for one in work:
+        if isinstance(one, Scores):
+            assert one.norm is not None
+            one.out.copy_(triton.block_scores(one.members, one.norm, one.out.ndim))
+        elif isinstance(one, Threshold):
+            _threshold(one)
+        elif _is_rows(one):
+            (member,) = one.members
+            assert member.values is not None and member.mask is not None
+            candidates = member.mask if one.among_kept else None
+            budget = one.keep.reshape(-1) if isinstance(one.keep, torch.Tensor) else one.keep
+            member.mask.copy_(triton.keep_mask(member.values, budget, candidates, magnitude=False))
+
+
+def _is_rows(update: Update) -> bool:
+    """Whether these are rows of given scores, as `keep_mask` takes them: their tables do not depend on addresses."""
+    first, *more = update.members
+    if update.norm is not None or more or first.window.ndim != 2 or first.mask is None:
+        return False
+    scopes = update.scopes[0]
+    plain = first.shape == (1, 1) and scopes.shape == (1, first.window.shape[1])
+    return plain and not first.order and not scopes.order and first.mask.dtype == torch.bool
+
+
+def _threshold(work: Threshold) -> None:
+    from . import triton
+
+    if work.newton is None:
+        triton.threshold(work.scopes, work.thresholds, soft=work.soft, factor=work.factor)
+        return
+    newton = work.newton
+    misses = triton.condition(
+        work.scopes,
+        work.thresholds,
+        factor=work.factor,
+        eps=newton.eps,
+        atol=newton.atol,
+        max_iter=newton.max_iter,
+    )
+    if work.missed is not None:
+        work.missed.copy_(misses.max())
+
+
+def _is_supported(device: torch.device) -> bool:
+    """Whether the tests compile the kernels for a GPU of its kind."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,4 +1,4 @@
-"""Order-preserving integer keys of float scores: the one place that says what "higher" means.
+"""Order-preserving integer keys of float scores: the one place that defines what "higher" means.
 
 Keys are signed integers of the score's own width whose order is the order of the scores, with three rules on top:
 every NaN is equal and above +inf, -0.0 equals 0.0, and `absent` (the smallest integer) is below every score.
@@ -42,6 +42,6 @@ def order_keys(scores: Tensor, *, magnitude: bool = False) -> Tensor:
     nan = _INF[scores.dtype] + 1
     if magnitude:
         return (bits & top).clamp_(max=nan)
-    # A set sign bit turns the remaining bits around; two's complement then orders the rest.
+    # A set sign bit reverses the order of the remaining bits, which two's complement then restores.
     keys = torch.where(bits < 0, -(bits & top), bits)
     return torch.where(scores.isnan(), nan, keys)

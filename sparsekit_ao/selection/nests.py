@@ -1,7 +1,7 @@
 """The canonical form: scopes as three strided nests, scope x block x element.
 
-Every pattern lowers to it. An address is the sum of three parts, one a nest, so a kernel needs nothing but three short
-lists of sizes and strides. Knows sizes and strides; never a value.
+Every pattern lowers to it. An address is the sum of three parts, one for each nest, so a kernel needs only three short
+lists of sizes and strides.
 """
 
 import math
@@ -22,7 +22,7 @@ class Nest:
 
     Attributes:
         sizes: trips of each loop.
-        strides: for each tensor its step in elements, one entry a loop.
+        strides: for each tensor its step in elements, one entry for each loop.
     """
 
     sizes: Shape
@@ -58,9 +58,9 @@ class Nests:
     """Scopes lowered: tensor t's element is at `scope + block + element`, each an address in its nest.
 
     Attributes:
-        scope: over scopes, in the aligned order; tensors are each member's values and mask, as far as given.
+        scope: over scopes, in the aligned order; tensors are each member's values and mask, if given.
         block: over the blocks of a scope, same tensors; its order is the one that ties go by.
-        elements: over a block's elements, one nest a member (its values and mask).
+        elements: over a block's elements, one nest for each member (its values and mask).
     """
 
     scope: Nest
@@ -84,7 +84,7 @@ def lower(scopes: Scopes) -> Nests:
 
 @lru_cache(maxsize=4096)  # a model has many tensors of few shapes
 def _lower(shape: Shape, order: Shape, windows: tuple[tuple[Shape, Shape, Shape, tuple[Shape, ...]], ...]) -> Nests:
-    """See `lower`; windows are block shape, order, sizes and the strides of each tensor."""
+    """See `lower`; windows are (block shape, order, sizes, strides of each tensor)."""
     n = len(shape)
     first = windows[0]
     grid = aligned_grid(grid_of(first[2], first[0]), first[1], n)
@@ -100,11 +100,11 @@ def _lower(shape: Shape, order: Shape, windows: tuple[tuple[Shape, Shape, Shape,
 
 
 def tensors_of(m: Blocks) -> tuple[Tensor, ...]:
-    """A member's values and mask, as far as it has them."""
+    """A member's values and mask, those that it has."""
     return tuple(t for t in (m.values, m.mask) if t is not None)
 
 
 def _block_steps(block: Shape, order: Shape, stride: Shape, ndim: int) -> Shape:
-    """How far the next block lies along each dimension of the aligned grid."""
+    """The distance to the next block along each dimension of the aligned grid."""
     own = tuple(d * b for d, b in zip(stride, block, strict=True)) + (0,) * (ndim - len(stride))
     return tuple(own[k] for k in order) if order else own

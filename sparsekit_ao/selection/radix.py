@@ -1,8 +1,8 @@
 """Radix select by histograms: the k-th largest key of each row, counted rather than sorted.
 
-Thirteen bits a pass, highest first: count the digits of the keys that match so far, take the digit in which the k-th
-largest lies, go on inside it. A row is read in chunks, so nothing the size of the row is made. Whoever counts the
-histogram decides who takes part: `reduce` may sum it over other processes, which hold other slots of the same rows.
+Thirteen bits a pass, highest first: count the digits of the keys that match so far, find the digit that contains the
+k-th largest, and continue inside it. A row is read in chunks, so no buffer of the row's size is needed. The histograms
+are yielded, so that a caller may sum them over processes that hold other slots of the same rows.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ..errors import SparsityError
 
-__all__ = ["CHUNK", "KeyRows", "Passes", "Reduce", "driven", "mark_first", "select_threshold", "threshold_passes"]
+__all__ = ["CHUNK", "KeyRows", "Passes", "mark_first", "select_threshold", "threshold_passes"]
 
 BITS = 13
 CHUNK = 1 << 18
 T = TypeVar("T")
-Reduce = Callable[[Tensor], Tensor]
 Passes = Generator[Tensor, Tensor, T]  # yields a histogram, is sent its sum over the processes, returns a T
 
 
@@ -34,22 +33,13 @@ class KeyRows(Protocol):
         ...
 
 
-def select_threshold(source: KeyRows, keep: Tensor, reduce: Reduce | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The keep-th largest key of each row, and what is needed to cut its ties; see `threshold_passes`.
-
-    Args:
-        source, keep: as there.
-        reduce: sums an int64 histogram [rows, bins] over the processes; None for one process.
-    """
-    return driven(threshold_passes(source, keep), reduce)
-
-
-def driven(passes: Passes[T], reduce: Reduce | None) -> T:
-    """Run passes to their end, each histogram through `reduce`."""
+def select_threshold(source: KeyRows, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`threshold_passes` run to its end in one process."""
+    passes = threshold_passes(source, keep)
     try:
         counts = next(passes)
         while True:
-            counts = passes.send(counts if reduce is None else reduce(counts))
+            counts = passes.send(counts)
     except StopIteration as end:
         return end.value
 

@@ -1,27 +1,86 @@
-"""The oracle: the three verbs in the plainest torch, on any device, with a stable sort for selection.
+"""The reference: scoring, selection and filling in the plainest torch, on any device, with a stable sort.
 
-Every other implementation must give these bits; triton/README.md ("Sums") names the one exception, norms of long
-blocks. A block's sum is taken in one fixed order (a halving tree along each dimension of the block, first dimension
-first), made of elementwise operations only, so it does not depend on chunking, threads or device.
+Every other backend must write these bits; triton/README.md ("Sums") names the one exception, norms of long blocks. A
+block's sum is taken in one fixed order (a halving tree along each dimension of the block, first dimension first) of
+elementwise operations only, so it does not depend on chunking, threads or device.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .keys import absent, order_keys
-from .tiling import Blocks, from_aligned, pad_to, split, tile_volumes, to_aligned
+from .tiling import Blocks, from_aligned, from_scopes, pad_to, real_slots, split, tile_volumes, to_aligned, to_scopes
+from .work import Norm, Scores, Threshold, Update, Work
 
-__all__ = ["Norm", "block_scores", "candidates_of", "element_counts", "fill_mask", "keep_mask", "reduce_blocks", "root"]
+__all__ = [
+    "block_scores",
+    "candidates_of",
+    "element_counts",
+    "fill_mask",
+    "keep_mask",
+    "name",
+    "reasons",
+    "reduce_blocks",
+    "root",
+    "run",
+    "update_in_steps",
+]
 
-Norm = float | Callable[[Tensor], Tensor]
+name = "reference"
 UNROLL = 16  # longest last dimension that is reduced slice by slice
 SMALL = 1 << 14  # ... unless the tensor is so small that the number of operations counts
+Score = Callable[[Sequence[Blocks], Norm, int, bool | None], Tensor]
+Select = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
+
+
+def reasons(work: Work) -> list[str]:
+    """Why the reference cannot take the work; see `backend.Backend`."""
+    return ["it does not threshold in place"] if isinstance(work, Threshold) else []
+
+
+def run(work: Sequence[Work]) -> None:
+    """Do all the work, one piece after the other."""
+    for one in work:
+        if isinstance(one, Scores):
+            one.out.copy_(block_scores(one.members, one.norm, one.out.ndim, one.as_mean))
+        else:
+            assert isinstance(one, Update)
+            update_in_steps(one, block_scores, keep_mask)
+
+
+def update_in_steps(update: Update, score: Score, select: Select) -> None:
+    """A mask update in three steps: block scores as rows, the selection, the mask.
+
+    Args:
+        update: what to do.
+        score: as `block_scores`.
+        select: as `keep_mask`.
+    """
+    scopes, budget = update.scopes, update.budget
+    kept = [s.with_members(map(_as_kept, s.members)) for s in scopes] if update.among_kept else scopes
+    as_mean = any(m.is_partial for m in update.members)  # all competitors are scored in the same way
+    rows = [to_scopes(score(s.members, update.norm, len(s.shape), as_mean), s, 0.0) for s in kept]
+    candidates = real_slots(scopes)
+    if update.among_kept:
+        present = [to_scopes(candidates_of(s.members, len(s.shape)), s, False) for s in scopes]
+        candidates = torch.cat(present, dim=1)
+    chosen = select(torch.cat(rows, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
+    for one, mask in zip(scopes, chosen.split([math.prod(s.shape) for s in scopes], dim=1), strict=True):
+        fill_mask(one.members, from_scopes(mask, one), among_kept=update.among_kept)
+
+
+def _as_kept(m: Blocks) -> Blocks:
+    """The member with 0 for every value that its mask drops."""
+    assert m.values is not None and m.mask is not None
+    return replace(m, values=torch.where(m.mask != 0, m.values, 0))
 
 
 def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None) -> Tensor:
-    """Exactly `keep` per row, highest first, lower index among equals; never a slot outside `candidates`."""
+    """Exactly `keep` for each row, highest first, lower index among equals; never a slot outside `candidates`."""
     keys = order_keys(scores)
     if candidates is not None:
         keys = keys.masked_fill(~candidates, absent(scores.dtype))
@@ -44,16 +103,16 @@ def block_scores(
     as_mean: bool | None = None,
     root: Callable[[Tensor], Tensor] = root,
 ) -> Tensor:
-    """One score a block of the aligned grid: the norm of the union of the members' blocks.
+    """One score for each block of the aligned grid: the norm of the union of the members' blocks.
 
     With `as_mean` (by default: where some block is partial) a score is the mean of |x|^p before the root, so that
-    blocks of fewer elements compare; a callable `norm` gives a saliency per element, of which the mean is the score.
-    A quicker `root` must round as this one.
+    blocks of fewer elements compare. For `norm=None` it is the signed sum, or the mean. A faster `root` must round as
+    this one does.
     """
-    as_mean = callable(norm) or (any(m.is_partial for m in members) if as_mean is None else as_mean)
+    as_mean = any(m.is_partial for m in members) if as_mean is None else as_mean
     first = members[0]
-    if len(members) == 1 and not callable(norm) and not as_mean and all(b == 1 for b in first.shape):
-        return to_aligned(_wide(first.window.abs()), first.order, ndim)
+    if len(members) == 1 and not as_mean and all(b == 1 for b in first.shape):
+        return to_aligned(_wide(first.window if norm is None else first.window.abs()), first.order, ndim)
     total: Tensor | None = None
     count: Tensor | int = 0
     for m in members:
@@ -68,7 +127,7 @@ def block_scores(
 
 
 def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = False) -> None:
-    """Write the aligned keep grid to every member's mask, in place; a later `stage` only removes."""
+    """Write the aligned keep grid to every member's mask, in place; with `among_kept` only remove."""
     for m in members:
         assert m.mask is not None, "fill_mask needs masks"
         grid = from_aligned(keep, m.order, m.grid)
@@ -84,15 +143,15 @@ def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = Fal
 
 
 def candidates_of(members: Sequence[Blocks], ndim: int) -> Tensor:
-    """Blocks of the aligned grid of which an earlier stage left anything: the ones that may still be kept."""
-    alive: Tensor | None = None
+    """Blocks of the aligned grid of which the masks keep any element."""
+    present: Tensor | None = None
     for m in members:
-        assert m.mask is not None, "a later stage needs masks"
+        assert m.mask is not None, "candidates_of needs masks"
         tiles = split(pad_to(m.mask != 0, m.shape, False), m.shape)
         grid = to_aligned(_fold(tiles, torch.logical_or), m.order, ndim)
-        alive = grid if alive is None else alive | grid
-    assert alive is not None
-    return alive
+        present = grid if present is None else present | grid
+    assert present is not None
+    return present
 
 
 def reduce_blocks(elements: Tensor, block: Sequence[int], norm: Norm) -> Tensor:
@@ -133,10 +192,8 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _power(t: Tensor, norm: Norm) -> Tensor:
-    if callable(norm):
-        return _wide(norm(t))
     t = _wide(t)
-    return t * t if norm == 2 else t.abs()
+    return t if norm is None else t * t if norm == 2 else t.abs()
 
 
 def _combine(a: Tensor, b: Tensor, norm: Norm) -> Tensor:
@@ -144,5 +201,5 @@ def _combine(a: Tensor, b: Tensor, norm: Norm) -> Tensor:
 
 
 def element_counts(m: Blocks) -> Tensor:
-    """How many elements each block of the grid really has, in the grid's shape (float32)."""
+    """How many elements each block of the grid has, in the grid's shape (float32)."""
     return tile_volumes(m.window.shape, m.shape, m.window.device).float()

@@ -1,6 +1,6 @@
-"""Where the last kept key of a long row probably lies, told from a sample: two ranks, two keys, or none.
+"""Between which keys the last kept key of a long row probably is, from the ranks of a sample.
 
-A bracket is a guess. Whoever uses one counts the keys above it and in it, and so finds out whether it was right.
+Such a bracket is a guess: its user counts the keys above it and in it, and so finds out whether it was right.
 """
 
 import math
@@ -13,11 +13,11 @@ __all__ = ["DRAWN", "ROOM", "STRETCH", "ranks", "slots"]
 STRETCH = 64  # keys for which one is drawn ...
 DRAWN = 1 << 16  # ... but no more than this
 DEVIATIONS = 3  # of the sampled rank, to either side: one guess in some four hundred is wrong
-ROOM = 8  # one key in so many may lie in a bracket that is of use
+ROOM = 8  # one key in so many may be in a useful bracket
 
 
 def ranks(drawn: int, keep: int, members: int) -> tuple[int, int]:
-    """Ranks (1 is the highest) in a sample of `drawn`, between which the keep-th of all `members` probably lies.
+    """Ranks (1 is the highest) in a sample of `drawn`, between which the keep-th of all `members` probably is.
 
     The first may be below 1 and the second above `drawn`: the sample sets no limit there.
 
@@ -30,7 +30,7 @@ def ranks(drawn: int, keep: int, members: int) -> tuple[int, int]:
 
 
 def slots(members: int, stretch: int | None = None) -> Tensor:
-    """The slots of a sample, int64, ascending: one from each stretch of the row, drawn at random but ever the same."""
+    """The slots of a sample, int64, ascending: one from each stretch of the row, random but always the same."""
     stretch = max(STRETCH, members // DRAWN) if stretch is None else stretch
     starts = torch.arange(0, members - stretch + 1, stretch, device="cpu")
     return starts + torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(0), device="cpu")

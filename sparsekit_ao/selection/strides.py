@@ -32,7 +32,7 @@ def cosize(shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> int:
 
 
 def grid_of(sizes: Sequence[int], tile: Sequence[int]) -> Shape:
-    """How many tiles each dimension holds; a partial last tile counts.
+    """How many tiles each dimension has; a partial last tile counts.
 
     >>> grid_of((4, 10), (2, 4))
     (2, 3)

@@ -1,8 +1,8 @@
-"""Threads of our own for loops that run without the GIL, and for torch operations that are to use one thread each.
+"""Helper threads: they run compiled loops that release Python's lock, and torch operations on one thread each.
 
-Work is cut into more pieces than there are threads and each thread takes the next piece when it is free, so a core
-that another program holds slows one piece, not all of them. How the threads get cores to run on is the business of
-`cores.py`.
+Work is cut into more pieces than there are threads, and each thread takes the next piece when it is free, so a core
+that another program occupies delays one piece and not all of them. Nothing that belongs to the process is changed:
+torch's number of threads is lowered inside the helper threads only.
 """
 
 import os
@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from . import cores
-
 __all__ = ["PIECE", "pieces", "run_all", "run_apart"]
 
 PIECE = 1 << 17  # elements of the smallest piece of work
@@ -25,9 +23,9 @@ T = TypeVar("T")
 
 
 def pieces(count: int, weight: int, least: int | None = None) -> Iterator[tuple[int, int]]:
-    """Cut 0 .. count, each of `weight` elements, into pieces: several a thread, none but the last below PIECE.
+    """Cut 0 .. count, each of `weight` elements, into ranges: several for each thread, of PIECE elements or more.
 
-    One thread alone gets larger ones: each costs a call, and a turn of Python's lock. No piece is below `least`.
+    A single thread gets larger ones, since each costs a call. No range but the last is below `least` elements.
     """
     threads = torch.get_num_threads()
     least = max(least or 0, PIECE if threads > 1 else PIECE * SHARE)
@@ -37,9 +35,9 @@ def pieces(count: int, weight: int, least: int | None = None) -> Iterator[tuple[
 
 
 def run_all(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Call every piece of work, on as many threads as torch uses, this one among them; their results in order.
+    """Call every piece of work on as many threads as torch uses, the calling one included; their results in order.
 
-    The first error is raised once nothing runs any more: nothing may write into masks after the caller has it.
+    The first error is raised once no piece runs any more, so that nothing is written after the caller gets it.
     """
     others = min(torch.get_num_threads(), len(work)) - 1
     if others < 1:
@@ -48,18 +46,18 @@ def run_all(work: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def run_apart(work: Sequence[Callable[[], None]]) -> None:
-    """Call every piece of work, made of torch operations, on threads that each run theirs alone.
+    """Call every piece of work, made of torch operations, on helper threads, each of which uses one thread only.
 
-    As many threads as torch uses, the caller waiting. Cutting the work instead of each operation keeps torch's OpenMP
-    threads out of it, which spin after every operation and hold the cores.
+    As many helpers as torch uses threads; the caller waits. Cutting the work instead of each operation avoids torch's
+    OpenMP threads, which spin after every operation and occupy the cores.
     """
     threads = torch.get_num_threads()
     if threads == 1 or len(work) < 2:
         for piece in work:
             piece()
         return
-    as_here = torch.is_inference_mode_enabled()
-    _Round([partial(_without_grad, as_here, piece) for piece in work]).run(_helpers(min(threads, len(work))))
+    inference = torch.is_inference_mode_enabled()
+    _Round([partial(_without_grad, inference, piece) for piece in work]).run(_helpers(min(threads, len(work))))
 
 
 def _without_grad(inference: bool, piece: Callable[[], None]) -> None:
@@ -68,7 +66,7 @@ def _without_grad(inference: bool, piece: Callable[[], None]) -> None:
 
 
 class _Round(Generic[T]):
-    """Pieces of work that several threads take from, and what became of them."""
+    """Pieces of work that several threads take from, with their results and errors."""
 
     def __init__(self, work: Sequence[Callable[[], T]]) -> None:
         self._count = len(work)
@@ -78,16 +76,14 @@ class _Round(Generic[T]):
         self._busy, self._change = 0, Condition()
 
     def run(self, helpers: "Sequence[_Helper]", *, joining: bool = False) -> list[T]:
-        """Hand the work to helpers, and do some of it here if `joining`; the results in order."""
+        """Hand the work to helpers, and do some of it on this thread if `joining`; the results in order."""
         try:
-            cores.let_go()
-            others, here = cores.around() or (set(), set())
-            for at, helper in enumerate(helpers):
-                helper.wake(self._help, others if joining or at else here)
+            for helper in helpers:
+                helper.call(self._help)
             if joining:
                 self._take()
             self._wait()
-        except BaseException:  # as Ctrl-C while waiting: what has begun still writes
+        except BaseException:  # such as Ctrl-C while waiting: pieces that have begun still write
             self._todo.clear()
             self._wait()
             raise
@@ -96,7 +92,7 @@ class _Round(Generic[T]):
         return [self._found[at] for at in range(self._count)]
 
     def _wait(self) -> None:
-        with self._change:  # a helper that has not begun has nothing left to do
+        with self._change:  # a helper that has not begun will find nothing left to do
             self._change.wait_for(lambda: not self._todo and not self._busy)
 
     def _help(self) -> None:
@@ -121,33 +117,33 @@ class _Round(Generic[T]):
 
 
 class _Helper:
-    """A thread that waits for calls and does one after the other; torch operations in it use no further threads."""
+    """A daemon thread that makes one call after the other; torch operations in it use no further threads."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        begun, threads = Lock(), torch.get_num_threads()
-        begun.acquire()
-        self._thread = Thread(target=self._live, args=(begun,), name="sparsekit_ao", daemon=True)
-        self._thread.start()
-        begun.acquire()
-        torch.set_num_threads(threads)
+        ready = Lock()
+        ready.acquire()
+        Thread(target=self._serve, args=(ready,), name="sparsekit_ao", daemon=True).start()
+        ready.acquire()
 
-    def wake(self, call: Callable[[], None], wanted: set[int]) -> None:
-        """Let it do a call, on one of these cores."""
-        cores.place(self._thread.native_id, wanted)
-        self._calls.put(call)
+    def call(self, function: Callable[[], None]) -> None:
+        """Let the thread make this call when it is free."""
+        self._calls.put(function)
 
-    def _live(self, begun: Lock) -> None:
-        torch.get_num_threads()  # takes the process's number over, once a thread
-        torch.set_num_threads(1)  # of this thread, and of threads that begin later
-        begun.release()
+    def _serve(self, ready: Lock) -> None:
+        for_new_threads = torch.get_num_threads()  # what torch gives to a thread that begins now
+        torch.set_num_threads(1)  # in this thread, but also in every thread that begins later ...
+        restorer = Thread(target=torch.set_num_threads, args=(for_new_threads,))  # ... unless it is set again
+        restorer.start()
+        restorer.join()
+        ready.release()
         while True:
             self._calls.get()()
 
 
 @lru_cache(maxsize=1)
 def _all_helpers(process: int) -> tuple[Lock, list[_Helper]]:
-    """Those of one process, since threads do not survive a fork; made when they are first needed."""
+    """The helpers of one process, since threads do not survive a fork; started when first needed."""
     return Lock(), []
 
 

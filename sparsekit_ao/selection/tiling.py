@@ -1,11 +1,11 @@
 """Tiles as torch views: how a tensor is cut into blocks, and a block grid into scopes.
 
-Knows strided tensors and tile sizes; nothing of scores, budgets or masks. A dimension that its tile does not divide
-is padded first, so that everything after it is regular.
+Scores, budgets and masks are dealt with elsewhere. A dimension that its tile does not divide is padded first, so that
+everything after it is regular.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
-    """One strided window cut into blocks: what the kernels are handed.
+    """One strided window cut into blocks: what backends are given.
 
     Attributes:
         shape: elements of a block, one entry a dimension of the window.
@@ -66,10 +66,10 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scopes:
-    """Blocks that share one fate (`members`, on one aligned grid), cut into scopes.
+    """Blocks that are kept or dropped together (`members`, on one aligned grid), cut into scopes.
 
     Attributes:
-        members: windows whose blocks at one aligned grid index live and die together.
+        members: windows; their blocks at one aligned grid index are kept or dropped together.
         shape: blocks of a scope along each dimension of the aligned grid.
         order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
     """
@@ -89,7 +89,7 @@ class Scopes:
         own = grid_of(self.grid, self.shape)
         return tuple(own[k] for k in self.order) if self.order else own
 
-    def with_members(self, members: Sequence[Blocks]) -> "Scopes":
+    def with_members(self, members: Iterable[Blocks]) -> "Scopes":
         """The same scopes over other windows."""
         return replace(self, members=tuple(members))
 
@@ -117,7 +117,7 @@ def crop(t: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def cut_parts(window: Tensor, unit: Shape, most: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Cut a window into parts of whole units, of `most` elements if they can be; each with its place in the grid."""
+    """Cut a window into parts of whole units, of `most` elements if they can be; each with its slices of the grid."""
     counts = [s // u for s, u in zip(window.shape, unit, strict=True)]
     todo = [tuple(slice(0, c) for c in counts)]
     while todo:
@@ -141,14 +141,14 @@ def aligned_grid(grid: Sequence[int], order: Sequence[int], ndim: int) -> Shape:
 
 
 def to_aligned(grid: Tensor, order: Sequence[int], ndim: int, trailing: int = 0) -> Tensor:
-    """A member's grid (with `trailing` further dimensions) seen in the aligned order; a view."""
+    """A member's grid (with `trailing` further dimensions) viewed in the aligned order."""
     own = grid.ndim - trailing
     full = grid[(slice(None),) * own + (None,) * (ndim - own)]
     return full.permute([*order, *range(ndim, ndim + trailing)]) if order else full
 
 
 def from_aligned(aligned: Tensor, order: Sequence[int], grid: Sequence[int], trailing: int = 0) -> Tensor:
-    """The inverse of `to_aligned`: an aligned grid seen in the member's own order; a view."""
+    """The inverse of `to_aligned`: an aligned grid viewed in the member's own order."""
     n = aligned.ndim - trailing
     own = aligned.permute([*(list(order).index(k) for k in range(n)), *range(n, n + trailing)]) if order else aligned
     return own.reshape([*grid, *aligned.shape[n:]])
@@ -175,7 +175,7 @@ def from_scopes(rows: Tensor, scopes: Scopes) -> Tensor:
 
 
 def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device | None = None) -> Tensor:
-    """How many entries each tile really has: less than prod(tile) at a partial edge; int64, of the grid's shape.
+    """How many entries each tile has: less than prod(tile) at a partial edge; int64, of the grid's shape.
 
     >>> tile_volumes((2, 5), (2, 4))
     tensor([[8, 2]])
@@ -189,12 +189,12 @@ def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device
     return volume
 
 
-def real_slots(groups: Sequence[Scopes], device: torch.device | None = None) -> Tensor | None:
-    """Which slots of the groups' joined rows hold a block; None where all do, because no scope is partial.
+def real_slots(scopes: Sequence[Scopes], device: torch.device | None = None) -> Tensor | None:
+    """Which slots of the scopes' joined rows hold a block; None if all do, because no scope is partial.
 
     On the windows' own device unless another is given.
     """
-    if not any(g % n for s in groups for g, n in zip(s.grid, s.shape, strict=True)):
+    if not any(g % n for s in scopes for g, n in zip(s.grid, s.shape, strict=True)):
         return None
-    device = groups[0].members[0].window.device if device is None else device
-    return torch.cat([to_scopes(torch.ones(g.grid, dtype=torch.bool, device=device), g, False) for g in groups], dim=1)
+    device = scopes[0].members[0].window.device if device is None else device
+    return torch.cat([to_scopes(torch.ones(s.grid, dtype=torch.bool, device=device), s, False) for s in scopes], dim=1)

@@ -1,7 +1,7 @@
-"""Rows that are read in chunks: a sample tells between which keys the last kept one lies, one pass does the rest.
+"""Rows that are read in chunks: a sample gives two keys between which the last kept one is, one pass does the rest.
 
-That pass writes the mask of every key above or below and sets the few undecided aside; it counts as it goes, so a
-sample that was wrong is noticed, and the digits of the keys are counted instead. One row may lie in several tensors.
+That pass writes the mask of every key above or below and collects the few between; it counts them, so a sample that
+misled is noticed, and the digits of the keys are counted instead. One row may consist of several tensors.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import radix, sample
 from ..keys import absent, key_bits, order_keys
-from ..radix import CHUNK, Reduce
+from ..radix import CHUNK
 from ..threads import run_apart
 from .rows import keep_rows
 
@@ -21,7 +21,7 @@ __all__ = ["KeysOf", "keep_digits", "keep_row"]
 
 
 class KeysOf:
-    """Keys of score rows, made when asked for (see `radix.KeyRows`)."""
+    """Keys of score rows, computed on demand (see `radix.KeyRows`)."""
 
     def __init__(self, scores: Tensor, candidates: Tensor | None, magnitude: bool) -> None:
         self.rows, self.width = scores.shape
@@ -29,7 +29,7 @@ class KeysOf:
         self._scores, self._candidates, self._magnitude = scores, candidates, magnitude
 
     def keys(self, row: int, start: int, stop: int) -> Tensor:
-        """Keys of slots start .. stop of one row, in fresh memory."""
+        """Keys of slots start .. stop of one row, in a new tensor."""
         return self.block(slice(row, row + 1), slice(start, stop))[0]
 
     def at(self, row: int, slots: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class KeysOf:
         return KeysOf(self._scores[row, None], candidates, self._magnitude)
 
     def block(self, rows: slice, slots: slice = slice(None)) -> Tensor:
-        """Keys of some slots of some rows, in fresh memory."""
+        """Keys of some slots of some rows, in a new tensor."""
         keys = order_keys(self._scores[rows, slots], magnitude=self._magnitude)
         if self._candidates is not None:
             keys.masked_fill_(~self._candidates[rows, slots], absent(self._scores.dtype))
@@ -51,10 +51,10 @@ class KeysOf:
 
 
 def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bool:
-    """Keep slots of one row, if it can be told from a sample which; whether it could.
+    """Keep slots of one row, if a sample tells which; whether it did.
 
     Args:
-        outs: bool [slots of the source], one for each source; may be written even where the answer is False.
+        outs: bool [slots of the source], one for each source; may be written even if the result is False.
         sources: a single row each, which together make up the row; ties go by their order.
         keep: slots kept of all sources together.
     """
@@ -69,10 +69,10 @@ def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bo
         for out, source in zip(outs, sources, strict=True)
         for start in range(0, source.width, CHUNK)
     ]
-    room = _Room(width // sample.ROOM if bracket[0] < bracket[1] else 0)
-    run_apart([partial(part.decide, *bracket, room) for part in parts])
+    capacity = _Capacity(width // sample.ROOM if bracket[0] < bracket[1] else 0)
+    run_apart([partial(part.decide, *bracket, capacity) for part in parts])
     above, undecided = sum(part.above for part in parts), torch.cat([part.undecided for part in parts])
-    if room.full or not above <= keep <= above + undecided.numel():
+    if capacity.full or not above <= keep <= above + undecided.numel():
         return False
     if undecided.numel():
         chosen = torch.empty(1, undecided.numel(), dtype=torch.bool, device="cpu")
@@ -82,8 +82,8 @@ def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bo
     return True
 
 
-class _Room:
-    """How many more keys may be set aside; once they were too many it stays full, whatever threads do to the count."""
+class _Capacity:
+    """How many more keys may be collected; once they are too many it stays full, whatever threads do to the count."""
 
     def __init__(self, left: int) -> None:
         self.left, self.full = left, False
@@ -95,27 +95,27 @@ class _Room:
 
 
 class _Part:
-    """A chunk of a row: what the bracket decides is written to `out`, what it does not is set aside."""
+    """A chunk of a row: what the bracket decides is written to `out`, the rest is collected."""
 
     def __init__(self, out: Tensor, source: KeysOf, start: int) -> None:
         self.out, self._source, self._start = out, source, start
         self.above, self.slots = 0, torch.empty(0, dtype=torch.int64, device="cpu")
         self.undecided = torch.empty(0, dtype=torch.int32, device="cpu")
 
-    def decide(self, least: int, most: int, room: _Room) -> None:
-        if room.full:
+    def decide(self, least: int, most: int, capacity: _Capacity) -> None:
+        if capacity.full:
             return
         keys = self._source.keys(0, self._start, self._start + self.out.numel())
         torch.gt(keys, most, out=self.out)
         self.above = int(self.out.count_nonzero())
         between = (keys >= least).bitwise_xor_(self.out)
-        self.slots = torch.from_numpy(np.flatnonzero(between.numpy()))  # in a third of torch's time
+        self.slots = torch.from_numpy(np.flatnonzero(between.numpy()))  # a third of torch's time
         self.undecided = keys[self.slots]
-        room.take(self.slots.numel())
+        capacity.take(self.slots.numel())
 
 
 def _bracket(sources: Sequence[KeysOf], keep: int) -> tuple[int, int]:
-    """Two keys between which the keep-th largest of the sources' one row probably lies."""
+    """Two keys between which the keep-th largest of the sources' one row probably is."""
     ends = torch.tensor([source.width for source in sources], device="cpu").cumsum(0)
     slots = sample.slots(int(ends[-1]))
     shares = slots.tensor_split(torch.searchsorted(slots, ends[:-1]))
@@ -128,44 +128,18 @@ def _bracket(sources: Sequence[KeysOf], keep: int) -> tuple[int, int]:
     return (least if lower <= keys.numel() else limits.min), (most if upper >= 1 else limits.max)
 
 
-def keep_digits(
-    out: Tensor, source: KeysOf, budget: Tensor, index: Tensor | None = None, reduce: Reduce | None = None
-) -> None:
-    """Keep slots of each row by counting digits; `index` and `reduce` as in `api.keep_mask`."""
-    threshold, need, ties = radix.select_threshold(source, budget, reduce)
-    last = None if reduce is None else _last_index(source, threshold, need, index, reduce)
+def keep_digits(out: Tensor, source: KeysOf, budget: Tensor) -> None:
+    """Keep `budget` slots of each row (int64 [rows]) by counting digits of their keys."""
+    threshold, need, ties = radix.select_threshold(source, budget)
     for row in range(source.rows):
         limit, whole = int(threshold[row]), bool(need[row] == ties[row])
         compare = torch.ge if whole else torch.gt
         for start in range(0, source.width, CHUNK):
             stop = min(start + CHUNK, source.width)
             compare(source.keys(row, start, stop), limit, out=out[row, start:stop])
-        if whole:
-            continue
 
         def tied(start: int, stop: int, row: int = row, limit: int = limit) -> Tensor:
-            found = source.keys(row, start, stop) == limit
-            if last is None or index is None:
-                return found
-            return found & (index[row, start:stop] <= last[row])
+            return source.keys(row, start, stop) == limit
 
-        radix.mark_first(out[row], tied, int(need[row]) if last is None else source.width)
-
-
-class _TieIndices:
-    """The global indices of tied slots as keys: the lower the index, the higher the key."""
-
-    def __init__(self, source: KeysOf, threshold: Tensor, index: Tensor) -> None:
-        self.rows, self.width, self.bits = source.rows, source.width, 64
-        self._source, self._threshold, self._index = source, threshold, index
-
-    def keys(self, row: int, start: int, stop: int) -> Tensor:
-        tied = self._source.keys(row, start, stop) == int(self._threshold[row])
-        return torch.where(tied, -self._index[row, start:stop], torch.iinfo(torch.int64).min)
-
-
-def _last_index(source: KeysOf, threshold: Tensor, need: Tensor, index: Tensor | None, reduce: Reduce) -> Tensor:
-    """The largest global index that is still kept among each row's ties (-1 where none is)."""
-    assert index is not None, "a reduce needs the global index of every slot"
-    place, _, _ = radix.select_threshold(_TieIndices(source, threshold, index), need, reduce)
-    return torch.where(need > 0, -place, -1)
+        if not whole:
+            radix.mark_first(out[row], tied, int(need[row]))

@@ -1,6 +1,6 @@
-"""The CPU path: the reference's masks in a few passes over memory, a cache-sized part of a window at a time.
+"""Mask updates on CPU: the reference's masks in a few passes over memory, a cache-sized part of a window at a time.
 
-How slots are chosen follows from how many compete (`rows.py`, `long.py`). Scores of single elements are never stored:
+How blocks are chosen depends on how many compete (`rows.py`, `long.py`). Scores of single elements are never stored:
 their keys are made from the weight itself.
 """
 
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..keys import KEY_DTYPES, order_keys
-from ..radix import CHUNK, Reduce
+from ..keys import KEY_DTYPES, absent, order_keys
+from ..radix import CHUNK
 from ..threads import run_apart
-from ..tiling import Blocks, Scopes, cut_parts, from_scopes, split, to_scopes
+from ..tiling import Blocks, Scopes, cut_parts, from_aligned, from_scopes, split, to_scopes
+from ..work import Norm, Update
 from .long import KeysOf, keep_digits, keep_row
-from .rows import PAIRS, ROOM, SORTED, keep_rows, keep_slots
+from .rows import PAIRS, PART, SORTED, keep_rows, keep_slots
 
-__all__ = ["block_scores", "keep_mask", "scope_mask"]
+__all__ = ["block_scores", "fill", "keep_mask"]
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by how many mask elements they hold
 SCORES = 1 << 22  # scores that are stored at once
@@ -34,49 +35,52 @@ def keep_mask(
     candidates: Tensor | None = None,
     *,
     magnitude: bool = False,
-    index: Tensor | None = None,
-    reduce: Reduce | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `api.keep_mask`, by the fastest way; `magnitude` ranks by |score|, `out` takes the mask."""
-    out = torch.empty(scores.shape, dtype=torch.bool, device=scores.device) if out is None else out
-    if out.numel() == 0 and reduce is None:
+    """Exactly `keep` of each row of scores, by the fastest method for its width; `out` receives the mask."""
+    out = torch.empty(scores.shape, dtype=torch.bool, device="cpu") if out is None else out
+    if out.numel() == 0:
         return out
     source = KeysOf(scores, candidates, magnitude)
-    budget = torch.as_tensor(keep, dtype=torch.int64, device="cpu").expand(source.rows)
-    if reduce is not None:
-        keep_digits(out, source, budget, index, reduce)
-    elif source.width >= WIDE:
+    if source.width >= WIDE:
+        budget = torch.as_tensor(keep, dtype=torch.int64, device="cpu").expand(source.rows)
         for row in range(source.rows):
             if not keep_row([out[row]], [source.row(row)], int(budget[row])):
                 keep_digits(out[row : row + 1], source.row(row), budget[row : row + 1])
     else:
-        step = max(1, (CHUNK if source.width <= SORTED else ROOM) // source.width)
+        step = max(1, (CHUNK if source.width <= SORTED else PART) // source.width)
         for start in range(0, source.rows, step):
             part = slice(start, start + step)
             keep_rows(out[part], source.block(part), keep[part] if isinstance(keep, Tensor) else keep)
     return out if candidates is None else out.logical_and_(candidates)
 
 
-def block_scores(members: Sequence[Blocks], norm: reference.Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
-    """As the reference, computed a part of the blocks at a time; the same bits, since no sum crosses a part."""
+def block_scores(
+    members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """As the reference, computed a part of the blocks at a time; the same bits, since no sum crosses a part.
+
+    `out`, of the aligned grid's shape, receives the scores.
+    """
     first = members[0]
-    # a callable need not be elementwise, so it sees the whole window at once
-    if len(members) > 1 or callable(norm) or first.window.numel() <= CHUNK:
-        return reference.block_scores(members, norm, ndim, as_mean, root=_root)
+    if len(members) > 1 or first.window.numel() <= CHUNK:
+        found = reference.block_scores(members, norm, ndim, as_mean, root=_root)
+        return found if out is None else out.copy_(found)
     as_mean = first.is_partial if as_mean is None else as_mean
     own = replace(first, order=(), mask=None)
-    out = torch.empty(
-        first.grid, dtype=torch.float64 if first.window.dtype == torch.float64 else torch.float32, device="cpu"
+    dtype = torch.float64 if first.window.dtype == torch.float64 else torch.float32
+    grid = (
+        torch.empty(first.grid, dtype=dtype, device="cpu")
+        if out is None
+        else from_aligned(out, first.order, first.grid)
     )
-
     for place in _places(own):
-        out[place].copy_(reference.block_scores((_at(own, place),), norm, len(first.grid), as_mean, root=_root))
-    return reference.to_aligned(out, first.order, ndim)
+        grid[place].copy_(reference.block_scores((_at(own, place),), norm, len(first.grid), as_mean, root=_root))
+    return reference.to_aligned(grid, first.order, ndim)
 
 
 def _root(sums: Tensor) -> Tensor:
-    """The correctly rounded root, in place; numpy asks the processor, which rounds as IEEE 754 has it."""
+    """The correctly rounded root, in place; numpy uses the processor's instruction, which rounds as IEEE 754 says."""
     if sums.requires_grad:
         return reference.root(sums)
     array = sums.numpy()
@@ -85,11 +89,11 @@ def _root(sums: Tensor) -> Tensor:
 
 
 def _places(whole: Blocks) -> Iterator[tuple[slice, ...]]:
-    """Parts of a window's grid, ROOM elements if they can be; smaller last blocks are parts of their own."""
+    """Parts of a window's grid, PART elements if they can be; smaller last blocks are parts of their own."""
     counts = [s // b for s, b in zip(whole.window.shape, whole.shape, strict=True)]
     inner = whole.window[tuple(slice(0, c * b) for c, b in zip(counts, whole.shape, strict=True))]
     if inner.numel():
-        yield from (place for place, _ in cut_parts(inner, whole.shape, ROOM))
+        yield from (place for place, _ in cut_parts(inner, whole.shape, PART))
     for k, count in enumerate(counts):
         if whole.window.shape[k] % whole.shape[k]:
             before, after = counts[:k], whole.grid[k + 1 :]
@@ -103,29 +107,33 @@ def _at(whole: Blocks, place: tuple[slice, ...]) -> Blocks:
     return replace(whole, values=cut[0], mask=cut[1])
 
 
-def scope_mask(groups: Sequence[Scopes], keep: int | Tensor, norm: reference.Norm, *, among_kept: bool = False) -> bool:
-    """Score, select and fill in one go where plain windows allow it; False where the three verbs must do it.
+def fill(update: Update) -> None:
+    """Score, select and fill: in one pass where windows are simple, else in the reference's three steps."""
+    if not _fill_plain(update):
+        reference.update_in_steps(update, block_scores, _select)
 
-    Args:
-        groups: scopes with values and masks.
-        keep: blocks kept in each scope: an int, or int64 of the shape of the scope grid.
-        norm: 1, 2, inf or a callable, which makes the answer False.
-        stage: choose only among what the masks still hold.
-    """
-    if callable(norm) or not all(_plain(group) for group in groups):
+
+def _select(rows: Tensor, keep: int | Tensor, candidates: Tensor | None) -> Tensor:
+    return keep_mask(rows, keep, candidates)
+
+
+def _fill_plain(update: Update) -> bool:
+    """Fill the masks if every scope evenly cuts the grid of one window; whether they do."""
+    keep, norm = update.budget, update.norm
+    if not all(_plain(scopes) for scopes in update.scopes):
         return False
-    long = sum(math.prod(group.shape) for group in groups) >= WIDE
-    if long and not among_kept and all(math.prod(group.scope_grid) == 1 for group in groups):
-        return _mask_together(groups, int(keep), norm)
-    if len(groups) > 1:
+    long = sum(math.prod(scopes.shape) for scopes in update.scopes) >= WIDE
+    if long and not update.among_kept and all(math.prod(scopes.scope_grid) == 1 for scopes in update.scopes):
+        return _mask_together(update.scopes, int(keep), norm)
+    if len(update.scopes) > 1:
         return False
-    scopes, only = groups[0], groups[0].members[0]
-    if among_kept and not only.is_partial:
-        run_apart([partial(_stage_part, *part, norm) for part in _cut(scopes, keep, _room(scopes))])
-    elif not among_kept and _single(only):
-        run_apart([partial(_mask_part, *part) for part in _cut(scopes, keep, _room(scopes))])
-    elif not among_kept:
-        for part, own in [(scopes, keep)] if only.is_partial else _cut(scopes, keep, _room_of_scores(only)):
+    scopes, only = update.scopes[0], update.members[0]
+    if update.among_kept and not only.is_partial:
+        run_apart([partial(_mask_among_kept, *part, norm) for part in _cut(scopes, keep, _part_size(scopes))])
+    elif not update.among_kept and _single(only):
+        run_apart([partial(_mask_part, *part, norm) for part in _cut(scopes, keep, _part_size(scopes))])
+    elif not update.among_kept:
+        for part, own in [(scopes, keep)] if only.is_partial else _cut(scopes, keep, _scored_size(only)):
             _mask_blocks(part, own, norm)
     else:
         return False
@@ -151,27 +159,29 @@ def _plain(scopes: Scopes) -> bool:
     return not any(g % n for g, n in zip(only.grid, scopes.shape, strict=True))
 
 
-def _room(scopes: Scopes) -> int:
-    """Elements of a part: more where a part takes many small steps beside few over its keys."""
+def _part_size(scopes: Scopes) -> int:
+    """Elements of a part: more if its method takes many small steps besides its passes over the keys."""
     width, numel = math.prod(scopes.shape), scopes.members[0].window.numel()
     if PAIRS < width <= SORTED or width >= WIDE:
         return CHUNK
-    return min(max(CHUNK, numel // (4 * torch.get_num_threads())), ROOM)
+    return min(max(CHUNK, numel // (4 * torch.get_num_threads())), PART)
 
 
-def _room_of_scores(blocks: Blocks) -> int:
+def _scored_size(blocks: Blocks) -> int:
     """Elements whose scores are SCORES at most, and take half the window's bytes at most."""
     size = math.prod(blocks.shape)
     return max(CHUNK, min(SCORES * size, blocks.window.numel() * size * blocks.window.element_size() // 8))
 
 
-def _stage_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:
-    """Choose among what the mask of a part still holds, scored by what it left of the values."""
+def _mask_among_kept(scopes: Scopes, keep: int | Tensor, norm: Norm) -> None:
+    """Choose among what the mask of a part still keeps, scored by the values that it keeps."""
     part, n = scopes.members[0], len(scopes.shape)
     assert part.values is not None and part.mask is not None
     if _single(part) and math.prod(scopes.shape) < WIDE:
-        # what is gone ranks below every magnitude, and a stage only removes
-        keys = order_keys(part.values, magnitude=True).bitwise_or_(part.mask.view(torch.int8) - 1)
+        if norm is None:
+            keys = order_keys(part.values).masked_fill_(~part.mask, absent(part.values.dtype))
+        else:  # what is dropped gets the key -1, below every magnitude
+            keys = order_keys(part.values, magnitude=True).bitwise_or_(part.mask.view(torch.int8) - 1)
         kept = torch.empty_like(part.mask)
         _keep_grid(kept, keys, scopes, keep)
         part.mask.logical_and_(kept)
@@ -180,32 +190,38 @@ def _stage_part(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> Non
     rows = to_scopes(reference.block_scores((left,), norm, n, root=_root), scopes, 0.0)
     candidates = to_scopes(reference.candidates_of((part,), n), scopes, False)
     budget = keep.reshape(-1) if isinstance(keep, Tensor) else keep
-    chosen = keep_mask(rows, budget, candidates, magnitude=True)
+    chosen = keep_mask(rows, budget, candidates, magnitude=norm is not None)
     reference.fill_mask((part,), from_scopes(chosen, scopes), among_kept=True)
 
 
-def _mask_blocks(scopes: Scopes, keep: int | Tensor, norm: reference.Norm) -> None:
+def _mask_blocks(scopes: Scopes, keep: int | Tensor, norm: Norm) -> None:
     """Choose among the scores of whole blocks as among single elements."""
     only = scopes.members[0]
     scores = block_scores((only,), norm, only.window.ndim)
     kept = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
-    scope_mask([scopes.with_members([Blocks(shape=(1,) * scores.ndim, values=scores, mask=kept)])], keep, norm)
+    elements = scopes.with_members([Blocks(shape=(1,) * scores.ndim, values=scores, mask=kept)])
+    fill(Update(scopes=(elements,), keep=keep, norm=norm))
     _fill(only, kept)
 
 
-def _mask_part(scopes: Scopes, keep: int | Tensor) -> None:
+def _mask_part(scopes: Scopes, keep: int | Tensor, norm: Norm) -> None:
     """Choose among single elements."""
     part = scopes.members[0]
     assert part.values is not None and part.mask is not None
+    magnitude = norm is not None
     if math.prod(scopes.shape) < WIDE:
-        _keep_grid(part.mask, order_keys(part.values, magnitude=True), scopes, keep)
+        _keep_grid(part.mask, order_keys(part.values, magnitude=magnitude), scopes, keep)
+        return
+    budget, rows = keep.reshape(-1) if isinstance(keep, Tensor) else keep, to_scopes(part.mask, scopes, False)
+    values = to_scopes(part.values, scopes, 0.0)
+    if rows.data_ptr() == part.mask.data_ptr():
+        keep_mask(values, budget, magnitude=magnitude, out=rows)
     else:
-        budget = keep.reshape(-1) if isinstance(keep, Tensor) else keep
-        part.mask.copy_(from_scopes(keep_mask(to_scopes(part.values, scopes, 0.0), budget, magnitude=True), scopes))
+        part.mask.copy_(from_scopes(keep_mask(values, budget, magnitude=magnitude), scopes))
 
 
 def _keep_grid(kept: Tensor, keys: Tensor, scopes: Scopes, keep: int | Tensor) -> None:
-    """Write which blocks are kept, both of the grid's shape, where a scope's keys are all at hand."""
+    """Write which blocks are kept, both of the grid's shape, where all keys of a scope are in memory."""
     if math.prod(scopes.shape) <= PAIRS:
         keep_slots(_slots(kept, scopes), _slots(keys, scopes), keep, kept.ndim)
         return
@@ -216,7 +232,7 @@ def _keep_grid(kept: Tensor, keys: Tensor, scopes: Scopes, keep: int | Tensor) -
         return
     rows = torch.empty(rows.shape, dtype=torch.bool, device="cpu")
     keep_rows(rows, slots, budget)
-    kept.copy_(from_scopes(rows, scopes).contiguous())  # turned in memory of its own, which is quicker
+    kept.copy_(from_scopes(rows, scopes).contiguous())  # transposed in a buffer, which is faster
 
 
 def _slots(grid: Tensor, scopes: Scopes) -> Tensor:
@@ -225,33 +241,34 @@ def _slots(grid: Tensor, scopes: Scopes) -> Tensor:
     return split(grid, scopes.shape).permute([*range(1, 2 * n, 2), *range(0, 2 * n, 2)])
 
 
-def _mask_together(groups: Sequence[Scopes], keep: int, norm: reference.Norm) -> bool:
-    """The blocks of all groups make up one long row; False where their weights are not of one kind."""
-    members = [group.members[0] for group in groups]
+def _mask_together(scopes: Sequence[Scopes], keep: int, norm: Norm) -> bool:
+    """The blocks of all scopes make up one long row; False if their weights differ in dtype."""
+    members = [one.members[0] for one in scopes]
     if len({m.window.dtype for m in members}) > 1:
         return False
-    as_mean = any(m.is_partial for m in members)  # competitors are scored alike
+    as_mean = any(m.is_partial for m in members)  # all competitors are scored in the same way
     single = not as_mean and all(_single(m) for m in members)
     grids = [m.window if single else block_scores((m,), norm, m.window.ndim, as_mean) for m in members]
-    # a mask that lies as its row does is written at once
+    # a mask with the memory layout of its row is written directly
     inside = [m.mask is not None and single and m.mask.is_contiguous() for m in members]
     grids_kept = [
         m.mask if m.mask is not None and here else torch.empty(grid.shape, dtype=torch.bool, device="cpu")
         for m, grid, here in zip(members, grids, inside, strict=True)
     ]
-    _keep_together([kept.view(-1) for kept in grids_kept], [grid.reshape(1, -1) for grid in grids], keep)
+    rows = [grid.reshape(1, -1) for grid in grids]
+    _keep_together([kept.view(-1) for kept in grids_kept], rows, keep, magnitude=norm is not None)
     for m, kept, here in zip(members, grids_kept, inside, strict=True):
         if not here:
             _fill(m, kept)
     return True
 
 
-def _keep_together(outs: Sequence[Tensor], rows: Sequence[Tensor], keep: int) -> None:
+def _keep_together(outs: Sequence[Tensor], rows: Sequence[Tensor], keep: int, *, magnitude: bool) -> None:
     """Choose among the scores of several rows [1, slots] as if they were one."""
-    if keep_row(outs, [KeysOf(row, None, True) for row in rows], keep):
+    if keep_row(outs, [KeysOf(row, None, magnitude) for row in rows], keep):
         return
     chosen = torch.empty(1, sum(row.numel() for row in rows), dtype=torch.bool, device="cpu")
-    keep_digits(chosen, KeysOf(torch.cat(list(rows), 1), None, True), torch.tensor([keep], device="cpu"))
+    keep_digits(chosen, KeysOf(torch.cat(list(rows), 1), None, magnitude), torch.tensor([keep], device="cpu"))
     for own, part in zip(outs, chosen[0].split([row.numel() for row in rows]), strict=True):
         own.copy_(part)
 

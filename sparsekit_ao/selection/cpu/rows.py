@@ -1,9 +1,9 @@
-"""Rows whose keys are all at hand: exactly `keep` of each, many rows at a time.
+"""Rows whose keys are all in memory: exactly `keep` of each, many rows at a time.
 
-A few slots are compared pair by pair, short rows are sorted, longer ones counted: of those a sample is sorted, one
-count tells how far off it is, which narrows the guess to two keys a row; two more counts prove that the last kept key
-lies between them, and only the few keys between are sorted. A row that the guess misses, or whose like keys leave too
-many, is sorted whole: a guess can cost time, never a bit.
+A few slots are compared pair by pair, short rows are sorted, longer ones counted: a sample of each is sorted, one count
+gives its error, which narrows the guess to two keys; two more counts prove that the last kept key is between them, and
+only the few keys between are sorted. A row for which the guess is wrong, or with too many equal keys, is sorted whole:
+a guess can cost time, never a bit.
 """
 
 import math
@@ -17,12 +17,12 @@ from torch import Tensor
 from .. import sample
 from ..threads import pieces, run_all
 
-__all__ = ["PAIRS", "ROOM", "SORTED", "keep_rows", "keep_slots"]
+__all__ = ["PAIRS", "PART", "SORTED", "keep_rows", "keep_slots"]
 
 PAIRS = 8  # widest row that is ranked by comparing every pair
 SORTED = 512  # widest row that numpy sorts by a network of whole vectors; of a longer one as many keys are sampled
-ROOM = 1 << 20  # keys of a piece of counting, which takes many small steps beside its passes
-DEVIATIONS = 3.5  # of what the sample says of a stretch of keys; one row in two thousand is missed
+PART = 1 << 20  # keys of a piece of counting, which takes many small steps besides its passes
+DEVIATIONS = 3.5  # of the sampled rank; the bracket of one row in two thousand is wrong
 WORD = 8  # flags that are counted at once, in the bytes of a word ...
 WORDS = 128  # ... of which so many are added: no byte runs over
 Array = np.ndarray[Any, Any]
@@ -32,7 +32,7 @@ def keep_rows(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
     """Write the mask of rows of keys to `out`, bool [rows, slots].
 
     Args:
-        keys: int16, int32 or int64 [rows, slots], in memory that no weight owns.
+        keys: int16, int32 or int64 [rows, slots], in memory of their own.
         keep: slots kept, an int or int64 [rows]; the highest keys, the lower index among equals.
     """
     if keys.shape[1] <= PAIRS:
@@ -43,8 +43,8 @@ def keep_rows(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
         keys = keys.contiguous()
         _cut(out, keys, _by_sort(keys, k), k)
         return
-    parts = [slice(start, stop) for start, stop in pieces(len(keys), keys.shape[1], ROOM)]
-    if len(parts) > 1 or not keys.T.is_contiguous():  # columns are counted as they lie
+    parts = [slice(start, stop) for start, stop in pieces(len(keys), keys.shape[1], PART)]
+    if len(parts) > 1 or not keys.T.is_contiguous():  # columns are counted without a copy
         keys = keys.contiguous()
     k = k.expand(len(keys), 1)
     for part, kept in zip(parts, run_all([partial(_by_counts, keys[part], k[part]) for part in parts]), strict=True):
@@ -59,9 +59,9 @@ def keep_slots(out: Tensor, keys: Tensor, keep: int | Tensor, dims: int = 1) -> 
         keys: of the same shape, in any layout.
         keep: slots kept, an int or int64 [*rows].
     """
-    rows = sorted(range(dims, keys.ndim), key=lambda k: -keys.stride()[k])  # as they lie in memory
+    rows = sorted(range(dims, keys.ndim), key=lambda k: -keys.stride()[k])  # in memory order
     turned = keys.permute([*range(dims), *rows])
-    lanes = turned.numpy().copy().reshape(math.prod(keys.shape[:dims]), -1)  # whole vectors of like slots
+    lanes = turned.numpy().copy().reshape(math.prod(keys.shape[:dims]), -1)  # each slot contiguous
     budget = keep.permute([k - dims for k in rows]).reshape(-1).numpy() if isinstance(keep, Tensor) else keep
     kept = torch.from_numpy(_ranks(lanes) < budget).view(turned.shape)
     out.permute([*range(dims), *rows]).copy_(kept)
@@ -136,7 +136,7 @@ def _flat(table: Array, row: Array, column: Array) -> tuple[Array, Array]:
 
 
 def _whole(keys: Tensor, k: Tensor, guess: Tensor) -> Tensor:
-    """The mask of rows [rows, slots], sorted where the k-th largest key is not the `guess`, as it is of like keys."""
+    """The mask of rows [rows, slots], sorted where the k-th largest key is not the `guess`, as if many are equal."""
     above, reach = ((compare(keys, guess)).sum(1, keepdim=True) for compare in (torch.gt, torch.ge))
     unknown = ((above >= k) | (reach < k))[:, 0].nonzero()[:, 0]
     guess[unknown] = _by_sort(keys[unknown], k[unknown])
@@ -146,9 +146,9 @@ def _whole(keys: Tensor, k: Tensor, guess: Tensor) -> Tensor:
 
 
 def _bracket(keys: Array, k: Array, flags: Array) -> tuple[Array, Array, Array]:
-    """Two keys of each row between which the k-th largest probably lies, and the first guess at it, each [rows, 1].
+    """Two keys of each row between which the k-th largest probably is, and the first guess at it, each [rows, 1].
 
-    `flags` is room for a count.
+    `flags` is a buffer for counting.
     """
     rows, width = keys.shape
     stretch = -(-width // SORTED)
@@ -188,7 +188,7 @@ def _count(flags: Array) -> Array:
 
 
 def _among(keys: Array, counts: Array, k: Array) -> Array:
-    """Which of the `counts` keys of each row, one row's after the other's, are its k highest; flat."""
+    """Which of the `counts` keys of each row, row after row, are its k highest; flat."""
     most = max(int(counts.max()), 1)
     real = np.arange(most) < counts
     table = np.full(real.shape, np.iinfo(keys.dtype).min, keys.dtype)

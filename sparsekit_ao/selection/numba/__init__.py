@@ -1,5 +1,28 @@
-"""The JIT tier of the CPU path (numba, an optional extra); imported without numba, which only a call needs."""
+"""The backend "numba": compiled loops for single elements and small blocks on CPU.
 
-from .launch import keep_mask, problem, refusal, scope_mask, scores_refusal
+numba is an optional extra, which only a call imports.
+"""
 
-__all__ = ["keep_mask", "problem", "refusal", "scope_mask", "scores_refusal"]
+from collections.abc import Sequence
+
+from ..parallel import run_updates
+from ..work import Update, Work
+from . import launch
+from .launch import fill
+
+__all__ = ["fill", "name", "reasons", "run"]
+
+name = "numba"
+
+
+def reasons(work: Work) -> list[str]:
+    """Why this backend cannot take the work; see `backend.Backend`."""
+    broken = launch.problem()
+    if broken is not None:
+        return [broken]
+    return launch.update_reasons(work) if isinstance(work, Update) else ["it only updates whole masks"]
+
+
+def run(work: Sequence[Work]) -> None:
+    """Fill the masks; small updates at the same time on helper threads."""
+    run_updates([one for one in work if isinstance(one, Update)], fill)

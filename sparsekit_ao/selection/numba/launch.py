@@ -1,8 +1,7 @@
-"""The JIT tier: the reference's masks near memory speed, with numba (an optional extra).
+"""Which updates the compiled loops take, and which method they use for a scope.
 
-Four ways to select: comparing or sorting scopes side by side (few blocks in each), bisection on the keys of a scope
-held in a buffer, and over threads, after a sample, one pass that decides nearly all. A weight is read through its
-strides and its mask written in place.
+Three methods: scopes side by side (few blocks each, or columns), bisection on the keys of a scope in a buffer, and for
+long scopes a sample and one pass over threads. A weight is read through its strides and its mask written in place.
 """
 
 import importlib.util
@@ -10,43 +9,39 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import cpu
 from ..nests import Nest, lower
-from ..reference import Norm
 from ..strides import Shape, addresses, cosize
 from ..threads import pieces, run_all
-from ..tiling import Blocks, Scopes
-from .edges import cut_edges, edge_bits, inside, regions, stretch
-from .folding import folding
+from ..tiling import Scopes
+from ..work import Update
+from .window import Blocks, Ints, Window, borrowed
 
-if TYPE_CHECKING:
-    from . import window
-    from .window import Ints, Window
-
-__all__ = ["keep_mask", "problem", "refusal", "scope_mask", "scores_refusal"]
+__all__ = ["fill", "problem", "update_reasons"]
 
 PAIRS = 8  # blocks of a scope up to which every pair is compared
 NETWORK = 64  # ... up to which they are sorted side by side
-SHORT = 256  # ... up to which scopes are read side by side
-APART = 1 << 16  # ... and where the next scope is nearer than the next block
-ROW = 1 << 18  # ... and up to which the keys of a scope are held in a buffer
-STRETCH = 64  # blocks from one edge to the next below which a scope is not worth reading in stretches
+SHORT = 256  # ... up to which, from there on, the plain path is as fast
+COLUMNS = 1 << 16  # ... up to which columns are bisected side by side
+ROW = 1 << 18  # ... up to which the keys of a scope are held in a buffer
+STRAIGHT = 64  # blocks or scopes with one step from each to the next, in each of which many are read at a time
 SMALL = 1 << 16  # elements up to which a scope is not worth cutting over threads
-EACH = 1 << 12  # blocks of a scope in each of several tensors, below which room of its own for each is too much
-ELEMENTS = 1 << 16  # largest block
-SCATTERED = 32  # ... where its elements, or those of neighbours, do not lie side by side
+EACH = 1 << 12  # blocks of a scope in each of several tensors, below which a buffer for each is too much
+ELEMENTS = 32  # largest block
+RUN = 8  # ... and of it contiguous elements
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NORMS = {None: 1, 1: 1, 2: 2, math.inf: 3}
 MISSING = "numba is not installed (pip install 'sparsekit_ao[jit]')"
-NORMS = {1: 1, 2: 2, math.inf: 3}
 
 
 @cache
 def problem() -> str | None:
-    """Why numba cannot be used, or None; imports it. One that is installed and broken is warned of, once."""
+    """Why numba cannot be used, or None; imports it. One that is installed and broken causes a warning, once."""
     if importlib.util.find_spec("numba") is None:
         return MISSING
     try:
@@ -58,191 +53,144 @@ def problem() -> str | None:
     return "NUMBA_DISABLE_JIT is set" if getattr(numba.config, "DISABLE_JIT", False) else None
 
 
-def refusal(groups: Sequence[Scopes], norm: Norm) -> str | None:
-    """Why these scopes cannot be chosen here, or None if they can."""
-    broken = problem()
-    if broken is not None:
-        return broken
-    if callable(norm):
-        return "the norm is a callable"
-    for group in groups:
-        if len(group.members) > 1:
-            return "blocks of several tensors are coupled"
-        only = group.members[0]
-        partial_edge = _edge_refusal(group, alone=len(groups) == 1)
-        if partial_edge is not None:
-            return partial_edge
-        if math.prod(only.shape) > ELEMENTS:
-            return f"blocks have {math.prod(only.shape)} elements, more than {ELEMENTS}"
-        if math.prod(only.shape) > SCATTERED and not _lie_in_rows(group):
-            return f"blocks have more than {SCATTERED} elements, and hardly any side by side in memory"
-        assert only.mask is not None
-        if only.mask.dtype != torch.bool or only.mask.device.type != "cpu":
-            return f"the mask is {only.mask.dtype} on {only.mask.device}, not bool on cpu"
-        if only.window.dtype not in KINDS or only.window.device.type != "cpu":
-            return f"the weight is {only.window.dtype} on {only.window.device}, not one of {list(KINDS)} on cpu"
-    first = groups[0].members[0]
-    if any((m.window.dtype, m.shape) != (first.window.dtype, first.shape) for g in groups for m in g.members):
-        return "tensors of one scope differ in dtype or block shape"
-    blocks = sum(math.prod(g.shape) for g in groups)
-    if len(groups) > 1 and blocks < max(SMALL, EACH * len(groups)):
-        return f"scopes of {len(groups)} tensors hold {blocks} blocks together, fewer than {SMALL} or {EACH} each"
-    return None
+def update_reasons(update: Update) -> list[str]:
+    """Why these scopes cannot be chosen here; empty if they can."""
+    if update.numel == 0:
+        return []
+    first, blocks = update.members[0], sum(math.prod(s.shape) for s in update.scopes)
+    found = list(dict.fromkeys(reason for s in update.scopes for reason in _scopes_reasons(s)))
+    if math.prod(first.shape) > 1:
+        found += ["values are saliencies (norm=None) of blocks of several elements"] * (update.norm is None)
+        found += ["blocks of several elements are chosen among those kept"] * update.among_kept
+    if any((m.window.dtype, m.shape) != (first.window.dtype, first.shape) for m in update.members):
+        found.append("tensors of one scope differ in dtype or block shape")
+    count = len(update.scopes)
+    if count > 1 and blocks < max(SMALL, EACH * count):
+        found.append(f"scopes of {count} tensors hold {blocks} blocks together, fewer than {SMALL} or {EACH} each")
+    if update.among_kept and not found and _method(update.scopes, blocks) == "wide":
+        found.append("a long scope is chosen among the blocks that masks keep")
+    return found or _layout_reasons(update, blocks)
 
 
-def _lie_in_rows(group: Scopes) -> bool:
-    """Whether elements of a block, or else of neighbours, lie side by side in values and mask."""
-    nests = lower(group)
-    loops = (nests.elements[0], nests.block, nests.scope)
-    return any(n.sizes and n.sizes[-1] >= 8 and all(s[-1] == 1 for s in n.strides) for n in loops)
+def _scopes_reasons(scopes: Scopes) -> list[str]:
+    only = scopes.members[0]
+    assert only.mask is not None
+    found = ["blocks of several tensors are coupled"] * (len(scopes.members) > 1)
+    if only.is_partial or any(g % n for g, n in zip(scopes.grid, scopes.shape, strict=True)):
+        found.append("some block or scope at an edge is smaller than the others")
+    if math.prod(only.shape) > ELEMENTS:
+        found.append(f"blocks have {math.prod(only.shape)} elements, more than {ELEMENTS}")
+    if only.mask.dtype != torch.bool or only.mask.device.type != "cpu":
+        found.append(f"the mask is {only.mask.dtype} on {only.mask.device}, not bool on cpu")
+    if only.window.dtype not in KINDS or only.window.device.type != "cpu":
+        found.append(f"the weight is {only.window.dtype} on {only.window.device}, not one of {list(KINDS)} on cpu")
+    return found
 
 
-def _edge_refusal(group: Scopes, *, alone: bool) -> str | None:
-    """Why scopes cut by a tensor's edge cannot be chosen, or None."""
-    only, smaller = group.members[0], "some block or scope at an edge is smaller than the others"
-    if not only.is_partial and not any(g % n for g, n in zip(group.grid, group.shape, strict=True)):
-        return None
-    if only.order or group.order or len(group.shape) != len(only.shape):
-        return f"{smaller}, and dimensions are in another order"
-    if not alone and cut_edges(group):
-        return f"{smaller}, in scopes of several tensors"
-    if math.prod(group.shape) > SHORT and stretch(group) < STRETCH:
-        return f"{smaller}, one in {stretch(group)} of a long scope"
-    return None
+def _layout_reasons(update: Update, blocks: int) -> list[str]:
+    """Why scopes of this layout are not faster here, if they are not."""
+    found, method = [], _method(update.scopes, blocks)
+    if method == "lanes" and NETWORK < blocks <= SHORT and not _are_columns(update.scopes[0]):
+        found.append(f"scopes have {blocks} blocks; from {NETWORK + 1} to {SHORT} the plain path is as fast")
+    for scopes in update.scopes:
+        nests = lower(scopes)
+        if _run(nests.elements[0]) > RUN:
+            found.append(f"blocks have {_run(nests.elements[0])} contiguous elements, more than {RUN}")
+        sizes = (nests.scope if method == "lanes" else nests.block).sizes
+        if len(sizes) > 1 and sizes[-1] < STRAIGHT:
+            what = "scopes" if method == "lanes" else "blocks"
+            found.append(f"only {sizes[-1]} {what} follow each other in memory with one step, fewer than {STRAIGHT}")
+    return list(dict.fromkeys(found))
 
 
-def scores_refusal(scores: Tensor) -> str | None:
-    """Why `keep_mask` cannot take these scores, or None if it can."""
-    broken = problem()
-    if broken is not None:
-        return broken
-    if scores.dtype not in KINDS or scores.device.type != "cpu":
-        return f"the scores are {scores.dtype} on {scores.device}, not one of {list(KINDS)} on cpu"
-    return None
+def _method(scopes: Sequence[Scopes], blocks: int) -> str:
+    """How scopes of so many blocks are chosen: side by side ("lanes"), in a buffer ("rows"), or "wide"."""
+    numel = sum(s.members[0].window.numel() for s in scopes)
+    count = math.prod(scopes[0].scope_grid)
+    if len(scopes) == 1 and (blocks <= SHORT or (blocks <= COLUMNS and _are_columns(scopes[0]))):
+        return "lanes"
+    several = count >= torch.get_num_threads() or numel // max(count, 1) <= SMALL
+    return "rows" if len(scopes) == 1 and blocks <= ROW and several else "wide"
 
 
-def scope_mask(groups: Sequence[Scopes], keep: int | Tensor, norm: Norm, *, among_kept: bool = False) -> None:
-    """Score, select and fill, in one reading of the weight where a scope fits into cache and two or three elsewhere.
+def _are_columns(scopes: Scopes) -> bool:
+    """Whether the next scope is nearer in memory than the next block."""
+    nests = lower(scopes)
+    return bool(nests.scope.sizes and nests.block.sizes and nests.scope.strides[0][-1] < nests.block.strides[0][-1])
 
-    Args:
-        groups: what `refusal` has no objection to.
-        keep: blocks kept in each scope: an int, or int64 of the shape of the aligned scope grid.
-        norm: 1, 2 or inf.
-        stage: choose only among what the masks still hold.
-    """
-    assert not callable(norm)
-    if groups[0].members[0].window.numel() == 0:
+
+def fill(update: Update) -> None:
+    """Score, select and fill one update to which `update_reasons` has no objection."""
+    if update.numel == 0:
         return
-    as_mean = any(g.members[0].is_partial for g in groups)  # competitors are scored alike
-    for group in groups:
-        _changed(group.members[0].mask)
-    work = [([g], k) for g, k in regions(groups[0], keep)] if len(groups) == 1 else [(groups, keep)]
-    for own, budget in work:
-        windows = [_window(g, NORMS[norm], signed=False, among_kept=among_kept, as_mean=as_mean) for g in own]
-        _fill(windows, [math.prod(g.shape) for g in own], math.prod(own[0].scope_grid), budget)
+    for m in update.members:
+        _mark_changed(m.mask)
+    blocks, scopes = [math.prod(s.shape) for s in update.scopes], math.prod(update.scopes[0].scope_grid)
+    windows = [_window(s, update) for s in update.scopes]
+    budget, total = _budget(update.budget), sum(blocks)
+    method = _method(update.scopes, total)
+    work = list(pieces(scopes, total * windows[0].size))
+    if method == "lanes":
+        from .lanes import select_side_by_side
+
+        lanes = max(32, min(1024, 8192 // total)) if total <= SHORT else max(16, min(64, (1 << 20) // total))
+        run_all([partial(select_side_by_side, windows[0], budget, lanes, PAIRS, NETWORK, *part) for part in work])
+    elif method == "rows":
+        from .scopes import select_by_one
+
+        run_all([partial(select_by_one, windows[0], budget, *part) for part in work])
+    else:
+        from .wide import select_wide
+
+        each = budget.tolist() * (scopes if budget.size == 1 else 1)
+        if not all(select_wide(windows, blocks, scope, keep) for scope, keep in enumerate(each)):
+            cpu.fill(update)  # the sample misled: the digits of all keys must be counted
 
 
-def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None, *, magnitude: bool) -> Tensor:
-    """As `api.keep_mask`, for float32, bfloat16 and float16 scores."""
-    out = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    if candidates is not None:
-        out.copy_(candidates)
-    if scores.numel():
-        row = Scopes(members=(Blocks(shape=(1, 1), values=scores, mask=out),), shape=(1, scores.shape[1]))
-        window = _window(row, 1, signed=not magnitude, among_kept=candidates is not None)
-        _fill([window], [scores.shape[1]], scores.shape[0], keep)
-    return out
-
-
-def _changed(mask: Tensor | None) -> None:
+def _mark_changed(mask: Tensor | None) -> None:
     """Tell autograd, which cannot see loops write: a backward pass that saved the old mask must fail, not go on."""
     if mask is not None and not mask.is_inference():
         torch.autograd.graph.increment_version(mask)
 
 
-def _fill(windows: Sequence["Window"], blocks: Sequence[int], scopes: int, keep: int | Tensor) -> None:
-    from . import loops
-    from .wide import select_wide
-
-    budget = _budget(keep)
-    window, total = windows[0], sum(blocks)
-    alone, weight = len(windows) == 1, total * window.size
-    work = list(pieces(scopes, weight))
-    if alone and (total <= SHORT or (total <= APART and _lie_apart(window))):
-        lanes = max(32, min(1024, 8192 // total)) if total <= SHORT else max(16, min(64, (1 << 20) // total))
-        run_all([partial(loops.select_side_by_side, window, budget, lanes, PAIRS, NETWORK, *part) for part in work])
-    elif alone and total <= ROW and (weight <= SMALL or scopes >= torch.get_num_threads()):
-        run_all([partial(loops.select_by_one, window, budget, *part) for part in work])
-    else:
-        for scope in range(scopes):
-            select_wide(windows, blocks, scope, int(budget[scope if budget.size > 1 else 0]))
-
-
 def _budget(keep: int | Tensor) -> Any:
-    """Budgets as an int64 array: one a scope, or a single one for all."""
+    """Budgets as an int64 array: one for each scope, or a single one for all."""
     if isinstance(keep, Tensor) and keep.numel() and not any(keep.stride()):
         keep = int(keep.reshape(-1)[0])
     return torch.as_tensor(keep, dtype=torch.int64, device="cpu").reshape(-1).numpy()
 
 
-def _lie_apart(window: "Window") -> bool:
-    """Whether the next scope is nearer than the next block, as with columns."""
-    return bool(window.scope.size and window.block.size and window.scope[1, -1] < window.block[1, -1])
-
-
-def _window(group: Scopes, norm: int, *, signed: bool, among_kept: bool, as_mean: bool = False) -> "Window":
-    from .window import Window, borrowed
-
-    only, nests = group.members[0], lower(group)
+def _window(scopes: Scopes, update: Update) -> Window:
+    only, nests = scopes.members[0], lower(scopes)
     assert only.values is not None and only.mask is not None
-    block, kind, several = nests.block, KINDS[only.values.dtype], math.prod(only.shape) > 1
-    if only.is_partial:  # a loop for each dimension, so that its last trip can be told
-        block = Nest(sizes=group.shape, strides=tuple(_steps(only.shape, t) for t in (only.values, only.mask)))
-    lowered = _blocks(tuple(only.window.shape), only.shape, nests.elements[0], norm, as_mean) if several else None
+    kind, several = KINDS[only.values.dtype], math.prod(only.shape) > 1
     return Window(
         bits=borrowed(_flat(only.values).view(torch.int16 if kind else torch.int32)),
         mask=borrowed(_flat(only.mask).view(torch.uint8)),
         scope=_loops(nests.scope),
-        block=_loops(block),
-        blocks=lowered,
+        block=_loops(nests.block),
+        blocks=_blocks(only.shape, nests.elements[0], NORMS[update.norm]) if several else None,
         single=None if several else 1,
         kind=kind,
-        signed=signed,
-        among_kept=among_kept,
+        signed=update.norm is None,
+        among_kept=update.among_kept,
     )
 
 
-@lru_cache(maxsize=4096)  # as many as nests are kept; a model has many tensors of few shapes
-def _loops(nest: Nest) -> "Ints":
+@lru_cache(maxsize=4096)  # as many as nests are cached; a model has many tensors of few shapes
+def _loops(nest: Nest) -> Ints:
     return _ints([nest.sizes, *nest.strides])
 
 
 @lru_cache(maxsize=256)
-def _blocks(sizes: Shape, block: Shape, element: Nest, norm: int, as_mean: bool) -> "window.Blocks":
-    """What a `Window` of these sizes says of its blocks."""
-    from .window import Blocks as Lowered
-
-    run = element.sizes[-1] if all(steps[-1] == 1 for steps in element.strides) else 1
-    outer, order, joins = folding(block, run)
-    cut = any(s % b for s, b in zip(sizes, block, strict=True))
-    there = inside(sizes, block)
-    volumes = there.sum(1).float() if as_mean else torch.empty(0, device="cpu")
-    return Lowered(
-        elements=torch.stack([addresses(element.sizes, steps) for steps in element.strides]).numpy(),
-        run=run,
-        tree=_ints(block),
-        outer=outer,
-        order=order,
-        joins=joins,
-        edges=_ints(edge_bits(sizes, block) if cut else []),
-        inside=there.numpy(),
-        volumes=volumes.numpy(),
-        norm=norm,
-    )
+def _blocks(block: Shape, element: Nest, norm: int) -> Blocks:
+    elements = torch.stack([addresses(element.sizes, steps) for steps in element.strides]).numpy()
+    return Blocks(elements=elements, run=_run(element), tree=_ints(block), norm=norm)
 
 
-def _steps(block: Shape, t: Tensor) -> Shape:
-    return tuple(b * d for b, d in zip(block, t.stride(), strict=True))
+def _run(element: Nest) -> int:
+    """Contiguous elements of a block, in values and mask."""
+    return element.sizes[-1] if element.sizes and all(steps[-1] == 1 for steps in element.strides) else 1
 
 
 def _ints(numbers: Any) -> Any:

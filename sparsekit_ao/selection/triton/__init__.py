@@ -1,4 +1,4 @@
-"""The GPU path: launchers and Triton kernels, imported only when called. See README.md beside this."""
+"""Triton kernels and their launchers, imported only when called. See README.md beside this."""
 
 from triton import JITFunction
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import SparsityError
 from ..tiling import Blocks
-from ..update import Update
+from ..work import Update
 from .forms import Form, run
 from .plan import Plan, RadixPlan
 
@@ -97,7 +97,7 @@ def budget_of(keep: int | Tensor, device: torch.device) -> Budget:
 
 def key_of(update: Update, budget: Budget) -> tuple:
     """Everything that an update's tables depend on."""
-    scopes = tuple((s.shape, s.order, tuple(_member_key(m) for m in s.members)) for s in update.groups)
+    scopes = tuple((s.shape, s.order, tuple(_member_key(m) for m in s.members)) for s in update.scopes)
     return budget.key, update.norm, update.among_kept, scopes
 
 

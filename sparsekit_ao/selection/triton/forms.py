@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..update import Update
+from ..work import Update
 from .parts import Part, power_of_two
 
 __all__ = ["REGISTERS", "Form", "Limits", "block_form", "fused_form", "is_fused", "options_of", "row_form", "run"]

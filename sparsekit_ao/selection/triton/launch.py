@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..tiling import Blocks, Scopes
-from ..update import Update
+from ..work import Update
 from . import radix
 from .blocks import fill_kernel, fused_kernel, score_kernel
 from .device_plan import DevicePlan, Launch, budget_of, device_plan, key_of
@@ -41,7 +41,7 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
     Raises:
         SparsityError: a CUDA graph is being captured and these tensors were not updated before.
     """
-    limits, device = limits or Limits(), updates[0].groups[0].members[0].window.device
+    limits, device = limits or Limits(), updates[0].scopes[0].members[0].window.device
     with _on(device):
         budgets = [budget_of(u.keep, device) for u in updates]
         key = (limits, device, tuple(key_of(u, b) for u, b in zip(updates, budgets, strict=True)))
@@ -55,7 +55,7 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
         _select(plan, scores, kept)
         for launch in plan.scored:
             launch.run(fill_kernel, kept)
-    _mark_changed(m.mask for update in updates for scopes in update.groups for m in scopes.members)
+    _mark_changed(m.mask for update in updates for scopes in update.scopes for m in scopes.members)
 
 
 def keep_mask(
@@ -86,7 +86,7 @@ def block_scores(members: Sequence[Blocks], norm: float, ndim: int, limits: Limi
     out = torch.empty(grid, dtype=torch.float32, device=device)
     if out.numel():
         with _on(device):
-            update = Update(groups=(Scopes(members=tuple(members), shape=grid),), keep=0, norm=norm)
+            update = Update(scopes=(Scopes(members=tuple(members), shape=grid),), keep=0, norm=norm)
             budget = budget_of(0, device)
             key = (limits, device, "scores", key_of(update, budget))
             for launch in device_plan(key, [budget], device, lambda: score_plan(update, limits)).scored:
@@ -224,7 +224,7 @@ def _threshold_launch(scopes: Scopes, thresholds: Tensor | float, limits: Limits
     if any(m.window.numel() == 0 for m in scopes.members):
         return None
     per_scope = isinstance(thresholds, Tensor) and thresholds.numel() > 1
-    update, device = Update(groups=(scopes,), keep=0), scopes.members[0].window.device
+    update, device = Update(scopes=(scopes,), keep=0), scopes.members[0].window.device
     budget = budget_of(0, device)
     key = (limits, device, "threshold", per_scope, held, key_of(update, budget))
     make = partial(score_plan, update, limits, contiguous=False, per_scope=per_scope, held=held)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..strides import Shape
-from ..update import Update
+from ..work import Update
 from .device import LOOPS, MEMBER_FIELDS, PART_FIELDS
 from .forms import Form, Limits, block_form, fused_form, is_fused, is_per_scope, norm_name, row_form
 from .parts import Part, power_of_two, starts_of, strided_part, to_part
@@ -199,7 +199,7 @@ def score_plan(
     update: Update, limits: Limits, *, contiguous: bool = True, per_scope: bool = False, held: int = 0
 ) -> Plan:
     """How the blocks of an update's only `Scopes` are scored, or thresholded; see `block_form`."""
-    (scopes,) = update.groups
+    (scopes,) = update.scopes
     part = to_part(scopes, big=limits.big)
     form = block_form(
         part, norm_name(update), update.among_kept, limits, contiguous=contiguous, per_scope=per_scope, held=held
@@ -220,7 +220,7 @@ def first_programs(programs: Sequence[int]) -> list[int]:
 
 def _placed_parts(update: Update, at: int, limits: Limits) -> list[PlacedPart]:
     """An update's parts, and the column of each in a row."""
-    parts = [(to_part(s, big=limits.big), s) for s in update.groups]
+    parts = [(to_part(s, big=limits.big), s) for s in update.scopes]
     parts = [(p, s) for p, s in parts if p.width] or parts[:1]  # a part without blocks gets no program and no sample
     width = sum(p.width for p, _ in parts)
     columns = accumulate((p.width for p, _ in parts[:-1]), initial=0)

@@ -1,13 +1,12 @@
-"""Why the kernels cannot take a piece of work, in words for an error; nothing if they can."""
+"""Why the kernels cannot take a piece of work, in words for an error; empty if they can."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..reference import Norm
 from ..tiling import Blocks, Scopes
-from ..update import Update
+from ..work import Norm, Update
 from .parts import LOOPS, to_part
 
 __all__ = ["reasons_of", "rows_reasons", "score_reasons"]
@@ -17,19 +16,17 @@ KNOWN = 4096  # layouts remembered
 MASK_DTYPES = (*DTYPES, torch.bool, torch.uint8)
 
 
-_known: dict[tuple, list[str]] = {}  # a model has many tensors of few shapes, which are asked about at every step
+_known: dict[tuple, list[str]] = {}  # a model has many tensors of few shapes, the same at every step
 
 
 def reasons_of(update: Update) -> list[str]:
-    """Why an update is not for the kernels."""
-    key = (update.norm, *((g.shape, g.order, *map(_layout, g.members)) for g in update.groups))
-    if callable(update.norm):  # refused anyway, and nothing to be kept alive
-        return _reasons_of(update)
+    """Why the kernels cannot take an update."""
+    key = (update.norm, *((g.shape, g.order, *map(_layout, g.members)) for g in update.scopes))
     found = _known.get(key)
     if found is None:
         found = _reasons_of(update)
         if len(_known) >= KNOWN:
-            _known.clear()  # perhaps while another thread looks, which therefore holds what it found
+            _known.clear()  # perhaps while another thread reads, which therefore keeps what it found
         _known[key] = found
     return list(found)
 
@@ -40,17 +37,17 @@ def _layout(m: Blocks) -> tuple:
 
 
 def _reasons_of(update: Update) -> list[str]:
-    members = [m for g in update.groups for m in g.members]
+    members = [m for g in update.scopes for m in g.members]
     found = _member_reasons(members, update.norm)
-    if any(g % n for s in update.groups for g, n in zip(s.grid, s.shape, strict=True)):
+    if any(g % n for s in update.scopes for g, n in zip(s.grid, s.shape, strict=True)):
         found.append("a scope at an edge is smaller than the others")
-    if any(len({t.dtype for t in tensors}) > 1 for g in update.groups for tensors in _columns(g.members)):
+    if any(len({t.dtype for t in tensors}) > 1 for g in update.scopes for tensors in _columns(g.members)):
         found.append("block-coupled members differ in the dtype of their values or masks")
-    return found or [reason for g in update.groups for reason in _deep(g)][:1]
+    return found or [reason for g in update.scopes for reason in _deep(g)][:1]
 
 
 def score_reasons(members: Sequence[Blocks], norm: Norm, as_mean: bool | None) -> list[str]:
-    """Why block scores alone are not for the kernels."""
+    """Why the kernels cannot take block scores alone."""
     found = _member_reasons(members, norm) + (["scores are means"] if as_mean else [])
     if any(len({t.dtype for t in tensors}) > 1 for tensors in _columns(members)):
         found.append("block-coupled members differ in the dtype of their values or masks")
@@ -59,14 +56,14 @@ def score_reasons(members: Sequence[Blocks], norm: Norm, as_mean: bool | None) -
 
 
 def rows_reasons(scores: Tensor) -> list[str]:
-    """Why rows of scores are not for the kernels."""
+    """Why the kernels cannot take rows of scores."""
     return [] if scores.dtype in DTYPES else [_dtype("scores are", scores.dtype, DTYPES)]
 
 
 def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
     found = []
-    if callable(norm):
-        found.append("norm is a callable, which a kernel cannot run")
+    if norm is None:
+        found.append("values are saliencies (norm=None), which kernels take as rows of scores only")
     for dtype in sorted({m.window.dtype for m in members} - set(DTYPES), key=str):
         found.append(_dtype("values are", dtype, DTYPES))
     for dtype in sorted({m.mask.dtype for m in members if m.mask is not None} - set(MASK_DTYPES), key=str):
@@ -75,7 +72,7 @@ def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
         found.append("a block at an edge is smaller than the others")
     devices = {t.device for m in members for t in (m.values, m.mask) if t is not None}
     if len(devices) > 1:
-        found.append(f"tensors lie on several devices ({', '.join(sorted(map(str, devices)))})")
+        found.append(f"tensors are on several devices ({', '.join(sorted(map(str, devices)))})")
     return found
 
 
@@ -85,7 +82,7 @@ def _columns(members: Sequence[Blocks]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _deep(group: Scopes) -> list[str]:
-    return [f"its nests have {n} loops; a kernel walks {LOOPS}" for n in to_part(group, big=False).nests if n > LOOPS]
+    return [f"its nests have {n} loops; a kernel has {LOOPS}" for n in to_part(group, big=False).nests if n > LOOPS]
 
 
 def _dtype(what: str, found: torch.dtype, taken: tuple[torch.dtype, ...]) -> str:
