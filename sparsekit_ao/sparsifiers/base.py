@@ -119,7 +119,8 @@ class MaskSparsifier(BaseSparsifier):
                 name has precedence over the others, of which the later entry has. None is every Linear and convolution
                 but for adapters and weights tied to another module. After unpickling, None means the pickled config,
                 and the pickled masks are put back.
-            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out.
+            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out;
+                modules with all that is inside them.
 
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
@@ -130,6 +131,8 @@ class MaskSparsifier(BaseSparsifier):
         saved = self._pickled() if self._resumes else None
         is_default = saved is None and config is None
         if saved is not None:
+            if exclude:
+                raise SparsityError("exclude has no effect on the pickled config; give a config to prepare anew")
             config, exclude = self.config, self._exclude
         elif config is None:
             self.make_config_from_model(model)
@@ -142,7 +145,7 @@ class MaskSparsifier(BaseSparsifier):
         self._check_groups(found.groups)
         distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
-        self._resolved = replace(found, groups=[])
+        self._resolved = replace(found if saved is None else self._resolved, groups=[])
         self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state = defaultdict(dict)
         for group in self.groups:
