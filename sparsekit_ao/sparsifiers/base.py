@@ -4,14 +4,13 @@
 masks are chosen is decided by its subclasses.
 """
 
-import copy
 import gc
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +19,13 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError
-from .checkpoint import check_saved, kept_params, merged_group, plain
+from .checkpoint import Copies, check_saved, kept_params, merged_group, plain
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
 
 __all__ = ["MaskSparsifier"]
 
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
-# A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
-_NOT_COPIED = ("step", "_plan")
 
 
 @contextmanager
@@ -46,7 +43,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-class MaskSparsifier(BaseSparsifier):
+class MaskSparsifier(Copies, BaseSparsifier):
     """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
     Subclasses name their config keys (`keys`), complete an entry (`_complete`), check all groups together
@@ -285,36 +282,6 @@ class MaskSparsifier(BaseSparsifier):
             own = ", ".join(f"{k}={group[k]!r}" for k in self.keys if k in group)
             lines.append(f"  {group['tensor_fqn']}: {own}")
         return "\n".join(lines)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        self._sync_state()
-        for key, value in self.__dict__.items():
-            if key not in _NOT_COPIED:
-                new.__dict__[key] = copy.deepcopy(value, memo)
-        new._sync_state()
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the model; see `prepare` for how to put an unpickled sparsifier to work again."""
-        self._sync_state()
-        kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
-        kept["_state"] = {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self._state.items()}
-        kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
-        kept["config"] = [{k: v for k, v in entry.items() if k != "module"} for entry in self.config or ()]
-        kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
-        return {**kept, "model": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def _pickled(self) -> dict[str, Any]:
-        return {
-            "state": {fqn: dict(s) for fqn, s in self._state.items()},
-            "groups": [dict(g) for g in self.groups],
-            "enable_mask_update": self.enable_mask_update,
-        }
 
     def _new_mask(self, group: TensorGroup) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
