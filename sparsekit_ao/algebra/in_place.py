@@ -126,10 +126,10 @@ def on_grid(thresholds: Tensor | float, grid: Shape, where: str, what: str = "gr
 
 
 def refuse_triton(impl: str, what: str, where: str) -> None:
-    """Refuse the kernels where they were asked for by name and there is none for `what`, and any unknown `impl`."""
+    """Refuse a backend that was asked for by name where none does `what`, and any unknown `impl`."""
     check_impl(impl)
-    if impl == "triton":
-        raise SparsityError(f'{where}impl="triton" has no {what}. Use impl="auto".')
+    if impl not in ("auto", "reference"):
+        raise SparsityError(f'{where}impl="{impl}" has no {what}. Use impl="auto".')
 
 
 def negative_threshold(least: float, where: str) -> SparsityError:
