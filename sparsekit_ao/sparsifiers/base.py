@@ -138,16 +138,21 @@ class MaskSparsifier(Copies, BaseSparsifier):
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
         distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
+        masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
+        before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found, groups=[])
         self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
-        self._state = defaultdict(dict)
-        for group in self.groups:
-            self._install(group)
-        self._phase = "prepared"
-        if saved is not None:
-            self.load_state_dict(saved)
-        self._after_prepare()
+        self._state, self._phase = defaultdict(dict), "prepared"
+        try:
+            with masking.installed(masks):
+                if saved is not None:
+                    self.load_state_dict(saved)
+                self._after_prepare()
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Name the optimizers that train the model; nothing to do where masks depend on weights alone."""
@@ -283,12 +288,13 @@ class MaskSparsifier(Copies, BaseSparsifier):
             lines.append(f"  {group['tensor_fqn']}: {own}")
         return "\n".join(lines)
 
-    def _new_mask(self, group: TensorGroup) -> Tensor:
+    def _new_mask(self, group: TensorGroup) -> masking.WeightMask:
+        """The parametrization of one tensor, with the mask that it starts with."""
+        return masking.WeightMask(self._keeping_all(group))
+
+    def _keeping_all(self, group: TensorGroup) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
-
-    def _install(self, group: TensorGroup) -> None:
-        masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
 
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
