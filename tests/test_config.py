@@ -209,6 +209,12 @@ def test_the_report_names_each_tensors_rule_and_so_does_a_copy_of_the_sparsifier
     assert prepared(linear_model(8, 8)).report()[0].rule == "config=None"
 
 
+def test_a_pickle_keeps_rules_by_module_class():
+    loaded = pickle.loads(pickle.dumps(prepared(linear_model(8, 8, 8), [{"module": nn.Linear}])))
+    loaded.prepare(linear_model(8, 8, 8))
+    assert list(levels(loaded)) == ["0.weight", "2.weight"]
+
+
 def test_a_pickle_remembers_what_was_excluded():
     loaded = pickle.loads(pickle.dumps(prepared(linear_model(8, 8, 8), exclude=["2"])))
     with pytest.raises(SparsityError, match="exclude has no effect on the pickled config"):

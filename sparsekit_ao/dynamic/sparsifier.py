@@ -10,7 +10,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import has_process_group
@@ -254,10 +253,9 @@ class DynamicSparsifier(PlannedSparsifier):
                 self._start_masks = start_masks(components, groups, self.settings, level)
         super()._check_groups(groups)
 
-    def _install(self, group: TensorGroup) -> None:
+    def _new_mask(self, group: TensorGroup) -> DynamicMask:
         weight, kept = original(group).detach(), self._start_masks.get(group["tensor_fqn"])
-        mask = DynamicMask(starting_mask(weight, kept), is_initialized=not weight.is_meta)
-        parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
+        return DynamicMask(starting_mask(weight, kept), is_initialized=not weight.is_meta)
 
     def _finish_start(self, optimizers: Sequence[Optimizer]) -> None:
         """Look at weights and optimizers as they are now, which may be sharded or have memory only since `prepare`."""
