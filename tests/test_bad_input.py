@@ -165,7 +165,8 @@ def test_no_mask_changes_if_any_budget_of_a_step_is_bad():
 
 
 def test_a_budget_beside_stages_that_have_their_own_is_refused():
-    entry = {**LINEAR, **patterns.v_n_m(4, 2, 8), "sparsity_level": 0.9}
+    stages = [{"block_shape": (4, 1), "scope_shape": (1, 8), "nnz": 4}, {"scope_shape": (1, 8), "nnz": 2}]
+    entry = {**LINEAR, "stages": stages, "sparsity_level": 0.9}
     with pytest.raises(
         SparsityError, match="sparsity_level has no effect, because every stage has a budget of its own"
     ):

@@ -237,9 +237,9 @@ class DynamicSparsifier(PlannedSparsifier):
         self._set_open()
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
-        own = self._resolve(own, place)
         group = super()._complete(own, place)
-        return {**group, "fixed": own.get("sparsity_level") is not None or group.get("nnz") is not None}
+        is_fixed = self._resolve(own, place).get("sparsity_level") is not None or group.get("nnz") is not None
+        return {**group, "fixed": is_fixed}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         if self._phase != "prepared":

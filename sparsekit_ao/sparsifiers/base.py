@@ -327,6 +327,11 @@ class MaskSparsifier(Copies, BaseSparsifier):
             if found is not None:
                 self._state[group["tensor_fqn"]]["mask"] = found.mask
 
+    def _refuse_unknown(self, given: Iterable[str], known: Iterable[str]) -> None:
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
+
     def _need_prepared(self, what: str) -> None:
         if self._phase == "prepared":
             distributed.reshard(self.model)
