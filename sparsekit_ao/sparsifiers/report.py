@@ -72,12 +72,12 @@ class Report(Sequence[Row]):
     @property
     def sparsity(self) -> float:
         """The fraction of all sparsified elements that masks drop."""
-        return sum(r.sparsity * math.prod(r.shape) for r in self.rows) / max(self._elements, 1)
+        return sum(r.sparsity * math.prod(r.shape) for r in self.rows) / max(self.elements, 1)
 
     @property
     def covered(self) -> float:
         """The share of the model's parameters (their elements) that are sparsified."""
-        return self._elements / max(self.total, 1)
+        return self.elements / max(self.total, 1)
 
     @property
     def mask_bytes(self) -> int:
@@ -85,7 +85,8 @@ class Report(Sequence[Row]):
         return sum(r.mask_bytes for r in self.rows)
 
     @property
-    def _elements(self) -> int:
+    def elements(self) -> int:
+        """Elements of all sparsified tensors."""
         return sum(math.prod(r.shape) for r in self.rows)
 
     def metrics(self) -> dict[str, float]:
