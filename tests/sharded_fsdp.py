@@ -359,7 +359,7 @@ def another_parametrization_below():
     many = ScopeSparsifier()
     many.prepare(model, CONFIGS["2:4"])
     shard(model)
-    with pytest.raises(SparsityError, match=r"0.weight: _WeightNorm lies below its mask"):
+    with pytest.raises(SparsityError, match=r"0.weight: _WeightNorm is below its mask"):
         many.step()
 
 
