@@ -42,7 +42,7 @@ class Row:
     mask_bytes: int
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, a cell a column."""
+        """The row as text, one cell per column."""
         numbers = (f"{self.asked:.4f}", f"{self.sparsity:.4f}", f"{self.kept:,}", f"{self.blocks:,}")
         return (self.tensor, self.rule, "x".join(map(str, self.shape)), self.pattern, *numbers, f"{self.mask_bytes:,}")
 
@@ -52,9 +52,9 @@ class Report(Sequence[Row]):
     """Rows as data; `str()` of it is a table, `.metrics()` a flat dict of floats.
 
     Attributes:
-        rows: one a sparsified tensor.
+        rows: one per sparsified tensor.
         total: elements of all parameters of the model.
-        skipped: {tensor: why} of those that a rule names and that were left out all the same.
+        skipped: {tensor: why it was left out although a rule names it}.
         others: {tensor: its elements} of the parameters that no rule names, the largest first.
     """
 
@@ -134,7 +134,7 @@ def make_row(
 
 
 def make_report(rows: Sequence[Row], resolved: Resolved, model: nn.Module) -> Report:
-    """Rows together with what of the model they cover."""
+    """A report of these rows and of the parameters that they do not cover."""
     distinct: dict[int, tuple[str, int]] = {}
     for name, p in named_tensors(model):
         distinct.setdefault(id(p), (name, p.numel()))
