@@ -73,6 +73,44 @@ def test_everything_two_of_four_but_one_layer_and_not_the_head():
     assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight", "2.weight"]
 
 
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"module": "Linear"}, r"config\[0\]: 'module' must be a module class or a list of them, got 'Linear'"),
+        ({"module": [nn.Linear, "Conv1d"]}, "'module' must be a module class or a list of them"),
+        ({"tensor_fqn": "*", "module": []}, "'module' must be a module class or a list of them"),
+        (
+            {"tensor_fqn": ["0.weight", "1.weight"], "module": nn.Linear},
+            "'1.weight' does not belong to a module of class Linear",
+        ),
+    ],
+)
+def test_a_module_class_that_cannot_be_meant(entry, text):
+    with pytest.raises(SparsityError, match=text):
+        ScopeSparsifier().prepare(nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1)), [entry])
+
+
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.again = self.first
+        self.last = nn.Linear(8, 8)
+
+
+def test_a_module_with_two_names_gets_one_mask():
+    config = [{"tensor_fqn": "*.weight"}, {"tensor_fqn": "again.weight", "sparsity_level": 0.9}]
+    with pytest.raises(SparsityError, match=r"'first.weight' and 'again.weight' are one tensor of one module"):
+        ScopeSparsifier().prepare(Shared(), config)
+    assert list(levels(prepared(Shared()))) == ["first.weight", "last.weight"]
+    for name in ("first", "again"):
+        assert list(levels(prepared(Shared(), exclude=[name]))) == ["last.weight"]
+    report = prepared(Shared(), config[1:]).report()
+    assert report.covered == 64 / 144 and "first.weight" not in report.others
+
+
 # what is left out
 
 
@@ -90,6 +128,17 @@ def test_exclude_takes_names_of_tensors_and_modules_globs_and_classes(exclude, l
         assert list(levels(prepared(linear_model(8, 8, 8, 8), config, exclude=exclude))) == left
 
 
+def test_excluding_a_class_leaves_out_what_is_inside_its_modules():
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 8))
+    assert list(levels(prepared(model, exclude=[nn.MultiheadAttention]))) == [
+        "0.linear1.weight",
+        "0.linear2.weight",
+        "1.weight",
+    ]
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 8))
+    assert list(levels(prepared(model, exclude=[nn.TransformerEncoderLayer]))) == ["1.weight"]
+
+
 @pytest.mark.parametrize(
     ("config", "exclude", "text"),
     [
@@ -99,7 +148,7 @@ def test_exclude_takes_names_of_tensors_and_modules_globs_and_classes(exclude, l
         (
             None,
             [nn.Linear],
-            r"config names no tensor that is not left out: 0.weight is left out by exclude\[0\] \(Linear",
+            r"config=None finds no tensor that is not left out: 0.weight is left out by exclude\[0\] \(Linear",
         ),
         (
             [{"tensor_fqn": "0.weight"}],
@@ -168,8 +217,23 @@ def test_a_pickle_keeps_rules_by_module_class():
 
 def test_a_pickle_remembers_what_was_excluded():
     loaded = pickle.loads(pickle.dumps(prepared(linear_model(8, 8, 8), exclude=["2"])))
+    with pytest.raises(SparsityError, match="exclude has no effect on the pickled config"):
+        loaded.prepare(linear_model(8, 8, 8), exclude=["0"])
     loaded.prepare(linear_model(8, 8, 8))
     assert list(levels(loaded)) == ["0.weight"]
+
+
+def test_a_pickle_remembers_what_was_left_out_and_why():
+    loaded = pickle.loads(pickle.dumps(prepared(Language())))
+    loaded.prepare(Language())
+    assert loaded.report().skipped == {"lm_head.weight": "tied to 'embed.weight'"}
+    assert loaded.report()[0].rule == "config=None"
+
+
+def test_the_report_counts_all_parameters_behind_a_tensor_and_lazy_ones_as_empty():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.LazyLinear(4))
+    report = prepared(model, [{"tensor_fqn": "0.weight"}]).report()
+    assert report.total == 8 + 64 + 8 and report.covered == 72 / 80
 
 
 # patterns that fit themselves

@@ -111,7 +111,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
                 expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
                 have precedence, then later entries. None is every Linear and convolution but for adapters and weights
                 tied to another module; after unpickling, it is the pickled config, and pickled masks are restored.
-            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out.
+            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out;
+                modules with all that is inside them.
 
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.

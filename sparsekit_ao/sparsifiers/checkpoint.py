@@ -73,7 +73,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items() if not callable(v)}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain(v) for v in value)
+        return (list if isinstance(value, list) else tuple)(plain(v) for v in value)
     return copy.deepcopy(value)
 
 
