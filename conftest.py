@@ -1,4 +1,4 @@
-"""Names that every docstring example may use, and what tests of several files ask for by name."""
+"""Fixtures: the names that docstring examples use, and one that tests of several files share."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def _doctest_names(doctest_namespace):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Threads that wait for each other are slow on a busy machine; a test of thread counts sets its own."""
+    """Run the tests of a module with one torch thread; tests of thread counts set their own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

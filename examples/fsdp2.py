@@ -117,7 +117,7 @@ def main() -> None:
     report = sparsifier.report()
     sparsifier.check()
     sparsifier.squash_mask()
-    weights = sum(report.elements)
+    weights = report.elements
     if rank == 0:
         print(f"loss {loss.item():.3f}; {weights:,} weights, {report.sparsity:.4f} of them zero")
         print(f"held on this rank: {sum(r.mask_bytes for r in report):,} bytes of masks")

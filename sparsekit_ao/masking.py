@@ -1,8 +1,9 @@
 """The parametrization that masks a weight: how it is registered and removed, and how a masked weight is computed.
 
 A masked element is exactly zero in forward and backward, even where the weight is NaN or infinite: elements are
-selected, not multiplied. Compiled, and on other devices, that is one `where`, which fuses. In eager mode on CPU `where`
-on a bool mask takes three times as long as a product; there the mask is widened and `threshold_backward` selects.
+selected, not multiplied. Compiled, and on other devices, that is one `where`, which is fused. In eager mode on CPU
+`where` on a bool mask takes three times as long as a product; there the mask is converted to the weight's dtype and
+`threshold_backward` selects.
 """
 
 import ctypes
@@ -32,9 +33,9 @@ __all__ = [
     "squash",
 ]
 
-FROM = 1 << 15  # elements from which `where` is the slower one
+FROM = 1 << 15  # elements from which `where` is slower
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LARGE = 1 << 22  # bytes from which it is worth a system call
+LARGE = 1 << 22  # bytes from which a system call for large pages is worth its time
 PAGE = 4096
 MADV_HUGEPAGE = 14
 
@@ -56,7 +57,7 @@ class WeightMask(FakeSparsity):
         return select(x, placed_like(self.mask, x))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """As any module's; a mask that leaves the meta device keeps everything, since it had no values there."""
+        """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
         was_meta = self.mask.is_meta
         super()._apply(*args, **kwargs)
         if was_meta and not self.mask.is_meta:
@@ -64,7 +65,7 @@ class WeightMask(FakeSparsity):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        """As any module's; a mask that was saved whole fits a sharded one, and the reverse."""
+        """As any module's; a whole mask can be loaded into a sharded one, and the reverse."""
         for name, own in self.named_buffers():
             saved = state_dict.get(f"{prefix}{name}")
             if isinstance(saved, Tensor) and saved.shape == own.shape:
@@ -72,7 +73,7 @@ class WeightMask(FakeSparsity):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def shard_like(self, weight: Tensor) -> None:
-        """Cut the mask over the ranks as its weight is."""
+        """Shard the mask over the ranks as its weight is."""
         self.mask = placed_like(self.mask, weight)
 
     def right_inverse(self, x: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
 
 
 def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
-    """The mask on a tensor, or None; from now on sharded as the tensor is, if it has been sharded since.
+    """The mask on a tensor, or None; it is first sharded like the tensor, if that was sharded since.
 
     Raises:
         SparsityError: the tensor is sharded, and another parametrization is below its mask; or it is gathered at
@@ -172,7 +173,7 @@ def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
 
 
 def squash(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) -> None:
-    """Write the zeros (or `rebuilt_originals`) into the parameters in place, and take the mask away; others stay."""
+    """Write zeros (or `rebuilt_originals`) into the parameters and remove the mask; others stay."""
     chain = _chain(module, tensor_name)
     originals = _originals(chain)
     mask = find_mask(module, tensor_name)
@@ -189,7 +190,7 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
     if len(chain) > 1:
         del chain[len(_below(chain))]
         return
-    # Deep copies share the class that parametrize made for the module; removing edits that class, so own it first.
+    # Deep copies share the class that parametrize made for the module, and removing edits it: copy the class first.
     with without_fsdp_class(module):
         kind = type(module)
         namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
@@ -218,7 +219,7 @@ def _through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
     if not layers:
         return originals[0]
     training = [layer.training for layer in layers]
-    try:  # looking must not change anything: spectral_norm iterates while it trains
+    try:  # eval mode, since spectral_norm changes its state in train mode
         with torch.no_grad():
             x: Tensor = layers[0].eval()(*originals)
             for layer in layers[1:]:
@@ -250,7 +251,7 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def _is_plain(weight: Tensor, mask: Tensor) -> bool:
-    """Whether both are large CPU tensors of no special kind, and no mode or transform records the operations."""
+    """Whether both are large CPU tensors of no special kind, and no mode or transform intercepts the operations."""
     return (
         weight.numel() >= FROM
         and weight.device.type == mask.device.type == "cpu"
@@ -259,29 +260,29 @@ def _is_plain(weight: Tensor, mask: Tensor) -> bool:
         and type(mask) is Tensor
         and weight.shape == mask.shape
         and not torch.jit.is_tracing()
-        and not any(_is_seen(t) for t in (weight, mask))
+        and not any(_is_intercepted(t) for t in (weight, mask))
     )
 
 
-def _is_seen(t: Tensor) -> bool:
-    """Whether a mode or a transform (vmap, functionalization, batched gradients) looks at what is done with a tensor.
+def _is_intercepted(t: Tensor) -> bool:
+    """Whether a mode or a transform (vmap, functionalization, batched gradients) intercepts operations on a tensor.
 
-    torch has no public word for that; where it loses its private ones, everything counts as seen, which is slower.
+    torch has no public function for that; where the private ones are missing, the result is True, which is only slower.
     """
     try:
         inside = torch._C._functorch
-        seen = torch._C._len_torch_dispatch_stack() or inside.is_functorch_wrapped_tensor(t)
-        return bool(seen or inside.is_legacy_batchedtensor(t) or torch._is_functional_tensor(t))
+        found = torch._C._len_torch_dispatch_stack() or inside.is_functorch_wrapped_tensor(t)
+        return bool(found or inside.is_legacy_batchedtensor(t) or torch._is_functional_tensor(t))
     except AttributeError:
         return True
 
 
 class _Select(torch.autograd.Function):
-    """`where(mask, weight, 0)` at the speed of a product; its backward is itself, so it may be differentiated again."""
+    """`where(mask, weight, 0)` at the speed of a product; its backward is `select`, which is differentiable again."""
 
     @staticmethod
     def forward(weight: Tensor, mask: Tensor) -> Tensor:
-        """The mask widened, unless it is a float, and one pass."""
+        """Convert a bool mask to the weight's dtype, then select in one pass."""
         if mask.dtype == torch.bool:
             held = out = _empty_in_large_pages(mask, weight.dtype).copy_(mask.view(torch.uint8))
         else:

@@ -1,8 +1,8 @@
-"""Common structures by name: values that fit themselves to a module and the shape of its weight.
+"""Common structures by name, which adapt to the class of a module and the shape of its weight.
 
-A pattern goes into a config entry or a sparsifier's defaults, as `pattern=` or spread (`**`), with the same masks. It
-knows which dimension of a weight holds outputs and which inputs: of Linear and convolutions, of transposed convolutions
-and transformers' `Conv1D` (stored transposed), and of packed experts `(experts, out, in)`.
+A pattern is given in a config entry or as a sparsifier's default, as `pattern=` or unpacked (`**`), to the same effect.
+It finds which dimension of a weight holds outputs and which inputs: of Linear and convolutions, of transposed
+convolutions and transformers' `Conv1D` (stored transposed), and of packed experts `(experts, out, in)`.
 
 >>> from sparsekit_ao import patterns
 >>> {"tensor_fqn": "fc.weight", **patterns.n_m(2, 4)}
@@ -55,18 +55,18 @@ class Pattern:
 
     @property
     def budget(self) -> str | None:
-        """The config key that says how much the pattern keeps, if it says so."""
+        """The config key that specifies how much the pattern keeps, or None."""
         level = None if self.sparsity_level is None else "sparsity_level"
         return {"n_m": "nnz", "v_n_m": "stages"}.get(self.kind, level)
 
     def resolve(self, module: nn.Module, tensor_name: str, tensor: Tensor | None = None, where: str = "") -> Keys:
-        """The config keys that this pattern stands for on one tensor.
+        """The config keys that this pattern amounts to on one tensor.
 
         Args:
-            module: the tensor's module, whose class tells the order of the dimensions.
+            module: the tensor's module, whose class determines the order of the dimensions.
             tensor_name: the tensor's name in the module.
             tensor: the tensor, if the module does not hold it by that name as it is.
-            where: opening words of error messages.
+            where: first words of error messages.
 
         Raises:
             SparsityError: the tensor has no such dimension, or the numbers do not fit it.
@@ -76,7 +76,7 @@ class Pattern:
         return keys if self.sparsity_level is None else {**keys, "sparsity_level": self.sparsity_level}
 
     def keys(self) -> Iterator[str]:
-        """What `**pattern` spreads into a dict: the pattern itself, under one key."""
+        """What `**pattern` unpacks into a dict: the pattern itself, under one key."""
         return iter(("pattern",))
 
     def __getitem__(self, key: str) -> "Pattern":
@@ -98,7 +98,7 @@ class _Dimensions:
         output: the dimension of output units.
         input: the dimension of inputs; None of a 1-D tensor.
         experts: the dimension of independent matrices, or None.
-        groups: of a convolution; its inputs and outputs fall into so many independent parts.
+        groups: number of groups of a convolution; its inputs and outputs are divided into as many parts.
     """
 
     shape: tuple[int, ...]
@@ -158,12 +158,12 @@ def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Patt
 
 
 def rows(sparsity_level: float | None = None) -> Pattern:
-    """Whole output units: rows of a Linear, filters of a convolution; experts compete each within itself."""
+    """Whole output units: rows of a Linear, filters of a convolution; units compete within each expert."""
     return Pattern("rows", (), sparsity_level)
 
 
 def columns(sparsity_level: float | None = None) -> Pattern:
-    """Whole inputs: columns of a Linear, input channels of a convolution; experts compete each within itself."""
+    """Whole inputs: columns of a Linear, input channels of a convolution; units compete within each expert."""
     return Pattern("columns", (), sparsity_level)
 
 

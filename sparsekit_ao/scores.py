@@ -1,4 +1,4 @@
-"""Scores: how much every element of a weight matters, before anything is cut into blocks.
+"""Scores: functions that give the importance of every element of a weight.
 
 A score is a function `(weight, name) -> saliency`. Both tensors have the parameter's own shape, whatever view, axes or
 blocks the pattern takes; a block's score is the sum of its elements' saliencies (the mean where blocks differ in size).
@@ -18,7 +18,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def saliency_of(score: Score, weight: Tensor, name: str) -> Tensor:
-    """What a score gives for one weight, checked.
+    """Call a score for one weight and check what it returns.
 
     Args:
         score: called as `score(weight, name)`; it must not change the weight.

@@ -1,4 +1,4 @@
-"""Several gloo ranks on this machine: one spawn runs many cases, each of which is a test of its own."""
+"""Run many cases on several gloo ranks of this machine with one spawn; every case is reported by itself."""
 
 import datetime
 import multiprocessing
@@ -16,11 +16,14 @@ def run_ranks(world, folder, cases, *, seconds=240):
 
     Args:
         world: number of ranks.
-        folder: an empty folder for their rendezvous.
+        folder: an empty folder for the rendezvous file and the results.
         cases: a function of a module; every rank lists and runs the same cases in the same order.
 
     Returns:
-        {name: the first rank's error text, or None}; a rank that dies ends the run.
+        {name: the first rank's error text, or None}.
+
+    Raises:
+        AssertionError: a rank exited with an error, or did not end in time.
     """
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=_rank, args=(k, world, str(folder), cases)) for k in range(world)]
@@ -51,7 +54,7 @@ def _rank(rank, world, folder, cases):
         try:
             case()
             found[name] = None
-        except BaseException:  # pytest.fail among them
+        except BaseException:  # pytest.fail raises one too
             found[name] = f"rank {rank}: {traceback.format_exc()}"
         if _any_failed(found[name] is not None):
             found.setdefault(name, None)

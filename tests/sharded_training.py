@@ -1,6 +1,6 @@
-"""Cases for `test_sharded`. Training over ranks.
+"""Cases for `test_sharded`: training over ranks.
 
-DDP, long runs, checkpoints that change the number of ranks, a rank that dies, tensor parallel.
+DDP, long runs, checkpoints that change the number of ranks, a rank that exits, tensor parallel.
 """
 
 import functools
@@ -20,25 +20,25 @@ from sparsekit_ao.distributed import full_tensor, local
 from sparsekit_ao.schedules import cubic
 
 
-def follow(sparsifier, level):
+def set_level_and_step(sparsifier, level):
     for g in sparsifier.groups:
         g["sparsity_level"] = level
     sparsifier.step()
 
 
 def ddp(broadcast, config):
-    """Nobody sends masks in `step`. With `broadcast_buffers` DDP itself sends them, at every forward."""
+    """`step` sends no masks. With `broadcast_buffers` DDP sends them, at every forward."""
     plain, one = mlp(), ScopeSparsifier()
     one.prepare(plain, CONFIGS[config])
     model, many = mlp(), ScopeSparsifier()
     many.prepare(model, CONFIGS[config])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it, torch 2.11 only this one
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed it, torch 2.11 has only this name
         parallel = DistributedDataParallel(model, broadcast_buffers=broadcast)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, model)]
     for step in range(8):
         for s in (one, many):
-            follow(s, 0.1 * step)
+            set_level_and_step(s, 0.1 * step)
         assert_same_masks(one, many)
         train(plain, optimizers[0], step)
         train(parallel, optimizers[1], step, mine())
@@ -53,24 +53,24 @@ def long_run():
     """200 steps under a schedule: the same masks at every update, losses to float tolerance."""
     plain, one, sharded, many = pair(CONFIGS["global"])
     optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (plain, sharded)]
-    worst, moved = 0.0, 0
+    worst, changed = 0.0, 0
     for step in range(200):
         if step % 10 == 0:
             before = one.mask("0.weight").clone()
             for s in (one, many):
-                follow(s, cubic(0.0, 0.8, 150)(step))
+                set_level_and_step(s, cubic(0.0, 0.8, 150)(step))
             assert_same_masks(one, many)
-            moved += int((before & ~one.mask("0.weight")).sum() + (~before & one.mask("0.weight")).sum())
+            changed += int((before & ~one.mask("0.weight")).sum() + (~before & one.mask("0.weight")).sum())
         loss = train(plain, optimizers[0], step)
         mean = train(sharded, optimizers[1], step, mine())
         distributed.all_reduce(mean)
         worst = max(worst, float(abs(mean / distributed.get_world_size() - loss) / loss))
-    assert worst < 1e-4 and moved > 100
+    assert worst < 1e-4 and changed > 100
     assert_same_masks(one, many)
     assert one.check() == many.check() == 1
 
 
-def made(config="global"):
+def build(config="global"):
     model, sparsifier = mlp(), ScopeSparsifier()
     sparsifier.prepare(model, CONFIGS[config])
     if distributed.is_initialized():
@@ -98,14 +98,14 @@ def restore(folder, model, sparsifier, optimizer):
 
 def some_steps(model, sparsifier, optimizer, steps):
     for step in steps:
-        follow(sparsifier, min(0.1 * step, 0.7))
+        set_level_and_step(sparsifier, min(0.1 * step, 0.7))
         train(model, optimizer, step, mine() if distributed.is_initialized() else slice(None))
 
 
 def save(folder, how):
     from torch.distributed import checkpoint
 
-    run = made()
+    run = build()
     some_steps(*run, range(4))
     if how == "save":
         checkpoint.save(state_of(*run), checkpoint_id=f"{folder}/save")
@@ -119,8 +119,8 @@ def save(folder, how):
 
 
 def load(folder, how):
-    """Goes on as the run that saved did: same masks after two more steps."""
-    run = made()
+    """Continues as the run that saved: same masks after two more steps."""
+    run = build()
     restore(f"{folder}/{how}", *run)
     levels = {g["sparsity_level"] for g in run[1].groups}
     assert levels == {0.1 * 3}
@@ -147,7 +147,7 @@ def tensor_parallel(config, mesh):
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, model)]
     for step in range(4):
         for s in (one, many):
-            follow(s, 0.2 + 0.1 * step)
+            set_level_and_step(s, 0.2 + 0.1 * step)
         assert_same_masks(one, many)
         train(plain, optimizers[0], step)
         train(model, optimizers[1], step, rows)
@@ -169,7 +169,7 @@ def hybrid(config, mesh):
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, sharded)]
     for step in range(4):
         for s in (one, many):
-            follow(s, 0.2 + 0.1 * step)
+            set_level_and_step(s, 0.2 + 0.1 * step)
         assert_same_masks(one, many)
         train(plain, optimizers[0], step)
         train(sharded, optimizers[1], step, mine())
@@ -179,7 +179,7 @@ def hybrid(config, mesh):
 
 
 def other_meshes():
-    """Tensors that share a budget must lie on one mesh: the error names both."""
+    """Tensors that share a budget must be on one mesh: the error names both."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -199,7 +199,7 @@ def cases_of_two():
     for broadcast, config in itertools.product((True, False), CONFIGS):
         yield f"ddp broadcast_buffers={broadcast} {config}", functools.partial(ddp, broadcast, config)
     yield "200 steps", long_run
-    yield "goes on after a rank died", goes_on
+    yield "continues after a rank exited", continue_from_checkpoint
     for how in ("save", "async_save"):
         yield how, functools.partial(save, folder, how)
 
@@ -216,19 +216,17 @@ def cases_of_four():
         yield f"tensor parallel {config}", functools.partial(tensor_parallel, config, line)
         yield f"tensor parallel and FSDP2 {config}", functools.partial(tensor_parallel, config, square)
         yield f"HSDP {config}", functools.partial(hybrid, config, square)
-        yield (
-            f"every method {config}",
-            functools.partial(every_method, config),
-        )  # five rows over four ranks: one has none
+        # five rows over four ranks: one has none
+        yield f"every method {config}", functools.partial(every_method, config)
     yield "other meshes", other_meshes
 
 
-def until_a_rank_dies():
-    """A checkpoint every three steps; in the third one rank 1 dies."""
+def until_a_rank_exits():
+    """A checkpoint every three steps; rank 1 exits before the third one."""
     from torch.distributed import checkpoint
 
     folder = pathlib.Path(os.environ["SPARSEKIT_TEST_FOLDER"])
-    run = made()
+    run = build()
     for done in (3, 6, 9):
         some_steps(*run, range(done - 3, done))
         if done == 9 and distributed.get_rank() == 1:
@@ -236,12 +234,12 @@ def until_a_rank_dies():
         checkpoint.save(state_of(*run), checkpoint_id=folder / f"checkpoint{done}")
 
 
-def goes_on():
-    """From the last whole checkpoint; bit for bit as a run that nothing interrupted."""
+def continue_from_checkpoint():
+    """From the last complete checkpoint; bit for bit as a run without interruption."""
     folder = pathlib.Path(os.environ["SPARSEKIT_TEST_FOLDER"])
     done = max(int(p.parent.name[10:]) for p in folder.glob("checkpoint*/.metadata"))
     assert done == 6
-    run, other = made(), made()
+    run, other = build(), build()
     restore(folder / f"checkpoint{done}", *run)
     some_steps(*run, range(done, 12))
     some_steps(*other, range(12))
@@ -250,5 +248,5 @@ def goes_on():
     assert [g["sparsity_level"] for g in run[1].groups] == [g["sparsity_level"] for g in other[1].groups]
 
 
-def cases_until_a_rank_dies():
-    yield "until a rank dies", until_a_rank_dies
+def cases_until_a_rank_exits():
+    yield "until a rank exits", until_a_rank_exits

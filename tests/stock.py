@@ -1,4 +1,4 @@
-"""torch.ao's own sparsifiers on the side, and small helpers that several tests share."""
+"""torch.ao's own sparsifiers ("stock"), to compare with, and small helpers that several tests share."""
 
 import copy
 import itertools

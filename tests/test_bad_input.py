@@ -1,4 +1,4 @@
-"""SPEC section 5, item 6: every mistake gets a clear error before anything is changed."""
+"""Every mistake of a caller raises an error that names it, before anything is changed."""
 
 import copy
 import pickle
@@ -91,7 +91,7 @@ BAD_CONFIGS = [
 
 
 @pytest.mark.parametrize(("config", "text"), BAD_CONFIGS, ids=range(len(BAD_CONFIGS)))
-def test_a_bad_config_is_refused_and_the_model_is_untouched(config, text):
+def test_a_bad_config_is_refused_and_the_model_is_unchanged(config, text):
     model = linear_model(8, 4, 4)
     sparsifier = ScopeSparsifier()
     keys, kinds = list(model.state_dict()), [type(m) for m in model]
@@ -103,7 +103,7 @@ def test_a_bad_config_is_refused_and_the_model_is_untouched(config, text):
     sparsifier.prepare(model, [LINEAR])  # and the sparsifier still works
 
 
-def test_one_bad_entry_leaves_the_good_ones_alone():
+def test_one_bad_entry_leaves_the_whole_model_unchanged():
     model = linear_model(8, 4, 6)
     with pytest.raises(SparsityError, match=r"2.weight: block \(1, 8\) needs dimension 1 divisible by 8, got 4"):
         ScopeSparsifier(block_shape=(1, 8)).prepare(model, None)
@@ -118,7 +118,7 @@ COUPLING_MISTAKES = [
 
 
 @pytest.mark.parametrize(("first", "second", "text"), COUPLING_MISTAKES, ids=range(len(COUPLING_MISTAKES)))
-def test_what_does_not_line_up_is_a_coupling_error(first, second, text):
+def test_members_that_do_not_fit_each_other_are_a_coupling_error(first, second, text):
     model = linear_model(8, 4, 6)
     config = [
         {"tensor_fqn": "0.weight", "block_coupling": "mlp", **first},
@@ -173,7 +173,7 @@ def test_a_budget_beside_stages_that_have_their_own_is_refused():
         ScopeSparsifier().prepare(linear_model(8, 4), [entry])
 
 
-def test_attaching_a_pickle_to_a_model_that_does_not_fit_leaves_the_model_alone():
+def test_preparing_an_unpickled_sparsifier_with_another_model_leaves_the_model_unchanged():
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(linear_model(8, 4), None)
     loaded, other = pickle.loads(pickle.dumps(sparsifier)), linear_model(8, 6)
@@ -182,7 +182,7 @@ def test_attaching_a_pickle_to_a_model_that_does_not_fit_leaves_the_model_alone(
     assert list(other.state_dict()) == ["0.weight", "0.bias"]
 
 
-def test_a_copy_is_squashed_once():
+def test_squashing_a_copy_twice():
     model = linear_model(8, 4)
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, None)
@@ -222,7 +222,7 @@ def test_prepare_twice():
         ScopeSparsifier().prepare(model, None)
 
 
-def test_stock_prepares_twice_in_silence():
+def test_stock_prepares_twice_without_an_error():
     model = linear_model(8, 4)
     sparsifier = StockWeightNorm()
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_squash_twice_and_step_after_squash():
     for call in (sparsifier.squash_mask, sparsifier.step, sparsifier.report):
         with pytest.raises(SparsityError, match=r"the masks were squashed already; call prepare\(model, config\)"):
             call()
-    sparsifier.prepare(model, None)  # iterative pruning starts again
+    sparsifier.prepare(model, None)  # the next round of iterative pruning
     sparsifier.step()
 
 
@@ -279,14 +279,14 @@ def test_a_model_without_layers():
         ScopeSparsifier().prepare(nn.ReLU(), None)
 
 
-def test_update_mask_of_a_foreign_module():
+def test_update_mask_of_a_module_that_was_not_prepared():
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(linear_model(8, 4), None)
     with pytest.raises(SparsityError, match="'weight' of this Linear was not prepared"):
         sparsifier.update_mask(nn.Linear(2, 2), "weight")
 
 
-def test_a_mask_removed_by_hand_is_noticed():
+def test_a_step_after_a_mask_was_removed_by_torch_is_an_error():
     model = linear_model(8, 4)
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, None)
@@ -302,7 +302,7 @@ def test_an_unknown_mask_name():
         sparsifier.mask("fc")
 
 
-def test_a_scheduler_that_leaves_the_range_is_stopped_before_a_mask_changes():
+def test_a_scheduled_level_out_of_range_is_an_error_before_a_mask_changes():
     sparsifier = ScopeSparsifier(0.5)
     sparsifier.prepare(linear_model(8, 4), None)
     scheduler = LambdaSL(sparsifier, lambda epoch: 1.0 + epoch)

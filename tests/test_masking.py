@@ -1,4 +1,4 @@
-"""Exact masking: every way of it is `where`, forward, backward and under torch's transforms."""
+"""Exact masking: `select` equals `torch.where` in forward, in backward and under torch's transforms."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "mixed", "window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_it_is_where_forward_and_backward(dtype, layout):
+def test_select_equals_where_in_forward_and_backward(dtype, layout):
     weight, mask = weight_and_mask(dtype, layout)
     weight.requires_grad_()
     out = select(weight, mask)
@@ -47,7 +47,7 @@ def test_it_is_where_forward_and_backward(dtype, layout):
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "mixed", "window"])
-def test_a_float_mask_selects_too(layout):
+def test_select_with_a_float_mask(layout):
     weight, mask = weight_and_mask(layout=layout)
     weight.requires_grad_()
     out = select(weight, mask.float())
@@ -59,7 +59,7 @@ def test_a_float_mask_selects_too(layout):
     assert same_bits(select(weight[small], mask[small].double()), torch.where(mask[small], weight[small], 0))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # raised inside torch.func
 def test_second_derivatives_and_forward_mode():
     weight, mask = weight_and_mask()
     weight = weight.nan_to_num(0.0, 1.0, -1.0).requires_grad_()
@@ -97,9 +97,9 @@ def test_a_mask_that_changes_before_backward_is_an_error():
         out.sum().backward()
 
 
-def test_where_is_what_compilers_and_recorders_see(monkeypatch):
+def test_compilers_and_modes_get_where(monkeypatch):
     weight, mask = weight_and_mask()
-    monkeypatch.setattr(module._Select, "apply", lambda *_: pytest.fail("the eager path was recorded"))
+    monkeypatch.setattr(module._Select, "apply", lambda *_: pytest.fail("the eager path was intercepted"))
     graphs = []
 
     def backend(graph, _):
@@ -118,21 +118,21 @@ def test_where_is_what_compilers_and_recorders_see(monkeypatch):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1024, 1024), torch.float32), ((3, 700_001), torch.float16)])
-def test_large_results_are_asked_for_in_large_pages_and_nothing_beyond_them(shape, dtype, monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, "_madvise", lambda: lambda *args: asked.append(args))
+def test_large_pages_are_requested_for_large_tensors_and_only_inside_them(shape, dtype, monkeypatch):
+    advised = []
+    monkeypatch.setattr(module, "_madvise", lambda: lambda *args: advised.append(args))
     like = torch.empty(shape, dtype=dtype).t()
     out = module._empty_in_large_pages(like)
     assert (out.shape, out.stride(), out.dtype) == (like.shape, like.stride(), dtype)
-    ((start, size, advice),) = asked
+    ((start, size, advice),) = advised
     end = out.data_ptr() + out.numel() * out.element_size()
     assert out.data_ptr() <= start < out.data_ptr() + 4096 and end - 4096 < start + size <= end
     assert start % 4096 == size % 4096 == 0 and advice == 14
     module._empty_in_large_pages(like[:5, :2])
-    assert len(asked) == 1
+    assert len(advised) == 1
 
 
-def test_where_large_pages_are_unknown_memory_is_as_ever(monkeypatch):
+def test_without_madvise_memory_is_allocated_as_usual(monkeypatch):
     module._madvise.cache_clear()
     monkeypatch.setattr(module.sys, "platform", "darwin")
     assert module._madvise() is None
@@ -140,7 +140,7 @@ def test_where_large_pages_are_unknown_memory_is_as_ever(monkeypatch):
     module._madvise.cache_clear()
 
 
-def test_batched_gradients_and_functionalization_see_where():
+def test_batched_gradients_and_functionalization_get_where():
     weight, mask = weight_and_mask()
     weight = weight.nan_to_num(0.0, 1.0, -1.0).requires_grad_()
     grads = torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(2))
@@ -150,10 +150,10 @@ def test_batched_gradients_and_functionalization_see_where():
     assert torch.equal(out, torch.where(mask, weight.detach(), 0))
 
 
-def test_where_torch_has_no_word_for_transforms_everything_counts_as_seen(monkeypatch):
+def test_without_torchs_private_functions_every_tensor_counts_as_intercepted(monkeypatch):
     weight, mask = weight_and_mask()
     monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
-    assert module._is_seen(weight)
+    assert module._is_intercepted(weight)
     assert same_bits(select(weight, mask), torch.where(mask, weight, 0))
 
 

@@ -1,4 +1,4 @@
-"""NearlyDiagonalSparsifier gives stock's masks."""
+"""NearlyDiagonalSparsifier gives the masks of torch.ao's class ("stock")."""
 
 import pytest
 import torch
@@ -34,6 +34,6 @@ def test_bad_nearliness_is_refused_before_anything_changes(nearliness, text):
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
 
 
-def test_only_matrices():
+def test_tensors_that_are_not_matrices_are_refused():
     with pytest.raises(SparsityError, match=r"0.bias: a diagonal needs a matrix, got shape \(4,\)"):
         NearlyDiagonalSparsifier().prepare(linear_model(6, 4), [{"tensor_fqn": "0.bias"}])

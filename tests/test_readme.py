@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, and its benchmark table is what the CSV says."""
+"""Every Python block of the README runs, and its figures equal those of the committed CSVs."""
 
 import contextlib
 import csv
@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_the_digits_table_is_the_csv():
+def test_the_digits_table_equals_the_csv():
     with (ROOT / "examples/results/rigl_digits.csv").open() as file:
         rows = list(csv.DictReader(file))
     dense = [float(r["accuracy"]) for r in rows if r["method"] == "dense"]
@@ -28,7 +28,7 @@ def test_the_digits_table_is_the_csv():
         assert f"| {level} | {' | '.join(cells)} |" in README
 
 
-def test_the_language_model_table_is_the_csv():
+def test_the_language_model_table_equals_the_csv():
     with (ROOT / "examples/results/dst_language_model.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert f"dense has {float(rows[0]['loss']):.3f}" in README
@@ -39,7 +39,7 @@ def test_the_language_model_table_is_the_csv():
         assert f"| {level} | {cells} |" in README
 
 
-def test_the_cost_of_a_dynamic_step_is_the_csv():
+def test_the_cost_of_a_dynamic_step_equals_the_csv():
     with (ROOT / "examples/benchmarks/results/dst_overhead.csv").open() as file:
         rows = list(csv.DictReader(file))
     closed = [float(r["times stock"]) for r in rows if r["step"] == "closed"]
@@ -53,7 +53,7 @@ def test_block_runs(code):
         exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_the_benchmark_table_is_the_csv():
+def test_the_benchmark_table_equals_the_csv():
     with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
         rows = list(csv.DictReader(file))
     table = [line for line in README.splitlines() if line.startswith("| ") and " ms | " in line]
@@ -70,26 +70,26 @@ def test_the_benchmark_table_is_the_csv():
         assert cells == expected + memory
 
 
-def test_the_worst_patterns_and_the_masked_layer_are_the_csvs():
+def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
     with (ROOT / "examples/benchmarks/results/cpu_patterns.csv").open() as file:
         rows = list(csv.DictReader(file))
     text = " ".join(README.split())
-    for dtype, said in (
+    for dtype, sentence in (
         ("float32", "the worst with the JIT extra is {} copies ({}), on a plain install {} ({})"),
         ("bfloat16", "half as long, {} ({}) and {} ({})"),
     ):
         own = [r for r in rows if r["dtype"] == dtype]
         worst = [max((float(r[f"{tier}: times one copy"]), r["pattern"]) for r in own) for tier in ("ours", "plain")]
-        assert said.format(*worst[0], *worst[1]) in text
+        assert sentence.format(*worst[0], *worst[1]) in text
     with (ROOT / "examples/benchmarks/results/cpu_growth.csv").open() as file:
         growth = {(r["pattern"], r["size"]): r for r in csv.DictReader(file)}
-    for tier, said in (
+    for tier, sentence in (
         ("ours", "between {:.2f} and {:.2f} of what it was with the JIT extra"),
         ("plain", "and {:.2f} and {:.2f} without"),
     ):
         key = f"{tier} ns an element"
-        falls = [float(growth[p, "8192"][key]) / float(r[key]) for (p, size), r in growth.items() if size == "1024"]
-        assert said.format(min(falls), max(falls)) in text
+        ratios = [float(growth[p, "8192"][key]) / float(r[key]) for (p, size), r in growth.items() if size == "1024"]
+        assert sentence.format(min(ratios), max(ratios)) in text
     with (ROOT / "examples/benchmarks/results/masked_linear.csv").open() as file:
         ratio = {(r["mode"], r["layer"]): r["ratio"] for r in csv.DictReader(file)}
     assert f"take {ratio['eager', 'bool mask']} of torch.ao's FakeSparsity in eager mode" in text
@@ -98,14 +98,14 @@ def test_the_worst_patterns_and_the_masked_layer_are_the_csvs():
     assert "ours cost {} times the dense layer with a bool mask and {} times with a float one".format(*compiled) in text
 
 
-def test_the_time_of_prepare_is_the_csv():
+def test_the_time_of_prepare_equals_the_csv():
     with (ROOT / "examples/benchmarks/results/prepare.csv").open() as file:
         ms = {r["kind"]: float(r["prepare ms"]) for r in csv.DictReader(file)}
-    said = f"takes {ms['ScopeSparsifier']:.0f} ms, torch.ao's {ms['stock']:.0f} ms"
-    assert said in " ".join(README.split()) and ms["ScopeSparsifier"] < 300  # as the changelog says
+    sentence = f"takes {ms['ScopeSparsifier']:.0f} ms, torch.ao's {ms['stock']:.0f} ms"
+    assert sentence in " ".join(README.split()) and ms["ScopeSparsifier"] < 300  # as stated in the changelog
 
 
-def test_the_bytes_sent_for_a_selection_are_the_csv():
+def test_the_bytes_sent_for_a_selection_equal_the_csv():
     with (ROOT / "examples/benchmarks/results/selection_bytes.csv").open() as file:
         ours, gather = csv.DictReader(file)
     sent = f"by sending {int(ours['bytes']) // 1000} KB, not {int(gather['bytes']) // 10**6} MB"
@@ -115,10 +115,12 @@ def test_the_bytes_sent_for_a_selection_are_the_csv():
     )
 
 
-def test_the_figures_of_the_shrunk_minilm_are_the_csv():
+def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     with (ROOT / "examples/results/shrink_minilm.csv").open() as file:
         dense, small = csv.DictReader(file)
     flops, size = (int(small[k]) / int(dense[k]) for k in ("flops", "file bytes"))
-    said = f"{flops:.2f} of the FLOPs, {float(small['of dense']):.2f} of the time of a batch, {size:.2f} of the file"
+    sentence = (
+        f"{flops:.2f} of the FLOPs, {float(small['of dense']):.2f} of the time of a batch, {size:.2f} of the file"
+    )
     text = " ".join(README.split())
-    assert said in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text
+    assert sentence in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text

@@ -53,10 +53,10 @@ def report(found):
     assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed[:5])
 
 
-def test_a_rank_dies_between_two_checkpoints(folder, capfd):
+def test_a_rank_exits_between_two_checkpoints(folder, capfd):
     """The next test continues from the files that it leaves."""
     with pytest.raises(AssertionError, match=r", 3\], \[\]"):
-        run_ranks(2, subfolder(folder, "dies"), sharded_training.cases_until_a_rank_dies)
+        run_ranks(2, subfolder(folder, "exits"), sharded_training.cases_until_a_rank_exits)
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, cases_of_two), (3, cases_of_three), (4, cases_of_four)])

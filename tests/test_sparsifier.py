@@ -1,4 +1,4 @@
-"""ScopeSparsifier: config to masks, on patterns that a reader can check."""
+"""ScopeSparsifier: masks from configs, on small patterns whose masks are easy to verify."""
 
 import pytest
 import torch
@@ -37,13 +37,13 @@ def test_is_a_torch_ao_sparsifier_with_its_groups_and_parametrization():
     assert sparsifier.state["0.weight"]["mask"] is model[0].parametrizations.weight[0].mask
 
 
-def test_two_of_four_by_eye():
+def test_two_of_four_on_a_small_weight():
     model = Holder(w=torch.tensor([[1.0, -4.0, 3.0, 2.0, 0.1, 0.1, 0.1, -0.4]]))
     sparsifier = masks_after_step(model, [{"tensor_fqn": "w", **patterns.n_m(2, 4)}])
     assert sparsifier.mask("w").int().tolist() == [[0, 1, 1, 0, 1, 0, 0, 1]]
 
 
-def test_blocks_by_eye():
+def test_blocks_on_a_small_weight():
     weight = torch.tensor([[3.0, 3.0, 0.0, 9.0], [3.0, 3.0, 0.0, 0.0]])  # norms 6 and 9
     model = Holder(w=weight)
     sparsifier = masks_after_step(model, [{"tensor_fqn": "w", **patterns.blocks(2, 2, 0.5)}])
@@ -81,7 +81,7 @@ def test_shapes_for_matrices_are_refused_on_a_conv():
         ScopeSparsifier(block_shape=(1, 1)).prepare(nn.Sequential(nn.Conv2d(8, 4, 3)), None)
 
 
-def test_v_n_m_keeps_four_columns_for_v_rows_and_n_of_them_a_row():
+def test_v_n_m_keeps_four_columns_for_v_rows_and_n_of_them_in_each_row():
     torch.manual_seed(0)
     model = Holder(w=torch.randn(8, 16))
     sparsifier = masks_after_step(model, [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
@@ -90,7 +90,7 @@ def test_v_n_m_keeps_four_columns_for_v_rows_and_n_of_them_a_row():
     assert torch.equal(tiles.sum(-1), torch.full((2, 4, 2), 2))
 
 
-def test_later_stages_choose_among_what_is_left():
+def test_later_stages_choose_among_what_earlier_stages_kept():
     weight = torch.tensor([[9.0, 8.0, 1.0, 1.0], [1.0, 1.0, 7.0, 6.0]])
     stages = [{"scope_shape": (1, 4), "nnz": 3}, {"scope_shape": (-1, -1), "nnz": 4}]
     sparsifier = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", "stages": stages}])
@@ -112,7 +112,7 @@ def test_a_global_level_counts_all_blocks():
     assert sum(int(sparsifier.mask(f"{i}.weight").sum()) for i in (0, 2)) == (16 * 8 + 8 * 4) // 4
 
 
-def test_coupled_mlp_units_share_one_fate():
+def test_coupled_mlp_units_are_kept_or_dropped_together():
     torch.manual_seed(0)
     model = Holder(gate=torch.randn(6, 4), up=torch.randn(6, 4), down=torch.randn(4, 6), bias=torch.randn(6))
     config = [
@@ -142,10 +142,10 @@ def test_views_by_numbers_and_by_function_give_the_same_mask():
         s = masks_after_step(Holder(w=weight.clone()), [{"tensor_fqn": "w", **entry}])
         masks.append(s.mask("w").clone())
     assert torch.equal(*masks)
-    assert torch.equal(masks[0].view(4, 2, 2, 8)[:, :, 0], masks[0].view(4, 2, 2, 8)[:, :, 1])  # coupled, 8 apart
+    assert torch.equal(masks[0].view(4, 2, 2, 8)[:, :, 0], masks[0].view(4, 2, 2, 8)[:, :, 1])  # columns 8 apart
 
 
-def test_a_view_leaves_the_rest_of_the_tensor_alone():
+def test_elements_outside_a_view_are_kept():
     s = masks_after_step(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", "view": ((4, 4), (8, 1), 4)}])
     assert s.mask("w")[:, :4].all()
     assert s.mask("w")[:, 4:].sum() == 8
@@ -175,7 +175,7 @@ def test_a_row_major_view_on_a_channels_last_weight():
     assert torch.equal(plain.mask("w"), last.mask("w"))
 
 
-def test_a_change_of_memory_format_after_prepare_is_followed():
+def test_a_change_of_memory_format_after_prepare_changes_no_mask():
     model = nn.Sequential(nn.Conv2d(8, 4, 3))
     sparsifier = masks_after_step(model, None)
     before = sparsifier.mask("0.weight").clone()
@@ -184,7 +184,7 @@ def test_a_change_of_memory_format_after_prepare_is_followed():
     assert torch.equal(sparsifier.mask("0.weight"), before)
 
 
-def test_partial_edges_keep_what_a_small_scope_has():
+def test_a_partial_scope_with_fewer_blocks_than_nnz_keeps_all_of_them():
     model = Holder(w=torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]))
     config = [{"tensor_fqn": "w", "scope_shape": (1, 4), "nnz": 3, "edge": "partial"}]
     assert masks_after_step(model, config).mask("w").int().tolist() == [[0, 1, 1, 1, 1, 1]]
@@ -231,7 +231,7 @@ def test_constructor_arguments_are_defaults_that_an_entry_overrides():
     assert [r.sparsity for r in sparsifier.report()] == [0.75, 0.25]
 
 
-def test_groups_edited_by_hand_are_followed():
+def test_edited_groups_are_used_by_the_next_step():
     sparsifier = masks_after_step(linear_model(8, 4), None)
     sparsifier.groups[0].update(block_shape=(1, -1), sparsity_level=0.25)
     sparsifier.step()
@@ -247,7 +247,7 @@ def test_update_mask_takes_a_groups_keys():
     assert sparsifier.mask("0.weight").sum() == 16
 
 
-def test_scores_come_from_the_dense_weight_so_a_dropped_one_can_return():
+def test_scores_come_from_the_dense_weight_so_a_dropped_weight_can_be_kept_again():
     model = Holder(w=torch.tensor([1.0, 2.0]))
     sparsifier = masks_after_step(model, [{"tensor_fqn": "w"}])
     assert sparsifier.mask("w").tolist() == [False, True]
@@ -292,7 +292,7 @@ def test_convert_swaps_masked_modules():
     "scheduler", [lambda s: LambdaSL(s, lambda epoch: epoch / 4), lambda s: CubicSL(s, total_t=4, delta_t=1)]
 )
 @pytest.mark.parametrize("kwargs", [{"sparsity_level": 0.5}, {"nnz": 2, "scope_shape": (1, 4)}])
-def test_torch_aos_schedulers_drive_levels_and_counts(scheduler, kwargs):
+def test_torch_aos_schedulers_change_levels_and_counts(scheduler, kwargs):
     sparsifier = ScopeSparsifier(**kwargs)
     sparsifier.prepare(linear_model(8, 4), None)
     schedule = scheduler(sparsifier)
@@ -325,7 +325,7 @@ def test_a_stage_without_a_budget_follows_the_groups_level():
     assert sparsifier.mask("w").sum(1).tolist() == [1] * 4
 
 
-def test_nan_is_kept_so_that_divergence_shows():
+def test_nan_is_kept_so_that_divergence_is_visible():
     sparsifier = masks_after_step(Holder(w=torch.tensor([1.0, float("nan"), 9.0, 2.0])), [{"tensor_fqn": "w"}])
     assert sparsifier.mask("w").tolist() == [False, True, True, False]
 
@@ -353,7 +353,7 @@ def test_multihead_attention_runs_prepared():
     assert torch.equal(model(x, x, x)[0], masked)
 
 
-def test_competitors_of_a_partial_member_are_scored_alike():
+def test_members_of_a_partial_scope_coupling_are_scored_alike():
     model = Holder(a=torch.full((4, 4), 1.0), b=torch.full((4, 6), 2.0))
     entry = {"block_shape": (4, 4), "edge": "partial", "scope_coupling": "all", "nnz": 1}
     s = masks_after_step(model, [{"tensor_fqn": n, **entry} for n in ("a", "b")])
@@ -361,7 +361,7 @@ def test_competitors_of_a_partial_member_are_scored_alike():
     assert s.mask("b").sum() == 16
 
 
-def test_a_score_sees_the_whole_weight_at_once():
+def test_a_score_is_called_with_the_whole_weight():
     seen = []
 
     def by_column(w, name):
@@ -378,7 +378,7 @@ def test_a_score_sees_the_whole_weight_at_once():
 
 
 class Saliency:
-    """A score with a state of its own, as activation statistics are."""
+    """A score that holds state, such as activation statistics."""
 
     def __init__(self) -> None:
         self.scale = torch.ones(8)
@@ -416,7 +416,7 @@ def test_an_overridden_update_mask_is_called_as_in_torch_ao():
     assert sparsifier.calls == 2
 
 
-def test_an_overridden_make_config_from_model_is_honoured():
+def test_an_overridden_make_config_from_model_is_used():
     class OnlyLast(WeightNormSparsifier):
         def make_config_from_model(self, model):
             self.config = [{"tensor_fqn": "2.weight"}]
@@ -429,7 +429,7 @@ def test_an_overridden_make_config_from_model_is_honoured():
     assert sparsifier.config == [{"tensor_fqn": "1.weight"}]
 
 
-def test_an_entry_with_its_own_structure_drops_the_defaults_stages():
+def test_an_entry_with_a_structure_replaces_the_default_stages():
     sparsifier = ScopeSparsifier(**patterns.v_n_m(4, 2, 8))
     masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.rows(0.25)}], sparsifier)
     assert sparsifier.mask("0.weight").all(1).sum() == 3
@@ -465,7 +465,7 @@ def test_loading_replaces_budgets_and_keeps_functions_in_stages():
     assert torch.equal(staged.mask("0.weight"), plain.mask("0.weight"))
 
 
-def test_looking_does_not_move_spectral_norm():
+def test_step_report_and_check_leave_spectral_norm_unchanged():
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)))
     sparsifier = masks_after_step(model, None)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -476,7 +476,7 @@ def test_looking_does_not_move_spectral_norm():
     assert model[0].parametrizations.weight[0].training
 
 
-def test_check_says_where_a_mask_is_wrong():
+def test_check_names_the_wrong_scope():
     sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
     sparsifier.mask("0.weight")[1, 4:] = True
     with pytest.raises(
@@ -491,7 +491,7 @@ def test_check_says_where_a_mask_is_wrong():
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_check_sees_a_wrong_v_n_m_mask(wrong):
+def test_check_detects_a_wrong_v_n_m_mask(wrong):
     sparsifier = masks_after_step(Holder(w=torch.randn(8, 16)), [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
     sparsifier.mask("w")[0] = wrong
     with pytest.raises(SparsityError, match="w: .* scopes are wrong"):
@@ -521,7 +521,7 @@ def test_check_and_report_as_numbers():
 
 @pytest.mark.parametrize("most", [None, 150])
 def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch, most):
-    """What a step does on a GPU, where layers of one kind share launches, and on CPU with few elements at once."""
+    """In batches of all layers, as on a GPU, and of few elements, as on CPU."""
     config = [
         {"tensor_fqn": "0.weight", **patterns.v_n_m(4, 2, 8)},
         {"tensor_fqn": "2.weight", "scope_coupling": "g"},
@@ -540,15 +540,15 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
 
 
-def test_prepare_walks_through_the_model_as_often_for_many_layers_as_for_few(monkeypatch):
-    walks, real = [], nn.Module.named_modules
+def test_prepare_traverses_the_model_as_often_for_many_layers_as_for_few(monkeypatch):
+    traversals, real = [], nn.Module.named_modules
 
     def counted(self, *args, **kwargs):
-        walks[-1] += isinstance(self, nn.Sequential)
+        traversals[-1] += isinstance(self, nn.Sequential)
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "named_modules", counted)
     for layers in (2, 20):
-        walks.append(0)
+        traversals.append(0)
         ScopeSparsifier(0.5).prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), None)
-    assert walks[0] == walks[1] > 0
+    assert traversals[0] == traversals[1] > 0

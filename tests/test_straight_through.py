@@ -194,7 +194,7 @@ def test_the_masks_are_those_of_a_scope_sparsifier():
     [
         ({"backward_level": 1.5}, "backward_level must be a number in [0, 1], got 1.5"),
         ({"decay": -1}, "decay must be a number in [0, inf], got -1"),
-        ({"backward_level": 0.5, "stages": [{}]}, "backward_level needs scopes of one stage"),
+        ({"backward_level": 0.5, "stages": [{}]}, "backward_level needs a single stage"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, message):
@@ -206,6 +206,6 @@ def test_arguments_that_do_not_fit(arguments, message):
 def test_a_backward_mask_smaller_than_the_forward_one_is_refused():
     model = mlp()
     sparsifier = TopKAST(sparsity_level=0.5, backward_level=0.75)
-    with pytest.raises(SparsityError, match="0.weight: gradients must reach all that the forward mask keeps.*lower"):
+    with pytest.raises(SparsityError, match="0.weight: the backward mask must keep all that the forward.*lower"):
         sparsifier.prepare(model, None)
     assert "0.weight" in model.state_dict()

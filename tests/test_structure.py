@@ -1,4 +1,4 @@
-"""The package's structure: a light import, layers, no circles, file sizes, one version."""
+"""The package's structure: imports, layers, no import cycles, file sizes, one version."""
 
 import ast
 import graphlib
@@ -21,7 +21,7 @@ HEAVY = ("triton", "torchao", "matplotlib", "transformers", "numba", "sklearn", 
 LAYERS = re.findall(r"^\| `(\w+)(?:\.py|/)` \|", (PACKAGE / "README.md").read_text(), re.MULTILINE)
 
 
-def test_import_in_a_fresh_process_is_light_and_touches_no_cuda():
+def test_import_in_a_fresh_process_loads_no_heavy_module_and_does_not_initialize_cuda():
     code = (
         "import sys, json; before = set(sys.modules); import torch, torch.ao.pruning; base = set(sys.modules);"
         "import sparsekit_ao; new = sorted(set(sys.modules) - base);"
@@ -34,7 +34,7 @@ def test_import_in_a_fresh_process_is_light_and_touches_no_cuda():
     assert not cuda
 
 
-def test_import_alone_loads_nothing_heavy():
+def test_import_alone_loads_no_heavy_module():
     code = "import sys, json; import sparsekit_ao; print(json.dumps(sorted(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert not [m for m in json.loads(out) if m in HEAVY]
@@ -82,11 +82,11 @@ def test_imports_only_go_to_layers_above(path):
         assert imported[0] == own or LAYERS.index(imported[0]) < LAYERS.index(own), ".".join(imported)
 
 
-def test_no_module_imports_itself_in_a_circle():
-    """Of the modules alone: an `__init__` stands for what it imports."""
+def test_there_are_no_import_cycles():
+    """Among modules; the imports of `__init__` files do not count."""
     graph = {module_of(p): {m for m in imports_of(p) if m != module_of(p)} for p in FILES}
     graph |= {module_of(p): set() for p in ALL_FILES if p.name == "__init__.py"}
-    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
 
 
 def test_no_absolute_imports_of_the_package_and_no_experimental_torch():

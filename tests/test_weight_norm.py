@@ -1,4 +1,4 @@
-"""WeightNormSparsifier gives stock's masks wherever stock works, and right ones where it crashes."""
+"""WeightNormSparsifier gives the masks of torch.ao's class ("stock"), and correct masks where that raises."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def zeros_of(block: tuple[int, int]) -> list[int]:
 
 
 def brute_force(weight: torch.Tensor, level: float, block: tuple[int, int], zeros: int, norm) -> torch.Tensor:
-    """SPEC section 5 in loops: which elements stay, for tie-free scores."""
+    """The specified mask by plain loops, for scores without ties."""
     h, w = weight.shape
     saliency = weight.abs() if norm == 1 else weight * weight if norm == 2 else norm(weight)
     mask = torch.ones(h, w)
@@ -56,8 +56,8 @@ def brute_force(weight: torch.Tensor, level: float, block: tuple[int, int], zero
     return mask
 
 
-def compare_or_mend(weight: torch.Tensor, **kwargs) -> str:
-    """Bit for bit stock's mask; where stock raises, the brute force's. Says which of the two it was."""
+def compare(weight: torch.Tensor, **kwargs) -> str:
+    """Compare with stock's mask, or with the brute force's where stock raises; the name of the one used."""
     ours = our_mask(weight, **kwargs)
     try:
         want = stock_mask(weight, **kwargs)
@@ -74,7 +74,7 @@ def compare_or_mend(weight: torch.Tensor, **kwargs) -> str:
         kwargs.get("norm", 2),
     )
     assert torch.equal(ours, expected)
-    return "mended"
+    return "brute force"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -84,14 +84,14 @@ def test_same_masks_as_stock_over_the_grid(shape, block):
     weight = torch.randn(shape)
     for level, zeros, norm in itertools.product(LEVELS, zeros_of(block), NORMS):
         kwargs = {"sparsity_level": level, "sparse_block_shape": block, "zeros_per_block": zeros, "norm": norm}
-        compare_or_mend(weight, **kwargs)
+        compare(weight, **kwargs)
 
 
-def test_the_grid_holds_both_cases():
+def test_the_grid_has_cases_in_which_stock_works_and_in_which_it_raises():
     weight = torch.randn(30, 50)
     common = {"sparsity_level": 0.5, "sparse_block_shape": (8, 8)}
-    assert compare_or_mend(weight, zeros_per_block=64, **common) == "stock"
-    assert compare_or_mend(weight, zeros_per_block=10, **common) == "mended"
+    assert compare(weight, zeros_per_block=64, **common) == "stock"
+    assert compare(weight, zeros_per_block=10, **common) == "brute force"
 
 
 @pytest.mark.parametrize("level", [0.25, 0.5, 0.75])
@@ -101,7 +101,7 @@ def test_same_masks_as_stock_over_several_steps_of_a_pruned_weight(level):
     assert torch.equal(our_mask(weight, steps=3, **kwargs), stock_mask(weight, steps=3, **kwargs))
 
 
-def test_two_of_four_by_eye():
+def test_two_of_four_on_a_small_weight():
     weight = torch.tensor([[1.0, -4.0, 3.0, 2.0, 0.1, 0.2, 0.3, -0.4]])
     mask = our_mask(weight, sparsity_level=1.0, sparse_block_shape=(1, 4), zeros_per_block=2)
     assert mask.tolist() == [[0, 1, 1, 0, 0, 0, 1, 1]]
@@ -147,7 +147,7 @@ def test_overriding_only_the_block_shape_rederives_zeros_per_block():
     assert sparsifier.groups[0]["zeros_per_block"] == 8
 
 
-def test_stock_would_have_left_half_blocks_there():
+def test_stock_keeps_the_zeros_per_block_of_the_default_shape():
     model = linear_model(16, 8)
     stock = StockWeightNorm(sparsity_level=0.5)
     stock.prepare(model, [{"tensor_fqn": "0.weight", "sparse_block_shape": (1, 8)}])
@@ -177,7 +177,7 @@ def test_bad_constructor_arguments(kwargs, text):
         WeightNormSparsifier(**kwargs)
 
 
-def test_a_scheduler_may_not_leave_the_range():
+def test_a_scheduled_level_out_of_range_is_an_error():
     sparsifier = WeightNormSparsifier()
     sparsifier.prepare(linear_model(8, 4), None)
     sparsifier.groups[0]["sparsity_level"] = 1.01

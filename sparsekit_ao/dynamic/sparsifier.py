@@ -1,7 +1,7 @@
-"""DynamicSparsifier: masks that move while training goes on, at constant cost, through torch.ao's interface.
+"""DynamicSparsifier: masks that change during training with a constant number of kept blocks; torch.ao's interface.
 
-`step()` counts iterations and says when; what happens in an update is `apply`'s, which gradients it sees
-`gradients`', and where it starts `start`'s business.
+`step()` counts iterations and determines when to update. `apply` makes an update, `gradients` captures the gradients
+for it, and `start` makes the initial masks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,14 +31,14 @@ __all__ = ["DynamicSparsifier"]
 
 @final
 class DynamicSparsifier(PlannedSparsifier):
-    """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), and change which at times.
+    """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), which change at updates.
 
     The loop is torch.ao's, `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
-    each `optimizer.step()`. Every scope holds exactly its budget after every update. Dropped weights are zero, and new
-    ones start from zero, with no memory in the optimizer; one that is dropped and grown again at once stays.
+    each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero, and
+    grown ones start from zero, with zero optimizer state; one that is pruned and grown in the same update is unchanged.
 
-    An entry of the config that gives `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the
-    overall one, and a tensor of several scopes gets the same number of blocks in each (constant fan-in, N:M).
+    A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the overall one, and
+    a tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
         sparsity_level: the overall fraction dropped, which `init` distributes over the tensors.
@@ -47,21 +47,21 @@ class DynamicSparsifier(PlannedSparsifier):
         init: "erk", "er", "uniform", "random" (as uniform), "resume", or from `inits`.
         update_every: iterations from one update to the next; None for masks that never change.
         update_fraction: iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
-            by default, and without meaning where a target says how many go and nothing grows.
+            by default. Not used where `target` determines how many are pruned and `grow` is None.
         until: the last iteration that may update; None for no end.
         prune: "magnitude", "global", or from `prune`.
         grow: "gradient", "momentum", "random", None, or from `grow`.
         redistribute: "gradient", "momentum", "nonzero", None, or from `redistribute`.
         target: iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
-        seed: what random choices are keyed by, with tensor name, iteration and purpose.
-        state_init: what the optimizer's second moment of a new weight starts from: "zero", or "grad" for the squared
-            gradient, which spares Adam a first step several times too long.
-        new_values: (weight, generator) -> values of the weight's shape that new weights take; zeros by default.
+        seed: of random choices, together with the tensor name, the iteration and the purpose.
+        state_init: the optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient, without
+            which Adam's first step is several times too large.
+        new_values: (weight, generator) -> values of grown weights, in the weight's shape; zeros by default.
         structure: pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
     Raises:
-        SparsityError: arguments that do not go together; whatever needs a tensor is checked in `prepare`.
+        SparsityError: arguments that contradict each other; whatever needs a tensor is checked in `prepare`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ class DynamicSparsifier(PlannedSparsifier):
         self.last_update: Movement | None = None
         self._pending = False
         self._start_masks: dict[str, Tensor] = {}
-        self._known: list[int] = []  # parameters that optimizers were looked through for
+        self._known: list[int] = []  # ids of the parameters that were looked up in the optimizers
         self._capture = GradientCapture()
         if optimizer is not None:
             self.attach(optimizer)
@@ -134,8 +134,8 @@ class DynamicSparsifier(PlannedSparsifier):
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Watch the steps of the optimizer, or of several, that train the sparsified parameters.
 
-        Over ranks: after `fully_shard`, with the optimizer made since. Masks are cut like their weights then, and drawn
-        where `prepare` found no memory (meta device).
+        Over ranks: call it after `fully_shard`, with an optimizer made after that. Masks are then sharded like their
+        weights, and initial masks are chosen that `prepare` could not choose (meta device).
         """
         optimizers = unwrap_optimizers(optimizer)
         is_prepared = self._phase == "prepared"
@@ -147,13 +147,14 @@ class DynamicSparsifier(PlannedSparsifier):
             zero_dropped_state(self.groups, optimizers)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Copy dense gradients aside and mask `.grad`: call it before clipping gradients by their norm.
+        """Copy the dense gradients and mask `.grad`: call it before clipping gradients by their norm.
 
-        After the last backward of an iteration and after unscaling (`scaler.unscale_`). In iterations that feed no
-        update it does nothing. Without it the optimizer's step does the same by itself.
+        Call it after the last backward of an iteration and after unscaling (`scaler.unscale_`). It does nothing in
+        iterations whose gradients no update needs. Without it, the optimizer's step does the same.
 
         Args:
-            optimizer: take those of its parameters alone, where several have a backward each; by default all.
+            optimizer: take only the gradients of its parameters, where several optimizers have a backward pass each;
+                by default all.
         """
         self._need_prepared("take_gradients")
         self._capture.take(None if optimizer is None else unwrap_optimizer(optimizer))
@@ -164,7 +165,7 @@ class DynamicSparsifier(PlannedSparsifier):
         return self.settings.needs_gradient or self.settings.needs_momentum
 
     def _after_prepare(self) -> None:
-        """Zero the weights that the initial masks drop; on the meta device that waits for `attach`."""
+        """Zero the weights that the initial masks drop; for weights on the meta device, `attach` does so."""
         assert self.model is not None
         self._capture.watch(self.groups, self.model)
         self._known = []
@@ -181,7 +182,7 @@ class DynamicSparsifier(PlannedSparsifier):
 
         An update waits for the next iteration while an optimizer skipped its step (gradient scaling) or a gradient
         that it needs is missing or not finite. While `enable_mask_update` is False there is none. If a rule raises,
-        nothing has happened, the iteration is not counted, and `step` may be called again.
+        nothing is changed, the iteration is not counted, and `step` may be called again.
         """
         self._need_prepared("step")
         if self.settings.updates and not self._capture.optimizers:
@@ -195,7 +196,7 @@ class DynamicSparsifier(PlannedSparsifier):
                 if self.enable_mask_update:
                     self._update_all()
                 if not was_masked or not all(map(keeps_zeros, self._capture.optimizers)):
-                    zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, moved what masks hide
+                    zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
         except Exception:
             self.iteration, self._pending = before
             raise
@@ -205,9 +206,9 @@ class DynamicSparsifier(PlannedSparsifier):
             zero_dropped_state(self.groups, self._capture.optimizers)
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`.
+        """Write zeros into the parameters and remove masks and hooks; see `MaskSparsifier.squash_mask`.
 
-        The next step of an optimizer leaves the zeros too. `attach` it again before another `prepare`.
+        The next step of an optimizer keeps the zeros too. `attach` it again before another `prepare`.
         """
         self._need_prepared("squash_mask")
         held = [(original(g), self._live_mask(g)) for g in self.groups]
@@ -217,16 +218,16 @@ class DynamicSparsifier(PlannedSparsifier):
             self._capture.detach()
 
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
-        """Masks, groups, and where in its schedule training is; see `MaskSparsifier.state_dict`.
+        """Masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
 
         Args:
-            with_gradients: hold an entry for the gradient of every tensor, which is part of a state that was saved
-                between an optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
+            with_gradients: add an entry for the gradient of every tensor, which a state has that was saved between
+                an optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
         """
         return {**super().state_dict(), "dynamic": self._progress(with_gradients)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on exactly where `state_dict` was taken, in the middle of an update too."""
+        """Continue exactly where `state_dict` was saved, even while an update was pending."""
         self._need_prepared("load_state_dict")
         saved = checked_progress(state_dict, self.groups, self._capture)
         super().load_state_dict(state_dict, strict)
@@ -247,7 +248,7 @@ class DynamicSparsifier(PlannedSparsifier):
             if self._capture.optimizers:
                 check_optimizers(self._capture.optimizers, groups, self.settings)
             if self._resumes:
-                refuse_meta(groups, "Unpickled masks have no place there: give the weights memory before prepare.")
+                refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
             else:
                 components, level = self._planned(groups).components, self.defaults["sparsity_level"]
                 self._start_masks = start_masks(components, groups, self.settings, level)
@@ -258,7 +259,7 @@ class DynamicSparsifier(PlannedSparsifier):
         return DynamicMask(starting_mask(weight, kept), is_initialized=not weight.is_meta)
 
     def _finish_start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Look at weights and optimizers as they are now, which may be sharded or have memory only since `prepare`."""
+        """Finish what `prepare` could not do, with weights that may have been sharded or materialized since."""
         for group in self.groups:
             self._live_mask(group)
         finish_start(self._planned(self.groups).components, self.groups, optimizers, self.settings, self._start_masks)
@@ -266,7 +267,7 @@ class DynamicSparsifier(PlannedSparsifier):
         self._start_masks, self._known = {}, [id(original(g)) for g in self.groups]
 
     def _set_open(self) -> None:
-        """Open masks if the coming iteration feeds an update, or always where rules look at momentum."""
+        """Open masks if an update needs the next iteration's gradients of dropped weights, or rules read momentum."""
         s, coming = self.settings, self.iteration + 1
         feeds = s.is_due(coming) or (self._pending and s.may_update(coming))
         always = s.needs_momentum and s.may_update(coming)
@@ -297,7 +298,7 @@ class DynamicSparsifier(PlannedSparsifier):
         return {**super()._pickled(), "dynamic": self._progress()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without optimizers, which are the user's, but with what was taken from them."""
+        """Everything but the optimizers, which belong to the user; captured gradients are included."""
         capture, saved = GradientCapture(), self._progress()
         capture.restore(saved["gradients"], saved["stepped"])
         return {**super().__getstate__(), "_capture": capture, "_start_masks": {}}

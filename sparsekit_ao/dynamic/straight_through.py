@@ -1,8 +1,7 @@
-"""Masks chosen anew at every step from dense weights that train on under them: straight-through, SR-STE, Top-KAST.
+"""Masks chosen again at every step from dense weights, which all stay trainable: straight-through, SR-STE, Top-KAST.
 
-The same parametrization as dynamic sparse training, with gradients that always reach further than the forward mask.
-The loop is `loss.backward(); optimizer.step(); sparsifier.step()`, and masks follow the weights; only decay needs to be
-told of the optimizer.
+The parametrization is that of dynamic sparse training, with a backward mask that keeps more than the forward mask. The
+loop is `loss.backward(); optimizer.step(); sparsifier.step()`; `attach(optimizer)` is needed only with decay.
 """
 
 import numbers
@@ -27,15 +26,15 @@ __all__ = ["StraightThrough"]
 
 @final
 class StraightThrough(PlannedSparsifier):
-    """A `ScopeSparsifier` under whose masks weights go on learning.
+    """A `ScopeSparsifier` that also trains weights which its masks drop.
 
     Args:
         sparsity_level, nnz, structure: the forward masks, as for `ScopeSparsifier`.
         backward_level: the fraction of blocks in each scope that gets no gradient. 0 is straight-through: all weights
-            learn (STE, arXiv 1308.3432). In between it is Top-KAST (arXiv 2106.03517): the forward mask is the top,
-            the backward mask a larger top by the same scores.
-        decay: weights outside the forward mask get `decay * weight` added to their gradient, so that masks settle
-            (SR-STE, arXiv 2102.04010); once a step of the optimizer, which `attach` is told, after any clipping.
+            are trained (STE, arXiv 1308.3432). A level between 0 and `sparsity_level` is Top-KAST (arXiv 2106.03517):
+            the backward mask keeps more blocks than the forward mask, by the same scores.
+        decay: `decay * weight` is added to the gradient of weights that the forward mask drops, so that masks change
+            less (SR-STE, arXiv 2102.04010); once per step of the optimizer given to `attach`, after any clipping.
 
     Raises:
         SparsityError: a backward mask smaller than the forward one, a negative decay; see `ScopeSparsifier`.
@@ -55,7 +54,7 @@ class StraightThrough(PlannedSparsifier):
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= most:
                 raise SparsityError(f"{name} must be a number in [0, {most:g}], got {value!r}")
         if backward_level > 0 and structure.get("stages") is not None:
-            raise SparsityError("backward_level needs scopes of one stage; leave stages out, or let it be 0")
+            raise SparsityError("backward_level needs a single stage; remove stages=, or set backward_level=0")
         super().__init__(sparsity_level, **structure)
         self.backward_level, self.decay = backward_level, decay
         self._hooks = DecayHooks(decay)
@@ -63,7 +62,7 @@ class StraightThrough(PlannedSparsifier):
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Add the decay in the steps of the optimizer, or of several, that train the sparsified parameters.
 
-        Over ranks: after `fully_shard`, with the optimizer made since.
+        Over ranks: call it after `fully_shard`, with an optimizer made after that.
         """
         given = unwrap_optimizers(optimizer)
         if self.decay and self._phase == "prepared":
@@ -77,10 +76,10 @@ class StraightThrough(PlannedSparsifier):
         self._hooks.groups, self._hooks.model = self.groups, self.model
 
     def step(self, use_path: bool = True) -> None:
-        """Choose the masks anew from the weights.
+        """Choose the masks from the present weights.
 
         Raises:
-            SparsityError: decay is asked for, and no optimizer is there to add it for.
+            SparsityError: decay is not 0, and no optimizer is attached.
         """
         self._need_prepared("step")
         if self.decay and not self._hooks.optimizers:
@@ -90,7 +89,7 @@ class StraightThrough(PlannedSparsifier):
         super().step(use_path)
 
     def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Write zeros into the parameters and take masks and hooks away; see `MaskSparsifier.squash_mask`."""
+        """Write zeros into the parameters and remove masks and hooks; see `MaskSparsifier.squash_mask`."""
         super().squash_mask(*args, model=model, **kwargs)
         if self._phase == "squashed":
             self._hooks.detach()
@@ -108,8 +107,8 @@ class StraightThrough(PlannedSparsifier):
             backward = torch.as_tensor(component.scope.sparsity_to_nnz(self.backward_level))
             if component.stage or bool((forward > backward).any()):
                 raise SparsityError(
-                    f"{component.label}: gradients must reach all that the forward mask keeps, in one stage, but "
-                    f"backward_level={self.backward_level:g} leaves {int(backward.min())} blocks a scope and the "
+                    f"{component.label}: the backward mask must keep all that the forward mask keeps, in one stage, "
+                    f"but backward_level={self.backward_level:g} keeps {int(backward.min())} blocks in a scope and the "
                     f"forward mask {int(forward.max())}; lower backward_level"
                 )
 
@@ -124,13 +123,13 @@ class StraightThrough(PlannedSparsifier):
     def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
         super()._choose(components, groups)
         for component in components:
-            for _, at in component.leaves:  # where all is reached nobody needs to gather the backward mask
+            for _, at in component.leaves:  # with gradients for all, the backward mask is not gathered
                 find_dynamic(groups[at]["module"], groups[at]["tensor_name"]).set_open(not self.backward_level)
         if self.backward_level:
-            self._fill(components, groups, _reach, lambda c: c.scope.sparsity_to_nnz(self.backward_level))
+            self._fill(components, groups, _backward_mask, lambda c: c.scope.sparsity_to_nnz(self.backward_level))
 
 
-def _reach(group: TensorGroup) -> Tensor:
+def _backward_mask(group: TensorGroup) -> Tensor:
     found = find_dynamic(group["module"], group["tensor_name"]).backward_mask
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""Sparsifiers for `torch.ao.pruning`: config dicts in, masks out."""
+"""Sparsifiers with the interface of `torch.ao.pruning`, which make masks from config dicts."""
 
 from .base import MaskSparsifier
 from .nearly_diagonal import NearlyDiagonalSparsifier

@@ -1,7 +1,6 @@
 """What all sparsifiers share: prepare, step, squash, save, load, copy.
 
-`MaskSparsifier` keeps torch.ao's interface and order of calls, and checks everything before it changes anything. How
-masks are chosen is decided by its subclasses.
+`MaskSparsifier` has torch.ao's interface and checks everything before it changes anything; subclasses choose masks.
 """
 
 import gc
@@ -30,10 +29,7 @@ _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside; afterwards as before.
-
-    Preparing some thousand layers makes very many objects and drops none: full collections would take half of the time.
-    """
+    """Pause garbage collection: full collections would take half of the time of preparing some thousand layers."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -46,7 +42,7 @@ def collector_paused() -> Iterator[None]:
 class MaskSparsifier(Copies, BaseSparsifier):
     """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
-    Subclasses name their config keys (`keys`), complete an entry (`_complete`), check all groups together
+    Subclasses list their config keys (`keys`), complete an entry (`_complete`), check all groups together
     (`_check_groups`) and fill masks (`update_mask`).
     """
 
@@ -64,7 +60,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
     def __init__(self, defaults: dict[str, Any]) -> None:
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
-        self._resumes = False  # whether `prepare` puts pickled masks back
+        self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = Resolved()
         self._exclude: tuple[str | type[nn.Module], ...] = ()
         super().__init__(defaults=defaults)
@@ -73,14 +69,14 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
     @abstractmethod
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Raise unless all groups can be carried out; called before anything is changed."""
+        """Raise if a group is invalid; called before anything is changed."""
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
-        """What an entry gives for one tensor, with the defaults that it leaves out."""
+        """The keys that an entry gives for one tensor, completed with the defaults."""
         return {**copied(self.defaults), **own}
 
     def _after_prepare(self) -> None:
-        """Do what follows the registration of the masks."""
+        """Called at the end of `prepare`, when all masks are registered."""
 
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
@@ -90,7 +86,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What a config entry may give besides naming its tensors."""
+        """The keys that a config entry may have besides those that name its tensors."""
         return (*self.defaults, *(k for k in self.optional_keys if k not in self.defaults))
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
@@ -105,17 +101,16 @@ class MaskSparsifier(Copies, BaseSparsifier):
         *,
         exclude: Sequence[str | type[nn.Module]] = (),
     ) -> None:
-        """Put a mask that keeps everything on every tensor that the config names, in place.
+        """Register a mask that keeps everything on every tensor that the config names, in place.
 
-        Over ranks: after `parallelize_module`, before `fully_shard` and before the optimizer is made.
+        Over ranks: call it after `parallelize_module`, before `fully_shard` and before the optimizer is made.
 
         Args:
             model: modified in place; its Parameters stay the same objects, so optimizers stay valid.
             config: a list of dicts with `tensor_fqn` (a name, a glob in which `*` crosses dots, `re:` and a regular
-                expression, or a list of these) or `module` (a module class or several) and any config key. An exact
-                name has precedence over the others, of which the later entry has. None is every Linear and convolution
-                but for adapters and weights tied to another module. After unpickling, None means the pickled config,
-                and the pickled masks are put back.
+                expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
+                have precedence, then later entries. None is every Linear and convolution but for adapters and weights
+                tied to another module; after unpickling, it is the pickled config, and pickled masks are restored.
             exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out;
                 modules with all that is inside them.
 
@@ -128,8 +123,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
         saved = self._pickled() if self._resumes else None
         is_default = saved is None and config is None
         if saved is not None:
-            if exclude:
-                raise SparsityError("exclude has no effect on the pickled config; give a config to prepare anew")
             config, exclude = self.config, self._exclude
         elif config is None:
             self.make_config_from_model(model)
@@ -144,7 +137,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
-        self._resolved = replace(found if saved is None else self._resolved, groups=[])
+        self._resolved = replace(found, groups=[])
         self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state, self._phase = defaultdict(dict), "prepared"
         try:
@@ -158,10 +151,10 @@ class MaskSparsifier(Copies, BaseSparsifier):
             raise
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Name the optimizers that train the model; nothing to do where masks depend on weights alone."""
+        """Register the optimizers that train the model; does nothing where masks depend on weights alone."""
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Look at the gradients as they are now; nothing to do where masks depend on weights alone."""
+        """Read the gradients as they are now; does nothing where masks depend on weights alone."""
 
     @property
     def uses_gradients(self) -> bool:
@@ -183,13 +176,13 @@ class MaskSparsifier(Copies, BaseSparsifier):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write zeros into the parameters and take the masks away.
+        """Write zeros into the parameters and remove the masks.
 
         Args:
             params_to_keep: config keys to keep in a dict `sparse_params` on every sparsified module.
             params_to_keep_per_layer: the same for single modules, by module name.
             model: a deep copy of the prepared model to squash instead (an EMA or best-model snapshot); this
-                sparsifier then goes on with its own.
+                sparsifier then continues with its own model.
 
         Raises:
             SparsityError: not prepared, unknown names, a mask that another parametrization cannot express, or a model
@@ -233,21 +226,18 @@ class MaskSparsifier(Copies, BaseSparsifier):
         return self._state[tensor_fqn]["mask"]
 
     def report(self) -> Report:
-        """What every mask holds now, as rows of numbers; see `report.Report`."""
+        """What every mask keeps now, as rows of numbers; see `report.Report`."""
         self._need_prepared("report")
         assert self.model is not None
         return make_report(list(self._rows()), self._resolved, self.model)
 
     def _rows(self) -> Iterator[Row]:
-        """One row a group; here of single elements, for masks that are not made of scopes."""
+        """One row per group; here of single elements, for masks that are not made of scopes."""
         for group in self.groups:
             mask, level = self._live_mask(group), group.get("sparsity_level", float("nan"))
             blocks = int(torch.count_nonzero(distributed.full_tensor(mask))), mask.numel()
-            pattern = self._describe(group)
+            pattern = ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
             yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
-
-    def _describe(self, group: TensorGroup) -> str:
-        return ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
 
     def state_dict(self) -> dict[str, Any]:
         """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
@@ -261,7 +251,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load masks (in place) and group values into this prepared sparsifier; the argument is left as it is.
+        """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
 
         Args:
             state_dict: from `state_dict`; torch.ao's own are read too.
@@ -303,21 +293,19 @@ class MaskSparsifier(Copies, BaseSparsifier):
         found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if found is None:
             raise SparsityError(
-                f"{group['tensor_fqn']}: its mask was removed. Squash masks with squash_mask, not by hand; to start "
-                "again call prepare on a model without masks."
+                f"{group['tensor_fqn']}: its mask was removed. Remove masks only with squash_mask; to start again, "
+                "call prepare on a model without masks."
             )
         return found.mask
 
     def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
         """The group's module, or the one of that name in a copy of the model."""
         if model is None or model is self.model:
-            module = group["module"]
-        else:
-            try:
-                module = model.get_submodule(group["module_fqn"])
-            except AttributeError as e:
-                raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
-        return module
+            return group["module"]
+        try:
+            return model.get_submodule(group["module_fqn"])
+        except AttributeError as e:
+            raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
 
     def _sync_state(self) -> None:
         distributed.reshard(self.model)

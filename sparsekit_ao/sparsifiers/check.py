@@ -1,4 +1,4 @@
-"""Whether masks hold their budgets: every scope is counted, every block must be whole."""
+"""Check masks against their budgets: every scope is counted, every block must be kept whole or dropped whole."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def check_masks(
         own = {leaf: full_tensor(masks[at][0]) for leaf, at in component.leaves}
         budget = component.budget(groups, level_given)
         earlier, later = _neighbours(plan, component)
-        if later:  # what a later stage thinned out may be broken or empty
+        if later:  # blocks of which a later stage dropped a part may be kept in part, or not at all
             low: int | None = 0
         else:
             low = None if not earlier else _certain(earlier, component, groups, level_given)
@@ -53,10 +53,10 @@ def _neighbours(plan: Plan, component: Component) -> tuple[list[Component], list
 def _certain(
     earlier: Sequence[Component], last: Component, groups: Sequence[TensorGroup], level_given: Mapping[str, float]
 ) -> int:
-    """Blocks that a last-stage scope keeps for certain, whatever the weights: its budget, if enough is left to it.
+    """A lower bound of the blocks that a scope of the last stage keeps, whatever the weights.
 
-    Known where one earlier stage on the same view leaves a fixed number of elements to every scope of single elements
-    (V:N:M); 0 elsewhere, since an earlier stage may leave a scope with less than its budget.
+    Known where one earlier stage on the same view keeps a fixed number of elements in every scope of single elements
+    (V:N:M); 0 elsewhere, since an earlier stage may keep less in a scope than its budget.
     """
     specs = [c.scope.members()[0] for c in (*earlier, last)]
     leaves = [s.block.blocks()[0] for s in specs]

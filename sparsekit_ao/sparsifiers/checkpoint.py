@@ -1,4 +1,4 @@
-"""What a sparsifier saves and what it accepts back: plain dicts, checked before anything is changed."""
+"""What a sparsifier saves and loads: plain dicts, which are checked before anything is changed."""
 
 import copy
 from abc import abstractmethod
@@ -80,7 +80,7 @@ def plain(value: Any) -> Any:
 def check_saved(
     state_dict: Mapping[str, Any], groups: Sequence[TensorGroup], strict: bool
 ) -> tuple[dict[str, Tensor], dict[str, TensorGroup]]:
-    """The saved masks and groups by name, once they are known to fit these groups.
+    """Check that saved masks and groups fit these groups, and return them by name.
 
     Raises:
         SparsityError: not a state dict, other tensors (if `strict`), or a mask of another shape.
@@ -109,7 +109,7 @@ def _shape(group: TensorGroup) -> tuple[int, ...]:
 def merged_group(
     live: TensorGroup, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
 ) -> TensorGroup:
-    """The present group with a saved one's values; functions, which are not saved, stay."""
+    """The live group with a saved one's values; functions, which are not saved, are those of the live one."""
     if saved is None:
         return dict(live)
     kept = {k: v for k, v in live.items() if k not in optional_keys or k in saved or callable(v)}

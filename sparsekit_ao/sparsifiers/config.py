@@ -1,6 +1,6 @@
 """Config dicts as torch.ao takes them, checked and completed: one group dict for each tensor that is sparsified.
 
-Looks at names, module classes and keys. What the values mean for shapes and budgets is decided in `plan`.
+This module checks names, module classes and keys; `plan` and `structure` check the values.
 """
 
 import difflib
@@ -24,7 +24,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Place(NamedTuple):
-    """Where a tensor is, and the opening words of errors about its config entry."""
+    """Where a tensor is, and the first words of errors about its config entry."""
 
     module: nn.Module
     module_fqn: str
@@ -56,7 +56,7 @@ def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> li
     """One entry for the weight of every Linear (subclasses too) and convolution, in model order.
 
     Args:
-        model: looked through.
+        model: the model to search.
         classes: module classes to take instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
@@ -81,14 +81,14 @@ def resolve_groups(
 ) -> Resolved:
     """One complete group for each tensor that the config names, in the config's order.
 
-    An exact name has precedence over a glob, a regular expression or a module class; of those the later entry has.
+    An exact name has precedence over globs, regular expressions and module classes; among those, a later entry has.
 
     Args:
         model: where the names are looked up.
         config: entries with `tensor_fqn` (an exact name, a glob in which `*` crosses dots, `re:` and a regular
             expression for the whole name, or a list of these), or `module` (a module class or several, whose `weight`
             or `tensor_name` is meant), or both, and any of `keys`.
-        keys: what an entry may give besides naming its tensors.
+        keys: those that an entry may have besides the ones that name its tensors.
         complete: adds defaults to what an entry gives for one tensor.
         exclude: names, globs, regular expressions (of tensors or of modules) and module classes that are left out.
         is_default: the config was made from the model; tied parameters and adapters are then left out.
@@ -125,7 +125,7 @@ def resolve_groups(
 
 def copied(value: Any) -> Any:
     """A copy of the dicts, lists and tuples; the objects that they hold (such as a score) are the same."""
-    if value is None or isinstance(value, (str, int, float)):  # most are; asking for a Mapping first takes longer
+    if value is None or isinstance(value, (str, int, float)):  # most are; isinstance(..., Mapping) is slower
         return value
     if isinstance(value, Mapping):
         return {k: copied(v) for k, v in value.items()}
@@ -158,7 +158,7 @@ def _owners(
 
 
 def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[list[str], Classes]:
-    """The entry's names and module classes, once its keys are known to be right."""
+    """Check an entry's keys; its names and module classes."""
     if not isinstance(entry, Mapping):
         raise SparsityError(
             f"{where}an entry must be a dict such as {{'tensor_fqn': 'fc.weight'}}, got {type(entry).__name__}"

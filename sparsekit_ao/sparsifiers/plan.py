@@ -1,4 +1,4 @@
-"""From group dicts to scopes: what competes with what, computed once and reused until a group's structure changes.
+"""From group dicts to scopes: which blocks compete, computed once and reused until a group's structure changes.
 
 A plan holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors are looked
 up at every update, because `.to()` and sharding replace them. Budgets are read from the groups at every update,
@@ -32,7 +32,7 @@ class Component:
     Attributes:
         scope: the scopes, over meta placeholders.
         leaves: for each block spec of `scope`, the index of its group.
-        stage: 0 for the first; a later one chooses among what the earlier left.
+        stage: 0 for the first; a later one chooses among the elements that earlier ones kept.
         norm: how the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
         score: see `scores`; None scores the weight itself.
         member_scores: "sum", or "mean" where every member counts the same however many elements it has.
@@ -48,7 +48,7 @@ class Component:
     label: str
 
     def values(self, dense: Callable[[int], Tensor], names: Sequence[TensorGroup]) -> dict[Tensor, Tensor]:
-        """What the scope scores: {meta placeholder: weight or saliency}.
+        """The tensors that the scope scores: {meta placeholder: weight or saliency}.
 
         Args:
             dense: the weight of a group, by the group's index.
@@ -65,13 +65,13 @@ class Component:
     def norm_of(self, values: Iterable[Tensor]) -> float | None:
         """How these values are reduced: saliencies that are known not to be negative are their own magnitudes.
 
-        Magnitudes have faster kernels. Values on a device are not looked at, since that would wait for it.
+        Magnitudes have faster kernels. Values on a GPU are not inspected, since that would wait for the device.
         """
         is_sum = self.score is not None and all(_is_magnitude(t) for t in values)
         return 1 if is_sum else self.norm
 
     def _weighed(self, leaf: BlockSpec, values: Tensor) -> Tensor:
-        """For "mean", values times n^(-1/p), n elements in a block: p-powers of members then add as means."""
+        """For "mean", values times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean."""
         if self.member_scores == "sum":
             return values
         wide = values if values.dtype == torch.float64 else values.float()
@@ -156,7 +156,7 @@ def batches(components: Sequence[Component], most: int | None) -> Iterator[list[
 
     Args:
         components: any.
-        most: elements that those of a batch have together (one that has more comes alone), or None for whole stages.
+        most: elements in a batch (a component with more is a batch of its own), or None for whole stages.
     """
     for stage in sorted({c.stage for c in components}):
         batch: list[Component] = []
@@ -172,7 +172,7 @@ def batches(components: Sequence[Component], most: int | None) -> Iterator[list[
 
 
 def _connected(components: Sequence[Component], count: int) -> tuple[tuple[Component, ...], ...]:
-    """The components of coupled tensors, which are updated as one, through all stages; an entry a group."""
+    """For each group, the components of all stages of it and the groups coupled to it, which are updated together."""
     connection = list(range(count))
     for component in components:
         joined = {connection[at] for _, at in component.leaves}
@@ -271,7 +271,7 @@ def _must_agree(
 def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
     shape, stride = tuple(tensor.shape), tensor.stride()
     if isinstance(rule.view, tuple):
-        stride = row_major(shape)  # a view given by numbers counts on the row-major layout
+        stride = row_major(shape)  # a view given by numbers refers to the row-major layout
     placeholder = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
     if rule.view is None:
         view = View.from_existing(placeholder, name=fqn)
@@ -289,7 +289,7 @@ def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> 
     if scheduled and None not in budgets:
         raise SparsityError(
             f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
-            "Leave the budget out of the stage that a scheduler should drive."
+            "Leave the budget out of the stage that a scheduler is to change."
         )
     own = budgets[stage]
     if own is not None:

@@ -33,7 +33,7 @@ from .structure import (
 
 __all__ = ["PlannedSparsifier"]
 
-AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together, since a copy of them may be held
+AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
 
 
 class PlannedSparsifier(MaskSparsifier):
@@ -79,7 +79,7 @@ class PlannedSparsifier(MaskSparsifier):
 
     @abstractmethod
     def _update_all(self) -> None:
-        """Bring all masks up to date; called under no_grad while `enable_mask_update` is True."""
+        """Update all masks; called under no_grad while `enable_mask_update` is True."""
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
@@ -128,8 +128,8 @@ class PlannedSparsifier(MaskSparsifier):
     def check(self, model: nn.Module | None = None) -> int:
         """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
 
-        Of several stages the last one is held to this; where an earlier one may have left a scope with less than its
-        budget (not so in V:N:M), and for the earlier ones, at most the budget is required.
+        With several stages this is required of the last one only. Scopes of earlier stages, and scopes of the last one
+        in which an earlier stage may have kept too few elements (not so in V:N:M), hold at most their budget.
 
         Args:
             model: the prepared model (default), or a deep copy of it. In a squashed one zeros are taken for the mask,
@@ -155,7 +155,7 @@ class PlannedSparsifier(MaskSparsifier):
         refuse_two_budgets(own, place.where)
         own = self._resolve(own, place)
         budgets = refuse_two_budgets(own, place.where)
-        if any(k in own for k in (*SHAPES, *AXES, "stages")):  # a structure of its own replaces the default's
+        if any(k in own for k in (*SHAPES, *AXES, "stages")):  # the entry's structure replaces the default one
             defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
         group = joined(self._resolve(defaults, place), own, place.where)
         if budgets == ["sparsity_level"]:
@@ -195,7 +195,7 @@ class PlannedSparsifier(MaskSparsifier):
             self._level_given = {g["tensor_fqn"]: g["sparsity_level"] for g in groups}
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
-        """Do what follows a change of masks by `update_mask`; nothing where masks depend on weights alone."""
+        """Called after `update_mask` changed masks; does nothing where masks depend on weights alone."""
 
     def _update_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
         """Fill the masks of components, earlier stages first."""
@@ -205,7 +205,7 @@ class PlannedSparsifier(MaskSparsifier):
             self._choose(part, groups)
 
     def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> list[Tensor]:
-        """Their masks. Raises, before any changes, on a budget that does not fit or meshes with nothing in common."""
+        """Their masks; raises, before any mask changes, if a budget does not fit or meshes are not the same."""
         masks = []
         for component in components:
             component.budget(groups, self._level_given)

@@ -43,7 +43,7 @@ class Row:
     mask_bytes: int
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, a cell a column."""
+        """The row as text, one cell per column."""
         numbers = (f"{self.asked:.4f}", f"{self.sparsity:.4f}", f"{self.kept:,}", f"{self.blocks:,}")
         return (self.tensor, self.rule, "x".join(map(str, self.shape)), self.pattern, *numbers, f"{self.mask_bytes:,}")
 
@@ -53,10 +53,10 @@ class Report(Sequence[Row]):
     """Rows as data; `str()` of it is a table, `.metrics()` a flat dict of floats.
 
     Attributes:
-        rows: one a sparsified tensor.
+        rows: one per sparsified tensor.
         total: elements of all parameters of the model.
         covered: the share of these that belong to sparsified tensors.
-        skipped: {tensor: why} of those that a rule names and that were left out all the same.
+        skipped: {tensor: why it was left out although a rule names it}.
         others: {tensor: its elements} of the parameters that no rule names, the largest first.
     """
 
@@ -75,13 +75,17 @@ class Report(Sequence[Row]):
     @property
     def sparsity(self) -> float:
         """The fraction of all sparsified elements that masks drop."""
-        elements = sum(math.prod(r.shape) for r in self.rows)
-        return sum(r.sparsity * math.prod(r.shape) for r in self.rows) / max(elements, 1)
+        return sum(r.sparsity * math.prod(r.shape) for r in self.rows) / max(self.elements, 1)
 
     @property
     def mask_bytes(self) -> int:
         """Memory of all masks, of sharded ones on this rank."""
         return sum(r.mask_bytes for r in self.rows)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all sparsified tensors."""
+        return sum(math.prod(r.shape) for r in self.rows)
 
     def metrics(self) -> dict[str, float]:
         """{"sparsity/<tensor>": ..., "sparsity": over all, "mask_bytes": ...}, for any logger."""
@@ -128,7 +132,7 @@ def make_row(
 
 
 def make_report(rows: Sequence[Row], resolved: Resolved, model: nn.Module) -> Report:
-    """Rows together with what of the model they cover."""
+    """A report of these rows and of the parameters that they do not cover."""
     distinct: dict[int, tuple[str, int]] = {}
     for name, p in named_tensors(model):
         distinct.setdefault(id(p), (name, _elements(model, name)))

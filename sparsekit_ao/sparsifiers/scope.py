@@ -1,4 +1,4 @@
-"""ScopeSparsifier: config dicts in, exact masks out, through torch.ao's interface."""
+"""ScopeSparsifier: masks with exact budgets, from config dicts, through torch.ao's interface."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -34,7 +34,7 @@ class ScopeSparsifier(PlannedSparsifier):
             score is the sum of its saliencies (the mean where blocks differ in size), and the highest are kept. See
             `scores`. None scores by the norm of the weight.
         edge: `"error"`, or `"partial"` to allow smaller blocks and scopes where a dimension does not divide; a scope
-            with fewer blocks than `nnz` keeps all it has.
+            with fewer blocks than `nnz` keeps all of them.
         block_coupling: a name; blocks of tensors that give the same one are kept or dropped together.
         coupling_order: permutes this tensor's block grid onto the first member's.
         scope_coupling: a name; tensors that give the same one share one budget.

@@ -1,7 +1,7 @@
-"""The half of a group that specifies blocks and scopes: checked by itself, before any tensor is looked at.
+"""The keys of a group that specify blocks and scopes, checked without any tensor.
 
 Three notations specify a structure: shapes (`view`, `block_shape`, `scope_shape`), an axis pattern (`axes`, `unit`,
-`scope`, `sizes`) and a `pattern`, which is resolved to one of the other two. Budgets are only named here, not counted.
+`scope`, `sizes`) and a `pattern`, which is resolved to one of the other two. `plan` counts budgets.
 """
 
 import math
@@ -37,7 +37,7 @@ ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The structure of one tensor in one stage: the structural half of a config dict, checked."""
+    """The structure of one tensor in one stage: the structural keys of a config dict, checked."""
 
     block_shape: Shape = ()
     scope_shape: Shape = ()
@@ -80,7 +80,7 @@ def checked_pattern(pattern: object, where: str) -> Pattern | None:
 
 
 def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
-    """The structure that a group specifies, one entry a stage."""
+    """The structure that a group specifies, one entry per stage."""
     where = f"{group['tensor_fqn']}: "
     stages = group.get("stages")
     if stages is None:
@@ -110,7 +110,7 @@ def refuse_two_budgets(given: Mapping[str, Any], where: str) -> list[str]:
 
 
 def joined(defaults: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Own values over defaults, with one notation of blocks and scopes: the own one where there is any.
+    """Merge own values with defaults; of the notations of blocks and scopes, the own one replaces the default one.
 
     Raises:
         SparsityError: two notations among the own values, part of an axis pattern without `axes`, or a norm beside a
@@ -155,7 +155,7 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
         if value is not None:
             found[key] = tuple(value)
     while found.get("scope_shape", ())[-1:] == (-1,):
-        found["scope_shape"] = found["scope_shape"][:-1]  # missing entries mean the same, and then compare equal
+        found["scope_shape"] = found["scope_shape"][:-1]  # the same scope; equal ones then compare equal
     for key in ("block_coupling", "scope_coupling"):
         if found.get(key) is not None and not isinstance(found[key], str):
             raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")

@@ -1,7 +1,7 @@
 """WeightNormSparsifier: torch.ao's arguments and masks, on every shape and dtype.
 
-Lowered to the selection rule twice: whole blocks over the tensor, and elements inside each block; the mask keeps what
-either keeps.
+The selection rule is applied twice: to whole blocks over the tensor, and to the elements inside each block; the mask
+keeps the union.
 """
 
 import math
@@ -110,9 +110,9 @@ class WeightNormSparsifier(MaskSparsifier):
 
 
 class _Saliency:
-    """`norm_fn` of the masked weight, as a matrix, made some rows at a time where the norm is torch's own.
+    """`norm_fn` of the masked weight, as a matrix; norms 1 and 2 are computed for some rows at a time.
 
-    A callable sees the whole masked weight at once: it need not be elementwise.
+    A callable gets the whole masked weight at once, since it need not be elementwise.
     """
 
     def __init__(self, weight: Tensor, mask: Tensor, norm_fn: Callable[[Tensor], Tensor]) -> None:
@@ -122,7 +122,7 @@ class _Saliency:
         self._whole = None if self.never_negative else norm_fn(_wide(masking.select(weight, mask)))
 
     def chunks(self, block_rows: int) -> list[slice]:
-        """Rows to go through, in whole blocks, a cache-sized part at a time."""
+        """Slices of rows, in whole blocks, each of which fits the cache."""
         height, width = self.shape
         step = max(1, CHUNK // max(width * block_rows, 1)) * block_rows
         return [slice(at, min(at + step, height)) for at in range(0, height, step)]
@@ -153,7 +153,7 @@ def _keep(saliency: _Saliency, level: float, block: tuple[int, int], zeros: int)
 
 
 def _kept_blocks(saliency: _Saliency, level: float, block: tuple[int, int]) -> Tensor:
-    """Which blocks stay whole, chosen over the tensor: all but k."""
+    """Which blocks are kept whole: all but the k of lowest score over the tensor."""
     grid = grid_of(saliency.shape, block)
     scores: Tensor | None = None
     for rows in saliency.chunks(block[0]):
@@ -169,7 +169,7 @@ def _kept_blocks(saliency: _Saliency, level: float, block: tuple[int, int]) -> T
 
 
 def _kept_inside(saliency: Tensor, block: tuple[int, int], zeros: int, never_negative: bool) -> Tensor:
-    """Inside every block all but its `zeros` smallest elements."""
+    """The mask that keeps all but the `zeros` smallest elements of every block."""
     scopes = Scopes(members=(Blocks(shape=(1, 1), values=saliency),), shape=block)
     rows = to_scopes(saliency, scopes, 0.0)
     if not any(s % b for s, b in zip(saliency.shape, block, strict=True)):

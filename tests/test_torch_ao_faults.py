@@ -1,6 +1,6 @@
-"""The nine mends of SPEC section 5: each test shows what stock does, and that ours does the right thing.
+"""Faults of torch.ao's sparsifiers ("stock") that this library fixes, by number: one test of each fault and of its fix.
 
-`stock_fails` wraps the stock half: it passes only while stock still has the defect, so the claim stays checked.
+The test of a fault uses `stock_fails` or asserts the wrong result, so it fails once torch.ao has fixed the fault.
 """
 
 import contextlib
@@ -144,7 +144,7 @@ def magnitude(weight, name):
     return weight.abs()
 
 
-def test_4_sparsifier_state_is_plain_copied_and_loads_with_weights_only():
+def test_4_the_sparsifiers_state_is_a_plain_copy_and_loads_with_weights_only():
     model = linear_model(8, 4)
     sparsifier = prepared(model, ScopeSparsifier(score=magnitude, view=lambda w: w.unflatten(0, (2, 2))))
     saved = sparsifier.state_dict()
@@ -227,8 +227,8 @@ def test_4_a_resumed_run_equals_an_uninterrupted_one(kind):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         return model, sparsifier, optimizer, CubicSL(sparsifier, delta_t=1, total_t=12)
 
-    straight = fresh()
-    train(*straight, range(10))
+    uninterrupted = fresh()
+    train(*uninterrupted, range(10))
     first = fresh()
     train(*first, range(4))
     saved = [part.state_dict() for part in first]
@@ -239,24 +239,24 @@ def test_4_a_resumed_run_equals_an_uninterrupted_one(kind):
     for part, state in zip(second, [*torch.load(file, weights_only=True), saved[3]], strict=True):
         part.load_state_dict(state)
     train(*second, range(4, 10))
-    for a, b in zip(straight[0].state_dict().values(), second[0].state_dict().values(), strict=True):
+    for a, b in zip(uninterrupted[0].state_dict().values(), second[0].state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
 
 # 5. copies
 
 
-def test_5_squashing_a_copy_leaves_the_original_and_the_other_way_round():
+def test_5_squashing_a_copy_or_the_original_leaves_the_other_unchanged():
     for squash_copy in (True, False):
         model = linear_model(8, 4)
         sparsifier = prepared(model)
-        twin = copy.deepcopy(sparsifier)
+        copied = copy.deepcopy(sparsifier)
         x, want = torch.randn(2, 8), None
         want = model(x)
-        (twin if squash_copy else sparsifier).squash_mask()
-        for m in (model, twin.model):
+        (copied if squash_copy else sparsifier).squash_mask()
+        for m in (model, copied.model):
             assert torch.equal(m(x), want)
-        (sparsifier if squash_copy else twin).step()
+        (sparsifier if squash_copy else copied).step()
 
 
 def test_5_stock_breaks_the_copy():
@@ -268,7 +268,7 @@ def test_5_stock_breaks_the_copy():
         snapshot(torch.randn(2, 8))
 
 
-def test_5_a_snapshot_can_be_squashed_while_training_goes_on():
+def test_5_a_snapshot_can_be_squashed_while_training_continues():
     model = linear_model(8, 4)
     sparsifier = prepared(model)
     snapshot = copy.deepcopy(model)
@@ -279,17 +279,17 @@ def test_5_a_snapshot_can_be_squashed_while_training_goes_on():
     assert int(sparsifier.mask("0.weight").sum()) == 16
 
 
-def test_5_a_copied_sparsifier_owns_the_copied_model():
+def test_5_a_copied_sparsifier_refers_to_the_copied_model():
     model = linear_model(8, 4)
     sparsifier = prepared(model, step=False)
     CubicSL(sparsifier)  # wraps step
-    twin = copy.deepcopy(sparsifier)
-    twin.step()
-    assert twin.groups[0]["module"] is twin.model[0]
+    copied = copy.deepcopy(sparsifier)
+    copied.step()
+    assert copied.groups[0]["module"] is copied.model[0]
     assert sparsifier.mask("0.weight").all()
 
 
-def test_5_pickle_and_attach_again():
+def test_5_an_unpickled_sparsifier_can_be_prepared_with_a_model():
     model = linear_model(8, 4)
     sparsifier = prepared(model)
     loaded = pickle.loads(pickle.dumps(sparsifier))
@@ -327,7 +327,7 @@ def test_7_masks_are_filled_in_place(kind):
         assert int(view.sum()) == int((1 - level) * 32)
 
 
-def test_7_stock_swaps_the_storage():
+def test_7_stock_replaces_the_storage():
     model = linear_model(8, 4)
     sparsifier = prepared(model, StockWeightNorm(), step=False)
     storage = model[0].parametrizations.weight[0].mask.data_ptr()
@@ -355,7 +355,7 @@ def test_8_masked_means_exactly_zero_in_forward_backward_and_squash(kind, bad):
     assert torch.equal(model[0].weight[dropped], torch.zeros(int(dropped.sum())))
 
 
-def test_8_nan_survives_masking_in_stock():
+def test_8_stock_keeps_nan_in_dropped_weights():
     model = nn.Sequential(nn.Linear(4, 2, bias=False))
     sparsifier = prepared(model, StockWeightNorm(0.5), step=False)
     model[0].parametrizations.weight[0].mask[0] = 0
@@ -405,7 +405,7 @@ def test_9_what_cannot_be_expressed_is_refused_and_nothing_changes():
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
 
 
-def test_9_stock_clobbers_weight_norm():
+def test_9_stock_fails_on_weight_norm():
     model = nn.Sequential(weight_norm(nn.Linear(8, 4)))
     sparsifier = StockWeightNorm()
     sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
@@ -413,7 +413,7 @@ def test_9_stock_clobbers_weight_norm():
         sparsifier.step()
 
 
-# the parameter stays the same object
+# what torch.ao does too: the parameter stays the same object
 
 
 def test_the_same_parameter_before_during_and_after():
@@ -433,7 +433,7 @@ def test_prepare_leaves_the_garbage_collector_as_it_was(enabled):
         gc.enable() if enabled else gc.disable()
         sparsifier, model = ScopeSparsifier(), nn.Sequential(nn.Linear(4, 4))
         with pytest.raises(SparsityError):
-            sparsifier.prepare(model, [{"tensor_fqn": "nowhere"}])
+            sparsifier.prepare(model, [{"tensor_fqn": "missing"}])
         assert gc.isenabled() == enabled
         sparsifier.prepare(model)
         assert gc.isenabled() == enabled
