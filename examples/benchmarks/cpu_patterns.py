@@ -61,7 +61,7 @@ CONV = {
     "conv filters": {"block_shape": (1, -1, -1, -1)},
     "conv input channels": {"block_shape": (-1, 1, -1, -1)},
     "conv kernels": {"block_shape": (1, 1, -1, -1)},
-    "conv 2:4 along inputs": patterns.n_m(2, 4, ndim=4),
+    "conv 2:4 along inputs": patterns.n_m(2, 4),
 }
 MANY = {  # over four Linears that hold the same bytes together
     "global, single elements": {"scope_coupling": "all"},
