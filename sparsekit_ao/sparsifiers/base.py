@@ -123,6 +123,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
         saved = self._pickled() if self._resumes else None
         is_default = saved is None and config is None
         if saved is not None:
+            if exclude:
+                raise SparsityError("exclude has no effect on the pickled config; give a config to prepare anew")
             config, exclude = self.config, self._exclude
         elif config is None:
             self.make_config_from_model(model)
@@ -137,7 +139,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
-        self._resolved = replace(found, groups=[])
+        self._resolved = replace(found if saved is None else self._resolved, groups=[])
         self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state, self._phase = defaultdict(dict), "prepared"
         try:
