@@ -8,7 +8,6 @@ gathered. The script prints the bytes that a rank sent for a selection, and thos
 """
 
 import argparse
-import math
 
 import torch
 from torch import Tensor, distributed, nn
@@ -118,7 +117,7 @@ def main() -> None:
     report = sparsifier.report()
     sparsifier.check()
     sparsifier.squash_mask()
-    weights = sum(math.prod(row.shape) for row in report)
+    weights = report.elements
     if rank == 0:
         print(f"loss {loss.item():.3f}; {weights:,} weights, {report.sparsity:.4f} of them zero")
         print(f"held on this rank: {sum(r.mask_bytes for r in report):,} bytes of masks")

@@ -126,18 +126,18 @@ def load_model() -> tuple[Any, nn.Module]:
 
 def make_config(model: Any, pattern: str, level: float | None) -> list[dict[str, Any]]:
     """Config entries for the encoder's Linear weights; LayerNorm, embeddings and the unused pooler stay dense."""
-    preset = PATTERNS[pattern]() if level is None else PATTERNS[pattern](level)
     if pattern != "heads":
-        return [{"tensor_fqn": ENCODER_LINEARS, **preset}]
-    count, width = model.config.num_attention_heads, model.config.hidden_size
-    # In the output projection a head is a part of the columns: a view as (heads, outputs, inputs of a head).
-    view = ((count, width, width // count), (width // count, width, 1))
-    by_head = {"view": view, "block_shape": (1, -1, -1), "sparsity_level": level}
+        found = PATTERNS[pattern]() if level is None else PATTERNS[pattern](level)
+        return [{"tensor_fqn": ENCODER_LINEARS, **found}]
+    # A head is some rows of query, key and value, and as many columns of the output projection.
+    heads = {"unit": "h", "sizes": {"h": model.config.num_attention_heads}}
+    heads |= {} if level is None else {"sparsity_level": level}
     config = []
     for layer in range(model.config.num_hidden_layers):
         at, coupling = f"encoder.layer.{layer}.attention", {"block_coupling": f"heads of layer {layer}"}
-        config += [{"tensor_fqn": f"{at}.self.{p}.weight", **preset, **coupling} for p in ("query", "key", "value")]
-        config += [{"tensor_fqn": f"{at}.output.dense.weight", **by_head, **coupling}]
+        inner = [f"{at}.self.{p}.weight" for p in ("query", "key", "value")]
+        config.append({"tensor_fqn": inner, "axes": "(h d) i", **heads, **coupling})
+        config.append({"tensor_fqn": f"{at}.output.dense.weight", "axes": "o (h d)", **heads, **coupling})
     return config
 
 

@@ -8,7 +8,8 @@ selected, not multiplied. Compiled, and on other devices, that is one `where`, w
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -24,9 +25,10 @@ __all__ = [
     "WeightMask",
     "dense_weight",
     "find_mask",
-    "install_mask",
+    "installed",
     "live_mask",
     "rebuilt_originals",
+    "remove_mask",
     "select",
     "squash",
 ]
@@ -90,9 +92,26 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
     return next((p for p in _chain(module, tensor_name) if isinstance(p, WeightMask)), None)
 
 
-def install_mask(module: nn.Module, tensor_name: str, mask: Tensor) -> None:
-    """Register the mask after the parametrizations that the tensor already has."""
-    parametrize.register_parametrization(module, tensor_name, WeightMask(mask), unsafe=True)
+@contextmanager
+def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[None]:
+    """Register masks, each on top of what parametrizes its tensor already; if anything fails inside, none of them.
+
+    Args:
+        masks: (module, tensor name, mask).
+    """
+    order = [(module._parameters, list(module._parameters)) for module, _, _ in masks]
+    try:
+        for module, name, mask in masks:
+            parametrize.register_parametrization(module, name, mask, unsafe=True)
+        yield
+    except BaseException:
+        for module, name, mask in masks:
+            if find_mask(module, name) is mask:
+                remove_mask(module, name)
+        for parameters, names in order:
+            for name in names:
+                parameters[name] = parameters.pop(name)
+        raise
 
 
 def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
@@ -162,6 +181,12 @@ def squash(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) 
     with torch.no_grad():
         for parameter, value in zip(originals, rebuilt or [select(originals[0], mask.mask)], strict=True):
             parameter.copy_(value)
+    remove_mask(module, tensor_name)
+
+
+def remove_mask(module: nn.Module, tensor_name: str) -> None:
+    """Take the mask away and leave the parameters as they are."""
+    chain = _chain(module, tensor_name)
     if len(chain) > 1:
         del chain[len(_below(chain))]
         return

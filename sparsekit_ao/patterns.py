@@ -11,6 +11,7 @@ convolutions and transformers' `Conv1D` (stored transposed), and of packed exper
 {'block_shape': (1, 1, 1, 1), 'scope_shape': (4, 1, 1, 1), 'nnz': 2}
 """
 
+import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,18 @@ class Pattern:
     kind: str
     arguments: tuple[int, ...] = ()
     sparsity_level: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise SparsityError(f"unknown pattern {self.kind!r}; known: {', '.join(_KINDS)}")
+        for n in self.arguments:
+            if isinstance(n, bool) or not isinstance(n, numbers.Integral):
+                raise SparsityError(f"{self} needs whole numbers, got {n!r}")
+        level = self.sparsity_level
+        if level is not None and (
+            isinstance(level, bool) or not isinstance(level, numbers.Real) or not 0 <= float(level) <= 1
+        ):
+            raise SparsityError(f"{self}: sparsity level must lie in [0, 1], got {level!r}")
 
     @property
     def budget(self) -> str | None:
@@ -110,13 +123,20 @@ def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
         return _Dimensions(shape=shape, output=0, input=None)
     if isinstance(module, _TRANSPOSED):
         return _Dimensions(shape=shape, output=1, input=0, groups=groups)
-    if any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers") for c in type(module).__mro__):
+    if _is_of_transformers(module, "Conv1D"):
         return _Dimensions(shape=shape, output=1, input=0)
     if len(shape) == 3 and not isinstance(module, (*_CONVOLUTIONS, nn.Bilinear)):
-        # transformers marks experts that are stored as (experts, in, out)
-        output, input_ = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
+        # transformers marks experts that are stored as (experts, in, out), all but Llama 4's
+        is_transposed = getattr(module, "is_transposed", False) or _is_of_transformers(module, "Llama4TextExperts")
+        output, input_ = (2, 1) if is_transposed else (1, 2)
         return _Dimensions(shape=shape, output=output, input=input_, experts=0)
+    if len(shape) == 2 and hasattr(module, "is_transposed"):  # the experts' biases, (experts, out)
+        return _Dimensions(shape=shape, output=1, input=None, experts=0)
     return _Dimensions(shape=shape, output=0, input=1, groups=groups)
+
+
+def _is_of_transformers(module: nn.Module, name: str) -> bool:
+    return any(c.__name__ == name and c.__module__.startswith("transformers") for c in type(module).__mro__)
 
 
 def unstructured(sparsity_level: float | None = None) -> Pattern:
@@ -126,9 +146,10 @@ def unstructured(sparsity_level: float | None = None) -> Pattern:
 
 def n_m(n: int, m: int) -> Pattern:
     """Keep n of every m consecutive inputs (2:4, 1:4, ...); of a convolution, n of every m input channels."""
-    if not 0 <= n <= m:
-        raise SparsityError(f"n_m keeps n of m, so 0 <= n <= m; got n={n}, m={m}")
-    return Pattern("n_m", (n, m))
+    found = Pattern("n_m", (n, m))
+    if not 0 <= n <= m or m < 1:
+        raise SparsityError(f"n_m keeps n of m, so 0 <= n <= m and m >= 1; got n={n}, m={m}")
+    return found
 
 
 def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Pattern:
@@ -153,16 +174,18 @@ def filters(sparsity_level: float | None = None) -> Pattern:
 
 def heads(count: int, sparsity_level: float | None = None) -> Pattern:
     """Whole attention heads of one projection, whose outputs are `count` heads of equal size."""
+    found = Pattern("heads", (count,), sparsity_level)
     if count < 1:
         raise SparsityError(f"heads needs at least one head, got {count}")
-    return Pattern("heads", (count,), sparsity_level)
+    return found
 
 
 def v_n_m(v: int, n: int, m: int) -> Pattern:
     """V:N:M (arXiv 2310.02065): of m columns keep 4 for every v rows together, then n of those 4 in each row."""
+    found = Pattern("v_n_m", (v, n, m))
     if not 0 <= n <= 4 <= m:
         raise SparsityError(f"v_n_m keeps n of 4 of m columns, so 0 <= n <= 4 <= m; got n={n}, m={m}")
-    return Pattern("v_n_m", (v, n, m))
+    return found
 
 
 @dataclass(frozen=True)
@@ -188,14 +211,21 @@ def _n_m(d: _Dimensions, where: str, n: int, m: int) -> Keys:
 def _inputs(d: _Dimensions, where: str, m: int) -> tuple[int, ...]:
     """A scope of m consecutive inputs."""
     d.needs_input(where)
-    if d.groups > 1 and d.input == 0 and d.shape[0] // d.groups % m:  # inputs of all groups share the dimension
-        raise SparsityError(f"{where}needs the inputs of each group divisible by {m}, got {d.shape[0] // d.groups}")
-    return d.tile(1, input=m)
+    return _inside_groups(d, where, d.tile(1, input=m))
+
+
+def _inside_groups(d: _Dimensions, where: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a block or scope that does not cross groups; dimension 0 holds those of a convolution in turn."""
+    size, part = shape[0] if shape[0] > 0 else d.shape[0], d.shape[0] // d.groups
+    if d.groups > 1 and part % size:
+        what = "outputs" if d.output == 0 else "inputs"
+        raise SparsityError(f"{where}needs the {what} of each group divisible by {size}, got {part}")
+    return shape
 
 
 def _blocks(d: _Dimensions, where: str, rows: int, columns: int) -> Keys:
     d.needs_input(where)
-    return {"block_shape": d.tile(1, output=rows, input=columns), "scope_shape": ()}
+    return {"block_shape": _inside_groups(d, where, d.tile(1, output=rows, input=columns)), "scope_shape": ()}
 
 
 def _rows(d: _Dimensions, where: str) -> Keys:
@@ -222,6 +252,8 @@ def _units(d: _Dimensions, unit: str, other: str) -> Keys:
 
 def _heads(d: _Dimensions, where: str, count: int) -> Keys:
     size = d.shape[d.output]
+    if d.groups > 1 and d.output != 0:
+        raise SparsityError(f"{where}the outputs of a transposed convolution with {d.groups} groups are not in one row")
     if size % count:
         raise SparsityError(f"{where}needs dimension {d.output} (outputs) divisible by {count}, got {size}")
     block = [-1] * (len(d.shape) + 1)
@@ -237,7 +269,7 @@ def _v_n_m(d: _Dimensions, where: str, v: int, n: int, m: int) -> Keys:
     scope = _inputs(d, where, m)
     return {
         "stages": [
-            {"block_shape": d.tile(1, output=v), "scope_shape": scope, "nnz": 4},
+            {"block_shape": _inside_groups(d, where, d.tile(1, output=v)), "scope_shape": scope, "nnz": 4},
             {"block_shape": d.tile(1), "scope_shape": scope, "nnz": n},
         ]
     }

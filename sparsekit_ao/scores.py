@@ -6,6 +6,7 @@ blocks the pattern takes; a block's score is the sum of its elements' saliencies
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .errors import SparsityError
@@ -13,6 +14,7 @@ from .errors import SparsityError
 __all__ = ["Score", "saliency_of"]
 
 Score = Callable[[Tensor, str], Tensor]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def saliency_of(score: Score, weight: Tensor, name: str) -> Tensor:
@@ -24,8 +26,8 @@ def saliency_of(score: Score, weight: Tensor, name: str) -> Tensor:
         name: its `tensor_fqn`.
 
     Returns:
-        A floating-point tensor of the weight's shape on the weight's device; the highest saliencies are kept. They may
-        be negative; NaN ranks highest.
+        A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies
+        are kept. They may be negative; NaN ranks highest.
 
     Raises:
         SparsityError: the score returned something else.
@@ -34,7 +36,7 @@ def saliency_of(score: Score, weight: Tensor, name: str) -> Tensor:
     tensor([2., 6.])
     """
     found = score(weight, name)
-    if not isinstance(found, Tensor) or found.shape != weight.shape or not found.is_floating_point():
+    if not isinstance(found, Tensor) or found.shape != weight.shape or found.dtype not in _FLOATS:
         what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise SparsityError(
             f"{name}: score must return a floating-point tensor of the weight's shape {tuple(weight.shape)}, got {what}"

@@ -108,10 +108,13 @@ def fail(before):
     """An exception, then Ctrl-C, from inside the pieces of work that threads take."""
     values, mask = torch.randn(1024, 1024), torch.ones(1024, 1024, dtype=torch.bool)
     scopes = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))
-    real = threads._Round._take
+    real, sent = threads._Round._take, threading.Event()
 
     def interrupted(round_):
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(60)  # until the signal comes
+        if not sent.is_set():
+            sent.set()
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.2)
         real(round_)

@@ -11,9 +11,11 @@ from torch.ao.pruning import LambdaSL
 
 from sparsekit_ao import (
     CouplingError,
+    DynamicSparsifier,
     NearlyDiagonalSparsifier,
     ScopeSparsifier,
     SparsityError,
+    StraightThrough,
     WeightNormSparsifier,
     patterns,
 )
@@ -163,7 +165,8 @@ def test_no_mask_changes_if_any_budget_of_a_step_is_bad():
 
 
 def test_a_budget_beside_stages_that_have_their_own_is_refused():
-    entry = {**LINEAR, **patterns.v_n_m(4, 2, 8), "sparsity_level": 0.9}
+    stages = [{"block_shape": (4, 1), "scope_shape": (1, 8), "nnz": 4}, {"scope_shape": (1, 8), "nnz": 2}]
+    entry = {**LINEAR, "stages": stages, "sparsity_level": 0.9}
     with pytest.raises(
         SparsityError, match="sparsity_level has no effect, because every stage has a budget of its own"
     ):
@@ -322,3 +325,30 @@ def test_stock_ignores_a_typo():
     sparsifier = StockWeightNorm()
     sparsifier.prepare(linear_model(8, 4), [{**LINEAR, "sparsty_level": 0.9}])
     assert sparsifier.groups[0]["sparsity_level"] == 0.5
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier, DynamicSparsifier, StraightThrough])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_prepare_that_fails_after_the_first_mask_puts_everything_back(kind, error, monkeypatch):
+    model = linear_model(8, 8, 8)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    kinds, parameters = [type(m) for m in model], [id(p) for p in model.parameters()]
+    register = nn.utils.parametrize.register_parametrization
+
+    def failing(module, *args, **kwargs):
+        if module is model[2]:
+            raise error("no mask here")
+        return register(module, *args, **kwargs)
+
+    sparsifier = kind()
+    monkeypatch.setattr(nn.utils.parametrize, "register_parametrization", failing)
+    with pytest.raises(error, match="no mask here"):
+        sparsifier.prepare(model, None)
+    assert list(model.state_dict()) == list(before) and [type(m) for m in model] == kinds
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert [id(p) for p in model.parameters()] == parameters and sparsifier.groups == []
+    with pytest.raises(SparsityError, match="no model has been prepared"):
+        sparsifier.step()
+    monkeypatch.undo()
+    sparsifier.prepare(model, None)
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight", "2.weight"]

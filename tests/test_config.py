@@ -8,7 +8,14 @@ import torch
 from stock import linear_model
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns
+from sparsekit_ao import (
+    NearlyDiagonalSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    WeightNormSparsifier,
+    keep_mask,
+    patterns,
+)
 from sparsekit_ao.sparsifiers import PlannedSparsifier
 
 
@@ -73,6 +80,44 @@ def test_everything_two_of_four_but_one_layer_and_not_the_head():
     assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight", "2.weight"]
 
 
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"module": "Linear"}, r"config\[0\]: 'module' must be a module class or a list of them, got 'Linear'"),
+        ({"module": [nn.Linear, "Conv1d"]}, "'module' must be a module class or a list of them"),
+        ({"tensor_fqn": "*", "module": []}, "'module' must be a module class or a list of them"),
+        (
+            {"tensor_fqn": ["0.weight", "1.weight"], "module": nn.Linear},
+            "'1.weight' does not belong to a module of class Linear",
+        ),
+    ],
+)
+def test_a_module_class_that_cannot_be_meant(entry, text):
+    with pytest.raises(SparsityError, match=text):
+        ScopeSparsifier().prepare(nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1)), [entry])
+
+
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.again = self.first
+        self.last = nn.Linear(8, 8)
+
+
+def test_a_module_with_two_names_gets_one_mask():
+    config = [{"tensor_fqn": "*.weight"}, {"tensor_fqn": "again.weight", "sparsity_level": 0.9}]
+    with pytest.raises(SparsityError, match=r"'first.weight' and 'again.weight' are one tensor of one module"):
+        ScopeSparsifier().prepare(Shared(), config)
+    assert list(levels(prepared(Shared()))) == ["first.weight", "last.weight"]
+    for name in ("first", "again"):
+        assert list(levels(prepared(Shared(), exclude=[name]))) == ["last.weight"]
+    report = prepared(Shared(), config[1:]).report()
+    assert report.covered == 64 / 144 and "first.weight" not in report.others
+
+
 # what is left out
 
 
@@ -90,6 +135,17 @@ def test_exclude_takes_names_of_tensors_and_modules_globs_and_classes(exclude, l
         assert list(levels(prepared(linear_model(8, 8, 8, 8), config, exclude=exclude))) == left
 
 
+def test_excluding_a_class_leaves_out_what_is_inside_its_modules():
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 8))
+    assert list(levels(prepared(model, exclude=[nn.MultiheadAttention]))) == [
+        "0.linear1.weight",
+        "0.linear2.weight",
+        "1.weight",
+    ]
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 8))
+    assert list(levels(prepared(model, exclude=[nn.TransformerEncoderLayer]))) == ["1.weight"]
+
+
 @pytest.mark.parametrize(
     ("config", "exclude", "text"),
     [
@@ -99,7 +155,7 @@ def test_exclude_takes_names_of_tensors_and_modules_globs_and_classes(exclude, l
         (
             None,
             [nn.Linear],
-            r"config names no tensor that is not left out: 0.weight is left out by exclude\[0\] \(Linear",
+            r"config=None finds no tensor that is not left out: 0.weight is left out by exclude\[0\] \(Linear",
         ),
         (
             [{"tensor_fqn": "0.weight"}],
@@ -160,10 +216,31 @@ def test_the_report_names_each_tensors_rule_and_so_does_a_copy_of_the_sparsifier
     assert prepared(linear_model(8, 8)).report()[0].rule == "config=None"
 
 
+def test_a_pickle_keeps_rules_by_module_class():
+    loaded = pickle.loads(pickle.dumps(prepared(linear_model(8, 8, 8), [{"module": nn.Linear}])))
+    loaded.prepare(linear_model(8, 8, 8))
+    assert list(levels(loaded)) == ["0.weight", "2.weight"]
+
+
 def test_a_pickle_remembers_what_was_excluded():
     loaded = pickle.loads(pickle.dumps(prepared(linear_model(8, 8, 8), exclude=["2"])))
+    with pytest.raises(SparsityError, match="exclude has no effect on the pickled config"):
+        loaded.prepare(linear_model(8, 8, 8), exclude=["0"])
     loaded.prepare(linear_model(8, 8, 8))
     assert list(levels(loaded)) == ["0.weight"]
+
+
+def test_a_pickle_remembers_what_was_left_out_and_why():
+    loaded = pickle.loads(pickle.dumps(prepared(Language())))
+    loaded.prepare(Language())
+    assert loaded.report().skipped == {"lm_head.weight": "tied to 'embed.weight'"}
+    assert loaded.report()[0].rule == "config=None"
+
+
+def test_the_report_counts_all_parameters_behind_a_tensor_and_lazy_ones_as_empty():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.LazyLinear(4))
+    report = prepared(model, [{"tensor_fqn": "0.weight"}]).report()
+    assert report.total == 8 + 64 + 8 and report.covered == 72 / 80
 
 
 # patterns that fit themselves
@@ -277,7 +354,7 @@ def test_an_entry_overrides_the_default_pattern_and_its_budget():
             {"sparsity_level": 0.5, "pattern": patterns.n_m(2, 4)},
             r"sparsity_level and patterns.n_m\(2, 4\) are mutually excl",
         ),
-        ({"nnz": 2, "pattern": patterns.rows(0.5)}, r"nnz and patterns.rows\(0.5\) are mutually exclusive"),
+        ({"nnz": 2, "pattern": patterns.rows(0.5)}, r"nnz and patterns.rows\(0.5\) are mutually"),
         (
             {"pattern": patterns.rows(), "block_shape": (1, 2)},
             "defaults: 'pattern' and 'block_shape' are mutually exclusive",
@@ -288,6 +365,64 @@ def test_an_entry_overrides_the_default_pattern_and_its_budget():
 def test_arguments_that_contradict(arguments, text):
     with pytest.raises(SparsityError, match=text):
         ScopeSparsifier(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({**patterns.rows(0.5), "sparsity_level": 0.25}, r"sparsity_level and patterns.rows\(0.5\) are mutually"),
+        ({**patterns.n_m(2, 4), "nnz": 1}, r"nnz and patterns.n_m\(2, 4\) are mutually exclusive"),
+        ({**patterns.v_n_m(4, 2, 8), "sparsity_level": 0.9}, r"sparsity_level and patterns.v_n_m\(4, 2, 8\) are"),
+        ({**patterns.v_n_m(4, 2, 8), "stages": [{"nnz": 1}]}, "'pattern' and 'stages' are mutually exclusive"),
+    ],
+)
+def test_an_entry_that_contradicts_its_own_pattern(entry, text):
+    with pytest.raises(SparsityError, match=text):
+        ScopeSparsifier().prepare(linear_model(8, 8), [{"tensor_fqn": "0.weight", **entry}])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: patterns.n_m("2", 4), r"patterns.n_m\('2', 4\) needs whole numbers, got '2'"),
+        (lambda: patterns.n_m(0, 0), "n_m keeps n of m, so 0 <= n <= m and m >= 1; got n=0, m=0"),
+        (lambda: patterns.heads(2.0), r"patterns.heads\(2.0\) needs whole numbers, got 2.0"),
+        (lambda: patterns.rows(8), r"patterns.rows\(8\): sparsity level must lie in \[0, 1\], got 8"),
+        (lambda: patterns.Pattern("row"), "unknown pattern 'row'; known: unstructured, n_m"),
+    ],
+)
+def test_a_pattern_checks_its_numbers(make, text):
+    with pytest.raises(SparsityError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("layer", "pattern", "text"),
+    [
+        (nn.Conv2d(8, 6, 1, groups=2), patterns.blocks(2, 2), "needs the outputs of each group divisible by 2, got 3"),
+        (nn.ConvTranspose2d(6, 8, 1, groups=2), patterns.blocks(2, 2), "needs the inputs of each group divisible by 2"),
+        (nn.ConvTranspose1d(8, 8, 1, groups=2), patterns.heads(2), "the outputs .* with 2 groups are not in one row"),
+    ],
+)
+def test_blocks_and_heads_do_not_cross_groups(layer, pattern, text):
+    with pytest.raises(SparsityError, match=text):
+        ScopeSparsifier(pattern=pattern).prepare(nn.Sequential(layer), None)
+
+
+def test_experts_of_transformers_that_are_stored_transposed_and_their_biases():
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = llama4.Llama4TextConfig(hidden_size=8, intermediate_size=16, num_local_experts=2)
+    for experts in (
+        llama4.Llama4TextExperts(config),
+        gpt_oss.GptOssExperts(gpt_oss.GptOssConfig(hidden_size=8, intermediate_size=16, num_local_experts=2)),
+    ):
+        for parameter in experts.parameters():
+            nn.init.normal_(parameter)
+        mask = prepared(experts, [{"tensor_fqn": "*_proj", **patterns.n_m(2, 4)}]).mask("gate_up_proj")
+        assert mask.shape == (2, 8, 32) and mask.unflatten(1, (2, 4)).sum(2).eq(2).all()
+    with pytest.raises(SparsityError, match=r"needs a weight with inputs and outputs, got shape \(2, 8\)"):
+        ScopeSparsifier().prepare(experts, [{"tensor_fqn": "down_proj_bias", **patterns.n_m(2, 4)}])
 
 
 def test_a_pattern_that_is_none():
@@ -345,6 +480,7 @@ def test_coupled_members_saliencies_add_up():
         ),
         (lambda w, name: 3.0, "got float"),
         (lambda w, name: w > 0, r"got torch.bool \(8, 8\)"),
+        (lambda w, name: w.to(torch.float8_e4m3fn), r"got torch.float8_e4m3fn \(8, 8\)"),
         (lambda w, name: w.to("meta"), "score must return a tensor on the weight's device cpu, got meta"),
     ],
 )
@@ -354,6 +490,49 @@ def test_a_score_that_returns_something_else(score, text):
     with pytest.raises(SparsityError, match=text):
         sparsifier.step()
     assert sparsifier.mask("0.weight").all()
+
+
+# update_mask
+
+
+def test_values_given_to_update_mask_override_the_group_as_an_entry_overrides_defaults():
+    model = linear_model(8, 8)
+    sparsifier = prepared(model, [{"tensor_fqn": "0.weight", "axes": "o i", "unit": "o"}])
+    mask = sparsifier.mask("0.weight")
+    sparsifier.update_mask(model[0], "weight", pattern=patterns.n_m(1, 4))
+    assert mask.view(-1, 4).sum(1).eq(1).all()
+    sparsifier.update_mask(model[0], "weight", block_shape=(1, 1), scope_shape=(1, -1), nnz=3)
+    assert mask.sum(1).eq(3).all()
+    sparsifier.groups[0]["sparsity_level"] = 0.25  # as a scheduler does
+    sparsifier.update_mask(model[0], "weight", nnz=5)
+    assert mask.all(1).sum() == 5
+    sparsifier.update_mask(**sparsifier.groups[0])
+    assert mask.all(1).sum() == 6 and "nnz" not in sparsifier.groups[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"nnz": 1}, "update_mask: 0.weight: nnz has no effect, because every stage has a budget of its own"),
+        ({"norm": 1, "score": keep_mask}, "update_mask: 0.weight: 'norm' and 'score' are mutually exclusive"),
+        ({"tensor_fqn": "2.weight"}, "update_mask: unknown key 'tensor_fqn'"),
+    ],
+)
+def test_what_update_mask_cannot_take(given, text):
+    model = linear_model(8, 8)
+    sparsifier = prepared(model, None, ScopeSparsifier(pattern=patterns.v_n_m(4, 2, 8)))
+    before = sparsifier.mask("0.weight").clone()
+    with pytest.raises(SparsityError, match=text):
+        sparsifier.update_mask(model[0], "weight", **given)
+    assert torch.equal(sparsifier.mask("0.weight"), before)
+
+
+@pytest.mark.parametrize("sparsifier", [WeightNormSparsifier(), NearlyDiagonalSparsifier()])
+def test_update_mask_of_the_replacements_refuses_unknown_keys(sparsifier):
+    prepared(linear_model(8, 8), None, sparsifier)
+    sparsifier.update_mask(**sparsifier.groups[0])
+    with pytest.raises(SparsityError, match="update_mask: unknown key 'levle'"):
+        sparsifier.update_mask(**sparsifier.groups[0], levle=1)
 
 
 def test_final_classes_say_what_to_derive_from():

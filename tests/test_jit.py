@@ -401,7 +401,7 @@ def test_the_cache_is_in_a_folder_named_by_the_hash_of_the_sources():
 
 
 def test_where_nothing_can_be_written_functions_are_compiled_without_a_cache(monkeypatch):
-    def no_folder(_):
+    def no_folder(*_):
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(cache._Cache, "_impl_class", no_folder)

@@ -84,10 +84,10 @@ def shrink_in_place(
 
 
 def refuse_triton(impl: str, what: str, where: str) -> None:
-    """Raise where `impl` is unknown, or is `"triton"`, which has no kernel for `what`."""
+    """Raise where `impl` is unknown, or names a backend, none of which does `what`."""
     check_impl(impl)
-    if impl == "triton":
-        raise SparsityError(f'{where}impl="triton" has no {what}. Use impl="auto".')
+    if impl not in ("auto", "reference"):
+        raise SparsityError(f'{where}impl="{impl}" has no {what}. Use impl="auto".')
 
 
 def _work(

@@ -10,7 +10,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import has_process_group
@@ -239,9 +238,9 @@ class DynamicSparsifier(PlannedSparsifier):
         self._set_open()
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
-        own = self._resolve(own, place)
         group = super()._complete(own, place)
-        return {**group, "fixed": own.get("sparsity_level") is not None or group.get("nnz") is not None}
+        is_fixed = self._resolve(own, place).get("sparsity_level") is not None or group.get("nnz") is not None
+        return {**group, "fixed": is_fixed}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         if self._phase != "prepared":
@@ -255,10 +254,9 @@ class DynamicSparsifier(PlannedSparsifier):
                 self._start_masks = start_masks(components, groups, self.settings, level)
         super()._check_groups(groups)
 
-    def _install(self, group: TensorGroup) -> None:
+    def _new_mask(self, group: TensorGroup) -> DynamicMask:
         weight, kept = original(group).detach(), self._start_masks.get(group["tensor_fqn"])
-        mask = DynamicMask(starting_mask(weight, kept), is_initialized=not weight.is_meta)
-        parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
+        return DynamicMask(starting_mask(weight, kept), is_initialized=not weight.is_meta)
 
     def _finish_start(self, optimizers: Sequence[Optimizer]) -> None:
         """Finish what `prepare` could not do, with weights that may have been sharded or materialized since."""

@@ -10,7 +10,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import has_process_group
@@ -113,10 +112,10 @@ class StraightThrough(PlannedSparsifier):
                     f"forward mask {int(forward.max())}; lower backward_level"
                 )
 
-    def _install(self, group: TensorGroup) -> None:
-        mask = DynamicMask(self._new_mask(group), with_backward_mask=True)
+    def _new_mask(self, group: TensorGroup) -> DynamicMask:
+        mask = DynamicMask(self._keeping_all(group), with_backward_mask=True)
         mask.set_open(not self.backward_level)
-        parametrize.register_parametrization(group["module"], group["tensor_name"], mask, unsafe=True)
+        return mask
 
     def _update_all(self) -> None:
         self._update_components(self._planned(self.groups).components, self.groups)

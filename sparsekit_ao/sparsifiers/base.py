@@ -3,14 +3,13 @@
 `MaskSparsifier` has torch.ao's interface and checks everything before it changes anything; subclasses choose masks.
 """
 
-import copy
 import gc
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +18,13 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError
-from .checkpoint import check_saved, kept_params, merged_group, plain
+from .checkpoint import Copies, check_saved, kept_params, merged_group, plain
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
 
 __all__ = ["MaskSparsifier"]
 
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
-# A scheduler's wrapper of `step` refers to the old instance; a plan is computed again when it is needed.
-_NOT_COPIED = ("step", "_plan")
 
 
 @contextmanager
@@ -42,7 +39,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-class MaskSparsifier(BaseSparsifier):
+class MaskSparsifier(Copies, BaseSparsifier):
     """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
     Subclasses list their config keys (`keys`), complete an entry (`_complete`), check all groups together
@@ -114,7 +111,8 @@ class MaskSparsifier(BaseSparsifier):
                 expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
                 have precedence, then later entries. None is every Linear and convolution but for adapters and weights
                 tied to another module; after unpickling, it is the pickled config, and pickled masks are restored.
-            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out.
+            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out;
+                modules with all that is inside them.
 
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
@@ -136,16 +134,21 @@ class MaskSparsifier(BaseSparsifier):
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
         distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
+        masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
+        before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found, groups=[])
         self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
-        self._state = defaultdict(dict)
-        for group in self.groups:
-            self._install(group)
-        self._phase = "prepared"
-        if saved is not None:
-            self.load_state_dict(saved)
-        self._after_prepare()
+        self._state, self._phase = defaultdict(dict), "prepared"
+        try:
+            with masking.installed(masks):
+                if saved is not None:
+                    self.load_state_dict(saved)
+                self._after_prepare()
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Register the optimizers that train the model; does nothing where masks depend on weights alone."""
@@ -278,39 +281,13 @@ class MaskSparsifier(BaseSparsifier):
             lines.append(f"  {group['tensor_fqn']}: {own}")
         return "\n".join(lines)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        self._sync_state()
-        for key, value in self.__dict__.items():
-            if key not in _NOT_COPIED:
-                new.__dict__[key] = copy.deepcopy(value, memo)
-        new._sync_state()
-        return new
+    def _new_mask(self, group: TensorGroup) -> masking.WeightMask:
+        """The parametrization of one tensor, with the mask that it starts with."""
+        return masking.WeightMask(self._keeping_all(group))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the model; see `prepare` for how to use an unpickled sparsifier again."""
-        self._sync_state()
-        kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
-        kept["_state"] = {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self._state.items()}
-        kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
-        kept["config"] = [{k: v for k, v in entry.items() if k != "module"} for entry in self.config or ()]
-        kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
-        return {**kept, "model": None}
-
-    def _pickled(self) -> dict[str, Any]:
-        return {
-            "state": {fqn: dict(s) for fqn, s in self._state.items()},
-            "groups": [dict(g) for g in self.groups],
-            "enable_mask_update": self.enable_mask_update,
-        }
-
-    def _new_mask(self, group: TensorGroup) -> Tensor:
+    def _keeping_all(self, group: TensorGroup) -> Tensor:
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
-
-    def _install(self, group: TensorGroup) -> None:
-        masking.install_mask(group["module"], group["tensor_name"], self._new_mask(group))
 
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
@@ -337,6 +314,11 @@ class MaskSparsifier(BaseSparsifier):
             found = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
             if found is not None:
                 self._state[group["tensor_fqn"]]["mask"] = found.mask
+
+    def _refuse_unknown(self, given: Iterable[str], known: Iterable[str]) -> None:
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
 
     def _need_prepared(self, what: str) -> None:
         if self._phase == "prepared":

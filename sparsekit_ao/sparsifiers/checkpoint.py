@@ -1,16 +1,67 @@
 """What a sparsifier saves and loads: plain dicts, which are checked before anything is changed."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SparsityError
 from ..masking import find_mask
 from .config import TensorGroup, copied
 
-__all__ = ["check_saved", "kept_params", "merged_group", "plain"]
+__all__ = ["Copies", "check_saved", "kept_params", "merged_group", "plain"]
+
+
+# A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
+_NOT_COPIED = ("step", "_plan")
+
+
+class Copies:
+    """Deep copies and pickles of a sparsifier: a copy has its own model, a pickle none until `prepare`."""
+
+    model: nn.Module | None
+    groups: list[TensorGroup]
+    config: list[TensorGroup] | None
+    enable_mask_update: bool
+    _state: dict[str, dict[str, Any]]
+    _phase: str
+
+    @abstractmethod
+    def _sync_state(self) -> None:
+        """Bring `_state` up to date with the model's masks."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        self._sync_state()
+        for key, value in self.__dict__.items():
+            if key not in _NOT_COPIED:
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new._sync_state()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
+        self._sync_state()
+        kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
+        kept["_state"] = {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self._state.items()}
+        kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
+        kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
+        kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
+        return {**kept, "model": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def _pickled(self) -> dict[str, Any]:
+        """What an unpickled sparsifier loads once it is attached; a state dict."""
+        return {
+            "state": {fqn: dict(s) for fqn, s in self._state.items()},
+            "groups": [dict(g) for g in self.groups],
+            "enable_mask_update": self.enable_mask_update,
+        }
 
 
 def plain(value: Any) -> Any:
@@ -22,7 +73,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items() if not callable(v)}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain(v) for v in value)
+        return (list if isinstance(value, list) else tuple)(plain(v) for v in value)
     return copy.deepcopy(value)
 
 

@@ -115,7 +115,9 @@ def resolve_groups(
             raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
     if not found.groups:
         reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
-        raise SparsityError(f"config names no tensor that is not left out: {reasons}")
+        what = "config=None finds" if is_default else "config names"
+        raise SparsityError(f"{what} no tensor that is not left out: {reasons}. Name tensors in a config.")
+    _refuse_shared(found.groups)
     if not is_default:
         _refuse_tied(found.groups, model)
     return found
@@ -128,7 +130,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(copied(v) for v in value)
+        return (list if isinstance(value, list) else tuple)(copied(v) for v in value)
     return value
 
 
@@ -167,8 +169,7 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[li
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise SparsityError(f"{where}unknown key {key!r}.{hint} Known keys: {', '.join(sorted(keys))}.")
     module, fqn = entry.get("module"), entry.get("tensor_fqn")
-    given = list(module) if isinstance(module, (list, tuple)) else [module]
-    classes = tuple(c for c in given if isinstance(c, type) and issubclass(c, nn.Module))
+    classes = () if module is None or isinstance(module, nn.Module) else _checked_classes(module, where)
     rules = [fqn] if isinstance(fqn, str) else fqn
     is_named = isinstance(rules, (list, tuple)) and bool(rules) and all(isinstance(r, str) and r for r in rules)
     if not is_named and (fqn is not None or not classes):
@@ -177,6 +178,13 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[li
             f"required, got {fqn!r}"
         )
     return list(rules or ()), classes
+
+
+def _checked_classes(given: object, where: str) -> Classes:
+    classes = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        raise SparsityError(f"{where}'module' must be a module class or a list of them, got {given!r}")
+    return classes
 
 
 def _matches(
@@ -205,6 +213,9 @@ def _matches(
         return found
     tensor = entry.get("tensor_name", "weight")
     own = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
+    outside = [n for n, is_exact in found.items() if is_exact and n not in own]
+    if outside:
+        raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {_named(classes)}")
     kept = {n: found.get(n, False) for n in (found or names) if n in own and (n in names or n in found)}
     if not kept:
         raise SparsityError(f"{where}'module' {_named(classes)}: no such module of the model has the tensor {tensor!r}")
@@ -212,17 +223,21 @@ def _matches(
 
 
 def _excluded(model: nn.Module, exclude: Sequence[str | type], names: Collection[str]) -> dict[str, str]:
-    """{tensor_fqn: why}; a name or glob of a module leaves out all of its tensors."""
+    """{tensor_fqn: why}; a module, by name, glob or class, is left out with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs and module classes, got {exclude!r}")
     found: dict[str, str] = {}
+    modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
+    paths: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        paths.setdefault(id(module), []).append(name)
+    around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, rule in enumerate(exclude):
         if isinstance(rule, type) and issubclass(rule, nn.Module):
-            prefixes = {name for name, m in model.named_modules() if isinstance(m, rule)}
-            own = [n for n in names if n.rpartition(".")[0] in prefixes]
+            own = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
         elif isinstance(rule, str) and rule:
             is_match = matcher(rule, f"exclude[{at}] ")
-            own = [n for n in names if any(is_match(prefix) for prefix in _prefixes(n))]
+            own = [n for n in names if any(map(is_match, around[n]))]
             if not own:
                 raise SparsityError(f"exclude[{at}] {rule!r} matches no parameter or module of the model")
         else:
@@ -231,10 +246,18 @@ def _excluded(model: nn.Module, exclude: Sequence[str | type], names: Collection
     return found
 
 
-def _prefixes(fqn: str) -> list[str]:
-    """The tensor's name and those of the modules around it."""
-    parts = fqn.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+def _around(fqn: str, paths: Iterable[str]) -> list[str]:
+    """The names of a tensor and of the modules around it.
+
+    Args:
+        fqn: the tensor's name.
+        paths: the names of its module: several where one module is used in several places.
+    """
+    found = []
+    for path in paths:
+        parts = f"{path}.{fqn.rpartition('.')[2]}".removeprefix(".").split(".")
+        found += [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return found
 
 
 def _named(rules: Iterable[str | type]) -> str:
@@ -274,6 +297,15 @@ def _tied(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     parameters, shared = dict(named_tensors(model)), _names_of_parameters(model)
     own = {n: [o for o in shared[id(parameters[n])] if o != n] for n in names if n in parameters}
     return {n: f"tied to {', '.join(map(repr, others))}" for n, others in own.items() if others}
+
+
+def _refuse_shared(groups: Sequence[TensorGroup]) -> None:
+    """A module that is used twice has two names; a mask on each would be two on one tensor."""
+    seen: dict[tuple[int, str], str] = {}
+    for g in groups:
+        other = seen.setdefault((id(g["module"]), g["tensor_name"]), g["tensor_fqn"])
+        if other != g["tensor_fqn"]:
+            raise SparsityError(f"{other!r} and {g['tensor_fqn']!r} are one tensor of one module; name it once")
 
 
 def _refuse_tied(groups: Sequence[TensorGroup], model: nn.Module) -> None:

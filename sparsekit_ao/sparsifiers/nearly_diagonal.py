@@ -40,6 +40,7 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
     ) -> None:
         """Fill the mask of one tensor, in place."""
         self._need_prepared("update_mask")
+        self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
         found = masking.live_mask(module, tensor_name, kwargs.get("tensor_fqn", tensor_name))
         if found is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")

@@ -61,11 +61,9 @@ class PlannedSparsifier(MaskSparsifier):
         for key in structure:
             if key not in known:
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; it takes {', '.join(sorted(known))}")
-        budgets = {"sparsity_level": sparsity_level, "nnz": nnz}
-        pattern, own = checked_pattern(structure.get("pattern"), ""), refuse_two_budgets(budgets, "")
+        pattern = checked_pattern(structure.get("pattern"), "")
+        refuse_two_budgets({"sparsity_level": sparsity_level, "nnz": nnz, "pattern": pattern}, "")
         if pattern is not None and pattern.budget is not None:
-            if own:
-                raise SparsityError(f"{own[0]} and {pattern} are mutually exclusive: both specify how much is kept")
             sparsity_level = pattern.sparsity_level
         shapes = {"view": None, "block_shape": (), "scope_shape": ()} if pattern is None else {}
         defaults = {
@@ -88,18 +86,35 @@ class PlannedSparsifier(MaskSparsifier):
 
         Args:
             module, tensor_name: a prepared tensor.
-            kwargs: the tensor's group; values given here are used instead of the group's.
+            kwargs: the tensor's group, or any config keys; what differs from the group overrides it, for this call, as
+                a config entry overrides defaults.
         """
         self._need_prepared("update_mask")
         at = self._index_of(module, tensor_name)
-        unknown = sorted(set(kwargs) - set(self.groups[at]) - set(self.keys))
-        if unknown:
-            raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
-        groups = [{**g, **kwargs} if i == at else g for i, g in enumerate(self.groups)]
+        groups = [self._changed(g, kwargs) if i == at else g for i, g in enumerate(self.groups)]
         components = self._planned(groups).connected[at]
         with torch.no_grad():
             self._update_components(components, groups)
             self._after_update([self.groups[i] for i in sorted({i for c in components for _, i in c.leaves})])
+
+    def _changed(self, group: TensorGroup, given: Mapping[str, Any]) -> TensorGroup:
+        """The group with other values; those that it has already are no change."""
+        own = {k: v for k, v in given.items() if k not in group or not _is_same(v, group[k])}
+        self._refuse_unknown(own, self.keys)
+        if not own:
+            return group
+        place = Place(
+            module=group["module"],
+            module_fqn=group["module_fqn"],
+            tensor_name=group["tensor_name"],
+            tensor_fqn=group["tensor_fqn"],
+            tensor=self._dense(group),
+            where=f"update_mask: {group['tensor_fqn']}: ",
+        )
+        found = self._over({k: v for k, v in group.items() if k in self.keys}, own, place)
+        if self._resolve(own, place).get("nnz") is not None:  # a level that a scheduler wrote would overrule it
+            found["sparsity_level"] = self._level_given[place.tensor_fqn]
+        return {**{k: v for k, v in group.items() if k not in self.keys}, **found}
 
     def _rows(self) -> Iterator[Row]:
         plan, rules = self._planned(self.groups), self._resolved.rules
@@ -133,7 +148,12 @@ class PlannedSparsifier(MaskSparsifier):
         return check_masks(plan, self.groups, self._masks(model), self._level_given)
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
-        own, defaults = self._resolve(own, place), copied(self.defaults)
+        return self._over(copied(self.defaults), own, place)
+
+    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: Place) -> dict[str, Any]:
+        """Own keys over default ones, patterns resolved."""
+        refuse_two_budgets(own, place.where)
+        own = self._resolve(own, place)
         budgets = refuse_two_budgets(own, place.where)
         if any(k in own for k in (*SHAPES, *AXES, "stages")):  # the entry's structure replaces the default one
             defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
@@ -255,3 +275,7 @@ class PlannedSparsifier(MaskSparsifier):
             if group["module"] is module and group["tensor_name"] == tensor_name:
                 return at
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))

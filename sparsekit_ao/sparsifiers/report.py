@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..distributed import full_tensor, local_bytes
 from .config import Resolved, TensorGroup
-from .names import named_tensors
+from .names import named_tensors, parameter_of
 
 __all__ = ["Report", "Row", "make_report", "make_row"]
 
@@ -54,12 +55,14 @@ class Report(Sequence[Row]):
     Attributes:
         rows: one per sparsified tensor.
         total: elements of all parameters of the model.
+        covered: the share of these that belong to sparsified tensors.
         skipped: {tensor: why it was left out although a rule names it}.
         others: {tensor: its elements} of the parameters that no rule names, the largest first.
     """
 
     rows: tuple[Row, ...]
     total: int
+    covered: float
     skipped: Mapping[str, str]
     others: Mapping[str, int]
 
@@ -72,12 +75,7 @@ class Report(Sequence[Row]):
     @property
     def sparsity(self) -> float:
         """The fraction of all sparsified elements that masks drop."""
-        return sum(r.sparsity * math.prod(r.shape) for r in self.rows) / max(self._elements, 1)
-
-    @property
-    def covered(self) -> float:
-        """The share of the model's parameters (their elements) that are sparsified."""
-        return self._elements / max(self.total, 1)
+        return sum(r.sparsity * math.prod(r.shape) for r in self.rows) / max(self.elements, 1)
 
     @property
     def mask_bytes(self) -> int:
@@ -85,7 +83,8 @@ class Report(Sequence[Row]):
         return sum(r.mask_bytes for r in self.rows)
 
     @property
-    def _elements(self) -> int:
+    def elements(self) -> int:
+        """Elements of all sparsified tensors."""
         return sum(math.prod(r.shape) for r in self.rows)
 
     def metrics(self) -> dict[str, float]:
@@ -136,8 +135,23 @@ def make_report(rows: Sequence[Row], resolved: Resolved, model: nn.Module) -> Re
     """A report of these rows and of the parameters that they do not cover."""
     distinct: dict[int, tuple[str, int]] = {}
     for name, p in named_tensors(model):
-        distinct.setdefault(id(p), (name, p.numel()))
-    named = {r.tensor for r in rows} | set(resolved.skipped)
-    others = sorted(((n, count) for n, count in distinct.values() if n not in named), key=lambda found: -found[1])
+        distinct.setdefault(id(p), (name, _elements(model, name)))
     total = sum(count for _, count in distinct.values())
-    return Report(rows=tuple(rows), total=total, skipped=resolved.skipped, others=dict(others))
+    own = [distinct.pop(id(parameter_of(*_located(model, r.tensor))))[1] for r in rows]
+    others = sorted((f for f in distinct.values() if f[0] not in resolved.skipped), key=lambda found: -found[1])
+    return Report(
+        rows=tuple(rows), total=total, covered=sum(own) / max(total, 1), skipped=resolved.skipped, others=dict(others)
+    )
+
+
+def _located(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    prefix, _, name = fqn.rpartition(".")
+    return model.get_submodule(prefix), name
+
+
+def _elements(model: nn.Module, fqn: str) -> int:
+    """Elements of the parameters behind a tensor name; 0 where a lazy module has not made them yet."""
+    module, name = _located(model, fqn)
+    is_parametrized = parametrize.is_parametrized(module, name)
+    found = module.parametrizations[name].parameters() if is_parametrized else [parameter_of(module, name)]  # type: ignore
+    return sum(p.numel() for p in found if not isinstance(p, nn.parameter.UninitializedParameter))

@@ -100,10 +100,12 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
 
 
 def refuse_two_budgets(given: Mapping[str, Any], where: str) -> list[str]:
-    """The budget keys that are given, at most one."""
-    found = [k for k in BUDGETS if given.get(k) is not None]
+    """The budget keys that are given, at most one, and none beside a pattern that has a budget."""
+    found, pattern = [k for k in BUDGETS if given.get(k) is not None], given.get("pattern")
     if len(found) > 1:
         raise SparsityError(f"{where}sparsity_level and nnz are mutually exclusive")
+    if found and isinstance(pattern, Pattern) and pattern.budget is not None:
+        raise SparsityError(f"{where}{found[0]} and {pattern} are mutually exclusive: both specify how much is kept")
     return found
 
 
@@ -130,7 +132,8 @@ def joined(defaults: Mapping[str, Any], own: Mapping[str, Any], where: str) -> d
 
 
 def _refuse_two_notations(keys: Mapping[str, Any] | Sequence[str], where: str) -> None:
-    notations = [[k for k in some if k in keys] for some in (("pattern",), AXES, SHAPES)]
+    others = (AXES, SHAPES, ("stages",)) if "pattern" in keys else (AXES, SHAPES)
+    notations = [[k for k in some if k in keys] for some in (("pattern",), *others)]
     given = [found[0] for found in notations if found]
     if len(given) > 1:
         raise SparsityError(

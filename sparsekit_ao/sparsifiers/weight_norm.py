@@ -78,6 +78,7 @@ class WeightNormSparsifier(MaskSparsifier):
     ) -> None:
         """Choose the mask of one tensor anew, in place; arguments as the group has them."""
         self._need_prepared("update_mask")
+        self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
         entry = {
             "sparsity_level": sparsity_level,
             "sparse_block_shape": sparse_block_shape,
