@@ -30,9 +30,10 @@ def fill_keys(window, values, mask, count, keys):
                 begin = first + shifts[s]
                 rank_bits(window.bits[begin : begin + count], window.kind, window.signed, keys[s])
         else:
-            gather(window.bits, first, step, shifts, count, keys)
+            bits = np.empty(keys.shape, np.int32)  # not `keys` itself: only arrays apart become vector instructions
+            gather(window.bits, first, step, shifts, count, bits)
             for s in range(shifts.size):
-                rank_bits(keys[s], window.kind, window.signed, keys[s])
+                rank_bits(bits[s], window.kind, window.signed, keys[s])
     elif are_packed(step, shifts, window.run):  # one after the other: scored as they are stored, then separated
         row = np.empty(shifts.size * count, np.int32)
         score_blocks(window, first + shifts[0], np.int64(window.run), row)
@@ -99,9 +100,13 @@ def rank_bits(bits, kind, signed, keys):
     """Float bits to keys of the float's magnitude, or of the float."""
     top = np.int32(0x7FFFFFFF if kind == 0 else 0x7FFF)
     nan = np.int32(0x7F800001 if kind == 0 else 0x7F81 if kind == 1 else 0x7C01)
-    for i in range(keys.size):
-        size = min(np.int32(bits[i]) & top, nan)
-        keys[i] = -size if signed and bits[i] < 0 and size < nan else size
+    if signed:
+        for i in range(keys.size):
+            size = min(np.int32(bits[i]) & top, nan)
+            keys[i] = -size if bits[i] < 0 and size < nan else size
+    else:
+        for i in range(keys.size):
+            keys[i] = min(np.int32(bits[i]) & top, nan)
 
 
 @compiled
