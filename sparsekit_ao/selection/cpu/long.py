@@ -4,7 +4,7 @@ That pass writes the mask of every key above or below and collects the few betwe
 misled is noticed, and the digits of the keys are counted instead. One row may consist of several tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -108,8 +108,8 @@ def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bo
     return keep_parts(parts, keep)
 
 
-def keep_parts(parts: Sequence[Part], keep: int) -> bool:
-    """As `keep_row` for parts that together make up the row."""
+def keep_parts(parts: Sequence[Part], keep: int, choose: Callable[[Tensor, Tensor, int], None] = keep_rows) -> bool:
+    """As `keep_row` for parts that together make up the row; `choose` does for one row what `keep_rows` does."""
     width = sum(part.size for part in parts)
     least, most = _bracket(parts, keep, width)
     if 0 < keep < width and least >= most:
@@ -121,7 +121,7 @@ def keep_parts(parts: Sequence[Part], keep: int) -> bool:
         return False
     if undecided.numel():
         chosen = torch.empty(1, undecided.numel(), dtype=torch.bool, device="cpu")
-        keep_rows(chosen, undecided[None], keep - above)
+        choose(chosen, undecided[None], keep - above)
         shares = chosen[0].split([part.undecided.numel() for part in parts])
         run_apart([partial(part.place, kept) for part, kept in zip(parts, shares, strict=True)])
     return True
@@ -164,8 +164,9 @@ def _bracket(parts: Sequence[Part], keep: int, width: int) -> tuple[int, int]:
     if keep in (0, width):
         return (int(limits.max),) * 2 if keep == 0 else (int(limits.min) + 1, int(limits.min))
     upper, lower = sample.ranks(keys.size, keep, width)
-    keys.sort()
-    most, least = int(keys[-max(upper, 1)]), int(keys[-min(lower, keys.size)])
+    at = keys.size - max(upper, 1), keys.size - min(lower, keys.size)
+    keys.partition(at)
+    most, least = map(int, keys[list(at)])
     return (least if lower <= keys.size else int(limits.min)), (most if upper >= 1 else int(limits.max))
 
 

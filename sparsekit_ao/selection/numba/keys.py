@@ -25,9 +25,15 @@ def fill_keys(window, values, mask, count, keys):
     """
     first, step, shifts = values
     if window.elements.shape[1] == 1:
-        gather(window.bits, first, step, shifts, count, keys)
-        for s in range(shifts.size):
-            rank_bits(keys[s], window.kind, window.signed)
+        if step == 1:
+            for s in range(shifts.size):
+                begin = first + shifts[s]
+                rank_bits(window.bits[begin : begin + count], window.kind, window.signed, keys[s])
+        else:
+            bits = np.empty(keys.shape, np.int32)  # not `keys` itself: only arrays apart become vector instructions
+            gather(window.bits, first, step, shifts, count, bits)
+            for s in range(shifts.size):
+                rank_bits(bits[s], window.kind, window.signed, keys[s])
     elif are_packed(step, shifts, window.run):  # one after the other: scored as they are stored, then separated
         row = np.empty(shifts.size * count, np.int32)
         score_blocks(window, first + shifts[0], np.int64(window.run), row)
@@ -69,8 +75,7 @@ def sampled_keys(window, addresses, keys):
         for i in range(count):
             bits[e * count + i] = window.bits[addresses[i] + elements[e]]
     if elements.size == 1:
-        rank_bits(bits, window.kind, window.signed)
-        keys[:] = bits
+        rank_bits(bits, window.kind, window.signed, keys)
     else:
         score(window, bits, keys)
 
@@ -87,23 +92,21 @@ def score(window, bits, keys):
     if norm == 2:
         for i in range(keys.size):
             values[i] = np.sqrt(values[i])
-    for i in range(keys.size):
-        keys[i] = bits[i]
-    rank_bits(keys, 0, False)
+    rank_bits(bits[: keys.size], 0, False, keys)
 
 
 @compiled
-def rank_bits(keys, kind, signed):
-    """Float bits to keys of the float's magnitude, or of the float, in place."""
+def rank_bits(bits, kind, signed, keys):
+    """Float bits to keys of the float's magnitude, or of the float."""
     top = np.int32(0x7FFFFFFF if kind == 0 else 0x7FFF)
     nan = np.int32(0x7F800001 if kind == 0 else 0x7F81 if kind == 1 else 0x7C01)
     if signed:
         for i in range(keys.size):
-            size = min(keys[i] & top, nan)
-            keys[i] = -size if keys[i] < 0 and size < nan else size
+            size = min(np.int32(bits[i]) & top, nan)
+            keys[i] = -size if bits[i] < 0 and size < nan else size
     else:
         for i in range(keys.size):
-            keys[i] = min(keys[i] & top, nan)
+            keys[i] = min(np.int32(bits[i]) & top, nan)
 
 
 @compiled

@@ -84,45 +84,57 @@ def are_packed(step, shifts, run):
 
 @compiled
 def deinterleave(source, out):
-    """out[s, i] = source[i * streams + s] for a power of two of streams, which each pass doubles."""
-    streams, flat = out.shape[0], out.reshape(-1)
-    spare = np.empty(out.size if streams > 2 else 0, np.int32)
-    into, free, done = flat, spare, 2
+    """out[s, i] = source[i * streams + s] for a power of two of streams, by passes of constant stride 4 or 2."""
+    streams, into, free = out.shape[0], out.reshape(-1), np.empty(out.size if out.shape[0] > 4 else 0, np.int32)
+    done = 4
     while done < streams:  # the last pass must fill `out`
-        into, free, done = free, into, done * 2
-    halve(source, 1, into)
-    done = 2
+        into, free, done = free, into, done * 4
+    step = 2 if streams == 2 else 4
+    deal(source, 1, step, into)
+    done = step
     while done < streams:
-        halve(into, done, free)
-        into, free, done = free, into, done * 2
+        step = min(4, streams // done)
+        deal(into, done, step, free)
+        into, free, done = free, into, done * step
 
 
 @compiled
-def halve(source, streams, out):
-    """The even and the odd elements of each stream become streams; streams are stored one after the other."""
-    size, half = source.size // streams, source.size // 2
+def deal(source, streams, step, out):
+    """Every `step`-th element (2 or 4) of each stream becomes a stream; streams are stored one after the other."""
+    part, apart = source.size // streams // step, source.size // step
     for s in range(streams):
-        x, a, b = source[s * size : (s + 1) * size], out[s * (size // 2) :], out[s * (size // 2) + half :]
-        for i in range(size // 2):
-            a[i], b[i] = x[2 * i], x[2 * i + 1]
+        x, a, b = source[s * part * step : (s + 1) * part * step], out[s * part :], out[s * part + apart :]
+        if step == 2:
+            for i in range(part):
+                a[i], b[i] = x[2 * i], x[2 * i + 1]
+        else:
+            c, d = out[2 * apart + s * part :], out[3 * apart + s * part :]
+            for i in range(part):
+                a[i], b[i], c[i], d[i] = x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]
 
 
 @compiled
 def interleave(rows, target):
     """target[i * streams + s] = rows[s, i], the inverse of `deinterleave`; overwrites `rows`."""
     taken, free, streams = rows.reshape(-1), np.empty(rows.size, np.uint8), rows.shape[0]
-    while streams > 2:
-        streams //= 2
-        join(taken, streams, free)
+    while streams > 4:
+        step = min(4, streams // 4)  # the last pass takes 4
+        streams //= step
+        collect(taken, streams, step, free)
         taken, free = free, taken
-    join(taken, 1, target)
+    collect(taken, 1, streams, target)
 
 
 @compiled
-def join(source, streams, out):
-    """The inverse of `halve`."""
-    size, half = source.size // streams, source.size // 2
+def collect(source, streams, step, out):
+    """The inverse of `deal`."""
+    part, apart = source.size // streams // step, source.size // step
     for s in range(streams):
-        x, a, b = out[s * size : (s + 1) * size], source[s * (size // 2) :], source[s * (size // 2) + half :]
-        for i in range(size // 2):
-            x[2 * i], x[2 * i + 1] = a[i], b[i]
+        x, a, b = out[s * part * step : (s + 1) * part * step], source[s * part :], source[s * part + apart :]
+        if step == 2:
+            for i in range(part):
+                x[2 * i], x[2 * i + 1] = a[i], b[i]
+        else:
+            c, d = source[2 * apart + s * part :], source[3 * apart + s * part :]
+            for i in range(part):
+                x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3] = a[i], b[i], c[i], d[i]

@@ -6,7 +6,7 @@ from .cache import compiled
 from .keys import ABSENT, IN_CACHE, fill_keys, sampled_keys, store
 from .memory import address_of, step_of, straight
 
-__all__ = ["emit_mask", "place", "sample", "select_by_one"]
+__all__ = ["choose", "emit_mask", "place", "sample", "select_by_one"]
 
 HIGHEST = 0x7FFFFFFF  # above every key
 
@@ -175,6 +175,13 @@ def record(keys, first, scratch, slots, waiting, found):
         slots[found + i] = first + near[i]
         waiting[found + i] = keys[near[i]]
     return found + seen
+
+
+@compiled
+def choose(keys, budget, kept):
+    """Flags of the highest keys, lower index first among equals."""
+    limit, need = cut_of(keys, budget)
+    mark(keys, limit, need, kept)
 
 
 @compiled

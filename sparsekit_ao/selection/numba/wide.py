@@ -10,7 +10,7 @@ from torch import Tensor
 from ..cpu.long import Capacity, keep_parts
 from ..sample import ROOM
 from ..threads import pieces
-from .scopes import emit_mask, place, sample
+from .scopes import choose, emit_mask, place, sample
 from .window import Window
 
 __all__ = ["select_wide"]
@@ -27,7 +27,11 @@ def select_wide(windows: Sequence[Window], blocks: Sequence[int], scope: int, bu
         for window, count in zip(windows, blocks, strict=True)
         for start, stop in pieces(count, window.elements.shape[1])
     ]
-    return keep_parts(work, budget)
+    return keep_parts(work, budget, _choose)
+
+
+def _choose(out: Tensor, keys: Tensor, budget: int) -> None:
+    choose(keys[0].numpy(), budget, out[0].numpy().view(np.uint8))
 
 
 class Piece:
