@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .algebra import checked_level
 from .errors import SparsityError
 
 __all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "rows", "unstructured", "v_n_m"]
@@ -47,11 +48,8 @@ class Pattern:
         for n in self.arguments:
             if isinstance(n, bool) or not isinstance(n, numbers.Integral):
                 raise SparsityError(f"{self} needs whole numbers, got {n!r}")
-        level = self.sparsity_level
-        if level is not None and (
-            isinstance(level, bool) or not isinstance(level, numbers.Real) or not 0 <= float(level) <= 1
-        ):
-            raise SparsityError(f"{self}: sparsity level must lie in [0, 1], got {level!r}")
+        if self.sparsity_level is not None:
+            checked_level(self.sparsity_level, f"{self}: ")
 
     @property
     def budget(self) -> str | None:

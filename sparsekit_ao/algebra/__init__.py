@@ -2,7 +2,7 @@
 
 from .axes import AxisPattern, dimensions_of
 from .block import BlockSpec, SparseBlock, block_windows
-from .budget import sparsity_to_nnz
+from .budget import checked_level, is_number, sparsity_to_nnz
 from .coupling import BlockCoupling, ScopeCoupling
 from .scope import ScopeSpec
 from .sparse_scope import MaskUpdate, ScopeMember, SparseScope, scope_windows, update_masks, write_back
@@ -20,7 +20,9 @@ __all__ = [
     "SparseScope",
     "View",
     "block_windows",
+    "checked_level",
     "dimensions_of",
+    "is_number",
     "scope_windows",
     "sparsity_to_nnz",
     "update_masks",

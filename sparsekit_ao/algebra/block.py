@@ -17,9 +17,8 @@ from ..selection import Blocks, Scopes, block_scores, fill_mask
 from ..selection.strides import Shape, grid_of
 from ..selection.tiling import from_aligned
 from .elements import elements_of
-from .in_place import refuse_triton
 from .layout import is_dense, resolve_tile
-from .threshold import Thresholded, Values, zero_below
+from .threshold import Thresholded, Values, refuse_triton, zero_below
 from .view import View
 
 __all__ = ["BlockSpec", "SparseBlock", "block_windows", "live_windows"]

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -9,9 +10,21 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..selection.strides import Shape
 
-__all__ = ["Budget", "checked_budget", "sparsity_to_nnz"]
+__all__ = ["Budget", "checked_budget", "checked_level", "is_number", "sparsity_to_nnz"]
 
 Budget = int | Tensor
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def checked_level(level: object, where: str) -> float:
+    """A sparsity level as a float; raises unless it is a number in [0, 1]."""
+    if not is_number(level) or not 0 <= float(level) <= 1:
+        raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {level!r}")
+    return float(level)
 
 
 def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
@@ -20,9 +33,7 @@ def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
     >>> sparsity_to_nnz(0.9, 10), sparsity_to_nnz(0.5, 5)
     (1, 3)
     """
-    if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 <= float(sparsity) <= 1:
-        raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {sparsity!r}")
-    return blocks - math.floor(float(sparsity) * blocks + 1e-9)
+    return blocks - math.floor(checked_level(sparsity, where) * blocks + 1e-9)
 
 
 def checked_budget(nnz: Budget, grid: Shape, least: int, blocks: int, spare: int, where: str) -> Budget:

@@ -18,8 +18,7 @@ from ..selection.strides import Shape, grid_of
 from ..selection.tiling import real_slots, tile_volumes
 from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
-from .in_place import refuse_triton
-from .threshold import Thresholded, Values, zero_below
+from .threshold import Thresholded, Values, refuse_triton, zero_below
 
 __all__ = ["MaskUpdate", "ScopeMember", "SparseScope", "scope_windows", "update_masks", "write_back"]
 

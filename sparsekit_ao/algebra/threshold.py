@@ -1,4 +1,4 @@
-"""Thresholding of blocks in place, hard and soft: by kernels where they can (`in_place`), else in plain torch.
+"""Thresholding of blocks in place, hard and soft: by the kernels of `selection` where they can, else in plain torch.
 
 Takes windows on the parameters and one threshold a scope. The plain soft map is the Euclidean proximal map of
 `t ||.||_2` (Yuan and Lin 2006); the conditioned one replaces the distance by a positive diagonal, such as Adam's
@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes
+from ..selection import (
+    Blocks,
+    Newton,
+    Scopes,
+    Threshold,
+    block_scores,
+    check_impl,
+    fill_mask,
+    from_scopes,
+    threshold_backend,
+)
 from ..selection.strides import Shape
 from .elements import counts_of, elements_of, write_elements
-from .in_place import Settings, shrink_in_place, threshold_in_place
 
-__all__ = ["Thresholded", "Values", "shrink_rows", "shrink_rows_conditioned", "zero_below"]
+__all__ = ["Thresholded", "Values", "refuse_triton", "shrink_rows", "shrink_rows_conditioned", "zero_below"]
 
 Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
 
@@ -62,12 +71,14 @@ class Thresholded(ABC):
             SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
         """
         t, scopes = self._thresholds(thresholds), self._live(conditioners)
-        settings = Settings(conditioned=conditioners is not None, scale=scale, max_iter=max_iter, atol=atol, eps=eps)
-        self._check_signs(t, scopes, settings)
+        newton = None
+        if conditioners is not None:
+            newton = Newton(eps=eps, atol=1e-6 if atol is None else atol, max_iter=max_iter)
+        self._check_signs(t, scopes, newton)
         factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
-        if shrink_in_place(scopes, t, factors=factors, settings=settings, impl=impl, where=self._where()):
+        if _by_kernels(scopes, t, impl, soft=True, factors=factors, newton=newton, where=self._where()):
             return
-        rows = [_shrunk(s, t, settings) for s in scopes]
+        rows = [_shrunk(s, t, scale, newton, atol is None) for s in scopes]
         for s, shrunk in zip(scopes, rows, strict=True):
             write_elements(s.members, shrunk, s.grid)
 
@@ -84,16 +95,17 @@ class Thresholded(ABC):
             ) from None
         return thresholds.reshape(()) if thresholds.numel() == 1 else expanded
 
-    def _check_signs(self, thresholds: Tensor | float, scopes: Sequence[Scopes], settings: Settings) -> None:
+    def _check_signs(self, thresholds: Tensor | float, scopes: Sequence[Scopes], newton: Newton | None) -> None:
         least = thresholds
         if isinstance(thresholds, Tensor):
             least = float(thresholds.amin()) if thresholds.numel() else 0.0
         if not least >= 0:
             raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
-        for m in (m for s in scopes for m in s.members if settings.conditioned and m.window.numel()):
-            assert m.mask is not None
+        for m in (m for s in scopes for m in s.members if m.window.numel()):
+            if newton is None or m.mask is None:
+                continue
             dtype = torch.float64 if m.window.dtype == torch.float64 else torch.float32
-            low = float(m.mask.amin().to(dtype) + settings.eps)
+            low = float(m.mask.amin().to(dtype) + newton.eps)
             if not low > 0:
                 raise SparsityError(f"{self._where()}soft_threshold needs conditioners > 0, got {low}")
 
@@ -112,7 +124,7 @@ def zero_below(
         scored: windows on other values whose norms are compared; then no kernel is used.
         impl: `"auto"`, `"reference"` or `"triton"`.
     """
-    if scored is None and threshold_in_place(scopes, thresholds, soft=False, factors=[1.0] * len(scopes), impl=impl):
+    if scored is None and _by_kernels(scopes, thresholds, impl):
         return
     scored = scopes if scored is None else scored
     as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
@@ -173,21 +185,66 @@ def shrink_rows_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, a
     return torch.where((t == 0)[:, None], v, w)
 
 
-def _shrunk(scopes: Scopes, thresholds: Tensor | float, settings: Settings) -> Tensor:
+def _shrunk(
+    scopes: Scopes, thresholds: Tensor | float, scale: bool, newton: Newton | None, default_atol: bool
+) -> Tensor:
     """What soft thresholding writes: [blocks, elements], float32 or wider."""
     ndim = len(scopes.shape)
     v = elements_of(scopes.members, ndim, 0.0)
     v = v.reshape(math.prod(scopes.grid), v.shape[-1])
     v = v if v.dtype == torch.float64 else v.float()
     t = _per_block(thresholds, scopes, v)
-    t = (t * counts_of(scopes.members, ndim).to(v.dtype).sqrt() if settings.scale else t).reshape(-1)
-    if not settings.conditioned:
+    t = (t * counts_of(scopes.members, ndim).to(v.dtype).sqrt() if scale else t).reshape(-1)
+    if newton is None:
         return shrink_rows(v, t)
     conditioners = [replace(m, values=m.mask) for m in scopes.members]
-    h = elements_of(conditioners, ndim, 1.0).reshape(v.shape).to(v.dtype) + settings.eps
-    default = 1e-12 if v.dtype == torch.float64 else 1e-6
-    atol = default if settings.atol is None else settings.atol
-    return shrink_rows_conditioned(v, h, t, max_iter=settings.max_iter, atol=atol)
+    h = elements_of(conditioners, ndim, 1.0).reshape(v.shape).to(v.dtype) + newton.eps
+    atol = 1e-12 if default_atol and v.dtype == torch.float64 else newton.atol
+    return shrink_rows_conditioned(v, h, t, max_iter=newton.max_iter, atol=atol)
+
+
+def _by_kernels(
+    scopes: Sequence[Scopes],
+    thresholds: Tensor | float,
+    impl: str,
+    *,
+    soft: bool = False,
+    factors: Sequence[float] | None = None,
+    newton: Newton | None = None,
+    where: str = "",
+) -> bool:
+    """Threshold by kernels, with one read and one write of the weight; False if they cannot, and nothing has changed.
+
+    `factors`, one for each of the scopes, multiply the thresholds. Blocks that do not converge are left unchanged, and
+    raise once the others are written.
+    """
+    device = scopes[0].members[0].window.device
+    if isinstance(thresholds, Tensor):
+        thresholds = thresholds.detach().to(device, torch.float32)
+    missed = [None if newton is None else torch.zeros((), dtype=torch.float32, device=device) for _ in scopes]
+    work = [
+        Threshold(scopes=one, thresholds=thresholds, soft=soft, factor=factor, newton=newton, missed=m)
+        for one, factor, m in zip(scopes, factors or [1.0] * len(scopes), missed, strict=True)
+    ]
+    backend = threshold_backend(work, impl)
+    if backend is None:
+        return False
+    backend.run(work)
+    worst = max(0.0 if m is None else float(m) for m in missed)
+    if newton is not None and worst > 0:
+        raise SparsityError(
+            f"{where}soft_threshold: no convergence to atol={newton.atol:g} in {newton.max_iter} steps (missed by "
+            f"{worst:.1e}); the blocks that missed are as they were, the others are written. Raise max_iter or atol; "
+            'impl="reference" writes nothing before all have converged.'
+        )
+    return True
+
+
+def refuse_triton(impl: str, what: str, where: str) -> None:
+    """Raise where `impl` is unknown, or names a backend, none of which does `what`."""
+    check_impl(impl)
+    if impl not in ("auto", "reference"):
+        raise SparsityError(f'{where}impl="{impl}" has no {what}. Use impl="auto".')
 
 
 def _per_block(thresholds: Tensor | float, scopes: Scopes, like: Tensor) -> Tensor:

@@ -29,13 +29,8 @@ __all__ = [
 
 
 def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
-    """Raise if `fully_shard` was applied to one of the modules, or around it, before `prepare`.
-
-    Args:
-        model: that is prepared.
-        names: (tensor, its module) by name.
-    """
-    wrapped = _wrapped_names(model)
+    """Raise if `fully_shard` was applied before `prepare` to a module of `names` (tensor, module), or around it."""
+    wrapped = {name for name, _ in _wrapped(model)}
     for tensor, module in names:
         inside = [name for name in _ancestors(module) if name in wrapped]
         if inside or is_managed(model.get_submodule(module)):
@@ -48,7 +43,7 @@ def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> 
 
 def refuse_wrapped_outside(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
     """Raise if FSDP2 manages a parameter through a module outside of the model, whose records cannot be updated."""
-    wrapped = _wrapped_names(model)
+    wrapped = {name for name, _ in _wrapped(model)}
     for tensor, module in names:
         if is_managed(model.get_submodule(module)) and wrapped.isdisjoint(_ancestors(module)):
             raise SparsityError(
@@ -65,18 +60,15 @@ def has_process_group() -> bool:
 
 def reshard(model: nn.Module | None) -> None:
     """Reshard every FSDP2 module of the model; a forward pass may have left its parameters gathered."""
-    if model is None or not has_process_group():
-        return
-    for module in () if _fsdp_class() is None else model.modules():
-        if _is_wrapped(module):
-            module.reshard()  # type: ignore[operator]
+    for _, module in _wrapped(model) if has_process_group() else ():
+        module.reshard()
 
 
 @contextmanager
 def without_fsdp_class(module: nn.Module) -> Iterator[None]:
     """The module with its own class instead of the one that `fully_shard` derived from it, which is restored after."""
-    kind = type(module)
-    if not _is_wrapped(module):
+    kind, fsdp = type(module), _fsdp_class()
+    if fsdp is None or not isinstance(module, fsdp):
         yield
         return
     module.__class__ = kind.__bases__[1]
@@ -95,26 +87,20 @@ def fsdp_records(model: nn.Module | None) -> dict[int, Any]:
         SparsityError: this version of torch has no such records.
     """
     found: dict[int, Any] = {}
-    for module in () if model is None or _fsdp_class() is None else model.modules():
-        if _is_wrapped(module):
-            try:
-                groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
-                found |= {id(p.sharded_param): p for g in groups for p in g.fsdp_params if p._module_info}
-            except AttributeError as e:
-                raise SparsityError(
-                    f"squash_mask: cannot find fully_shard's records of its parameters in this version of torch ({e}). "
-                    "Load the checkpoint into a model that is not sharded, and squash that one."
-                ) from None
+    for _, module in _wrapped(model):
+        try:
+            groups = module._get_fsdp_state()._fsdp_param_groups
+            found |= {id(p.sharded_param): p for g in groups for p in g.fsdp_params if p._module_info}
+        except AttributeError as e:
+            raise SparsityError(
+                f"squash_mask: cannot find fully_shard's records of its parameters in this version of torch ({e}). "
+                "Load the checkpoint into a model that is not sharded, and squash that one."
+            ) from None
     return found
 
 
 def move_record(record: Any, module: nn.Module, name: str) -> None:
-    """Tell FSDP2 that a parameter is now `module.name`, so that it swaps it there.
-
-    Args:
-        record: of the parameter, from `fsdp_records`.
-        module, name: where the parameter is now.
-    """
+    """Tell FSDP2 that the parameter of a record (of `fsdp_records`) is now `module.name`, so that it swaps it there."""
     record._module_info.module, record._module_info.param_name = module, name
     record._post_load_hook_handle.remove()
     record._post_load_hook_handle = module.register_load_state_dict_post_hook(
@@ -136,9 +122,10 @@ def is_managed(module: nn.Module) -> bool:
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
-def _wrapped_names(model: nn.Module) -> set[str]:
-    """The names of the model's modules that `fully_shard` was applied to."""
-    return set() if _fsdp_class() is None else {name for name, m in model.named_modules() if _is_wrapped(m)}
+def _wrapped(model: nn.Module | None) -> list[tuple[str, Any]]:
+    """(name, module) of the model's modules that `fully_shard` was applied to."""
+    fsdp = _fsdp_class()
+    return [] if model is None or fsdp is None else [(n, m) for n, m in model.named_modules() if isinstance(m, fsdp)]
 
 
 def _ancestors(module: str) -> list[str]:
@@ -154,8 +141,3 @@ def _ancestors(module: str) -> list[str]:
 def _fsdp_class() -> type | None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return getattr(fsdp, "FSDPModule", None)
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    kind = _fsdp_class()
-    return kind is not None and isinstance(module, kind)

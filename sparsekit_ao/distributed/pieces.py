@@ -1,11 +1,14 @@
-"""Pieces of scopes: the blocks of one tensor that this rank holds, as rows of keys.
+"""Radix selection over ranks: every pass sums the histograms of all selections by one all-reduce.
 
-A `Piece` is made of windows on one rank's values and masks. It gives the keys of its blocks, the scopes that they
-belong to and their indices in those scopes over all ranks, and fills its masks from thresholds, without communication.
+A `Piece` is the blocks of one tensor that this rank holds, as rows of keys, made of windows on values and masks. It
+gives the keys of its blocks, the scopes that they belong to and their indices in those scopes over all ranks, and fills
+its masks from thresholds, without communication.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +16,11 @@ from torch import Tensor
 from ..algebra import MaskUpdate, ScopeMember
 from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes, to_scopes
 from ..selection.keys import KEY_DTYPES, absent, key_bits, order_keys
-from ..selection.radix import CHUNK
+from ..selection.radix import CHUNK, Passes, threshold_passes
 from ..selection.reference import candidates_of
 from ..selection.strides import Shape, row_major
 
-__all__ = ["Piece", "PieceRows", "TiedRows"]
+__all__ = ["Piece", "PieceRows", "TiedRows", "choose_passes", "run_together", "sum_over"]
 
 
 class Piece:
@@ -51,7 +54,9 @@ class Piece:
         inner = [a == b for a, b in zip(first, last, strict=True)]  # this rank's blocks are in one scope along it
         into = [at % g for at, g in zip(start, self._tile, strict=True)]  # place of the first block in its scope
         self._row_shape = tuple(n if one else g for n, g, one in zip(self._grid, self._tile, inner, strict=True))
-        self._padding = tuple(0 if one else at for one, at in zip(inner, into, strict=True))  # slots before the blocks
+        padding = [0 if one else at for one, at in zip(inner, into, strict=True)]  # slots before the blocks
+        self._padded = tuple(a + n for a, n in zip(padding, self._grid, strict=True))
+        self._blocks = tuple(slice(a, None) for a in padding)
         self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))  # of a row in its scope
         self.scopes = _scope_ids(member.grid_shape, self._order, first, last)
         values, candidates = _scored(self._windows, update)
@@ -96,23 +101,17 @@ class Piece:
                 part[ties - start] = self.indices(ties) <= int(last[scope])
         if self._candidates is not None:
             kept &= self._candidates
-        fill_mask(self._windows, self._from_rows(kept), among_kept=self._among_kept)
+        padded = from_scopes(kept, self._layout(kept.new_empty(self._padded)))
+        fill_mask(self._windows, padded[self._blocks], among_kept=self._among_kept)
 
     def _layout(self, grid: Tensor) -> Scopes:
         return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._row_shape, order=self._order)
 
     def _in_rows(self, grid: Tensor, blank: float | bool) -> Tensor:
-        if any(self._padding):
-            sizes = [a + n for a, n in zip(self._padding, self._grid, strict=True)]
-            padded = grid.new_full(sizes, blank)
-            padded[tuple(slice(a, None) for a in self._padding)] = grid
-            grid = padded
-        return to_scopes(grid, self._layout(grid), blank)
-
-    def _from_rows(self, rows: Tensor) -> Tensor:
-        sizes = [a + n for a, n in zip(self._padding, self._grid, strict=True)]
-        padded = from_scopes(rows, self._layout(rows.new_empty(sizes)))
-        return padded[tuple(slice(a, None) for a in self._padding)]
+        padded = grid.new_full(self._padded, blank) if self._padded != self._grid else grid
+        if padded is not grid:
+            padded[self._blocks] = grid
+        return to_scopes(padded, self._layout(padded), blank)
 
 
 class PieceRows:
@@ -155,6 +154,54 @@ class TiedRows:
         spans = self._source.spans(row, start, stop)
         found = [-p.indices(p.tied(at, a, b, limit, dtype)) for p, at, a, b in spans]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def choose_passes(pieces: Sequence[Piece], keep: Tensor, members: int, dtype: torch.dtype) -> Passes[None]:
+    """Choose the blocks of scopes that are spread over ranks, and fill the masks of this rank's pieces.
+
+    Yields histograms, for their sums over the ranks. `keep` is int64 [scopes], at most the blocks that a scope has;
+    `members` the blocks of the largest scope, over all ranks; `dtype` that of scores on all ranks, float32 or float64.
+    """
+    source = PieceRows([p for p in pieces if p.counts], len(keep), dtype)
+    limits, need, ties = yield from threshold_passes(source, keep)
+    last = torch.full_like(need, members)
+    if not torch.equal(need, ties):
+        place, _, _ = yield from threshold_passes(TiedRows(source, limits, members), need)
+        last = torch.where(need > 0, -place, -1)
+    for piece in pieces:
+        piece.fill(limits, last, dtype)
+
+
+def run_together(selections: Sequence[Passes[None]], sum_of: Callable[[Tensor], Tensor]) -> None:
+    """Run all selections, the same on every rank, to their end; one sum of int64 counts serves a pass of all of them.
+
+    >>> def passes(counts):
+    ...     print((yield torch.tensor([[counts]])).tolist())
+    >>> run_together([passes(1), passes(5)], lambda counts: counts * 2)
+    [[2]]
+    [[10]]
+    """
+    waiting = [(p, next(p)) for p in selections]
+    while waiting:
+        summed = sum_of(torch.cat([counts.reshape(-1) for _, counts in waiting]))
+        parts = summed.split([counts.numel() for _, counts in waiting])
+        before, waiting = waiting, []
+        for (p, counts), part in zip(before, parts, strict=True):
+            with suppress(StopIteration):  # the selection has ended
+                waiting.append((p, p.send(part.reshape(counts.shape))))
+
+
+def sum_over(mesh: Any, dims: Sequence[int], most: int) -> Callable[[Tensor], Tensor]:
+    """A sum of int64 vectors over dimensions of a mesh; sent as int32 where no sum, at most `most`, is larger."""
+    dtype = torch.int32 if most < 2**31 else torch.int64
+
+    def summed(counts: Tensor) -> Tensor:
+        sent = counts.to(mesh.device_type, dtype)
+        for dim in dims:
+            torch.distributed.all_reduce(sent, group=mesh.get_group(dim))
+        return sent.to(counts.device, torch.int64)
+
+    return summed
 
 
 def _scope_ids(scope_grid: Shape, order: Shape, first: Sequence[int], last: Sequence[int]) -> list[int]:

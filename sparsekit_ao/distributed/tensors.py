@@ -15,7 +15,7 @@ from .placement import box_of, is_part, is_sharded
 
 __all__ = [
     "all_agree",
-    "contiguous_copy",
+    "copied_like",
     "fill",
     "from_local",
     "full_tensor",
@@ -54,11 +54,6 @@ def local_bytes(t: Tensor) -> int:
     return held.numel() * held.element_size()
 
 
-def contiguous_copy(t: Any) -> Tensor:
-    """A copy of a DTensor whose part on this rank is contiguous; nothing is sent."""
-    return _copy_like(local(t), t)
-
-
 def part_of(t: Any, like: Any) -> Tensor:
     """The part of a tensor that this rank holds of `like`, which is sharded further; a view."""
     box, first = box_of(like), box_of(t).start if is_sharded(t) else (0,) * like.ndim
@@ -94,9 +89,8 @@ def placed_like(mask: Any, weight: Any) -> Tensor:
     if not is_sharded(weight):
         return full_tensor(mask).to(weight.device)  # an offloaded shard is on the CPU
     own, other = getattr(mask, "device_mesh", None), weight.device_mesh
-    if own is None or (own != other and is_part(own, other)):
-        return _copy_like(part_of(mask, weight), weight)
-    return _copy_like(_gathered(mask, weight), weight)
+    is_wider = own is None or (own != other and is_part(own, other))
+    return copied_like(part_of(mask, weight) if is_wider else _gathered(mask, weight), weight)
 
 
 def is_placed_like(mask: Any, weight: Any) -> bool:
@@ -166,5 +160,6 @@ def sum_over_ranks(counts: Tensor, of: Any) -> Tensor:
     return counts
 
 
-def _copy_like(part: Tensor, weight: Any) -> Tensor:
+def copied_like(part: Tensor, weight: Any) -> Tensor:
+    """As `from_local`, of a contiguous copy."""
     return from_local(part.detach().clone(memory_format=torch.contiguous_format), weight)

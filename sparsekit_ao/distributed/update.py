@@ -18,10 +18,9 @@ from ..errors import SparsityError
 from ..selection import Blocks, Scopes, Update, scope_masks
 from ..selection.radix import BITS
 from ..selection.strides import Shape
-from .passes import choose_passes, run_together, sum_over
-from .pieces import Piece
+from .pieces import Piece, choose_passes, run_together, sum_over
 from .placement import GATHERED, HISTOGRAM, LOCAL, box_of, cuts_of, is_cut, is_part, is_sharded, method_of, window_of
-from .tensors import contiguous_copy, fill, full_tensor, local
+from .tensors import copied_like, fill, full_tensor, local
 
 __all__ = ["common_mesh", "update_masks"]
 
@@ -57,16 +56,10 @@ def update_masks(updates: Sequence[MaskUpdate]) -> None:
 
 
 def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
-    """The widest mesh of those of the tensors that are DTensors; the meshes of the others must be parts of it.
-
-    Args:
-        tensors: (name, tensor) of what is chosen together.
-
-    Returns:
-        None where all of them are plain.
+    """The widest mesh of (name, tensor) that are chosen together; None where all of them are plain.
 
     Raises:
-        SparsityError: two of them are on meshes of which neither is a part of the other.
+        SparsityError: the mesh of one of them is no part of it.
     """
     found = [(name, t.device_mesh) for name, t in tensors if is_sharded(t)]
     if not found:
@@ -86,7 +79,7 @@ def _with_contiguous_masks(update: MaskUpdate, copies: list[tuple[Tensor, Tensor
     masks = dict(update.masks)
     for spec, mask in update.masks.items():
         if is_cut(mask) and not local(mask).is_contiguous():
-            masks[spec] = contiguous_copy(mask)
+            masks[spec] = copied_like(local(mask), mask)
             copies.append((mask, masks[spec]))
     return replace(update, masks=masks)
 
@@ -160,8 +153,7 @@ def _choose_locally(update: MaskUpdate) -> None:
 
 def _choose_gathered(update: MaskUpdate) -> None:
     """Every rank chooses from the gathered tensors and keeps its part."""
-    masks = {spec: _gathered_mask(update, spec) for spec in update.scope.blocks()}
-    values = {spec.view.param: full_tensor(update.value_of(spec)) for spec in masks}
+    masks, values = _gathered(update, update.scope.blocks())
     algebra.update_masks([replace(update, masks=masks, values=values)])
     for spec, mask in masks.items():
         fill(update.masks[spec], mask)
@@ -194,17 +186,20 @@ def _gathered_windows(
     update: MaskUpdate, member: ScopeMember, gathered: list[tuple[Tensor, Tensor]]
 ) -> tuple[tuple[Blocks, ...], Shape]:
     """Windows on a member's gathered values and masks; (mask, its gathered copy) are added to `gathered`."""
-    masks = {spec: _gathered_mask(update, spec) for spec in member.block.blocks()}
+    masks, values = _gathered(update, member.block.blocks())
     gathered += [(update.masks[spec], mask) for spec, mask in masks.items()]
-    values = {spec.view.param: full_tensor(update.value_of(spec)) for spec in masks}
     return block_windows(member.block, values, masks), (0,) * member.block.grid_ndim
 
 
-def _gathered_mask(update: MaskUpdate, spec: BlockSpec) -> Tensor:
-    """A full copy of a mask with the strides of the spec's parameter, so that its windows are aliases."""
-    found = full_tensor(update.masks[spec])
-    stride = spec.view.param.stride()
-    return torch.empty_strided(found.shape, stride, dtype=found.dtype, device=found.device).copy_(found)
+def _gathered(update: MaskUpdate, specs: Sequence[BlockSpec]) -> tuple[dict[BlockSpec, Tensor], dict[Tensor, Tensor]]:
+    """Full masks of block specs, copied to their parameters' strides so that windows are aliases, and full values."""
+    full = {spec: full_tensor(update.masks[spec]) for spec in specs}
+    params = {spec: spec.view.param for spec in specs}
+    masks = {
+        s: torch.empty_strided(m.shape, params[s].stride(), dtype=m.dtype, device=m.device).copy_(m)
+        for s, m in full.items()
+    }
+    return masks, {params[spec]: full_tensor(update.value_of(spec)) for spec in specs}
 
 
 def _local_windows(update: MaskUpdate, spec: BlockSpec) -> tuple[tuple[Blocks, ...], Shape]:

@@ -6,7 +6,6 @@ one component. Budgets are stored in the groups; this module computes, reads and
 """
 
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..algebra import is_number
 from ..densities import allocate
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
@@ -157,8 +157,7 @@ def _checked(found: object, names: Iterable[str]) -> Mapping[str, float]:
     """The densities of a distribution, which may be a user's function."""
     for name in names:
         density = found.get(name) if isinstance(found, Mapping) else None
-        is_number = isinstance(density, numbers.Real) and not isinstance(density, bool)
-        if not is_number or not -1e-9 <= float(density) <= 1 + 1e-9:  # type: ignore[arg-type]
+        if not is_number(density) or not -1e-9 <= float(density) <= 1 + 1e-9:
             raise SparsityError(f"{name}: init must give it a density in [0, 1], got {density!r}")
     assert isinstance(found, Mapping)
     return found

@@ -5,7 +5,6 @@ read one after the other, and only what each keeps is held meanwhile; where all 
 """
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from ..selection import keep_mask
 from .budgets import Budgets, overall_level
 from .parts import KeptSlots, Part
 from .rules import Rule
+from .settings import number_of
 from .slots import Slots
 
 __all__ = ["choose", "count_after_pruning", "exchange"]
@@ -203,13 +203,7 @@ def exchange(
 def _share(rule: Rule, part: Part) -> float:
     found = rule.share_of(part.slots)
     part.release()
-    if isinstance(found, Tensor) and found.numel() == 1:
-        found = found.item()
-    if isinstance(found, bool) or not isinstance(found, numbers.Real):
-        raise SparsityError(
-            f"{part.slots.name}: rule {rule.name!r} must return one number for redistribution, got {found!r}"
-        )
-    return float(found)
+    return number_of(found, f"{part.slots.name}: rule {rule.name!r} must return one number for redistribution")
 
 
 def _grow(part: Part, kept: KeptSlots, budget: Tensor, rule: Rule) -> KeptSlots:

@@ -3,7 +3,6 @@
 Plain data: the iteration, whether an update is pending, levels, and in the middle of an update the captured gradients.
 """
 
-import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..algebra import is_number
 from ..distributed import placed_like
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
@@ -57,7 +57,7 @@ def checked_progress(state_dict: object, groups: Sequence[TensorGroup], capture:
     if not all(isinstance(s, bool) for s in saved["stepped"]):
         raise SparsityError(f"load_state_dict: 'stepped' needs a bool for each optimizer, got {saved['stepped']!r}")
     for name, level in saved["level_given"].items():
-        if isinstance(level, bool) or not isinstance(level, numbers.Real):
+        if not is_number(level):
             raise SparsityError(f"load_state_dict: {name}: 'level_given' needs a number, got {level!r}")
     capture.check_restorable(saved["stepped"], capture.optimizers)
     captured = {n: g for n, g in saved["gradients"].items() if n in saved.get("taken", saved["gradients"])}

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..algebra import is_number
 from ..errors import SparsityError
 from ..schedules import Schedule, constant
 from .inits import Init, parse_init
 from .rules import Rule, parse_rule
 
-__all__ = ["NewValues", "Settings", "make_settings", "value_at"]
+__all__ = ["NewValues", "Settings", "make_settings", "number_of", "value_at"]
 
 NewValues = Callable[[Tensor, torch.Generator], Tensor]
 _LEAST = {"update_every": 1, "until": 0, "seed": 0}  # integers and their lower bounds
@@ -104,7 +105,7 @@ def _check_callable(name: str, given: object, what: str) -> None:
 
 
 def _fraction(given: object) -> Schedule:
-    if isinstance(given, numbers.Real) and not isinstance(given, bool) and 0 <= float(given) < 1:
+    if is_number(given) and 0 <= float(given) < 1:
         return constant(float(given))
     if callable(given):
         return given
@@ -125,9 +126,13 @@ def value_at(schedule: Schedule, iteration: int, name: str) -> float:
     >>> value_at(lambda t: 0.5, 7, "target")
     0.5
     """
-    found: Any = schedule(iteration)
+    return number_of(schedule(iteration), f"{name}: a schedule must return a number", f" at iteration {iteration}")
+
+
+def number_of(found: Any, required: str, when: str = "") -> float:
+    """A number, or a tensor of one, that a user's function returned; else an error that starts with `required`."""
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()
-    if isinstance(found, bool) or not isinstance(found, numbers.Real):
-        raise SparsityError(f"{name}: a schedule must return a number, got {found!r} at iteration {iteration}")
+    if not is_number(found):
+        raise SparsityError(f"{required}, got {found!r}{when}")
     return float(found)

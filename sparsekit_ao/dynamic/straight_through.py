@@ -4,7 +4,6 @@ The parametrization is that of dynamic sparse training, with a backward mask tha
 loop is `loss.backward(); optimizer.step(); sparsifier.step()`; `attach(optimizer)` is needed only with decay.
 """
 
-import numbers
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..algebra import is_number
 from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
@@ -51,7 +51,7 @@ class StraightThrough(PlannedSparsifier):
         self, sparsity_level: float | None = None, *, backward_level: float = 0.0, decay: float = 0.0, **structure: Any
     ) -> None:
         for name, value, most in (("backward_level", backward_level, 1.0), ("decay", decay, float("inf"))):
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= most:
+            if not is_number(value) or not 0 <= float(value) <= most:
                 raise SparsityError(f"{name} must be a number in [0, {most:g}], got {value!r}")
         if backward_level > 0 and structure.get("stages") is not None:
             raise SparsityError("backward_level needs a single stage; remove stages=, or set backward_level=0")

@@ -5,7 +5,6 @@ keeps the union.
 """
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import distributed, masking
+from ..algebra import checked_level
 from ..errors import SparsityError
 from ..selection import CHUNK, Blocks, Scopes, fill_mask, from_scopes, keep_mask, to_scopes
 from ..selection.strides import grid_of
@@ -195,10 +195,9 @@ def _checked_shape(shape: object, where: str) -> tuple[int, int]:
 
 
 def _check_entry(entry: Mapping[str, Any], where: str) -> None:
-    level, zeros = entry["sparsity_level"], entry["zeros_per_block"]
+    zeros = entry["zeros_per_block"]
     size = math.prod(_checked_shape(entry["sparse_block_shape"], where))
-    if isinstance(level, bool) or not isinstance(level, numbers.Real) or not 0 <= float(level) <= 1:
-        raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {level!r}")
+    checked_level(entry["sparsity_level"], where)
     if isinstance(zeros, bool) or not isinstance(zeros, int) or not 0 <= zeros <= size:
         raise SparsityError(
             f"{where}zeros_per_block must lie in 0 .. {size} (the elements of a block "
