@@ -1,4 +1,4 @@
-"""The third step of an update: apply the chosen masks to weights, optimizer state and masks; and the update as a whole.
+"""Applies the masks that an update chose to weights, optimizer state and masks; and the update as a whole.
 
 `run_update` gathers, chooses and applies. What may raise is computed before anything is changed.
 """

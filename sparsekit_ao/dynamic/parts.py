@@ -1,4 +1,4 @@
-"""The first step of an update: gather what it reads, one `Part` for each component of the plan.
+"""Gathers what an update reads: one `Part` for each component of the plan.
 
 A part has a component's weights, masks, gradients, momenta (`Slots`) and budget. Sharded tensors are whole only while a
 rule reads them: what was chosen (`KeptSlots`) is sharded again before the next component is read.
