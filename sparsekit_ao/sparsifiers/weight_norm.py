@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..algebra import checked_level
 from ..errors import SparsityError
-from ..selection import CHUNK, Blocks, Scopes, fill_mask, from_scopes, keep_mask, to_scopes
+from ..selection import Blocks, Scopes, fill_mask, from_scopes, keep_mask, to_scopes
+from ..selection.radix import CHUNK
 from ..selection.strides import grid_of
 from .base import MaskSparsifier
 from .config import Place, TensorGroup
