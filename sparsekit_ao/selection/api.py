@@ -6,7 +6,6 @@ used, or an error lists its reasons. Every implementation writes the same masks,
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -157,17 +156,9 @@ def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
     for backend, found in shared.values():
         if impl == "auto" and backend.name == reference.name:  # others may still take the single steps
             for update in found:
-                reference.update_in_steps(update, partial(_scores, impl=impl), partial(_select, impl=impl))
+                reference.update_in_steps(update, block_scores, keep_mask)
         else:
             backend.run(found)
-
-
-def _scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None, *, impl: str) -> Tensor:
-    return block_scores(members, norm, ndim=ndim, as_mean=as_mean, impl=impl)
-
-
-def _select(rows: Tensor, keep: int | Tensor, candidates: Tensor | None, *, impl: str) -> Tensor:
-    return keep_mask(rows, keep, candidates=candidates, impl=impl)
 
 
 def threshold_backend(work: Sequence[Threshold], impl: str = "auto") -> Backend | None:

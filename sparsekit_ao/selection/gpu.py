@@ -69,15 +69,8 @@ def _threshold(work: Threshold) -> None:
     if work.newton is None:
         triton.threshold(work.scopes, work.thresholds, soft=work.soft, factor=work.factor)
         return
-    newton = work.newton
-    misses = triton.condition(
-        work.scopes,
-        work.thresholds,
-        factor=work.factor,
-        eps=newton.eps,
-        atol=newton.atol,
-        max_iter=newton.max_iter,
-    )
+    n, both = work.newton, (work.scopes, work.thresholds)
+    misses = triton.condition(*both, factor=work.factor, eps=n.eps, atol=n.atol, max_iter=n.max_iter)
     if work.missed is not None:
         work.missed.copy_(misses.max())
 

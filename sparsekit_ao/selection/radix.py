@@ -90,11 +90,6 @@ def _chunks(source: KeyRows, row: int, live: Tensor | None) -> Iterator[Tensor]:
         yield source.keys(row, start, min(start + CHUNK, source.width))
 
 
-def _digits(keys: Tensor, bits: int, shift: int) -> Tensor:
-    """The keys' leading bits down to `shift`, as offset-binary prefixes (never negative below 64 bits)."""
-    return (keys >> shift) + (1 << (bits - 1 - shift))
-
-
 def _histogram(source: KeyRows, row: int, prefix: int, shift: int, low: int, live: Tensor | None) -> Tensor:
     """Counts of the digit (shift, low] among the keys whose bits above `shift` are `prefix`."""
     bins = 1 << (shift - low)
@@ -104,7 +99,7 @@ def _histogram(source: KeyRows, row: int, prefix: int, shift: int, low: int, liv
             keys = keys[(keys >> shift) == _signed(prefix, source.bits, shift)]
             digits = (keys >> low) & (bins - 1)
         else:
-            digits = _digits(keys, source.bits, low)
+            digits = (keys >> low) + (1 << (source.bits - 1 - low))  # offset-binary: never negative
         counts += torch.bincount(digits, minlength=bins).to(counts.device)
     return counts
 

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from .keys import absent, order_keys
-from .tiling import Blocks, from_aligned, from_scopes, pad_to, real_slots, split, tile_volumes, to_aligned, to_scopes
+from .tiling import (
+    Blocks,
+    crop,
+    from_aligned,
+    from_scopes,
+    pad_to,
+    real_slots,
+    split,
+    tile_volumes,
+    to_aligned,
+    to_scopes,
+)
 from .work import Norm, Scores, Threshold, Update, Work
 
 __all__ = [
@@ -33,8 +44,6 @@ __all__ = [
 name = "reference"
 UNROLL = 16  # longest last dimension that is reduced slice by slice
 SMALL = 1 << 14  # ... unless the tensor is so small that the number of operations counts
-Score = Callable[[Sequence[Blocks], Norm, int, bool | None], Tensor]
-Select = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
 
 
 def reasons(work: Work) -> list[str]:
@@ -52,23 +61,24 @@ def run(work: Sequence[Work]) -> None:
             update_in_steps(one, block_scores, keep_mask)
 
 
-def update_in_steps(update: Update, score: Score, select: Select) -> None:
+def update_in_steps(update: Update, score: Callable[..., Tensor], select: Callable[..., Tensor]) -> None:
     """A mask update in three steps: block scores as rows, the selection, the mask.
 
     Args:
         update: what to do.
-        score: as `block_scores`.
-        select: as `keep_mask`.
+        score: called as `block_scores(members, norm, ndim=..., as_mean=...)`.
+        select: called as `keep_mask(scores, keep, candidates=...)`.
     """
     scopes, budget = update.scopes, update.budget
     kept = [s.with_members(map(_as_kept, s.members)) for s in scopes] if update.among_kept else scopes
     as_mean = any(m.is_partial for m in update.members)  # all competitors are scored in the same way
-    rows = [to_scopes(score(s.members, update.norm, len(s.shape), as_mean), s, 0.0) for s in kept]
+    rows = [to_scopes(score(s.members, update.norm, ndim=len(s.shape), as_mean=as_mean), s, 0.0) for s in kept]
     candidates = real_slots(scopes)
     if update.among_kept:
         present = [to_scopes(candidates_of(s.members, len(s.shape)), s, False) for s in scopes]
         candidates = torch.cat(present, dim=1)
-    chosen = select(torch.cat(rows, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
+    budget = budget.reshape(-1) if isinstance(budget, Tensor) else budget
+    chosen = select(torch.cat(rows, dim=1), budget, candidates=candidates)
     for one, mask in zip(scopes, chosen.split([math.prod(s.shape) for s in scopes], dim=1), strict=True):
         fill_mask(one.members, from_scopes(mask, one), among_kept=update.among_kept)
 
@@ -113,11 +123,11 @@ def block_scores(
     first = members[0]
     if len(members) == 1 and not as_mean and all(b == 1 for b in first.shape):
         return to_aligned(_wide(first.window if norm is None else first.window.abs()), first.order, ndim)
-    total: Tensor | None = None
+    join, total = torch.maximum if norm == float("inf") else torch.add, None
     count: Tensor | int = 0
     for m in members:
         power = to_aligned(reduce_blocks(_power(m.window, norm), m.shape, norm), m.order, ndim)
-        total = power if total is None else _combine(total, power, norm)
+        total = power if total is None else join(total, power)
         if as_mean and norm != float("inf"):
             count = count + to_aligned(element_counts(m), m.order, ndim)
     assert total is not None
@@ -139,7 +149,7 @@ def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = Fal
         else:
             interleaved.copy_(kept.expand_as(interleaved))
         if whole is not m.mask:
-            m.mask.copy_(whole[tuple(slice(0, s) for s in m.mask.shape)])
+            m.mask.copy_(crop(whole, m.mask.shape))
 
 
 def candidates_of(members: Sequence[Blocks], ndim: int) -> Tensor:
@@ -194,10 +204,6 @@ def _wide(t: Tensor) -> Tensor:
 def _power(t: Tensor, norm: Norm) -> Tensor:
     t = _wide(t)
     return t if norm is None else t * t if norm == 2 else t.abs()
-
-
-def _combine(a: Tensor, b: Tensor, norm: Norm) -> Tensor:
-    return torch.maximum(a, b) if norm == float("inf") else a + b
 
 
 def element_counts(m: Blocks) -> Tensor:

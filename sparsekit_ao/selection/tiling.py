@@ -18,6 +18,7 @@ __all__ = [
     "Blocks",
     "Scopes",
     "aligned_grid",
+    "crop",
     "cut_parts",
     "from_aligned",
     "from_scopes",

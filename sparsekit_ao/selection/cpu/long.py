@@ -35,17 +35,7 @@ class KeysOf:
         """Keys of slots start .. stop of one row, in a new tensor."""
         return self.block(slice(row, row + 1), slice(start, stop))[0]
 
-    def at(self, row: int, slots: Tensor) -> Tensor:
-        """Keys of single slots of one row."""
-        candidates = None if self._candidates is None else self._candidates[row, slots][None]
-        return KeysOf(self._scores[row, slots][None], candidates, self._magnitude).block(slice(None))[0]
-
-    def row(self, row: int) -> "KeysOf":
-        """A single row."""
-        candidates = None if self._candidates is None else self._candidates[row, None]
-        return KeysOf(self._scores[row, None], candidates, self._magnitude)
-
-    def block(self, rows: slice, slots: slice = slice(None)) -> Tensor:
+    def block(self, rows: slice, slots: slice | Tensor = slice(None)) -> Tensor:
         """Keys of some slots of some rows, in a new tensor."""
         keys = order_keys(self._scores[rows, slots], magnitude=self._magnitude)
         if self._candidates is not None:
@@ -136,7 +126,7 @@ class _Chunk:
         self._slots = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def sample(self, slots: Array) -> Tensor:
-        return self._source.at(0, torch.from_numpy(self._start + slots))
+        return self._source.block(slice(None), torch.from_numpy(self._start + slots))[0]
 
     def decide(self, least: int, most: int, capacity: Capacity) -> None:
         if capacity.full:

@@ -45,8 +45,10 @@ def keep_mask(
     if source.width >= WIDE:
         budget = torch.as_tensor(keep, dtype=torch.int64, device="cpu").expand(source.rows)
         for row in range(source.rows):
-            if not keep_row([out[row]], [source.row(row)], int(budget[row])):
-                keep_digits(out[row : row + 1], source.row(row), budget[row : row + 1])
+            one = slice(row, row + 1)
+            own = KeysOf(scores[one], None if candidates is None else candidates[one], magnitude)
+            if not keep_row([out[row]], [own], int(budget[row])):
+                keep_digits(out[one], own, budget[one])
     else:
         step = max(1, (CHUNK if source.width <= SORTED else PART) // source.width)
         for start in range(0, source.rows, step):
@@ -68,12 +70,10 @@ def block_scores(
         return found if out is None else out.copy_(found)
     as_mean = first.is_partial if as_mean is None else as_mean
     own = replace(first, order=(), mask=None)
-    dtype = torch.float64 if first.window.dtype == torch.float64 else torch.float32
-    grid = (
-        torch.empty(first.grid, dtype=dtype, device="cpu")
-        if out is None
-        else from_aligned(out, first.order, first.grid)
-    )
+    if out is None:
+        grid = torch.empty(first.grid, dtype=torch.promote_types(first.window.dtype, torch.float32), device="cpu")
+    else:
+        grid = from_aligned(out, first.order, first.grid)
     for place in _places(own):
         grid[place].copy_(reference.block_scores((_at(own, place),), norm, len(first.grid), as_mean, root=_root))
     return reference.to_aligned(grid, first.order, ndim)
@@ -110,11 +110,7 @@ def _at(whole: Blocks, place: tuple[slice, ...]) -> Blocks:
 def fill(update: Update) -> None:
     """Score, select and fill: in one pass where windows are simple, else in the reference's three steps."""
     if not _fill_plain(update):
-        reference.update_in_steps(update, block_scores, _select)
-
-
-def _select(rows: Tensor, keep: int | Tensor, candidates: Tensor | None) -> Tensor:
-    return keep_mask(rows, keep, candidates)
+        reference.update_in_steps(update, block_scores, keep_mask)
 
 
 def _fill_plain(update: Update) -> bool:

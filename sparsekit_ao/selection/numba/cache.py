@@ -36,22 +36,18 @@ def compiled(function: Callable[..., Any]) -> Any:
     return made
 
 
-def _keyed(locator: type[Any]) -> type[Any]:
+def _keyed(locator: Any) -> Any:
     """One of numba's ways to find a folder, which adds the hash of the sources to its path."""
-
-    class Keyed(locator):
-        def get_cache_path(self) -> str:
-            return str(Path(super().get_cache_path()) / sources_hash())
-
-    return Keyed
+    path = locator.get_cache_path
+    return type("Keyed", (locator,), {"get_cache_path": lambda self: str(Path(path(self)) / sources_hash())})
 
 
-class _Place(caching.CompileResultCacheImpl):
-    _locator_classes: Any = tuple(_keyed(locator) for locator in caching.CompileResultCacheImpl._locator_classes)
+class _Folders(caching.CompileResultCacheImpl):
+    _locator_classes: Any = tuple(map(_keyed, caching.CompileResultCacheImpl._locator_classes))
 
 
 class _Cache(caching.FunctionCache):
-    _impl_class = _Place
+    _impl_class = _Folders
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save, unless the disk is full: that must not stop a training step."""
