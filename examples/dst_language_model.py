@@ -5,7 +5,7 @@
 
 A byte-level language model: 2 blocks of width 128, contexts of 96 bytes. The Linear layers of the blocks are
 sparse, with equal nonzeros for all methods; embeddings, norms and the output layer are dense. The measure is the loss
-on files that training never sees. Needs no network: the text is that of the Python that runs this.
+on held-out files. The text is that of the Python installation which runs the script, so no network is needed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Make = Callable[[torch.optim.Optimizer, float, int], DynamicSparsifier]
 
 
 def replaces(until: int) -> dict[str, Any]:
-    """When and how much SET and RigL replace: the same for both."""
+    """When SET and RigL update and how much they replace, the same for both."""
     return {"until": until, "update_every": UPDATE_EVERY, "update_fraction": schedules.cosine(FRACTION, until)}
 
 
@@ -46,7 +46,7 @@ METHODS: dict[str, Make] = {
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each after a norm and beside a shortcut."""
+    """Causal attention and an MLP, each after a norm and with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, bytes, width] to the same."""
+        """[batch, bytes, width] -> the same shape."""
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, dim=-1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.between(x))))
@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
         self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)
 
     def forward(self, text: Tensor) -> Tensor:
-        """[batch, bytes] to [batch, bytes, 128]."""
+        """[batch, bytes] -> [batch, bytes, 128]."""
         x = self.embed(text) + self.position(torch.arange(text.shape[1]))
         return self.head(self.last(self.blocks(x)))
 
@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("out/dst_language_model"), help="folder for the CSV")
-    parser.add_argument("--tiny", action="store_true", help="60 files, 100 small steps: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: 60 files, 100 small steps")
     args = parser.parse_args(argv)
     args.batch = 2 if args.tiny else BATCH
     args.steps = 2 * UPDATE_EVERY if args.tiny else args.steps
@@ -117,7 +117,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_text(limit: int | None) -> tuple[Tensor, Tensor]:
-    """All source text of the standard library as bytes below 128; every tenth file by its name's hash is held out."""
+    """The standard library's source as bytes below 128: (training, held-out); the hash of a file's name decides."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(p for p in root.rglob("*.py") if not LEFT_OUT & set(p.relative_to(root).parts))[:limit]
     parts: dict[bool, list[bytes]] = {False: [b""], True: [b""]}
@@ -129,7 +129,7 @@ def read_text(limit: int | None) -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, count: int, batch: int, source: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of random windows and what follows each byte."""
+    """Batches of (random windows of the text, the byte that follows each byte)."""
     for _ in range(count):
         at = torch.randint(len(text) - CONTEXT - 1, (batch,), generator=source)
         rows = torch.stack([text[i : i + CONTEXT + 1] for i in at.tolist()])
@@ -137,7 +137,7 @@ def windows(text: Tensor, count: int, batch: int, source: torch.Generator) -> It
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte."""
+    """Mean cross-entropy in nats per byte."""
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
@@ -173,7 +173,7 @@ def train(make: Make | None, level: float, text: Tensor, held: Tensor, args: arg
 
 
 def warm_then_cosine(progress: float) -> float:
-    """A twentieth of the run up to the peak, then half a cosine down to 0."""
+    """Linear warm-up over a twentieth of the run, then a half cosine down to 0."""
     return min(progress / 0.05, 0.5 + 0.5 * math.cos(math.pi * progress)) if progress else 0.01
 
 
@@ -185,7 +185,7 @@ def linears(model: LanguageModel) -> list[dict[str, str]]:
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Held-out loss by level and method."""
-    print(f"\nheld-out loss (nats a byte); dense {rows[0]['loss']:.3f}")
+    print(f"\nheld-out loss (nats per byte); dense {rows[0]['loss']:.3f}")
     print("| sparsity | nonzeros | " + " | ".join(METHODS) + " |")
     for level in LEVELS:
         found = {r["method"]: r for r in rows if r["level"] == level}

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-A small transformer of Llama's shape learns to continue a repeating sequence, while its sparsity rises to 80 percent of
-all linear weights together. Which weights stay is decided over both ranks: histograms are summed, weights stay where
-they are. Printed are the bytes that a rank handed to collectives for that, against those that gathering would take.
+A small transformer with Llama's layers is trained to continue a repeating sequence, while its sparsity rises to 80
+percent of all linear weights together. The masks are chosen over both ranks by summing histograms; weights are not
+gathered. The script prints the bytes that a rank sent for a selection, and those that gathering would have sent.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from sparsekit_ao.schedules import cubic
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, each behind a norm."""
+    """Attention and a gated feed-forward layer, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.down = nn.Linear(3 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, width] -> the same."""
+        """[batch, length, width] -> the same shape."""
         h = self.before_attention(x)
         q, k, v = (p(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits; positions are learned, to stay short."""
+    """Tokens to logits, with learned positions."""
 
     def __init__(self, tokens: int, width: int, heads: int, depth: int, length: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 
 
 class Sent:
-    """Bytes that are handed to all-reduces inside a `with`."""
+    """Counts the bytes that are passed to all-reduces inside a `with` block."""
 
     total = 0
 
@@ -74,13 +74,13 @@ class Sent:
 
 
 def batch(step: int, rank: int, tokens: int, length: int) -> Tensor:
-    """Sequences that repeat a random word of eight tokens."""
+    """Sequences that repeat eight random tokens."""
     g = torch.Generator().manual_seed(2 * step + rank)
     return torch.randint(tokens, (8, 8), generator=g).repeat(1, length // 8 + 1)[:, : length + 1]
 
 
 def main() -> None:
-    """Train, prune, tell."""
+    """Train and prune on every rank; print the results on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a smaller model, fewer steps")
     args = parser.parse_args()
@@ -122,7 +122,7 @@ def main() -> None:
         print(f"loss {loss.item():.3f}; {weights:,} weights, {report.sparsity:.4f} of them zero")
         print(f"held on this rank: {sum(r.mask_bytes for r in report):,} bytes of masks")
         print(f"sent for one selection: {sent.total // updates:,} bytes; gathering would take {4 * weights:,}")
-    distributed.barrier()  # nobody leaves while another still reads
+    distributed.barrier()  # no rank exits while another still communicates
     distributed.destroy_process_group()
 
 

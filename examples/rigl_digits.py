@@ -1,11 +1,12 @@
-"""Dynamic sparse training in order: static < SET < RigL < SNFS on scikit-learn's digits, at equal nonzeros.
+"""Methods of dynamic sparse training compared on scikit-learn's digits at equal nonzeros: static < SET < RigL < SNFS.
 
     python examples/rigl_digits.py                 # seeds 0 to 9, levels 0.90 and 0.95: a few minutes on one core
     python examples/rigl_digits.py --tiny          # every method, in seconds
 
-An MLP 64-64-32-10, small enough that 95 % sparsity hurts: with random masks most of its inputs are cut off, and
-which connections there are decides. On an over-wide net at 90 % all methods tie, and with many noise inputs gradient
-growth does not beat random growth. Writes one row a run (CSV) and a plot of accuracy and of how masks move.
+The model is an MLP 64-64-32-10, small enough that 95 % sparsity reduces its accuracy: random masks disconnect most of
+its inputs, so accuracy depends on which connections are kept. On a much wider MLP at 90 % all methods are equal, and
+with many noise inputs growth by gradients is no better than random growth. Writes one row for each run (CSV) and a plot
+of accuracy and of the change of masks.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=10, help="seeds 0 to this minus 1 (default: 10)")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"(default: {EPOCHS})")
     parser.add_argument("--out", type=Path, default=Path("out/rigl_digits"), help="folder (default: out/rigl_digits)")
-    parser.add_argument("--tiny", action="store_true", help="one seed, eight epochs: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: one seed, eight epochs")
     args = parser.parse_args(argv)
     if args.tiny:
         args.seeds, args.epochs = 1, 8
@@ -78,7 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def replaces(until: int) -> dict[str, Any]:
-    """When and how much SET, RigL and SNFS replace: the same for all three."""
+    """When SET, RigL and SNFS update and how much they replace, the same for all three."""
     return {"update_every": UPDATE_EVERY, "update_fraction": schedules.cosine(FRACTION, until)}
 
 
@@ -93,7 +94,7 @@ def split_digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(make: Make | None, level: float, seed: int, data: tuple[Tensor, ...], epochs: int) -> dict[str, list[float]]:
-    """One run; accuracy on the held-out images, nonzeros and movement of the masks after every epoch."""
+    """One run; after every epoch: held-out accuracy, nonzeros, and the share of the first mask that is still kept."""
     images, labels, held, held_labels = data
     torch.manual_seed(seed)
     layers = [m for a, b in itertools.pairwise(SIZES) for m in (nn.Linear(a, b), nn.ReLU())]
@@ -123,7 +124,7 @@ def train(make: Make | None, level: float, seed: int, data: tuple[Tensor, ...], 
 
 
 def scale_to_fan_in(model: nn.Sequential) -> None:
-    """Normal weights with the variance that ReLU wants for the connections each neuron has, for every method alike."""
+    """Draw normal weights with the variance for ReLU (2 / number of kept inputs) for each neuron, for every method."""
     with torch.no_grad():
         for layer in model:
             if isinstance(layer, nn.Linear):
@@ -135,7 +136,7 @@ def scale_to_fan_in(model: nn.Sequential) -> None:
 
 
 def masks_of(model: nn.Sequential) -> Tensor:
-    """Every weight's mask in one row; all True for a dense model."""
+    """The masks of all weights as one flat tensor; all True for a dense model."""
     layers = [m for m in model if isinstance(m, nn.Linear)]
     masks = [
         m.parametrizations.weight[0].mask if hasattr(m, "parametrizations") else torch.ones_like(m.weight)
@@ -145,7 +146,7 @@ def masks_of(model: nn.Sequential) -> Tensor:
 
 
 def row(method: str, level: float, seed: int, found: dict[str, list[float]]) -> dict[str, Any]:
-    """One run as it is written."""
+    """One run as a row of the CSV."""
     return {
         "method": method,
         "level": level,
@@ -156,28 +157,30 @@ def row(method: str, level: float, seed: int, found: dict[str, list[float]]) -> 
     }
 
 
-def of(rows: Sequence[dict[str, Any]], method: str, level: float) -> list[float]:
+def accuracies(rows: Sequence[dict[str, Any]], method: str, level: float) -> list[float]:
     """The accuracies of one method at one level."""
     return [r["accuracy"] for r in rows if r["method"] == method and r["level"] == level]
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Mean and standard error of accuracy, and the two differences that make the order."""
-    dense = of(rows, "dense", 0.0)
+    """Print mean and standard error of accuracy, and the differences SET - static and RigL - SET."""
+    dense = accuracies(rows, "dense", 0.0)
     print(f"\naccuracy (%), mean and standard error of {len(dense)} seeds; dense {statistics.mean(dense):.2f}")
     print("| sparsity | nonzeros | " + " | ".join(METHODS) + " |")
     for level in LEVELS:
         nonzeros = {r["nonzeros"] for r in rows if r["level"] == level}
-        cells = [of(rows, name, level) for name in METHODS]
+        cells = [accuracies(rows, name, level) for name in METHODS]
         errors = [statistics.stdev(c) / len(c) ** 0.5 if len(c) > 1 else 0.0 for c in cells]
         texts = [f"{statistics.mean(c):.2f} +- {e:.2f}" for c, e in zip(cells, errors, strict=True)]
         print(f"| {level:.2f} | {'/'.join(map(str, sorted(nonzeros)))} | " + " | ".join(texts) + " |")
-    static, random, gradient = (statistics.mean(of(rows, name, LEVELS[-1])) for name in ("static", "SET", "RigL"))
+    static, random, gradient = (
+        statistics.mean(accuracies(rows, name, LEVELS[-1])) for name in ("static", "SET", "RigL")
+    )
     print(f"at {LEVELS[-1]:.2f}: SET - static = {random - static:.2f}, RigL - SET = {gradient - random:.2f} points")
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """One line a run, with the machine and the versions."""
+    """Write one line for each run, with the machine and the versions."""
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
@@ -186,14 +189,14 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], curves: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Accuracies of all runs, accuracy over time of one, and how much of the first mask is left over time."""
+    """Plot the accuracy of all runs, and for seed 0 accuracy and the kept share of the first mask over epochs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    runs, accuracy, moves = figure.subplots(1, 3)
+    runs, accuracy, changes = figure.subplots(1, 3)
     for at, level in enumerate(LEVELS):
         for k, name in enumerate(METHODS):
-            points = of(rows, name, level)
+            points = accuracies(rows, name, level)
             runs.plot(
                 [at + 0.15 * (k - 2)] * len(points),
                 points,
@@ -202,7 +205,7 @@ def plot(rows: Sequence[dict[str, Any]], curves: dict[str, dict[str, list[float]
                 color=f"C{k}",
                 label=name if not at else None,
             )
-    runs.axhline(statistics.mean(of(rows, "dense", 0.0)), color="black", linestyle=":", label="dense")
+    runs.axhline(statistics.mean(accuracies(rows, "dense", 0.0)), color="black", linestyle=":", label="dense")
     runs.set(
         xticks=range(len(LEVELS)),
         xticklabels=[f"{level:.0%}" for level in LEVELS],
@@ -213,9 +216,11 @@ def plot(rows: Sequence[dict[str, Any]], curves: dict[str, dict[str, list[float]
     for k, (name, found) in enumerate(curves.items()):
         epochs = range(1, len(found["accuracy"]) + 1)
         accuracy.plot(epochs, found["accuracy"], color=f"C{k}", label=name)
-        moves.plot(epochs, found["first mask left"], color=f"C{k}", label=name)
+        changes.plot(epochs, found["first mask left"], color=f"C{k}", label=name)
     accuracy.set(xlabel="epoch", ylabel="accuracy (%)", title=f"seed 0 at {LEVELS[-1]:.0%}")
-    moves.set(xlabel="epoch", ylabel="of the first mask left", ylim=(0, 1.05), title=f"seed 0 at {LEVELS[-1]:.0%}")
+    changes.set(
+        xlabel="epoch", ylabel="share of the first mask kept", ylim=(0, 1.05), title=f"seed 0 at {LEVELS[-1]:.0%}"
+    )
     figure.savefig(path, dpi=90)
 
 

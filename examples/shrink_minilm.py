@@ -1,12 +1,12 @@
-"""Make a real sentence-embedding model smaller and faster: prune coupled units of all-MiniLM-L6-v2, recover, compact.
+"""Make a sentence-embedding model smaller and faster: prune coupled units of all-MiniLM-L6-v2, recover, compact.
 
     python examples/shrink_minilm.py              # half of the MLP units, a third of the heads: minutes on 2 CPU cores
     python examples/shrink_minilm.py --tiny       # every step, in seconds
 
 Masks alone make nothing faster; here dropped units are removed. The compacted model is checked against the
-masked one, rebuilt from its manifest, exported to ONNX and checked again in onnxruntime. Needs no network: model and
-sentences are those of prune_minilm.py. Writes one row a model (CSV): size of the file, FLOPs, time of a batch, and
-the mean cosine similarity of held-out sentences' embeddings to the dense model's.
+masked one, rebuilt from its manifest, exported to ONNX and checked again in onnxruntime. Model and sentences are those
+of prune_minilm.py; no network is needed. Writes one row for each model (CSV): size of the file, FLOPs, time of a batch,
+and the mean cosine similarity of held-out sentences' embeddings to the dense model's.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def save(model: nn.Module, path: Path) -> int:
-    """Write the weights; the bytes of the file."""
+    """Write the weights and return the size of the file in bytes."""
     from safetensors.torch import save_file
 
     save_file({name: t.contiguous() for name, t in model.state_dict().items()}, path)
@@ -139,7 +139,7 @@ def median_ms(models: Mapping[str, nn.Module], example: Mapping[str, Tensor], re
 
 
 class Embedder(nn.Module):
-    """What is exported: tokens in, hidden states out, no dictionary of either."""
+    """The model for export: tensors in and out instead of dictionaries."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Embedder(nn.Module):
 
 @torch.no_grad()
 def check_onnx(model: nn.Module, path: Path, batches: Sequence[Mapping[str, Tensor]]) -> float:
-    """Export by torch's own exporter with open batch and length; the largest difference onnxruntime then has."""
+    """Export with dynamic batch and length; the largest difference of onnxruntime's outputs from the model's."""
     import onnxruntime
 
     names = ("input_ids", "attention_mask", "token_type_ids")
@@ -163,14 +163,14 @@ def check_onnx(model: nn.Module, path: Path, batches: Sequence[Mapping[str, Tens
         wrapped, example, path, dynamo=True, input_names=names, dynamic_shapes=(shape,) * 3, verbose=False
     )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    apart = 0.0
+    difference = 0.0
     for batch in (batches[0], batches[-1]):
         found = session.run(None, {name: batch[name].numpy() for name in names})[0]
         want = wrapped(*(batch[name] for name in names))
-        apart = max(apart, float((torch.from_numpy(found) - want).abs().max()))
-    if not apart < 1e-4:
-        raise SystemExit(f"onnxruntime gives other outputs: they differ by {apart:.1e}")
-    return apart
+        difference = max(difference, float((torch.from_numpy(found) - want).abs().max()))
+    if not difference < 1e-4:
+        raise SystemExit(f"onnxruntime gives other outputs: they differ by {difference:.1e}")
+    return difference
 
 
 def row(
@@ -196,7 +196,7 @@ def row(
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The table as CSV."""
+    """Write the table as CSV."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()

@@ -1,4 +1,4 @@
-"""The exceptions of the library: each message names where, what was required, what was found and what to do.
+"""The exceptions of the library; messages name where, what was required, what was found and what to do.
 
 Both classes are `ValueError`s, so code that catches those keeps working.
 """

@@ -121,11 +121,11 @@ def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
         return _Dimensions(shape=shape, output=0, input=None)
     if isinstance(module, _TRANSPOSED):
         return _Dimensions(shape=shape, output=1, input=0, groups=groups)
-    if _is_of_transformers(module, "Conv1D"):
+    if is_of_transformers(module, "Conv1D"):
         return _Dimensions(shape=shape, output=1, input=0)
     if len(shape) == 3 and not isinstance(module, (*_CONVOLUTIONS, nn.Bilinear)):
         # transformers marks experts that are stored as (experts, in, out), all but Llama 4's
-        is_transposed = getattr(module, "is_transposed", False) or _is_of_transformers(module, "Llama4TextExperts")
+        is_transposed = getattr(module, "is_transposed", False) or is_of_transformers(module, "Llama4TextExperts")
         output, input_ = (2, 1) if is_transposed else (1, 2)
         return _Dimensions(shape=shape, output=output, input=input_, experts=0)
     if len(shape) == 2 and hasattr(module, "is_transposed"):  # the experts' biases, (experts, out)
@@ -133,7 +133,8 @@ def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
     return _Dimensions(shape=shape, output=0, input=1, groups=groups)
 
 
-def _is_of_transformers(module: nn.Module, name: str) -> bool:
+def is_of_transformers(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of transformers with this name, or derived from it; without importing it."""
     return any(c.__name__ == name and c.__module__.startswith("transformers") for c in type(module).__mro__)
 
 

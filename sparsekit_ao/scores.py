@@ -1,4 +1,4 @@
-"""Scores: functions that give the importance of every element of a weight.
+"""The type of a score, and the check of what it returns.
 
 A score is a function `(weight, name) -> saliency`. Both tensors have the parameter's own shape, whatever view, axes or
 blocks the pattern takes; a block's score is the sum of its elements' saliencies (the mean where blocks differ in size).

@@ -352,3 +352,13 @@ def test_a_prepare_that_fails_after_the_first_mask_puts_everything_back(kind, er
     monkeypatch.undo()
     sparsifier.prepare(model, None)
     assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight", "2.weight"]
+
+
+def test_a_report_of_a_model_on_the_meta_device():
+    model = linear_model(8, 4).to("meta")
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, None)
+    with pytest.raises(SparsityError, match="report: 0.weight is on the meta device, so its mask has no values; give"):
+        sparsifier.report()
+    model.to_empty(device="cpu")
+    sparsifier.report()

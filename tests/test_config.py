@@ -286,6 +286,11 @@ def test_inputs_and_outputs_mean_what_they_say_where_weights_are_stored_transpos
     assert torch.equal(masks[0], masks[1].t())
 
 
+def test_without_a_config_transformers_conv1d_is_a_linear():
+    sparsifier = prepared(nn.Sequential(transposed(nn.Linear(8, 4))), None, ScopeSparsifier(pattern=patterns.n_m(2, 4)))
+    assert sparsifier.mask("0.weight").unflatten(0, (2, 4)).sum(1).eq(2).all()
+
+
 @pytest.mark.parametrize("kind", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_filters_of_a_transposed_convolution_are_its_output_channels(kind, groups):

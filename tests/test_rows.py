@@ -83,11 +83,11 @@ def test_several_tensors_do_without_a_sample(bracket, monkeypatch):
 
 
 def test_keys_that_did_not_fit_are_noticed_whatever_threads_do_to_the_capacity(monkeypatch):
-    class Full(long._Capacity):
+    class Full(long.Capacity):
         def take(self, count):
             self.full = True  # for a moment nothing was left, then another thread wrote its old count back
 
-    monkeypatch.setattr(long, "_Capacity", Full)
+    monkeypatch.setattr(long, "Capacity", Full)
     first, *others = (scores_like("random", 100, 500, torch.float32, seed) for seed in range(3))
     groups_agree([first * 100, *others], 20_000)  # what is kept lies in the part that was read
 

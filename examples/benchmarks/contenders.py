@@ -1,6 +1,6 @@
-"""The same masks by other libraries' means: torch itself, its pruning module, torchao's PAT.
+"""The same masks made with other libraries: torch itself, its pruning module, torchao's PAT.
 
-Each is given the weight and leaves a mask or a pruned copy, whichever is its own way.
+Each call reads the weight and returns a mask or a pruned copy, whichever that library makes.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from torch.nn.utils import prune
 
 __all__ = ["contenders"]
 
-Way = Callable[[], Tensor]
+Prune = Callable[[], Tensor]
 
 
-def contenders(weight: Tensor, block: tuple[int, int], n_m: tuple[int, int] | None, level: float) -> dict[str, Way]:
-    """Name -> a call that prunes: by topk, by kthvalue, by torch.nn.utils.prune and by PAT, as far as they can.
+def contenders(weight: Tensor, block: tuple[int, int], n_m: tuple[int, int] | None, level: float) -> dict[str, Prune]:
+    """{name: a call that prunes} for topk, kthvalue, torch.nn.utils.prune and PAT, where they have the pattern.
 
     Args:
         weight: [out, in].
@@ -29,14 +29,14 @@ def contenders(weight: Tensor, block: tuple[int, int], n_m: tuple[int, int] | No
     """
     if n_m:
         return {"torch.topk": lambda: _topk_n_m(weight, *n_m), **_pat_n_m(weight, *n_m)}
-    ways = {
+    calls = {
         "torch.topk": lambda: _topk(weight, block, level),
         "torch.kthvalue": lambda: _kthvalue(weight, block, level),
         **_pat_blocks(weight, block, level),
     }
     if block == (1, 1):
-        ways["prune.l1_unstructured"] = lambda: _l1(weight, level)
-    return ways
+        calls["prune.l1_unstructured"] = lambda: _l1(weight, level)
+    return calls
 
 
 def _tiles(weight: Tensor, block: tuple[int, int]) -> Tensor:
@@ -77,39 +77,39 @@ def _l1(weight: Tensor, level: float) -> Tensor:
     return prune.l1_unstructured(layer, "weight", amount=level).weight_mask
 
 
-def _pat_n_m(weight: Tensor, n: int, m: int) -> dict[str, Way]:
+def _pat_n_m(weight: Tensor, n: int, m: int) -> dict[str, Prune]:
     pat = _pat()
     if pat is None:
         return {}
     constraint = pat.NMSparseConstraint(0.0, n)
 
-    def way() -> Tensor:
+    def call() -> Tensor:
         pruned = weight.clone()
         torch.vmap(constraint.apply_, in_dims=(0, None))(pruned.view(-1, m), 0.0)
         return pruned
 
-    return {"PAT NMSparseConstraint": way}
+    return {"PAT NMSparseConstraint": call}
 
 
-def _pat_blocks(weight: Tensor, block: tuple[int, int], level: float) -> dict[str, Way]:
+def _pat_blocks(weight: Tensor, block: tuple[int, int], level: float) -> dict[str, Prune]:
     pat = _pat()
     if pat is None:
         return {}
     constraint = pat.MinSparsityConstraint(0.0, level)
 
-    def way() -> Tensor:
+    def call() -> Tensor:
         groups = _tiles(weight, block).reshape(-1, block[0] * block[1]).clone()
         constraint.apply_(groups, 0.0)
         return groups
 
-    return {"PAT MinSparsityConstraint": way}
+    return {"PAT MinSparsityConstraint": call}
 
 
 def _pat():
-    """torchao's module, or None: a release may have dropped it."""
+    """torchao's module, or None where the installed release has none."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(None), contextlib.suppress(ImportError):
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)  # its import speaks of libraries that this machine cannot load
+        logging.disable(logging.WARNING)  # its import warns of libraries that cannot be loaded
         try:
             from torchao.prototype.pat.optim import min_sparsity
         finally:

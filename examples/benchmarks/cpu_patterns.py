@@ -1,8 +1,8 @@
-"""Every pattern of the specification's table on CPU, and how time grows with size: `ScopeSparsifier.step`, both tiers.
+"""Time of `ScopeSparsifier.step` on CPU for many patterns, with numba and without, and its growth with size.
 
     python examples/benchmarks/cpu_patterns.py          # both tables, and two CSVs under examples/benchmarks/results/
 
-Times are medians of alternated runs; a copy of the same bytes is measured beside each, and masks are checked before.
+Times are medians of alternated runs; each is compared with a copy of the same bytes, and masks are checked before.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from sparsekit_ao import ScopeSparsifier, patterns
 
 
 def linear_patterns(n: int) -> dict[str, dict]:
-    """The table's patterns of a Linear of n x n."""
+    """The patterns of a Linear of n x n: {name: config keys}."""
     return {
         "unstructured per tensor": {},
         "unstructured per row": {"scope_shape": (1, -1)},
@@ -63,7 +63,7 @@ CONV = {
     "conv kernels": {"block_shape": (1, 1, -1, -1)},
     "conv 2:4 along inputs": patterns.n_m(2, 4),
 }
-MANY = {  # over four Linears that hold the same bytes together
+MANY = {  # over four Linears of the same bytes in all
     "global, single elements": {"scope_coupling": "all"},
     "global, 1x4": {"scope_coupling": "all", "block_shape": (1, 4)},
     "coupled rows of four": {"block_coupling": "all", "block_shape": (1, -1)},
@@ -88,7 +88,7 @@ def _conv(n: int, layout: torch.memory_format) -> nn.Module:
 
 
 def measure(make, entries: list[dict], repeat: int, dtype: torch.dtype) -> dict[str, float]:
-    """Milliseconds of a step on both tiers and of one copy of the same bytes."""
+    """Milliseconds of a step with numba ("ours") and without ("plain"), and of one copy of the same bytes."""
     torch.manual_seed(0)
     model, sparsifier = make().to(dtype), ScopeSparsifier()
     sparsifier.prepare(model, entries)
@@ -99,7 +99,7 @@ def measure(make, entries: list[dict], repeat: int, dtype: torch.dtype) -> dict[
         sparsifier.check()
         masks.append([sparsifier.mask(e["tensor_fqn"]).clone() for e in entries])
     if not all(map(torch.equal, *masks)):
-        raise SystemExit(f"{entries}: the two tiers disagree; nothing is timed")
+        raise SystemExit(f"{entries}: masks with and without numba differ; nothing is timed")
     source = torch.randn(sum(p.numel() for p in model.parameters())).to(dtype)
     target = torch.empty_like(source)
 
@@ -117,7 +117,7 @@ def row(about: dict, ms: dict[str, float]) -> dict:
 
 
 def grow(sizes: list[int], repeat: int) -> list[dict]:
-    """Nanoseconds an element from the smallest to the largest size."""
+    """Nanoseconds per element from the smallest to the largest size."""
     lines = []
     for name in ("2:4", "1x4 per tensor", "unstructured per tensor", "32x32 per tensor"):
         for n in sizes:
@@ -132,7 +132,7 @@ def main() -> None:
     """Print both tables, write both CSVs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, once, without CSV: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: small sizes, once, without CSV")
     args = parser.parse_args()
     n, sizes, repeat = (128, [64, 128], 1) if args.tiny else (4096, [1024, 2048, 4096, 8192], args.repeat)
     torch.set_num_threads(2)

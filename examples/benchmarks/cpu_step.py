@@ -1,11 +1,11 @@
-"""One mask update on a 4096 x 4096 float32 Linear, CPU: this library, torch.ao's sparsifier, and what others offer.
+"""One mask update on a 4096 x 4096 float32 Linear, CPU: this library, torch.ao's sparsifier and others.
 
     python examples/benchmarks/cpu_step.py                # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/cpu_step.py --size 1024 --repeat 3 --no-csv
 
-Masks are checked before anything is timed: exact counts, both tiers alike, and stock's mask bit for bit where scores
-are tie-free. Times are medians of alternated runs in one process; extra peak memory is the high-water mark of a fresh
-process above what the prepared model holds. Every ratio is to a figure of the same run.
+Masks are checked before anything is timed: exact counts, the same masks with and without numba, and stock's mask bit
+for bit where scores have no ties. Times are medians of alternated runs in one process; extra peak memory is the
+high-water mark of a fresh process minus the memory of the prepared model. Every ratio is to a figure of the same run.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROWS = {
     "1x1 at 90 %": (patterns.unstructured(0.9), {"sparsity_level": 0.9}, (1, 1), None, 0.9),
     "32x32 at 80 %": (patterns.blocks(32, 32, 0.8), {"sparsity_level": 0.8}, (32, 32), None, 0.8),
 }
-STOCK, JIT, PLAIN, NORM, NORM_PLAIN = KINDS = ("stock", "ours", "ours, plain", "WeightNorm", "WeightNorm, plain")
+STOCK, NUMBA, PLAIN, NORM, NORM_PLAIN = KINDS = ("stock", "ours", "ours, plain", "WeightNorm", "WeightNorm, plain")
 
 
 def prepare(kind: str, row: str, size: int):
@@ -39,7 +39,7 @@ def prepare(kind: str, row: str, size: int):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, size, bias=False))
     ours, stock, block, *_ = ROWS[row]
-    if kind in (JIT, PLAIN):
+    if kind in (NUMBA, PLAIN):
         sparsifier, entry = ScopeSparsifier(), {"tensor_fqn": "0.weight", **ours}
     else:
         sparsifier = (Stock if kind == STOCK else WeightNormSparsifier)(**stock, sparse_block_shape=block)
@@ -49,7 +49,7 @@ def prepare(kind: str, row: str, size: int):
 
 
 def stepper(kind: str, row: str, size: int) -> tuple[Callable[[], None], Callable[[], None], nn.Module]:
-    """(step, reset, layer); a reset mask makes the next step one-shot pruning again."""
+    """(step, reset, layer); after `reset`, which sets all masks, the next step is one-shot pruning again."""
     layer, sparsifier = prepare(kind, row, size)
 
     def step() -> None:
@@ -62,21 +62,21 @@ def stepper(kind: str, row: str, size: int) -> tuple[Callable[[], None], Callabl
     return step, reset, layer
 
 
-def gate(row: str, size: int) -> None:
+def check_masks(row: str, size: int) -> None:
     """Refuse to time a wrong mask."""
     masks = {}
     for kind in KINDS:
         step, _, layer = stepper(kind, row, size)
         step()
         masks[kind] = layer.parametrizations.weight[0].mask != 0
-    if not (torch.equal(masks[JIT], masks[PLAIN]) and torch.equal(masks[NORM], masks[NORM_PLAIN])):
-        raise SystemExit(f"{row}: the two tiers disagree; nothing is timed")
+    if not (torch.equal(masks[NUMBA], masks[PLAIN]) and torch.equal(masks[NORM], masks[NORM_PLAIN])):
+        raise SystemExit(f"{row}: masks with and without numba differ; nothing is timed")
     differing = int((masks[STOCK] != masks[NORM]).sum())
     if differing:
         print(f"  {row}: {differing} elements differ from stock")
-    if differing > 64:  # more than equal scores, among which stock's choice is arbitrary, can explain
+    if differing > 64:  # more than ties explain, for which stock's choice is arbitrary
         raise SystemExit(f"{row}: masks are wrong; nothing is timed")
-    _, sparsifier = prepare(JIT, row, size)
+    _, sparsifier = prepare(NUMBA, row, size)
     sparsifier.step()
     sparsifier.check()
 
@@ -84,13 +84,13 @@ def gate(row: str, size: int) -> None:
 def times(row: str, size: int, repeat: int) -> dict[str, float]:
     """Median milliseconds of each kind, each contender, and one copy of the weight."""
     made = {kind: stepper(kind, row, size) for kind in KINDS}
-    weight = made[JIT][2].parametrizations.weight.original.detach()
+    weight = made[NUMBA][2].parametrizations.weight.original.detach()
     target = torch.empty_like(weight)
     _, _, block, n_m, level = ROWS[row]
-    ways: dict[str, Callable] = {kind: step for kind, (step, _, _) in made.items()}
-    ways["copy"] = lambda: target.copy_(weight)
-    ways |= contenders(weight, block, n_m, level)
-    return medians(ways, repeat, before=lambda name: made[name][1]() if name in made else None)
+    calls: dict[str, Callable] = {kind: step for kind, (step, _, _) in made.items()}
+    calls["copy"] = lambda: target.copy_(weight)
+    calls |= contenders(weight, block, n_m, level)
+    return medians(calls, repeat, before=lambda name: made[name][1]() if name in made else None)
 
 
 def peak(kind: str, row: str, size: int) -> float:
@@ -100,7 +100,7 @@ def peak(kind: str, row: str, size: int) -> float:
 
 
 def print_peak(kind: str, row: str, size: int) -> None:
-    """The child process of `peak`: warm up the same path on a smaller model, then measure one step."""
+    """Run in the child process of `peak`: warm up the same code on a smaller model, then measure one step."""
     stepper(kind, row, min(size, 2048))[0]()
     step, _, layer = stepper(kind, row, size)
     before = resident()
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--no-csv", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a small size, once, without memory and CSV: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: a small size, once, without memory and CSV")
     parser.add_argument("--peak", nargs=2, metavar=("KIND", "ROW"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(2)
@@ -127,7 +127,7 @@ def main() -> None:
         args.size, args.repeat, args.no_csv = 256, 1, True
     lines = []
     for row in ROWS:
-        gate(row, args.size)
+        check_masks(row, args.size)
         ms = times(row, args.size, args.repeat)
         for kind in [k for k in ms if k != "copy"]:
             measured = kind in KINDS and not args.tiny

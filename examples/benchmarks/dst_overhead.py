@@ -30,7 +30,7 @@ def network(width: int, depth: int) -> nn.Sequential:
 
 
 def prepare(kind: str, width: int, depth: int, batch: int) -> Callable[[], None]:
-    """One training step of a kind: stock, "closed" (no update near), "open" (gradients are dense) or "update"."""
+    """One training step: "stock", "closed" (masked gradients), "open" (dense gradients, for an update) or "update"."""
     model = network(width, depth)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     sparsifier = RigL(0.9, optimizer=optimizer, until=10**9, update_every=1 if kind == "update" else 10**9)
@@ -44,8 +44,8 @@ def prepare(kind: str, width: int, depth: int, batch: int) -> Callable[[], None]
 
     def step() -> None:
         if kind == "open":
-            sparsifier.iteration = 10**9 - 1  # the coming iteration feeds an update
-            sparsifier._capture.clear()  # as step() does, which would update
+            sparsifier.iteration = 10**9 - 1  # the next iteration's gradients are used by an update
+            sparsifier._capture.clear()  # as step() does; step() itself would update the masks
             sparsifier._set_open()
         train(model, optimizer, x)
         if kind in ("closed", "update"):
@@ -75,11 +75,11 @@ def measure(size: tuple[int, int, int], repeat: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print one line a model and kind; write them."""
+    """Print one line for each model and kind; write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=200)
     parser.add_argument("--no-csv", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a small size, once, no CSV: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: a small size, once, without CSV")
     args = parser.parse_args()
     torch.set_num_threads(1)
     models = {"MLP 2 x 32, batch 4": (32, 2, 4)} if args.tiny else MODELS

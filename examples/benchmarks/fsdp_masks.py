@@ -1,4 +1,4 @@
-"""What masks cost an FSDP2 training step, and where they had better live: a buffer beside the shard, or a parameter.
+"""What masks cost an FSDP2 training step: as a buffer that the library shards, or as a parameter that FSDP2 shards.
 
     python examples/benchmarks/fsdp_masks.py      # the table, and a CSV under examples/benchmarks/results/
 
@@ -23,7 +23,7 @@ KINDS = ("dense", "buffer", "parameter")
 
 
 def model_of(kind: str, size: int) -> nn.Module:
-    """Four layers, sharded, half of each layer's weights dropped."""
+    """Four sharded layers with half of the weights of each dropped."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def measure(size: int, rows: list[int], repeat: int) -> dict:
 def main() -> None:
     """Print the table, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small layers, once, without CSV: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: small layers, once, without CSV")
     args = parser.parse_args()
     size, rows, repeat = (32, [2], 1) if args.tiny else (2048, [16, 512], 9)
     found = on_ranks(2, measure, size, rows, repeat)

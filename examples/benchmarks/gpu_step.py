@@ -2,14 +2,14 @@
 
     python examples/benchmarks/gpu_step.py                # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/gpu_step.py --size 16384 --no-csv
-    python examples/benchmarks/gpu_step.py --tiny         # all of it under Triton's interpreter on CPU; no times
+    python examples/benchmarks/gpu_step.py --tiny         # a smoke test in Triton's interpreter on CPU; no times
 
 Masks are checked before anything is timed: exact counts, and the reference's mask bit for bit where scores are exact.
-Times are medians of many runs between device events, over weights in turn that together are larger than the cache.
-"captured" is a CUDA graph of many runs, queued behind a pause, so that no time of the host is in it; the other kinds
+Times are medians of many runs between device events, which cycle through weights that together exceed the cache.
+"captured" is a CUDA graph of many runs, queued behind a pause, so that it includes no time of the host; the other kinds
 are timed as they are called, host included.
-Bytes are the fewest that the work must move: a weight of N elements of b bytes is read once and its bool mask written
-once, N (b + 1). The floor is those bytes over the rate of a device copy measured in the same run.
+Bytes are the fewest that must be moved: a weight of N elements of b bytes is read once and its bool mask written once,
+N (b + 1). The floor is the time of these bytes at the rate of a device copy measured in the same run.
 """
 
 import argparse
@@ -43,11 +43,11 @@ ROWS = {
 }
 HIDDEN, INNER, LAYERS = 4096, 11008, 32  # Llama-7B: 7 weights a layer
 DTYPE = torch.bfloat16
-COPIES = 4  # weights in turn, together larger than the cache, or nothing is timed
+COPIES = 4  # weights that runs cycle through; together they must exceed the cache
 
 
 def update_of(weight: Tensor, mask: Tensor, row: str) -> Update:
-    """What a step does to one weight."""
+    """The mask update of one weight in a step."""
     block, scope, level, _ = ROWS[row]
     grid = [n // b for n, b in zip(weight.shape, block, strict=True)]
     shape = tuple(g if n == -1 else n for g, n in zip(grid, scope, strict=True))
@@ -56,8 +56,8 @@ def update_of(weight: Tensor, mask: Tensor, row: str) -> Update:
     return Update(scopes=(group,), keep=count - int(level * count + 1e-9))
 
 
-def gate(weight: Tensor, row: str) -> None:
-    """Refuse to time a wrong mask; integers make the sums of blocks exact in any order."""
+def check_mask(weight: Tensor, row: str) -> None:
+    """Refuse to time a wrong mask; with integers the sums of blocks are exact in any order."""
     values = weight if ROWS[row][0] == (1, 1) else torch.randint_like(weight, -4, 5)
     masks = [torch.zeros_like(values, dtype=torch.bool) for _ in range(2)]
     update = update_of(values, masks[0], row)
@@ -69,18 +69,18 @@ def gate(weight: Tensor, row: str) -> None:
 
 
 Work = Callable[[int], object]
-ROUNDS, PAUSE = 8, 2_000_000  # runs of every weight in a graph; clock cycles in which the host queues what is timed
+ROUNDS, PAUSE = 8, 2_000_000  # runs of every weight in a graph; clock cycles in which the host queues the work
 
 
 def median_ms(work: Work, copies: int, repeat: int) -> float:
-    """Median milliseconds of `work(i)` as it is called, i going round over `copies` weights."""
+    """Median milliseconds of `work(i)` as it is called, where i cycles through `copies` weights."""
     for i in range(copies):
         work(i)
     return statistics.median(elapsed_ms(lambda i=i: work(i % copies)) for i in range(repeat))
 
 
 def captured_ms(work: Work, copies: int, repeat: int) -> float:
-    """Median milliseconds of `work(i)` on the device alone: a graph of many runs, one weight after the other."""
+    """Median milliseconds of `work(i)` on the device alone: a graph of many runs over all weights in order."""
     for i in range(copies):
         work(i)
     runs = list(range(copies))
@@ -97,7 +97,7 @@ def captured_ms(work: Work, copies: int, repeat: int) -> float:
 
 
 def elapsed_ms(act: Callable[[], object], pause: bool = False) -> float:
-    """Milliseconds between device events around `act`; with `pause` the device waits until all of it is queued."""
+    """Milliseconds between device events around `act`; with `pause` the device waits until all work is queued."""
     if not torch.cuda.is_available():
         begin = time.perf_counter()
         act()
@@ -113,7 +113,7 @@ def elapsed_ms(act: Callable[[], object], pause: bool = False) -> float:
 
 
 def stock_of(weight: Tensor, row: str) -> Callable[[int], object]:
-    """torch.ao's step on the same work, in float32: it cannot take bf16 masks further than the first step."""
+    """torch.ao's step for the same mask, in float32, since it fails with bf16 weights after the first step."""
     model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device))
     model[0].weight.data = weight.float()
     sparsifier = Stock(**ROWS[row][3])
@@ -127,7 +127,7 @@ def stock_of(weight: Tensor, row: str) -> Callable[[int], object]:
 
 
 def torch_of(weights: list[Tensor], row: str) -> Callable[[int], object]:
-    """The shortest plain torch for the same masks: topk of 4, kthvalue of all, topk of block norms."""
+    """Plain torch for the same masks: topk of 4, kthvalue of all, topk of block norms."""
     block, _, level, _ = ROWS[row]
 
     def two_four(i: int) -> Tensor:
@@ -169,14 +169,14 @@ def pat_of(weights: list[Tensor], row: str) -> Callable[[int], object] | None:
 
 
 def llama(layers: int, hidden: int, inner: int, device: str) -> Iterator[Tensor]:
-    """Weights of a Llama's shapes: q, k, v, o, gate, up, down a layer."""
+    """Weights of the shapes of a Llama: q, k, v, o, gate, up and down of each layer."""
     for _ in range(layers):
         for shape in [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]:
             yield torch.randn(shape, device=device, dtype=DTYPE)
 
 
 def whole_model(row: str, weights: list[Tensor]) -> Work:
-    """A step over all weights at once, after a look at its counts."""
+    """A step over all weights at once, whose counts are checked first."""
     masks = [torch.zeros_like(w, dtype=torch.bool) for w in weights]
     updates = [update_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
     scope_masks(updates, impl="triton")
@@ -189,7 +189,7 @@ def whole_model(row: str, weights: list[Tensor]) -> Work:
 
 
 def copy_rate(size: int, device: str, repeat: int) -> float:
-    """Bytes read plus bytes written a millisecond by a device copy."""
+    """Bytes that a device copy reads and writes per millisecond."""
     sources = [torch.randn(size, size, device=device, dtype=DTYPE) for _ in range(COPIES)]
     targets = [torch.empty_like(source) for source in sources]
     moved = 2 * sources[0].numel() * DTYPE.itemsize
@@ -197,7 +197,7 @@ def copy_rate(size: int, device: str, repeat: int) -> float:
 
 
 def refuse_cached(size: int, cache: int) -> None:
-    """Refuse sizes of which the cache holds a good part until their turn comes again: nothing of it would be read."""
+    """Refuse sizes at which much of a weight is still in the cache when it is used again, and not read from memory."""
     least = math.isqrt(2 * cache // (COPIES * DTYPE.itemsize)) + 1
     if size < least:
         raise SystemExit(
@@ -212,7 +212,7 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
     weights = [torch.randn(args.size, args.size, device=device, dtype=DTYPE) for _ in range(COPIES)]
     masks = [torch.zeros_like(w, dtype=torch.bool) for w in weights]
     for row in ROWS:
-        gate(weights[0], row)
+        check_mask(weights[0], row)
         updates = [update_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
 
         def ours(i: int, updates: list[Update] = updates) -> None:
@@ -238,7 +238,7 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
 
 
 def rows_of(row: str, kinds: dict, bytes_moved: int, rate: float, repeat: int, copies: int = COPIES) -> list[dict]:
-    """One line a kind, printed as it is made."""
+    """One line for each kind, printed at once."""
     ms = {
         kind: (captured_ms if kind.endswith("captured") else median_ms)(work, copies, repeat)
         for kind, work in kinds.items()
@@ -273,7 +273,9 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=INNER)
     parser.add_argument("--repeat", type=int, default=100)
     parser.add_argument("--no-csv", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="small, in the interpreter: does it run; no times")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a smoke test: small sizes in the interpreter, without times"
+    )
     args = parser.parse_args()
     if args.tiny:
         run_tiny(args)
@@ -287,7 +289,7 @@ def main() -> None:
 
 
 def run_tiny(args: argparse.Namespace) -> None:
-    """The whole script on CPU under the interpreter, up to a CSV that is thrown away."""
+    """The whole script on CPU in the interpreter, with a CSV in a temporary folder."""
     args.size, args.layers, args.hidden, args.inner, args.repeat = 160, 1, 32, 64, 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gpu_step.csv"
@@ -296,7 +298,7 @@ def run_tiny(args: argparse.Namespace) -> None:
         with path.open(newline="") as file:
             read = list(csv.DictReader(file))
     if [line["kind"] for line in read] != [line["kind"] for line in lines]:
-        raise SystemExit("the CSV does not hold the table")
+        raise SystemExit("the CSV differs from the table")
     print(f"ran in the interpreter, {len(read)} lines: masks were checked, and there is no GPU figure")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: facts of the machine, memory marks, medians, CSVs, and a switch for the JIT tier."""
+"""Helpers of all benchmarks: the machine's data, memory use, medians, CSVs, and a switch that disables numba."""
 
 import contextlib
 import csv
@@ -48,14 +48,14 @@ def write_csv(lines: list[dict], path: Path) -> None:
 
 
 def show(line: dict) -> dict:
-    """Print a row of the table as it comes."""
+    """Print a row of the table and return it."""
     print("  ".join(f"{k}: {v}" for k, v in line.items()), flush=True)
     return line
 
 
 @contextlib.contextmanager
 def plain_install(active: bool = True) -> Iterator[None]:
-    """As if numba were not installed."""
+    """Run the body as if numba were not installed, unless `active` is False."""
     real = launch.problem
     launch.problem = (lambda: "switched off") if active else real  # type: ignore[assignment]
     try:
@@ -65,15 +65,15 @@ def plain_install(active: bool = True) -> Iterator[None]:
 
 
 def medians(
-    ways: Mapping[str, Callable[[], None]], repeat: int, before: Callable[[str], None] = lambda _: None
+    calls: Mapping[str, Callable[[], None]], repeat: int, before: Callable[[str], None] = lambda _: None
 ) -> dict[str, float]:
-    """Median milliseconds of each way, alternated; `before` runs unmeasured ahead of every call."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    """Median milliseconds of each call, alternated; `before(name)` runs before each and is not timed."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeat + 1):
-        for name, way in ways.items():
+        for name, call in calls.items():
             before(name)
             start = time.perf_counter()
-            way()
+            call()
             if turn:  # the first turn compiles and touches memory for the first time
                 found[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values) for name, values in found.items()}
@@ -85,7 +85,7 @@ def resident() -> int:
 
 
 def reset_high_water() -> None:
-    """Let the kernel's high-water mark start again from here (Linux)."""
+    """Reset the kernel's high-water mark of this process (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -3,7 +3,7 @@
     python examples/benchmarks/masked_linear.py              # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/masked_linear.py --no-compile # eager only (compiling needs a C++ compiler)
 
-Every layer holds the same mask; outputs and gradients are compared before anything is timed. Medians of alternated
+Every layer has the same mask; outputs and gradients are compared before anything is timed. Medians of alternated
 runs in one process; the ratio to stock is the median of the ratios of neighbouring runs.
 """
 
@@ -26,7 +26,7 @@ KINDS = {
     "stock": "torch.ao FakeSparsity: product with a float mask, keeps NaN",
     "float mask": "WeightNormSparsifier's: exact zeros",
     "bool mask": "ScopeSparsifier's: exact zeros",
-    "bool mask, plain install": "the same without the JIT extra",
+    "bool mask, plain install": "the same without numba",
 }
 
 
@@ -48,8 +48,8 @@ def train(layer: Callable[[Tensor], Tensor], x: Tensor) -> None:
     layer(x).sum().backward()
 
 
-def gate(layers: dict[str, nn.Module], x: Tensor) -> None:
-    """Refuse to time layers that disagree."""
+def check_layers(layers: dict[str, nn.Module], x: Tensor) -> None:
+    """Refuse to time layers whose outputs or gradients differ."""
     outputs, gradients = {}, {}
     for kind, layer in layers.items():
         if kind == "dense":
@@ -59,11 +59,11 @@ def gate(layers: dict[str, nn.Module], x: Tensor) -> None:
         gradients[kind] = next(layer.parameters()).grad
     for found in (outputs, gradients):
         if not all(torch.equal(t, found["stock"]) for t in found.values()):
-            raise SystemExit("the layers disagree; nothing is timed")
+            raise SystemExit("the layers differ; nothing is timed")
 
 
 def times(layers: dict[str, Callable[[Tensor], Tensor]], models: dict[str, nn.Module], x: Tensor, repeat: int):
-    """Milliseconds of every run of every kind, alternated; the tier is switched off for the plain install."""
+    """Milliseconds of every run of every kind, alternated; numba is disabled for the plain install."""
     found: dict[str, list[float]] = {kind: [] for kind in layers}
     for _ in range(repeat):
         for kind, layer in layers.items():
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-csv", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a small size, once, eager, without CSV: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: a small size, once, eager, without CSV")
     args = parser.parse_args()
     size, repeat = (64, 1) if args.tiny else (4096, 21)
     torch.set_num_threads(2)
@@ -89,9 +89,9 @@ def main() -> None:
     lines = []
     for mode in ["eager"] if args.tiny or args.no_compile else ["eager", "compiled"]:
         models = {kind: build(kind, size) for kind in KINDS if mode == "eager" or "plain" not in kind}
-        gate(models, x)
+        check_layers(models, x)
         if mode == "compiled":
-            del models["stock"]  # Dynamo skips modules of torch.ao, so a prepared stock layer is never compiled
+            del models["stock"]  # Dynamo skips modules of torch.ao, so stock's layer cannot be compiled
         layers = {kind: torch.compile(m) if mode == "compiled" else m for kind, m in models.items()}
         found = times(layers, models, x, repeat)
         base = "stock" if mode == "eager" else "dense"

@@ -34,7 +34,7 @@ def once(kind: str, layers: int) -> tuple[float, float]:
 def main() -> None:
     """Print the table, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="few layers, once, without CSV: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: few layers, once, without CSV")
     args = parser.parse_args()
     layers, repeat = (20, 1) if args.tiny else (2000, 5)
     torch.set_num_threads(2)

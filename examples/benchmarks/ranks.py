@@ -1,4 +1,4 @@
-"""What the benchmarks over ranks share: processes that meet over gloo, and what the first of them found."""
+"""Helper of benchmarks over ranks: run a function in several processes that are connected by gloo."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ __all__ = ["on_ranks"]
 
 
 def on_ranks(world: int, measure: Callable[..., Any], *args: Any) -> Any:
-    """Call `measure(*args)` in as many processes; what the first one returns."""
+    """Call `measure(*args)` in `world` processes and return what rank 0 returns."""
     with tempfile.TemporaryDirectory() as folder:
         spawn = multiprocessing.get_context("spawn")
         ranks = [spawn.Process(target=_on_rank, args=(k, world, folder, measure, args)) for k in range(world)]
@@ -27,9 +27,9 @@ def on_ranks(world: int, measure: Callable[..., Any], *args: Any) -> Any:
 
 def _on_rank(rank: int, world: int, folder: str, measure: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     found = measure(*args)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
-    distributed.barrier()  # nobody leaves while another still reads
-    os._exit(0)  # gloo's threads now and then abort a process that takes itself apart
+    distributed.barrier()  # no rank exits while another still communicates
+    os._exit(0)  # gloo's threads sometimes abort a process that exits normally

@@ -3,8 +3,8 @@
     python examples/benchmarks/selection_bytes.py      # the table, and a CSV under examples/benchmarks/results/
 
 67M float32 weights of one layer, sharded by FSDP2 over gloo ranks on this machine, one thread each, half of the weights
-dropped. Both ways are the library's own selection and give the same mask; they are timed in one run, alternated, and
-the median is shown. `bytes` are what a rank hands to collectives.
+dropped. Both methods use the library's selection and give the same mask; they are timed in one run, alternated, and
+the median is shown. `bytes` are those that a rank passes to collectives.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec
 
 @contextmanager
 def bytes_sent() -> Iterator[Callable[[], int]]:
-    """Counts what all-reduces are handed."""
+    """Count the bytes that are passed to all-reduces."""
     real, sent = distributed.all_reduce, []
 
     def counted(tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -38,7 +38,7 @@ def bytes_sent() -> Iterator[Callable[[], int]]:
 
 
 def by_gather(weight: torch.Tensor, level: float) -> torch.Tensor:
-    """Every rank gathers the weights and chooses from them as one process does."""
+    """Gather the weights on every rank and choose among them as a single process does."""
     whole = weight.detach().full_tensor()  # type: ignore[attr-defined]
     mask = torch.ones(whole.shape, dtype=torch.bool)
     block = BlockSpec(whole)
@@ -48,7 +48,7 @@ def by_gather(weight: torch.Tensor, level: float) -> torch.Tensor:
 
 
 def measure(size: int, repeat: int) -> tuple[dict, dict]:
-    """Time both ways."""
+    """Time both methods."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -59,11 +59,11 @@ def measure(size: int, repeat: int) -> tuple[dict, dict]:
     weight = model[0].parametrizations.weight.original  # type: ignore[index, union-attr]
     times: dict[str, list[float]] = {"histograms": [], "gather": []}
     for _ in range(repeat):
-        for way, found in times.items():
+        for method, found in times.items():
             distributed.barrier()
             start = time.perf_counter()
             with bytes_sent() as count:
-                if way == "gather":
+                if method == "gather":
                     mask = by_gather(weight, 0.5)
                 else:
                     sparsifier.step()
@@ -77,13 +77,13 @@ def measure(size: int, repeat: int) -> tuple[dict, dict]:
 def main() -> None:
     """Print the table, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="few weights, once, without CSV: does it run")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: few weights, once, without CSV")
     args = parser.parse_args()
     size, repeat, world = (64, 1, 2) if args.tiny else (8192, 5, 2)
     times, sent = on_ranks(world, measure, size, repeat)
     lines = [
-        show({"way": way, "weights": size * size, "bytes": sent[way], "ms": round(statistics.median(found), 1)})
-        for way, found in times.items()
+        show({"way": method, "weights": size * size, "bytes": sent[method], "ms": round(statistics.median(found), 1)})
+        for method, found in times.items()
     ]
     if not args.tiny:
         write_csv(lines, RESULTS / "selection_bytes.csv")

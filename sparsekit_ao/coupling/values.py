@@ -1,4 +1,4 @@
-"""Inputs and outputs of a model: arguments of a forward, and tensors in tuples, mappings and dataclasses.
+"""Helpers to pass example inputs to a model, and to find tensors in tuples, mappings and dataclasses.
 
 Objects of other types (a cache, say) are not inspected; `opaque_in` lists them.
 """

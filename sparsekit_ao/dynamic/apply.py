@@ -1,7 +1,6 @@
-"""The first and third step of an update, and the update as a whole.
+"""Gathers what an update reads and applies the masks that it chose; and the update as a whole.
 
-`run_update` gathers what the update reads, chooses, and applies the chosen masks to weights, optimizer state and masks.
-What may raise is computed before anything is changed.
+`run_update` gathers, chooses and applies. What may raise is computed before anything is changed.
 """
 
 from collections.abc import Mapping, Sequence

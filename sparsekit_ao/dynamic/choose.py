@@ -1,4 +1,4 @@
-"""The second step of an update: choose the slots that every part keeps, by pruning, redistribution and growth.
+"""Chooses the slots that every part of an update keeps, by pruning, redistribution and growth.
 
 Takes parts, settings and budgets; returns `KeptSlots` and changes nothing. Counts are exact in every scope. Parts are
 read one after the other, and only what each keeps is held meanwhile; where all compete, all are read together.

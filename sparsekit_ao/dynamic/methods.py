@@ -1,4 +1,4 @@
-"""Published methods by name: a few arguments of `DynamicSparsifier` or `StraightThrough` each; all can be overridden.
+"""Published methods by name: a few arguments of `DynamicSparsifier` or `StraightThrough` each.
 
 `sparsity_level` always comes first. The functions for `DynamicSparsifier` take the optimizer second, or none: then it
 is attached later.

@@ -26,7 +26,7 @@ __all__ = ["StraightThrough"]
 
 @final
 class StraightThrough(PlannedSparsifier):
-    """A `ScopeSparsifier` that also trains weights which its masks drop.
+    """Drop `sparsity_level` of the blocks in every scope forward (0.5 by default), and train the dropped weights too.
 
     Args:
         sparsity_level, nnz, structure: the forward masks, as for `ScopeSparsifier`.

@@ -1,4 +1,4 @@
-"""Out to users: what is zero is really removed, and the smaller dense model is checked against the masked one."""
+"""Remove pruned units from a model, and compare the smaller model's outputs with the masked one's."""
 
 from .compact import compact
 from .manifest import cut_to

@@ -1,4 +1,4 @@
-"""Several mask updates on CPU: small ones at the same time on helper threads, large ones one after the other."""
+"""Several mask updates on CPU: those of medium size at the same time on helper threads, others one after the other."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

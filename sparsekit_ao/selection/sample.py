@@ -4,11 +4,13 @@ Such a bracket is a guess: its user counts the keys above it and in it, and so f
 """
 
 import math
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-__all__ = ["DRAWN", "ROOM", "STRETCH", "ranks", "slots"]
+__all__ = ["ROOM", "ranks", "slots"]
 
 STRETCH = 64  # keys for which one is drawn ...
 DRAWN = 1 << 16  # ... but no more than this
@@ -29,8 +31,10 @@ def ranks(drawn: int, keep: int, members: int) -> tuple[int, int]:
     return math.floor(drawn * share - spread), math.ceil(drawn * share + spread)
 
 
-def slots(members: int, stretch: int | None = None) -> Tensor:
+@lru_cache(maxsize=16)
+def slots(members: int, stretch: int | None = None) -> np.ndarray[Any, Any]:
     """The slots of a sample, int64, ascending: one from each stretch of the row, random but always the same."""
-    stretch = max(STRETCH, members // DRAWN) if stretch is None else stretch
+    stretch = min(max(STRETCH, members // DRAWN) if stretch is None else stretch, members)
     starts = torch.arange(0, members - stretch + 1, stretch, device="cpu")
-    return starts + torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    chosen = torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return (starts + chosen).numpy()

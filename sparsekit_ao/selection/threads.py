@@ -45,24 +45,22 @@ def run_all(work: Sequence[Callable[[], T]]) -> list[T]:
     return _Round(work).run(_helpers(others), joining=True)
 
 
-def run_apart(work: Sequence[Callable[[], None]]) -> None:
-    """Call every piece of work, made of torch operations, on helper threads, each of which uses one thread only.
+def run_apart(work: Sequence[Callable[[], T]]) -> list[T]:
+    """As `run_all` for torch operations, on helper threads only, each of which uses one thread; the caller waits.
 
-    As many helpers as torch uses threads; the caller waits. Cutting the work instead of each operation avoids torch's
-    OpenMP threads, which spin after every operation and occupy the cores.
+    Cutting the work instead of each operation avoids torch's OpenMP threads, which spin after every operation and
+    occupy the cores.
     """
     threads = torch.get_num_threads()
     if threads == 1 or len(work) < 2:
-        for piece in work:
-            piece()
-        return
+        return [piece() for piece in work]
     inference = torch.is_inference_mode_enabled()
-    _Round([partial(_without_grad, inference, piece) for piece in work]).run(_helpers(min(threads, len(work))))
+    return _Round([partial(_without_grad, inference, piece) for piece in work]).run(_helpers(min(threads, len(work))))
 
 
-def _without_grad(inference: bool, piece: Callable[[], None]) -> None:
+def _without_grad(inference: bool, piece: Callable[[], T]) -> T:
     with torch.inference_mode(inference), torch.set_grad_enabled(False):
-        piece()
+        return piece()
 
 
 class _Round(Generic[T]):

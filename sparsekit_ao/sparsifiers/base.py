@@ -231,6 +231,12 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """What every mask keeps now, as rows of numbers; see `report.Report`."""
         self._need_prepared("report")
         assert self.model is not None
+        for group in self.groups:
+            if self._live_mask(group).is_meta:
+                raise SparsityError(
+                    f"report: {group['tensor_fqn']} is on the meta device, so its mask has no values; give the weights "
+                    "memory (to_empty) and initialize them first"
+                )
         return make_report(list(self._rows()), self._resolved, self.model)
 
     def _rows(self) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import SparsityError
 from ..masking import find_mask
+from ..patterns import is_of_transformers
 from .names import Classes, adapters, exists, matcher, named_tensors, parameter_of
 
 __all__ = ["Place", "Resolved", "TensorGroup", "copied", "make_config", "resolve_groups"]
@@ -53,7 +54,7 @@ class Resolved:
 
 
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
-    """One entry for the weight of every Linear (subclasses too) and convolution, in model order.
+    """One entry for the weight of every Linear (subclasses too, and transformers' Conv1D) and convolution, in order.
 
     Args:
         model: the model to search.
@@ -62,11 +63,12 @@ def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> li
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
     """
-    layers = tuple(classes) or (nn.Linear, *_CONVOLUTIONS)
+    given = tuple(classes)
+    layers = given or (nn.Linear, *_CONVOLUTIONS)
     return [
         {"tensor_fqn": f"{name}.weight" if name else "weight"}
         for name, m in model.named_modules()
-        if isinstance(m, layers)
+        if isinstance(m, layers) or (not given and is_of_transformers(m, "Conv1D"))
     ]
 
 

@@ -24,7 +24,9 @@ __all__ = ["WeightNormSparsifier"]
 
 
 class WeightNormSparsifier(MaskSparsifier):
-    """Zero the blocks of smallest norm; the drop-in for `torch.ao.pruning.WeightNormSparsifier`.
+    """Zero elements of a fraction `sparsity_level` of the blocks (0.5 by default), those of smallest norm.
+
+    The drop-in for `torch.ao.pruning.WeightNormSparsifier`.
 
     A block's score is the mean of `norm_fn(masked weight)` over the elements that it has (at an edge it may have
     fewer). `k = round(sparsity_level * blocks)` blocks of lowest score, at most all but one, lose `zeros_per_block`

@@ -1,11 +1,12 @@
-"""Rows that are read in chunks: a sample gives two keys between which the last kept one is, one pass does the rest.
+"""Rows that are read in parts: a sample gives two keys between which the last kept one is, one pass does the rest.
 
 That pass writes the mask of every key above or below and collects the few between; it counts them, so a sample that
 misled is noticed, and the digits of the keys are counted instead. One row may consist of several tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from ..radix import CHUNK
 from ..threads import run_apart
 from .rows import keep_rows
 
-__all__ = ["KeysOf", "keep_digits", "keep_row"]
+__all__ = ["Capacity", "KeysOf", "Part", "keep_digits", "keep_parts", "keep_row"]
+
+Array = np.ndarray[Any, Any]
 
 
 class KeysOf:
@@ -50,6 +53,45 @@ class KeysOf:
         return keys
 
 
+class Part(Protocol):
+    """Consecutive slots of one long row: the part decides what a bracket of two keys decides, and records the rest.
+
+    Attributes:
+        size: slots.
+        above: slots that `decide` found above the bracket, which are kept.
+        undecided: keys of those that it found inside, int tensor [slots].
+    """
+
+    size: int
+    above: int
+    undecided: Tensor
+
+    def sample(self, slots: Array) -> Tensor:
+        """Keys of some slots, counted from the part's first."""
+        ...
+
+    def decide(self, least: int, most: int, capacity: "Capacity") -> None:
+        """Write the mask: keys above `most` are kept, keys below `least` are not; record those between."""
+        ...
+
+    def place(self, kept: Tensor) -> None:
+        """Write the mask of the undecided slots, bool [slots]."""
+        ...
+
+
+class Capacity:
+    """How many more keys may be collected; once they are too many it stays full, whatever threads do to the count."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.full = left, False
+
+    def take(self, count: int) -> None:
+        """Count keys that were collected."""
+        self.left -= count
+        if self.left < 0:
+            self.full = True
+
+
 def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bool:
     """Keep slots of one row, if a sample tells which; whether it did.
 
@@ -58,74 +100,74 @@ def keep_row(outs: Sequence[Tensor], sources: Sequence[KeysOf], keep: int) -> bo
         sources: a single row each, which together make up the row; ties go by their order.
         keep: slots kept of all sources together.
     """
-    width = sum(source.width for source in sources)
-    if keep in (0, width):
-        for out in outs:
-            out.fill_(keep > 0)
-        return True
-    bracket = _bracket(sources, keep)
     parts = [
-        _Part(out[start : start + CHUNK], source, start)
+        _Chunk(out[start : start + CHUNK], source, start)
         for out, source in zip(outs, sources, strict=True)
         for start in range(0, source.width, CHUNK)
     ]
-    capacity = _Capacity(width // sample.ROOM if bracket[0] < bracket[1] else 0)
-    run_apart([partial(part.decide, *bracket, capacity) for part in parts])
+    return keep_parts(parts, keep)
+
+
+def keep_parts(parts: Sequence[Part], keep: int, choose: Callable[[Tensor, Tensor, int], None] = keep_rows) -> bool:
+    """As `keep_row` for parts that together make up the row; `choose` does for one row what `keep_rows` does."""
+    width = sum(part.size for part in parts)
+    least, most = _bracket(parts, keep, width)
+    if 0 < keep < width and least >= most:
+        return False
+    capacity = Capacity(width // sample.ROOM)
+    run_apart([partial(part.decide, least, most, capacity) for part in parts])
     above, undecided = sum(part.above for part in parts), torch.cat([part.undecided for part in parts])
-    if capacity.full or not above <= keep <= above + undecided.numel():
+    if capacity.full or not (above <= keep <= above + undecided.numel() or keep == width):
         return False
     if undecided.numel():
         chosen = torch.empty(1, undecided.numel(), dtype=torch.bool, device="cpu")
-        keep_rows(chosen, undecided[None], keep - above)
-        for part, kept in zip(parts, chosen[0].split([part.slots.numel() for part in parts]), strict=True):
-            part.out[part.slots] = kept
+        choose(chosen, undecided[None], keep - above)
+        shares = chosen[0].split([part.undecided.numel() for part in parts])
+        run_apart([partial(part.place, kept) for part, kept in zip(parts, shares, strict=True)])
     return True
 
 
-class _Capacity:
-    """How many more keys may be collected; once they are too many it stays full, whatever threads do to the count."""
-
-    def __init__(self, left: int) -> None:
-        self.left, self.full = left, False
-
-    def take(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            self.full = True
-
-
-class _Part:
-    """A chunk of a row: what the bracket decides is written to `out`, the rest is collected."""
+class _Chunk:
+    """A part whose keys are computed by torch; the mask is written to `out`."""
 
     def __init__(self, out: Tensor, source: KeysOf, start: int) -> None:
-        self.out, self._source, self._start = out, source, start
-        self.above, self.slots = 0, torch.empty(0, dtype=torch.int64, device="cpu")
+        self.size, self.above, self._out, self._source, self._start = out.numel(), 0, out, source, start
         self.undecided = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._slots = torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def decide(self, least: int, most: int, capacity: _Capacity) -> None:
+    def sample(self, slots: Array) -> Tensor:
+        return self._source.at(0, torch.from_numpy(self._start + slots))
+
+    def decide(self, least: int, most: int, capacity: Capacity) -> None:
         if capacity.full:
             return
-        keys = self._source.keys(0, self._start, self._start + self.out.numel())
-        torch.gt(keys, most, out=self.out)
-        self.above = int(self.out.count_nonzero())
-        between = (keys >= least).bitwise_xor_(self.out)
-        self.slots = torch.from_numpy(np.flatnonzero(between.numpy()))  # a third of torch's time
-        self.undecided = keys[self.slots]
-        capacity.take(self.slots.numel())
+        keys = self._source.keys(0, self._start, self._start + self.size)
+        torch.gt(keys, most, out=self._out)
+        self.above = int(self._out.count_nonzero())
+        between = (keys >= least).bitwise_xor_(self._out)
+        self._slots = torch.from_numpy(np.flatnonzero(between.numpy()))  # a third of torch's time
+        self.undecided = keys[self._slots]
+        capacity.take(self._slots.numel())
+
+    def place(self, kept: Tensor) -> None:
+        self._out[self._slots] = kept
 
 
-def _bracket(sources: Sequence[KeysOf], keep: int) -> tuple[int, int]:
-    """Two keys between which the keep-th largest of the sources' one row probably is."""
-    ends = torch.tensor([source.width for source in sources], device="cpu").cumsum(0)
-    slots = sample.slots(int(ends[-1]))
-    shares = slots.tensor_split(torch.searchsorted(slots, ends[:-1]))
-    drawn = [source.at(0, s - end + source.width) for source, s, end in zip(sources, shares, ends, strict=True)]
-    keys = torch.cat(drawn)
-    upper, lower = sample.ranks(keys.numel(), keep, int(ends[-1]))
-    ordered = keys.sort(descending=True).values
-    limits = torch.iinfo(keys.dtype)
-    most, least = int(ordered[max(upper, 1) - 1]), int(ordered[min(lower, keys.numel()) - 1])
-    return (least if lower <= keys.numel() else limits.min), (most if upper >= 1 else limits.max)
+def _bracket(parts: Sequence[Part], keep: int, width: int) -> tuple[int, int]:
+    """Two keys between which the keep-th largest of the whole row probably is."""
+    ends = np.cumsum([part.size for part in parts])
+    slots = sample.slots(width)
+    shares = np.split(slots, np.searchsorted(slots, ends[:-1]))
+    draw = [partial(part.sample, s - end + part.size) for part, s, end in zip(parts, shares, ends, strict=True)]
+    keys = torch.cat(run_apart(draw)).numpy()
+    limits = np.iinfo(keys.dtype)
+    if keep in (0, width):
+        return (int(limits.max),) * 2 if keep == 0 else (int(limits.min) + 1, int(limits.min))
+    upper, lower = sample.ranks(keys.size, keep, width)
+    at = keys.size - max(upper, 1), keys.size - min(lower, keys.size)
+    keys.partition(at)
+    most, least = map(int, keys[list(at)])
+    return (least if lower <= keys.size else int(limits.min)), (most if upper >= 1 else int(limits.max))
 
 
 def keep_digits(out: Tensor, source: KeysOf, budget: Tensor) -> None:

@@ -7,7 +7,7 @@ a guess can cost time, never a bit.
 """
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,7 +152,7 @@ def _bracket(keys: Array, k: Array, flags: Array) -> tuple[Array, Array, Array]:
     """
     rows, width = keys.shape
     stretch = -(-width // SORTED)
-    slots, limits = _slots(width, stretch), np.iinfo(keys.dtype)
+    slots, limits = sample.slots(width, stretch), np.iinfo(keys.dtype)
     drawn = len(slots)
     ordered = np.full((rows, drawn + 2), limits.min, keys.dtype)
     ordered[:, -1] = limits.max
@@ -165,11 +165,6 @@ def _bracket(keys: Array, k: Array, flags: Array) -> tuple[Array, Array, Array]:
     spread = DEVIATIONS * np.sqrt(np.abs(off)) + 1
     least, most = (np.clip(first + at, 0, drawn + 1).astype(np.int64) for at in (off - spread, off + spread + 1))
     return _pick(ordered, least), _pick(ordered, most), guess
-
-
-@lru_cache(maxsize=16)
-def _slots(width: int, stretch: int) -> Array:
-    return sample.slots(width, stretch).numpy()
 
 
 def _pick(table: Array, column: Array) -> Array:

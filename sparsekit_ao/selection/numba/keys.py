@@ -1,7 +1,8 @@
 """Compiled loops between memory and keys: blocks are read and scored, and their masks written.
 
-A key is the int32 of `selection.keys`; one below all others stands for an absent block, which is never kept. Functions
-are few and take many blocks at a time, because passing a `Window` costs as much as some hundred keys.
+A key is the int32 of `selection.keys`; ABSENT, below all others, stands for a block that is never kept. Many blocks are
+given by the address of the first, the step from each to the next, and the shift of each stream of such blocks.
+Functions are few and take many blocks at a time, because passing a `Window` costs as much as some hundred keys.
 """
 
 import numpy as np
@@ -9,147 +10,103 @@ import numpy as np
 from .cache import compiled
 from .memory import ONE, are_packed, deinterleave, gather, interleave, scatter
 
-__all__ = ["IN_CACHE", "absent_key", "fill_keys", "sampled_keys", "store"]
+__all__ = ["ABSENT", "IN_CACHE", "fill_keys", "sampled_keys", "store"]
 
+ABSENT = np.int32(-0x80000000)
 IN_CACHE = 8192  # elements that are scored at a time
 LEAST = 64  # blocks that are scored at a time, however many elements they have
 
 
 @compiled
-def absent_key(window):
-    """Below every key: magnitudes start at 0, signed keys at minus the key of NaN."""
-    if not window.signed:
-        return np.int32(-1)
-    return np.int32(-0x80000000 if window.kind == 0 else -0x8000)
+def fill_keys(window, values, mask, count, keys):
+    """keys[s, i]: the key of the block at `first + i * step + shifts[s]`, or ABSENT (single elements only).
 
-
-@compiled
-def fill_keys(window, blocks, single, first_x, step_x, shifts_x, first_m, step_m, shifts_m, count, keys):
-    """keys[s, i]: the key of the block at `first + i * step + shifts[s]`, or the absent key (single elements only)."""
-    if blocks is None:
-        if single is not None:  # numba removes what a None decides; it compiles each kind when it is first called
-            fill_single_keys(window, first_x, step_x, shifts_x, first_m, step_m, shifts_m, count, keys)
-        return
-    if blocks.run == 1 and are_packed(step_x, shifts_x):  # columns of rows: scored as they are stored, then separated
-        row = np.empty((1, shifts_x.size * count), np.int32)
-        score_streams(window, blocks, first_x, ONE, shifts_x[:1], row.size, row)
-        deinterleave(row[0], keys)
+    `values` and `mask` are (first, step, shifts) in the two tensors.
+    """
+    first, step, shifts = values
+    if window.elements.shape[1] == 1:
+        if step == 1:
+            for s in range(shifts.size):
+                begin = first + shifts[s]
+                rank_bits(window.bits[begin : begin + count], window.kind, window.signed, keys[s])
+        else:
+            bits = np.empty(keys.shape, np.int32)  # not `keys` itself: only arrays apart become vector instructions
+            gather(window.bits, first, step, shifts, count, bits)
+            for s in range(shifts.size):
+                rank_bits(bits[s], window.kind, window.signed, keys[s])
+    elif are_packed(step, shifts, window.run):  # one after the other: scored as they are stored, then separated
+        row = np.empty(shifts.size * count, np.int32)
+        score_blocks(window, first + shifts[0], np.int64(window.run), row)
+        deinterleave(row, keys)
     else:
-        score_streams(window, blocks, first_x, step_x, shifts_x, count, keys)
-
-
-@compiled
-def score_streams(window, blocks, first, step, shifts, count, keys):
-    """The same for blocks of several elements, some at a time."""
-    streams, elements = shifts.size, blocks.elements.shape[1]
-    at_once = min(count, max(LEAST, IN_CACHE // (elements * streams)))
-    buffer = np.empty(elements * streams * at_once, np.int32)
-    dealt = np.empty(streams * blocks.run * at_once, np.int32)
-    for start in range(0, count, at_once):
-        some = min(at_once, count - start)
-        bits = buffer[: elements * streams * some]
-        load(window.bits, blocks.elements[0], blocks.run, first + start * step, step, shifts, some, bits, dealt)
-        score(bits, window.kind, blocks.norm, blocks.tree, streams * some)
-        for s in range(streams):
-            own, found = keys[s, start : start + some], bits[s * some : (s + 1) * some]
-            for i in range(some):
-                own[i] = found[i]
-
-
-@compiled
-def load(source, elements, run, first, step, shifts, count, out, dealt):
-    """out = [element, stream, block] of blocks whose elements are `run` by `run` consecutive in memory."""
-    streams = shifts.size
-    together, size = np.empty(streams * run, np.int64), streams * run * count
-    for e in range(0, elements.size, run):
-        for s in range(streams):
-            for r in range(run):
-                together[s * run + r] = shifts[s] + elements[e + r]
-        target = out[e * streams * count : (e + run) * streams * count]
-        if streams == 1 or run == 1:
-            gather(source, first, step, together, count, target.reshape((streams * run, count)))
-            continue
-        gather(source, first, step, together, count, dealt[:size].reshape((streams * run, count)))
-        for s in range(streams):
-            for r in range(run):
-                row, found = target[(r * streams + s) * count :], dealt[(s * run + r) * count :]
-                for i in range(count):
-                    row[i] = found[i]
-
-
-@compiled
-def score(bits, kind, norm, tree, width):
-    """The keys of blocks in the first `width` of [element, block]."""
-    widen(bits, kind)
-    if norm == 2:
-        values = bits.view(np.float32)
-        for i in range(values.size):
-            values[i] *= values[i]
-    fold(bits, norm, tree)
-    finish_keys(bits[:width], norm)
-
-
-@compiled
-def fill_single_keys(window, first_x, step_x, shifts_x, first_m, step_m, shifts_m, count, keys):
-    """The same for single elements."""
-    if step_x == 1 and not window.signed:
-        for s in range(shifts_x.size):
-            begin = first_x + shifts_x[s]
-            rank_run(window.bits[begin : begin + count], window.kind, keys[s])
-    else:
-        gather(window.bits, first_x, step_x, shifts_x, count, keys)
-        for s in range(shifts_x.size):
-            rank_bits(keys[s], window.kind, window.signed, count)
+        for s in range(shifts.size):
+            score_blocks(window, first + shifts[s], step, keys[s])
     if window.among_kept:
-        held = np.empty((shifts_m.size, count), np.int32)
-        absent = absent_key(window)
-        gather(window.mask, first_m, step_m, shifts_m, count, held)
-        for s in range(shifts_m.size):
+        first, step, shifts = mask
+        held = np.empty(keys.shape, np.int32)
+        gather(window.mask, first, step, shifts, count, held)
+        for s in range(shifts.size):
             own, there = keys[s], held[s]
             for i in range(count):
-                own[i] = own[i] if there[i] else absent
+                own[i] = own[i] if there[i] else ABSENT
 
 
 @compiled
-def sampled_keys(window, blocks, single, addresses, keys):
+def score_blocks(window, first, step, keys):
+    """The keys of blocks of several elements, some at a time."""
+    elements, run = window.elements[0], window.run
+    at_once = min(keys.size, max(LEAST, IN_CACHE // elements.size))
+    buffer = np.empty(elements.size * at_once, np.int32)
+    for start in range(0, keys.size, at_once):
+        count = min(at_once, keys.size - start)
+        bits = buffer[: elements.size * count]
+        for e in range(0, elements.size, run):
+            target = bits[e * count : (e + run) * count].reshape((run, count))
+            gather(window.bits, first + start * step, step, elements[e : e + run], count, target)
+        score(window, bits, keys[start : start + count])
+
+
+@compiled
+def sampled_keys(window, addresses, keys):
     """Keys of the blocks at some addresses in the values; the mask is not read."""
-    if blocks is None:
-        if single is not None:
-            for i in range(keys.size):
-                keys[i] = window.bits[addresses[i]]
-            rank_bits(keys, window.kind, window.signed, keys.size)
-        return
-    count, elements = keys.size, blocks.elements.shape[1]
-    bits = np.empty(elements * count, np.int32)
-    for e in range(elements):
+    elements, count = window.elements[0], keys.size
+    bits = np.empty(elements.size * count, np.int32)
+    for e in range(elements.size):
         for i in range(count):
-            bits[e * count + i] = window.bits[addresses[i] + blocks.elements[0, e]]
-    score(bits, window.kind, blocks.norm, blocks.tree, count)
-    for i in range(count):
-        keys[i] = bits[i]
+            bits[e * count + i] = window.bits[addresses[i] + elements[e]]
+    if elements.size == 1:
+        rank_bits(bits, window.kind, window.signed, keys)
+    else:
+        score(window, bits, keys)
 
 
 @compiled
-def rank_run(bits, kind, keys):
-    """As `gather` and `rank_bits` of magnitudes that are contiguous, in one pass."""
-    top = np.int32(0x7FFFFFFF if kind == 0 else 0x7FFF)
-    nan = np.int32(0x7F800001 if kind == 0 else 0x7F81 if kind == 1 else 0x7C01)
-    for i in range(bits.size):
-        keys[i] = min(np.int32(bits[i]) & top, nan)
+def score(window, bits, keys):
+    """The keys of blocks in the first row of [element, block], whose other rows are overwritten."""
+    widen(bits, window.kind)
+    values, norm = bits.view(np.float32), window.norm
+    if norm == 2:
+        for i in range(values.size):
+            values[i] *= values[i]
+    fold(bits, norm, window.tree)
+    if norm == 2:
+        for i in range(keys.size):
+            values[i] = np.sqrt(values[i])
+    rank_bits(bits[: keys.size], 0, False, keys)
 
 
 @compiled
-def rank_bits(keys, kind, signed, count):
+def rank_bits(bits, kind, signed, keys):
     """Float bits to keys of the float's magnitude, or of the float."""
     top = np.int32(0x7FFFFFFF if kind == 0 else 0x7FFF)
     nan = np.int32(0x7F800001 if kind == 0 else 0x7F81 if kind == 1 else 0x7C01)
     if signed:
-        for i in range(count):
-            size = min(keys[i] & top, nan)
-            keys[i] = -size if keys[i] < 0 and size < nan else size
+        for i in range(keys.size):
+            size = min(np.int32(bits[i]) & top, nan)
+            keys[i] = -size if bits[i] < 0 and size < nan else size
     else:
-        for i in range(count):
-            keys[i] = min(keys[i] & top, nan)
+        for i in range(keys.size):
+            keys[i] = min(np.int32(bits[i]) & top, nan)
 
 
 @compiled
@@ -172,17 +129,6 @@ def fold(bits, norm, tree):
 
 
 @compiled
-def finish_keys(keys, norm):
-    """Sums, as bits, to keys: of the root for the 2-norm."""
-    if norm == 2:
-        values = keys.view(np.float32)
-        for i in range(keys.size):
-            values[i] = np.sqrt(values[i])
-    for i in range(keys.size):
-        keys[i] = min(keys[i] & np.int32(0x7FFFFFFF), np.int32(0x7F800001))
-
-
-@compiled
 def widen(bits, kind):
     """The bits of weights to those of |weight| in float32, in place."""
     if kind == 0:
@@ -202,30 +148,26 @@ def widen(bits, kind):
 
 
 @compiled
-def store(window, blocks, single, first, step, shifts, count, kept):
-    """Write kept[s, i] to every element of the block at `first + i * step + shifts[s]`."""
-    if blocks is None:
-        if single is not None:
-            scatter(window.mask, first, step, shifts, count, kept)
+def store(window, mask, count, kept):
+    """Write kept[s, i] to every element of the block at `first + i * step + shifts[s]`, (first, step, shifts) = mask.
+
+    May overwrite `kept`.
+    """
+    first, step, shifts = mask
+    elements, run, streams = window.elements[1], window.run, shifts.size
+    if elements.size == 1:
+        scatter(window.mask, first, step, shifts, count, kept)
         return
-    run, streams = blocks.run, shifts.size
-    together, wide = np.empty(streams * run, np.int64), np.empty((streams * run, count), np.uint8)
+    together, rows = np.empty(streams * run, np.int64), np.empty((streams * run, count), np.uint8)
     for s in range(streams):
         for r in range(run):
-            row, own = wide[s * run + r], kept[s]
+            row, own = rows[s * run + r], kept[s]
             for i in range(count):
                 row[i] = own[i]
-            together[s * run + r] = shifts[s] + blocks.elements[1, r]
-    packed = are_packed(step, together)
-    flags = np.empty(wide.size if packed else 0, np.uint8)
-    if packed:
-        interleave(wide, flags)
-    for e in range(0, blocks.elements.shape[1], run):
-        further = blocks.elements[1, e] - blocks.elements[1, 0]
-        if packed:
-            begin = first + together[0] + further
-            part = window.mask[begin : begin + flags.size]
-            for i in range(flags.size):
-                part[i] = flags[i]
-        else:
-            scatter(window.mask, first + further, step, together, count, wide)
+            together[s * run + r] = shifts[s] + elements[r]
+    if are_packed(step, together, 1):  # interleaved once, for all further runs of the blocks
+        flags = np.empty((1, rows.size), np.uint8)
+        interleave(rows, flags[0])
+        together, step, count, rows = together[:1], ONE, flags.size, flags
+    for e in range(0, elements.size, run):
+        scatter(window.mask, first + elements[e] - elements[0], step, together, count, rows)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .cache import compiled
-from .keys import absent_key, fill_keys, store
+from .keys import ABSENT, fill_keys, store
 from .memory import address_of, step_of, straight
 
 __all__ = ["select_side_by_side"]
@@ -18,30 +18,26 @@ def select_side_by_side(window, keep, lanes, pairs, network, start, stop):
     Up to `pairs` blocks of a scope are compared pair by pair, up to `network` sorted, more of them bisected.
     """
     members = np.prod(window.block[0])
-    block_x, block_m = np.empty(members, np.int64), np.empty(members, np.int64)
+    shifts = np.empty((2, members), np.int64)
     for m in range(members):
-        block_x[m] = address_of(window.block, 0, m, 0)
-        block_m[m] = address_of(window.block, 1, m, 0)
+        shifts[0, m], shifts[1, m] = address_of(window.block, 0, m, 0), address_of(window.block, 1, m, 0)
     buffer, spare = np.empty(members * lanes, np.int32), np.empty(members * lanes, np.int32)
-    flags = np.empty(members * lanes, np.uint8)
-    budgets, cut = np.full(lanes, keep[0], np.int32), np.empty(lanes, np.int32)
-    step_x, step_m = step_of(window.scope, 0), step_of(window.scope, 1)
-    absent, first = absent_key(window), start
+    flags, budgets, cut = np.empty(members * lanes, np.uint8), np.empty(lanes, np.int32), np.empty(lanes, np.int32)
+    first = start
     while first < stop:
         count = straight(window.scope, first, min(lanes, stop - first))
-        size = members * count
-        keys, other = buffer[:size].reshape((members, count)), spare[:size].reshape((members, count))
-        kept = flags[:size].reshape((members, count))
-        at_x, at_m = address_of(window.scope, 0, first, 0), address_of(window.scope, 1, first, 0)
-        fill_keys(window, window.blocks, window.single, at_x, step_x, block_x, at_m, step_m, block_m, count, keys)
-        if keep.size > 1:
-            for i in range(count):  # a loop, because an assignment of arrays takes seconds to compile
-                budgets[i] = keep[first + i]
+        shape, size = (members, count), members * count
+        keys, other, kept = buffer[:size].reshape(shape), spare[:size].reshape(shape), flags[:size].reshape(shape)
+        values = address_of(window.scope, 0, first, 0), step_of(window.scope, 0), shifts[0]
+        mask = address_of(window.scope, 1, first, 0), step_of(window.scope, 1), shifts[1]
+        fill_keys(window, values, mask, count, keys)
+        for i in range(count):
+            budgets[i] = keep[min(first + i, keep.size - 1)]  # a single budget is that of all
         if members <= pairs:
             rank_pairs(keys, budgets, other, kept)
         else:
             if members <= network:
-                for i in range(size):
+                for i in range(size):  # a loop, because an assignment of arrays takes seconds to compile
                     spare[i] = buffer[i]
                 sort_lanes(other)
                 for i in range(count):
@@ -50,10 +46,9 @@ def select_side_by_side(window, keep, lanes, pairs, network, start, stop):
                 bisect_lanes(keys, count, budgets, cut)
             mark_lanes(keys, count, budgets, cut, kept)
         if window.among_kept:
-            for m in range(members):
-                for i in range(count):
-                    kept[m, i] &= keys[m, i] != absent
-        store(window, window.blocks, window.single, at_m, step_m, block_m, count, kept)
+            for i in range(size):
+                flags[i] &= buffer[i] != ABSENT
+        store(window, mask, count, kept)
         first += count
 
 

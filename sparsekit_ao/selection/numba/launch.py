@@ -8,19 +8,18 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import cpu
-from ..nests import Nest, lower
-from ..strides import Shape, addresses, cosize
+from ..nests import lower
 from ..threads import pieces, run_all
 from ..tiling import Scopes
 from ..work import Update
-from .window import Blocks, Ints, Window, borrowed
+from .window import KINDS, contiguous_run, integers, make_window
 
 __all__ = ["fill", "problem", "update_reasons"]
 
@@ -34,8 +33,6 @@ SMALL = 1 << 16  # elements up to which a scope is not worth cutting over thread
 EACH = 1 << 12  # blocks of a scope in each of several tensors, below which a buffer for each is too much
 ELEMENTS = 32  # largest block
 RUN = 8  # ... and of it contiguous elements
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NORMS = {None: 1, 1: 1, 2: 2, math.inf: 3}
 MISSING = "numba is not installed (pip install 'sparsekit_ao[jit]')"
 
 
@@ -94,8 +91,8 @@ def _layout_reasons(update: Update, blocks: int) -> list[str]:
         found.append(f"scopes have {blocks} blocks; from {NETWORK + 1} to {SHORT} the plain path is as fast")
     for scopes in update.scopes:
         nests = lower(scopes)
-        if _run(nests.elements[0]) > RUN:
-            found.append(f"blocks have {_run(nests.elements[0])} contiguous elements, more than {RUN}")
+        if contiguous_run(nests.elements[0]) > RUN:
+            found.append(f"blocks have {contiguous_run(nests.elements[0])} contiguous elements, more than {RUN}")
         sizes = (nests.scope if method == "lanes" else nests.block).sizes
         if len(sizes) > 1 and sizes[-1] < STRAIGHT:
             what = "scopes" if method == "lanes" else "blocks"
@@ -124,12 +121,13 @@ def fill(update: Update) -> None:
     if update.numel == 0:
         return
     for m in update.members:
-        _mark_changed(m.mask)
+        if m.mask is not None and not m.mask.is_inference():  # autograd cannot see loops write: a backward pass that
+            torch.autograd.graph.increment_version(m.mask)  # saved the old mask must fail, not go on
     blocks, scopes = [math.prod(s.shape) for s in update.scopes], math.prod(update.scopes[0].scope_grid)
-    windows = [_window(s, update) for s in update.scopes]
+    windows = [make_window(s, update.norm, update.among_kept) for s in update.scopes]
     budget, total = _budget(update.budget), sum(blocks)
     method = _method(update.scopes, total)
-    work = list(pieces(scopes, total * windows[0].size))
+    work = pieces(scopes, total * windows[0].elements.shape[1])
     if method == "lanes":
         from .lanes import select_side_by_side
 
@@ -147,56 +145,8 @@ def fill(update: Update) -> None:
             cpu.fill(update)  # the sample misled: the digits of all keys must be counted
 
 
-def _mark_changed(mask: Tensor | None) -> None:
-    """Tell autograd, which cannot see loops write: a backward pass that saved the old mask must fail, not go on."""
-    if mask is not None and not mask.is_inference():
-        torch.autograd.graph.increment_version(mask)
-
-
 def _budget(keep: int | Tensor) -> Any:
     """Budgets as an int64 array: one for each scope, or a single one for all."""
     if isinstance(keep, Tensor) and keep.numel() and not any(keep.stride()):
         keep = int(keep.reshape(-1)[0])
-    return torch.as_tensor(keep, dtype=torch.int64, device="cpu").reshape(-1).numpy()
-
-
-def _window(scopes: Scopes, update: Update) -> Window:
-    only, nests = scopes.members[0], lower(scopes)
-    assert only.values is not None and only.mask is not None
-    kind, several = KINDS[only.values.dtype], math.prod(only.shape) > 1
-    return Window(
-        bits=borrowed(_flat(only.values).view(torch.int16 if kind else torch.int32)),
-        mask=borrowed(_flat(only.mask).view(torch.uint8)),
-        scope=_loops(nests.scope),
-        block=_loops(nests.block),
-        blocks=_blocks(only.shape, nests.elements[0], NORMS[update.norm]) if several else None,
-        single=None if several else 1,
-        kind=kind,
-        signed=update.norm is None,
-        among_kept=update.among_kept,
-    )
-
-
-@lru_cache(maxsize=4096)  # as many as nests are cached; a model has many tensors of few shapes
-def _loops(nest: Nest) -> Ints:
-    return _ints([nest.sizes, *nest.strides])
-
-
-@lru_cache(maxsize=256)
-def _blocks(block: Shape, element: Nest, norm: int) -> Blocks:
-    elements = torch.stack([addresses(element.sizes, steps) for steps in element.strides]).numpy()
-    return Blocks(elements=elements, run=_run(element), tree=_ints(block), norm=norm)
-
-
-def _run(element: Nest) -> int:
-    """Contiguous elements of a block, in values and mask."""
-    return element.sizes[-1] if element.sizes and all(steps[-1] == 1 for steps in element.strides) else 1
-
-
-def _ints(numbers: Any) -> Any:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").numpy()
-
-
-def _flat(t: Tensor) -> Tensor:
-    """The storage that a window spans, from its first element on."""
-    return t.detach().as_strided((cosize(t.shape, t.stride()),), (1,))
+    return integers(keep).reshape(-1)

@@ -1,7 +1,7 @@
 """Compiled loops that read and write many strided elements at once, in flat memory.
 
 An address is `first + i * step + shifts[s]`: element i of stream s. Streams whose elements alternate in memory (the
-four of a 2:4 scope) are separated by loops of a constant stride, which the compiler turns into vector instructions.
+four of a 2:4 scope) are separated by loops of constant stride, which the compiler turns into vector instructions.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ def step_of(nest, tensor):
 @compiled
 def gather(source, first, step, shifts, count, out):
     """out[s, i] = source[first + i * step + shifts[s]]."""
-    if are_packed(step, shifts):
+    if are_packed(step, shifts, 1):
         begin = first + shifts[0]
         deinterleave(source[begin : begin + count * step], out)
         return
@@ -49,19 +49,15 @@ def gather(source, first, step, shifts, count, out):
             part = source[begin : begin + count]
             for i in range(count):
                 row[i] = part[i]
-        elif step == 0:  # an expanded tensor
-            for i in range(count):
-                row[i] = source[begin]
         else:
-            spread = source[begin : begin + (count - 1) * step + 1 : step]
             for i in range(count):
-                row[i] = spread[i]
+                row[i] = source[begin + i * step]
 
 
 @compiled
 def scatter(target, first, step, shifts, count, flags):
     """target[first + i * step + shifts[s]] = flags[s, i]."""
-    if are_packed(step, shifts):
+    if are_packed(step, shifts, 1):
         begin = first + shifts[0]
         interleave(flags, target[begin : begin + count * step])
         return
@@ -72,53 +68,42 @@ def scatter(target, first, step, shifts, count, flags):
             for i in range(count):
                 part[i] = row[i]
         else:
-            spread = target[begin : begin + (count - 1) * step + 1 : step]
             for i in range(count):
-                spread[i] = row[i]
+                target[begin + i * step] = row[i]
 
 
 @compiled
-def are_packed(step, shifts):
-    """Whether the streams are dense together, and as many as `deinterleave` takes apart."""
-    together = shifts.size > 1 and step == shifts.size and is_power_of_two(shifts.size)
-    for s in range(1, shifts.size):
-        together &= shifts[s] == shifts[0] + s
+def are_packed(step, shifts, run):
+    """Whether streams of `run` contiguous elements are dense together, and as many as `deinterleave` separates."""
+    streams = shifts.size
+    together = streams > 1 and step == streams * run and streams & (streams - 1) == 0
+    for s in range(1, streams):
+        together &= shifts[s] == shifts[0] + s * run
     return together
 
 
 @compiled
-def is_power_of_two(number):
-    """Of a positive number."""
-    return number & (number - 1) == 0
-
-
-@compiled
 def deinterleave(source, out):
-    """out[s, i] = source[i * streams + s] for a power of two of streams, by strides that the compiler knows."""
-    streams, flat = out.shape[0], out.reshape(-1)
-    spare = np.empty(out.size if streams > 4 else 0, np.int32)
-    passes, done = 0, 1
-    while done < streams:
-        done *= 4 if streams // done >= 4 else 2
-        passes += 1
-    into, free = (flat, spare) if passes % 2 else (spare, flat)  # so that the last pass fills `out`
-    step = 4 if streams >= 4 else 2
-    deal(source, ONE, step, into)
+    """out[s, i] = source[i * streams + s] for a power of two of streams, by passes of constant stride 4 or 2."""
+    streams, into, free = out.shape[0], out.reshape(-1), np.empty(out.size if out.shape[0] > 4 else 0, np.int32)
+    done = 4
+    while done < streams:  # the last pass must fill `out`
+        into, free, done = free, into, done * 4
+    step = 2 if streams == 2 else 4
+    deal(source, 1, step, into)
     done = step
     while done < streams:
-        step = 4 if streams // done >= 4 else 2
+        step = min(4, streams // done)
         deal(into, done, step, free)
-        into, free = free, into
-        done *= step
+        into, free, done = free, into, done * step
 
 
 @compiled
 def deal(source, streams, step, out):
     """Every `step`-th element (2 or 4) of each stream becomes a stream; streams are stored one after the other."""
-    size = source.size // streams
-    part, apart = size // step, size // step * streams
+    part, apart = source.size // streams // step, source.size // step
     for s in range(streams):
-        x, a, b = source[s * size : (s + 1) * size], out[s * part :], out[s * part + apart :]
+        x, a, b = source[s * part * step : (s + 1) * part * step], out[s * part :], out[s * part + apart :]
         if step == 2:
             for i in range(part):
                 a[i], b[i] = x[2 * i], x[2 * i + 1]
@@ -130,26 +115,22 @@ def deal(source, streams, step, out):
 
 @compiled
 def interleave(rows, target):
-    """target[i * streams + s] = rows[s, i], the inverse of `deinterleave`."""
-    taken, free = rows.reshape(-1), np.empty(rows.size, np.uint8)
-    streams = rows.shape[0]
-    while True:
-        step = 4 if streams % 4 == 0 else 2
+    """target[i * streams + s] = rows[s, i], the inverse of `deinterleave`; overwrites `rows`."""
+    taken, free, streams = rows.reshape(-1), np.empty(rows.size, np.uint8), rows.shape[0]
+    while streams > 4:
+        step = min(4, streams // 4)  # the last pass takes 4
         streams //= step
-        if streams == 1:
-            collect(taken, streams, step, target)
-            return
         collect(taken, streams, step, free)
         taken, free = free, taken
+    collect(taken, 1, streams, target)
 
 
 @compiled
 def collect(source, streams, step, out):
     """The inverse of `deal`."""
-    size = source.size // streams
-    part, apart = size // step, size // step * streams
+    part, apart = source.size // streams // step, source.size // step
     for s in range(streams):
-        x, a, b = out[s * size : (s + 1) * size], source[s * part :], source[s * part + apart :]
+        x, a, b = out[s * part * step : (s + 1) * part * step], source[s * part :], source[s * part + apart :]
         if step == 2:
             for i in range(part):
                 x[2 * i], x[2 * i + 1] = a[i], b[i]

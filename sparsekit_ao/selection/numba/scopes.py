@@ -3,10 +3,10 @@
 import numpy as np
 
 from .cache import compiled
-from .keys import IN_CACHE, absent_key, fill_keys, sampled_keys, store
+from .keys import ABSENT, IN_CACHE, fill_keys, sampled_keys, store
 from .memory import address_of, step_of, straight
 
-__all__ = ["bracket", "choose", "emit_mask", "place", "sample", "select_by_one"]
+__all__ = ["choose", "emit_mask", "place", "sample", "select_by_one"]
 
 HIGHEST = 0x7FFFFFFF  # above every key
 
@@ -17,70 +17,57 @@ def read(window, first, count, at_x, at_m, keys):
     none, done = np.zeros(1, np.int64), 0
     while done < count:
         some = straight(window.block, first + done, count - done)
-        fill_keys(
-            window,
-            window.blocks,
-            window.single,
-            address_of(window.block, 0, first + done, at_x),
-            step_of(window.block, 0),
-            none,
-            address_of(window.block, 1, first + done, at_m),
-            step_of(window.block, 1),
-            none,
-            some,
-            keys[done : done + some].reshape((1, some)),
-        )
+        values = address_of(window.block, 0, first + done, at_x), step_of(window.block, 0), none
+        mask = address_of(window.block, 1, first + done, at_m), step_of(window.block, 1), none
+        fill_keys(window, values, mask, some, keys[done : done + some].reshape((1, some)))
         done += some
 
 
 @compiled
 def write(window, first, count, at_m, kept):
     """The mask of blocks first .. first + count of the scope at the given address = kept."""
-    none, step, done = np.zeros(1, np.int64), step_of(window.block, 1), 0
+    none, done = np.zeros(1, np.int64), 0
     while done < count:
         some = straight(window.block, first + done, count - done)
-        begin = address_of(window.block, 1, first + done, at_m)
-        flags = kept[done : done + some].reshape((1, some))
-        store(window, window.blocks, window.single, begin, step, none, some, flags)
+        mask = address_of(window.block, 1, first + done, at_m), step_of(window.block, 1), none
+        store(window, mask, some, kept[done : done + some].reshape((1, some)))
         done += some
 
 
 @compiled
-def blocks_at_once(blocks):
+def blocks_at_once(window):
     """Few enough that their elements stay in cache; a multiple of eight."""
-    if blocks is None:
-        return IN_CACHE
-    return max(256, IN_CACHE // blocks.elements.shape[1]) // 8 * 8
+    return max(256, IN_CACHE // window.elements.shape[1]) // 8 * 8
 
 
 @compiled
 def select_by_one(window, keep, start, stop):
     """Scopes start .. stop, one after the other; the keys of a scope are held in a buffer."""
-    members, chunk = np.prod(window.block[0]), blocks_at_once(window.blocks)
+    members, chunk = np.prod(window.block[0]), blocks_at_once(window)
     keys, kept = np.empty(members, np.int32), np.empty(chunk, np.uint8)
-    absent = absent_key(window)
     for scope in range(start, stop):
         at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
         for first in range(0, members, chunk):
             count = min(chunk, members - first)
             read(window, first, count, at_x, at_m, keys[first : first + count])
-        limit, need = cut_of(keys, keep[scope if keep.size > 1 else 0], absent)
+        limit, need = cut_of(keys, keep[min(scope, keep.size - 1)])
         for first in range(0, members, chunk):
             count = min(chunk, members - first)
-            need -= mark(keys[first : first + count], limit, need, absent, kept)
+            need -= mark(keys[first : first + count], limit, need, kept)
             write(window, first, count, at_m, kept)
 
 
 @compiled
-def cut_of(keys, budget, absent):
+def cut_of(keys, budget):
     """(limit, need): keys above the limit are kept, and the first `need` of those equal to it."""
     if budget == 0:
         return np.int32(HIGHEST), np.int64(0)
     limit = kth_key(keys, budget)
-    if limit != absent and count_from(keys, limit) == budget:  # no tie is cut: take a limit that none equals
+    if limit == ABSENT:  # fewer candidates than the budget
+        return limit, np.int64(0)
+    if count_from(keys, limit) == budget:  # no tie is cut: take a limit that none equals
         return np.int32(limit - 1), np.int64(0)
-    above = count_from(keys, np.int32(limit + 1))
-    return limit, np.int64(budget - above)
+    return limit, np.int64(budget - count_from(keys, np.int32(limit + 1)))
 
 
 @compiled
@@ -112,12 +99,12 @@ def kth_key(keys, budget):
 
 
 @compiled
-def mark(keys, limit, need, absent, kept):
+def mark(keys, limit, need, kept):
     """Flags of the keys above the limit and of the first `need` of those equal to it; how many of those there were."""
     for i in range(keys.size):
         kept[i] = keys[i] > limit
     used = 0
-    if need > 0 and limit != absent:
+    if need > 0:
         for i in range(keys.size):
             if keys[i] == limit and used < need:
                 kept[i] = 1
@@ -126,24 +113,12 @@ def mark(keys, limit, need, absent, kept):
 
 
 @compiled
-def sample(window, scope, start, stop, keys):
-    """Keys of blocks start .. stop of one scope, spread evenly, each drawn at random from a stretch of its own.
-
-    The mask is not read.
-    """
-    addresses = np.empty(keys.size, np.uint64)
-    at, stretch, state = address_of(window.scope, 0, scope, 0), (stop - start) // keys.size, np.uint32(start + 1)
-    for i in range(keys.size):
-        state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))  # Numerical Recipes' generator
-        block = start + i * stretch + ((np.int64(state >> np.uint32(8)) * stretch) >> 24)
-        addresses[i] = address_of(window.block, 0, block, at)
-    sampled_keys(window, window.blocks, window.single, addresses, keys)
-
-
-@compiled
-def bracket(keys, upper, lower):
-    """The upper-th and the lower-th largest key."""
-    return kth_key(keys, upper), kth_key(keys, lower)
+def sample(window, scope, slots, keys):
+    """Keys of some blocks of one scope; the mask is not read."""
+    addresses, at = np.empty(slots.size, np.uint64), address_of(window.scope, 0, scope, 0)
+    for i in range(slots.size):
+        addresses[i] = address_of(window.block, 0, slots[i], at)
+    sampled_keys(window, addresses, keys)
 
 
 @compiled
@@ -153,7 +128,7 @@ def emit_mask(window, scope, start, stop, least, most, slots, waiting):
     Keys above `most` are kept, those below `least` dropped. Those between are dropped for now, and their slots,
     counted from `start`, and keys are recorded as far as the arrays have capacity; all are counted.
     """
-    chunk = blocks_at_once(window.blocks)
+    chunk = blocks_at_once(window)
     buffer, kept = np.empty(chunk, np.int32), np.empty(chunk, np.uint8)
     scratch = np.empty(chunk + 8, np.uint8), np.empty(chunk // 8 + 2, np.int32), np.empty(chunk + 8, np.int32)
     at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
@@ -162,7 +137,7 @@ def emit_mask(window, scope, start, stop, least, most, slots, waiting):
         count = min(chunk, stop - first)
         keys = buffer[:count]
         read(window, first, count, at_x, at_m, keys)
-        above += split(keys, least, most, kept, scratch[0])
+        above += split(keys, np.int32(least), np.int32(most), kept, scratch[0])
         found = record(keys, first - start, scratch, slots, waiting, found)
         write(window, first, count, at_m, kept)
     return above, found
@@ -203,22 +178,18 @@ def record(keys, first, scratch, slots, waiting, found):
 
 
 @compiled
-def choose(keys, need, absent, kept):
-    """Flags of the `need` highest keys (at least one), lower index first among equals; never of an absent one."""
-    limit, ties = cut_of(keys, need, absent)
-    mark(keys, limit, ties, absent, kept)
+def choose(keys, budget, kept):
+    """Flags of the highest keys, lower index first among equals."""
+    limit, need = cut_of(keys, budget)
+    mark(keys, limit, need, kept)
 
 
 @compiled
-def place(window, blocks, single, scope, start, slots, kept):
+def place(window, scope, start, slots, kept):
     """Set the mask of the blocks of one scope, slots counted from `start`, whose flag is set."""
     at_m = address_of(window.scope, 1, scope, 0)
     for i in range(slots.size):
         if kept[i]:
             begin = address_of(window.block, 1, start + slots[i], at_m)
-            if blocks is None:
-                if single is not None:
-                    window.mask[begin] = 1
-            else:
-                for e in range(blocks.elements.shape[1]):
-                    window.mask[begin + blocks.elements[1, e]] = 1
+            for e in range(window.elements.shape[1]):
+                window.mask[begin + window.elements[1, e]] = 1

@@ -1,32 +1,24 @@
 """What the compiled loops are given: one window as nests of integers over flat numpy arrays."""
 
 import ctypes
+import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Blocks", "Ints", "Window", "borrowed"]
+from ..nests import Nest, lower
+from ..strides import addresses, cosize
+from ..tiling import Scopes
+from ..work import Norm
 
-Ints = NDArray[np.int64]
+__all__ = ["KINDS", "Window", "contiguous_run", "integers", "make_window"]
 
-
-class Blocks(NamedTuple):
-    """Blocks of several elements, which all have the same memory layout.
-
-    Attributes:
-        elements: [2, elements], the address of each element of a block in values and mask.
-        run: consecutive elements of a block that are contiguous, in values and mask.
-        tree: the block's shape, in the order in which its sum is taken.
-        norm: 1, 2, or 3 for the largest.
-    """
-
-    elements: Ints
-    run: int
-    tree: Ints
-    norm: int
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NORMS = {None: 1, 1: 1, 2: 2, math.inf: 3}
+Array = np.ndarray[Any, Any]
 
 
 class Window(NamedTuple):
@@ -35,35 +27,72 @@ class Window(NamedTuple):
     Attributes:
         bits: the values' storage as int16 or int32, flat; floats are read as integers, so bfloat16 needs no copy.
         mask: the mask's storage as uint8, flat.
-        scope: [3, loops], sizes of the scope nest, its steps in the values, its steps in the mask.
+        scope: int64 [3, loops], sizes of the scope nest, its steps in the values, its steps in the mask.
         block: the same of the block nest.
-        blocks: None for single elements.
-        single: None for blocks of several elements, else 1: numba distinguishes the two by the None.
+        elements: int64 [2, elements], the address of each element of a block in values and mask.
+        run: consecutive elements of a block that are contiguous, in values and mask.
+        tree: int64, the block's shape, in the order in which its sum is taken.
+        norm: 1, 2, or 3 for the largest.
         kind: 0 float32, 1 bfloat16, 2 float16.
         signed: rank single elements by score, not by |score|.
         among_kept: choose only among what the mask still keeps.
     """
 
-    bits: NDArray[Any]
-    mask: NDArray[np.uint8]
-    scope: Ints
-    block: Ints
-    blocks: Blocks | None
-    single: int | None
+    bits: Array
+    mask: Array
+    scope: Array
+    block: Array
+    elements: Array
+    run: int
+    tree: Array
+    norm: int
     kind: int
     signed: bool
     among_kept: bool
 
-    @property
-    def size(self) -> int:
-        """Elements of a block."""
-        return 1 if self.blocks is None else int(self.blocks.elements.shape[1])
+
+def make_window(scopes: Scopes, norm: Norm, among_kept: bool) -> Window:
+    """The window of scopes with one member, whose mask is bool and whose values are of a dtype in KINDS."""
+    only, nests = scopes.members[0], lower(scopes)
+    assert only.values is not None and only.mask is not None
+    return Window(
+        bits=_flat(only.values, ctypes.c_int16 if KINDS[only.values.dtype] else ctypes.c_int32),
+        mask=_flat(only.mask, ctypes.c_uint8),
+        scope=_loops(nests.scope),
+        block=_loops(nests.block),
+        elements=_elements(nests.elements[0]),
+        run=contiguous_run(nests.elements[0]),
+        tree=integers(only.shape),
+        norm=NORMS[norm],
+        kind=KINDS[only.values.dtype],
+        signed=norm is None,
+        among_kept=among_kept,
+    )
 
 
-def borrowed(t: Tensor) -> NDArray:
-    """A tensor's elements as a flat array, which is valid as long as the tensor exists.
+def contiguous_run(elements: Nest) -> int:
+    """Contiguous elements of a block, in values and mask."""
+    return elements.sizes[-1] if elements.sizes and all(steps[-1] == 1 for steps in elements.strides) else 1
+
+
+def integers(numbers: Any) -> Array:
+    """An int64 array of integers or of an integer tensor."""
+    return torch.as_tensor(numbers, dtype=torch.int64, device="cpu").numpy()
+
+
+@lru_cache(maxsize=4096)  # as many as nests are cached; a model has many tensors of few shapes
+def _loops(nest: Nest) -> Array:
+    return integers([nest.sizes, *nest.strides])
+
+
+@lru_cache(maxsize=256)
+def _elements(nest: Nest) -> Array:
+    return torch.stack([addresses(nest.sizes, steps) for steps in nest.strides]).numpy()
+
+
+def _flat(t: Tensor, kind: Any) -> Array:
+    """The storage that a tensor spans, from its first element on; valid as long as the tensor exists.
 
     `Tensor.numpy()` would forbid the storage to be resized ever after, which is how FSDP2 frees gathered weights.
     """
-    kind = {torch.uint8: ctypes.c_uint8, torch.int16: ctypes.c_int16, torch.int32: ctypes.c_int32}[t.dtype]
-    return np.ctypeslib.as_array((kind * t.numel()).from_address(t.data_ptr()))
+    return np.ctypeslib.as_array((kind * cosize(t.shape, t.stride())).from_address(t.data_ptr()))
