@@ -496,7 +496,6 @@ def one_component_at_a_time():
     _, many = twins((functools.partial(RIGL, redistribute="gradient"), None, ADAM), sharded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic.slots, "full_tensor", watched)
-        patch.setattr(dynamic.parts, "full_tensor", watched)
         patch.setattr(dynamic.slots.Slots, "rows_of_masks", watched_rows)
         for step in range(1, 5):
             train(many, step)

@@ -1,10 +1,9 @@
 """Views, blocks, scopes and their couplings: which elements are kept or dropped together, and what competes."""
 
 from .axes import AxisPattern, dimensions_of
-from .block import BlockSpec, SparseBlock, block_windows
+from .block import BlockCoupling, BlockSpec, SparseBlock, block_windows
 from .budget import checked_level, is_number, sparsity_to_nnz
-from .coupling import BlockCoupling, ScopeCoupling
-from .scope import ScopeSpec
+from .scope import ScopeCoupling, ScopeSpec
 from .sparse_scope import MaskUpdate, ScopeMember, SparseScope, scope_windows, update_masks, write_back
 from .view import View
 

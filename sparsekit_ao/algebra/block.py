@@ -1,27 +1,36 @@
 """Blocks: the elements that are kept or dropped together, and their norms, masks and multipliers.
 
-`SparseBlock` is the base class of one tensor's blocks (`BlockSpec`) and coupled ones (`coupling.BlockCoupling`).
-Budgets and selection are in `sparse_scope`.
+`SparseBlock` is the base class of one tensor's blocks (`BlockSpec`) and coupled ones (`BlockCoupling`), whose grids are
+aligned by permutations. Budgets and selection are in `sparse_scope`.
 """
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..errors import SparsityError
+from ..errors import CouplingError, SparsityError
 from ..selection import Blocks, Scopes, block_scores, fill_mask
 from ..selection.strides import Shape, grid_of
-from ..selection.tiling import from_aligned
+from ..selection.tiling import aligned_grid, from_aligned
 from .elements import elements_of
 from .layout import is_dense, resolve_tile
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 from .view import View
 
-__all__ = ["BlockSpec", "SparseBlock", "block_windows", "live_windows"]
+__all__ = [
+    "BlockCoupling",
+    "BlockSpec",
+    "SparseBlock",
+    "aligned_members",
+    "block_windows",
+    "check_distinct",
+    "live_windows",
+]
 
 
 class SparseBlock(Thresholded):
@@ -198,15 +207,83 @@ class BlockSpec(SparseBlock):
         return f"BlockSpec({self.view!r}, shape={self.shape})"
 
 
+class BlockCoupling(SparseBlock):
+    """Blocks of several tensors that are kept or dropped together: `B_ref[k] = B_j[order_j(k)]`.
+
+    Args:
+        specs: the members; the first one's grid is the reference. Missing grid dimensions have size 1, so a bias
+            couples with a weight's rows.
+        orders: for each member None, or a permutation: aligned dimension k is the member's dimension order[k].
+        name: opening words of error messages.
+
+    Raises:
+        CouplingError: aligned grids differ, or an order is no permutation.
+
+    >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up go with columns of down
+    >>> c = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], orders=[None, (1, 0)])
+    >>> c.grid_shape, c.numel_per_block()
+    ((4, 1), 6)
+    """
+
+    def __init__(
+        self, specs: Sequence[BlockSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
+    ) -> None:
+        self.name = name
+        check_distinct(specs, self._where())
+        full, self.grid_shape = aligned_members("block", specs, orders, self._where())
+        self._members = list(zip(specs, full, strict=True))
+
+    def members(self) -> "list[tuple[BlockSpec, Shape]]":
+        """The members with their orders."""
+        return list(self._members)
+
+    @property
+    def data(self) -> tuple[Tensor, ...]:
+        """Live aliases of the members' elements."""
+        return tuple(spec.data for spec in self.blocks())
+
+    def __repr__(self) -> str:
+        return f"BlockCoupling({self.blocks()!r})"
+
+
+def check_distinct(specs: Sequence[BlockSpec], where: str) -> None:
+    """Raise where a block spec is given twice."""
+    for spec, times in Counter(specs).items():
+        if times > 1:
+            raise CouplingError(f"{where}{spec.name or 'a block spec'} is given twice; members must be distinct")
+
+
+def aligned_members(
+    kind: str, specs: Sequence[Thresholded], given: Sequence[Sequence[int] | None] | None, where: str
+) -> tuple[list[Shape], Shape]:
+    """A checked permutation for each member, of all aligned dimensions (() is the identity), and the aligned grid."""
+    if not specs:
+        raise CouplingError(f"{where}a coupling needs at least one member")
+    orders = list(given) if given is not None else [None] * len(specs)
+    if len(orders) != len(specs):
+        raise CouplingError(f"{where}{len(specs)} members but {len(orders)} orders; give one for each member, or None")
+    ndim = max(len(s.grid_shape) for s in specs)
+    full = [() if order is None else (*order, *range(len(order), ndim)) for order in orders]
+    for order, permutation, s in zip(orders, full, specs, strict=True):
+        if order is not None and sorted(permutation) != list(range(ndim)):
+            raise CouplingError(
+                f"{where}{s.name or 'a member'}: order {tuple(order)} is no permutation of the {ndim} aligned grid "
+                "dimensions"
+            )
+    grids = [aligned_grid(s.grid_shape, order, ndim) for s, order in zip(specs, full, strict=True)]
+    for grid, s in zip(grids, specs, strict=True):
+        if grid != grids[0]:
+            raise CouplingError(
+                f"{where}{s.name or 'a member'} has the aligned {kind} grid {grid}, but {specs[0].name or 'the first'} "
+                f"has {grids[0]}. Give an order that permutes one onto the other, or other blocks and scopes."
+            )
+    return full, grids[0]
+
+
 def block_windows(
     block: SparseBlock, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
 ) -> tuple[Blocks, ...]:
-    """A block's members as `selection` takes them: windows on the values, and on the masks if given.
-
-    Args:
-        block: one tensor's blocks or coupled ones.
-        values: parameter-shaped; a mapping {parameter: tensor} for several parameters, None for the parameters.
-        masks: {block: parameter-shaped mask}.
+    """A block's members as `selection` takes them: windows on the values, and on the masks ({block: mask}) if given.
 
     Raises:
         SparsityError: a parameter without values, or a tensor of another shape than its parameter.
@@ -225,13 +302,9 @@ def block_windows(
 
 
 def live_windows(block: SparseBlock, conditioners: Values = None) -> tuple[Blocks, ...]:
-    """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks.
-
-    Raises:
-        SparsityError: a parameter's strides have changed since its view was made.
-    """
+    """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
     for spec in block.blocks():
-        _ = spec.data  # raises
+        _ = spec.data  # raises where a parameter's strides have changed since its view was made
     windows = block_windows(block)
     if conditioners is None:
         return windows

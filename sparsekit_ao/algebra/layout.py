@@ -42,20 +42,14 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def resolve_tile(
     kind: str, sizes: Sequence[int], tile: Sequence[int], *, edge: str = "error", where: str = ""
 ) -> Shape:
-    """Check the block or scope shape that a user gave, and replace `()`, missing entries and -1.
+    """Check the block or scope shape that a user gave; one positive int for each dimension of what it tiles.
 
     Args:
         kind: `"block"` (`()` is all ones, else one entry a dimension) or `"scope"` (missing entries are whole).
         sizes: what is tiled: the view's shape for a block, the block grid for a scope.
-        tile: the shape as given.
+        tile: the shape as given; -1 is the whole dimension.
         edge: `"error"`, or `"partial"` to allow a smaller last tile.
         where: opening words of an error.
-
-    Returns:
-        One positive int for each dimension of `sizes`.
-
-    Raises:
-        SparsityError: a wrong length, a non-integer, a value below 1 other than -1, a non-divisor.
 
     >>> resolve_tile("block", (8, 6), (-1, 3))
     (8, 3)

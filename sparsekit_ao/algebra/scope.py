@@ -1,20 +1,20 @@
-"""ScopeSpec: one block grid tiled into scopes, the sets of blocks that compete."""
+"""Block grids tiled into scopes, the sets of blocks that compete; and scopes of several grids that share one budget."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection import from_scopes
 from ..selection.strides import grid_of
-from .block import BlockSpec, SparseBlock
+from .block import BlockSpec, SparseBlock, aligned_members, check_distinct
 from .elements import tiles_of
 from .layout import resolve_tile
 from .sparse_scope import ScopeMember, SparseScope, scope_windows
 from .view import View
 
-__all__ = ["ScopeSpec"]
+__all__ = ["ScopeCoupling", "ScopeSpec"]
 
 
 class ScopeSpec(SparseScope):
@@ -89,3 +89,55 @@ class ScopeSpec(SparseScope):
 
     def __repr__(self) -> str:
         return f"ScopeSpec({self.block!r}, shape={self.shape})"
+
+
+class ScopeCoupling(SparseScope):
+    """Scopes of several block grids that share one budget: their blocks compete with each other.
+
+    Args:
+        scopes: the members, which may have different counts of blocks in a scope; budgets count all of them.
+        orders: for each member None, or a permutation: aligned scope dimension k is the member's dimension order[k].
+        name: opening words of error messages.
+
+    Raises:
+        CouplingError: aligned scope grids differ, or an order is no permutation.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    >>> c = ScopeCoupling([ScopeSpec(BlockSpec(a)), ScopeSpec(BlockSpec(b))])
+    >>> [m.tolist() for m in c.get_masks(2).values()]
+    [[False, True], [True]]
+    """
+
+    def __init__(
+        self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
+    ) -> None:
+        self.name = name
+        check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
+        full, self.grid_shape = aligned_members("scope", scopes, orders, self._where())
+        self._specs, self._members = list(scopes), []
+        for s, order in zip(scopes, full, strict=True):
+            # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
+            own = tuple(k for k in order if k < len(s.shape))
+            self._members.append(ScopeMember(block=s.block, shape=s.shape, order=own, name=s.name))
+
+    def members(self) -> list[ScopeMember]:
+        """The members with their orders."""
+        return list(self._members)
+
+    def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = False) -> Tensor:
+        """Tensors of the members' block grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
+        if not (reorder and merge):
+            raise SparsityError(f"{self._where()}members may differ in shape; use merge=True")
+        rows = self._rows_of(t, "t")
+        assert rows is not None
+        return rows.reshape([*self.grid_shape, rows.shape[1]])
+
+    def scope_to_block(self, t: Tensor, reorder: bool = True) -> dict[SparseBlock, Tensor]:
+        """The inverse of `block_to_scope`: {block: tensor of its grid's shape}."""
+        want = (*self.grid_shape, self.numblk_per_scope())
+        if not reorder or tuple(t.shape) != want:
+            raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")
+        return dict(self._grids_of(t.reshape(self.numscp(), want[-1])))
+
+    def __repr__(self) -> str:
+        return f"ScopeCoupling({self._specs!r})"

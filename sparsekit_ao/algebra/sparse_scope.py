@@ -1,7 +1,7 @@
 """Scopes: the sets of blocks that compete, their budgets, k-th largest norms and exact masks.
 
 `SparseScope` is the base class of one block grid's scopes (`scope.ScopeSpec`) and coupled ones
-(`coupling.ScopeCoupling`). `MaskUpdate` describes one update of masks, `update_masks` carries updates out.
+(`scope.ScopeCoupling`). `MaskUpdate` describes one update of masks, `update_masks` carries updates out.
 """
 
 import math
@@ -291,9 +291,7 @@ class MaskUpdate:
 def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
     """Fill the masks of updates that do not depend on each other, in place; those of one kind share GPU launches.
 
-    Args:
-        updates: of tensors that are whole on this process; all are checked before any mask changes.
-        impl: see `selection`.
+    All are checked before any mask changes. Their tensors are whole on this process; for `impl` see `selection`.
     """
     windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
     chosen = [
@@ -316,12 +314,9 @@ def scope_windows(
 
 
 def write_back(windows: Sequence[Scopes], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
-    """Copy filled windows to the masks whose strides differ from their parameter's: there a window is a copy.
+    """Copy windows of `scope_windows(scope, ..., masks)`, filled, to masks of other strides than their parameter's.
 
-    Args:
-        windows: of `scope_windows(scope, ..., masks)`, with the masks filled.
-        scope: the scope that they were made of.
-        masks: {block: mask}.
+    For those the windows are copies.
     """
     for spec, window in zip(scope.blocks(), (m for w in windows for m in w.members), strict=True):
         if not spec.view.is_aligned(masks[spec]):

@@ -71,12 +71,10 @@ class Thresholded(ABC):
             SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
         """
         t, scopes = self._thresholds(thresholds), self._live(conditioners)
-        newton = None
-        if conditioners is not None:
-            newton = Newton(eps=eps, atol=1e-6 if atol is None else atol, max_iter=max_iter)
+        tolerance = 1e-6 if atol is None else atol
+        newton = None if conditioners is None else Newton(eps=eps, atol=tolerance, max_iter=max_iter)
         self._check_signs(t, scopes, newton)
-        factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
-        if _by_kernels(scopes, t, impl, soft=True, factors=factors, newton=newton, where=self._where()):
+        if _by_kernels(scopes, t, impl, soft=True, scale=scale, newton=newton, where=self._where()):
             return
         rows = [_shrunk(s, t, scale, newton, atol is None) for s in scopes]
         for s, shrunk in zip(scopes, rows, strict=True):
@@ -118,11 +116,8 @@ def zero_below(
 ) -> None:
     """Zero the blocks whose 2-norm is strictly below their scope's threshold (equal stays), in place.
 
-    Args:
-        scopes: windows on the parameters.
-        thresholds: a number, or a tensor with one element or of the scope grid's shape.
-        scored: windows on other values whose norms are compared; then no kernel is used.
-        impl: `"auto"`, `"reference"` or `"triton"`.
+    With `scored`, windows on other values, their norms are compared, and no kernel is used. Thresholds are a number, or
+    a tensor with one element or of the scope grid's shape.
     """
     if scored is None and _by_kernels(scopes, thresholds, impl):
         return
@@ -154,11 +149,8 @@ def shrink_rows_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, a
 
     w = 0 iff `||Dv|| <= t`; else `w_i = h_i v_i s / (h_i s + t)` with s the root of
     `phi(s) = ||(h_i v_i / (h_i s + t))_i|| = 1`. Newton on `1/phi(s)` from `(||Dv|| - t) / max(h)` rises to the root
-    without ever passing it.
-
-    Args:
-        v, h, t: v and h [blocks, elements] with h > 0; t [blocks], not negative.
-        max_iter, atol: Newton steps at most, until every |phi(s) - 1| is at most atol; else a SparsityError.
+    without ever passing it, in at most `max_iter` steps until every |phi(s) - 1| is at most `atol`; else a
+    SparsityError. v and h > 0 are [blocks, elements], t >= 0 [blocks].
     """
     pull = h * v
     force = torch.linalg.vector_norm(pull, dim=1)
@@ -209,22 +201,22 @@ def _by_kernels(
     impl: str,
     *,
     soft: bool = False,
-    factors: Sequence[float] | None = None,
+    scale: bool = False,
     newton: Newton | None = None,
     where: str = "",
 ) -> bool:
     """Threshold by kernels, with one read and one write of the weight; False if they cannot, and nothing has changed.
 
-    `factors`, one for each of the scopes, multiply the thresholds. Blocks that do not converge are left unchanged, and
-    raise once the others are written.
+    Blocks that do not converge are left unchanged, and raise once the others are written.
     """
     device = scopes[0].members[0].window.device
     if isinstance(thresholds, Tensor):
         thresholds = thresholds.detach().to(device, torch.float32)
+    factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
     missed = [None if newton is None else torch.zeros((), dtype=torch.float32, device=device) for _ in scopes]
     work = [
         Threshold(scopes=one, thresholds=thresholds, soft=soft, factor=factor, newton=newton, missed=m)
-        for one, factor, m in zip(scopes, factors or [1.0] * len(scopes), missed, strict=True)
+        for one, factor, m in zip(scopes, factors, missed, strict=True)
     ]
     backend = threshold_backend(work, impl)
     if backend is None:

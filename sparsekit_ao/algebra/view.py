@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection.strides import Shape, cosize
+from ..selection.strides import Shape, cosize, row_major
 from ..selection.tiling import split
 from .elements import tiles_of
 from .layout import check_window, coordinate_of, resolve_tile
@@ -150,10 +150,7 @@ class View:
         (1, 2)
         """
         at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self._strides)
-        column = 0
-        for c, s in zip(at[1:], self.param.shape[1:], strict=True):
-            column = column * s + c
-        return (at[0] if at else 0), column
+        return (at[0] if at else 0), sum(c * d for c, d in zip(at[1:], row_major(self.param.shape[1:]), strict=True))
 
     def block_view_of(self, t: Tensor, block_shape: Sequence[int], reorder: bool = True, merge: bool = False) -> Tensor:
         """A parameter-shaped tensor cut into this window's blocks.

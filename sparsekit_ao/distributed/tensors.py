@@ -75,10 +75,7 @@ def placed_like(mask: Any, weight: Any) -> Tensor:
     """The mask with the mesh and placements of its weight, whichever of them is sharded further.
 
     A mask is sharded like its weight without communication; one that is sharded further is gathered as its weight was.
-
-    Args:
-        mask: of the weight's global shape.
-        weight: plain, or a DTensor; their meshes are equal, or one is a named part of the other.
+    Their global shapes are equal, and their meshes too, or one is a named part of the other.
 
     >>> mask = torch.ones(2, dtype=torch.bool)
     >>> placed_like(mask, torch.zeros(2)) is mask
@@ -118,12 +115,7 @@ def _gathered(mask: Any, weight: Any) -> Tensor:
 
 
 def from_local(part: Tensor, weight: Any) -> Tensor:
-    """This rank's part as a tensor with the mesh and placements of another; nothing is copied.
-
-    >>> t = torch.ones(2)
-    >>> from_local(t, torch.zeros(2)) is t
-    True
-    """
+    """This rank's part as a tensor with the mesh and placements of another; nothing is copied."""
     if not is_sharded(weight):
         return part
     from torch.distributed.tensor import DTensor
@@ -133,11 +125,7 @@ def from_local(part: Tensor, weight: Any) -> Tensor:
 
 
 def all_agree(condition: bool, tensors: Iterable[Any]) -> bool:
-    """Whether a condition is true on every rank of the tensors' meshes.
-
-    >>> all_agree(True, [torch.ones(2)])
-    True
-    """
+    """Whether a condition is true on every rank of the tensors' meshes."""
     for mesh in {t.device_mesh: None for t in tensors if is_sharded(t)}:
         flag = torch.tensor(int(condition), dtype=torch.int32, device=mesh.device_type)
         for dim in range(mesh.ndim):
@@ -147,11 +135,7 @@ def all_agree(condition: bool, tensors: Iterable[Any]) -> bool:
 
 
 def sum_over_ranks(counts: Tensor, of: Any) -> Tensor:
-    """Counts of this rank's part of a tensor, summed over the ranks that hold other parts of it.
-
-    >>> sum_over_ranks(torch.tensor([3, 4]), torch.ones(2))
-    tensor([3, 4])
-    """
+    """Counts of this rank's part of a tensor, summed over the ranks that hold other parts of it."""
     if is_sharded(of):
         counts = counts.clone()
         for dim, placement in enumerate(of.placements):

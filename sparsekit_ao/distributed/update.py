@@ -31,24 +31,15 @@ FEW = 32  # scopes up to which histograms are summed even where the weights woul
 def update_masks(updates: Sequence[MaskUpdate]) -> None:
     """Fill the masks of updates that do not depend on each other, in place; of sharded masks each rank its part.
 
-    Collective where a tensor is sharded: every rank of its mesh calls this with the same updates.
-
-    Args:
-        updates: values and masks of each are plain, or DTensors on one mesh and named parts of it.
-
-    Raises:
-        SparsityError: the tensors of one update are on different meshes.
+    Collective where a tensor is sharded: every rank of its mesh calls this with the same updates. Values and masks of
+    each are plain, or DTensors on one mesh and named parts of it.
     """
-    plain: list[MaskUpdate] = []
     by_mesh: dict[Any, list[MaskUpdate]] = {}
     copies: list[tuple[Tensor, Tensor]] = []
     for update in updates:
         mesh = common_mesh([(spec.name, update.value_of(spec)) for spec in update.scope.blocks()])
-        if mesh is None:
-            plain.append(update)
-        else:
-            by_mesh.setdefault(mesh, []).append(_with_contiguous_masks(update, copies))
-    algebra.update_masks(plain)
+        by_mesh.setdefault(mesh, []).append(update if mesh is None else _with_contiguous_masks(update, copies))
+    algebra.update_masks(by_mesh.pop(None, []))
     for mesh, found in by_mesh.items():
         _update_on(mesh, found)
     for mask, filled in copies:

@@ -1,4 +1,4 @@
-"""Applies the masks that an update chose to weights, optimizer state and masks; and the update as a whole.
+"""Gathers what an update reads and applies the masks that it chose; and the update as a whole.
 
 `run_update` gathers, chooses and applies. What may raise is computed before anything is changed.
 """
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..distributed import fill, full_tensor, local, placed_like, sum_over_ranks
+from ..distributed import fill, full_tensor, is_sharded, local, placed_like, sum_over_ranks
 from ..errors import SparsityError
-from ..masking import find_mask, select
+from ..masking import select
 from ..sparsifiers.config import TensorGroup
 from .budgets import Budgets
 from .choose import choose
 from .gradients import GradientCapture
+from .mask import find_dynamic
 from .optimizers import original, placed_gradient, reset_state, second_moments, start_second_moments
-from .parts import gather
 from .settings import Settings, value_at
-from .slots import generator
+from .slots import Gathered, Part, Slots, generator
 
 __all__ = ["Movement", "run_update", "zero_dropped", "zero_dropped_gradients", "zero_dropped_state"]
 
@@ -58,7 +58,7 @@ def run_update(
     settings = budgets.settings
     only_prunes = settings.grow is None and settings.target is not None
     fraction = 0.0 if only_prunes else value_at(settings.update_fraction, iteration, "update_fraction")
-    parts = gather(budgets, capture.gradients, momenta, level_given, iteration)
+    parts = _gather(budgets, capture.gradients, momenta, level_given, iteration)
     chosen, held = choose(parts, budgets, iteration, fraction)
     masks: dict[int, Tensor] = {}
     for part, kept in zip(parts, chosen, strict=True):
@@ -77,15 +77,41 @@ def run_update(
     )
 
 
+def _gather(
+    budgets: Budgets,
+    gradients: Mapping[str, Tensor],
+    momenta: Mapping[str, Tensor | None],
+    level_given: Mapping[str, float],
+    step: int,
+) -> list[Part]:
+    """One part for each component of the budgets, in their order; gradients and momenta are by tensor_fqn."""
+    parts = []
+    for k, component in enumerate(budgets.components):
+        own = {spec: budgets.groups[at] for spec, at in component.leaves}
+        weights = {spec: original(g).detach() for spec, g in own.items()}
+        device = next(iter(weights.values())).device
+        slots = Slots(
+            component=component,
+            weights=Gathered(weights),
+            masks=Gathered({s: _mask(g) for s, g in own.items()}),
+            gradients=Gathered({s: t for s, g in own.items() if (t := gradients.get(g["tensor_fqn"])) is not None}),
+            momenta=Gathered({s: t for s, g in own.items() if (t := momenta.get(g["tensor_fqn"])) is not None}),
+            device=device,
+            step=step,
+            seed=budgets.settings.seed,
+        )
+        sharded = weights if any(map(is_sharded, weights.values())) else {}
+        parts.append(Part(slots=slots, budget=budgets.rows(k, level_given).to(device), sharded=sharded))
+    return parts
+
+
 def _apply(
     groups: Sequence[TensorGroup], masks: Sequence[Tensor], settings: Settings, capture: GradientCapture, iteration: int
 ) -> dict[str, list[int]]:
     """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
 
-    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state.
-
-    Returns:
-        {tensor_fqn: elements [grown, grown or pruned, kept]}.
+    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state. Returns {tensor_fqn:
+    elements [grown, grown or pruned, kept]}.
     """
     optimizers = capture.optimizers
     moments: list[list[Tensor]] = [[] for _ in groups]
@@ -150,6 +176,4 @@ def zero_dropped_gradients(held: Sequence[tuple[Tensor, Tensor]], optimizers: Se
 
 
 def _mask(group: TensorGroup) -> Tensor:
-    found = find_mask(group["module"], group["tensor_name"])
-    assert found is not None
-    return found.mask
+    return find_dynamic(group["module"], group["tensor_name"]).mask

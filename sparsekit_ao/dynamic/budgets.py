@@ -92,9 +92,8 @@ class Budgets:
     def ideals(self, level: float) -> tuple[dict[int, float], int]:
         """What each shared component would keep at an overall sparsity, by the distribution of the init.
 
-        Returns:
-            {component: its ideal} and what all of them keep together, exactly; both in the units of `sizes`. What fixed
-            components keep is subtracted.
+        Returns {component: its ideal} and what all of them keep together, exactly; both in the units of `sizes`. What
+        fixed components keep is subtracted.
         """
         shared, components = set(self.shared), self.components
         shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.leaves}
@@ -118,9 +117,7 @@ class Budgets:
     ) -> dict[int, int]:
         """Blocks in each scope of every shared component: whole numbers whose sum is the exact one, or just below.
 
-        Args:
-            level: the overall sparsity.
-            low, high: bounds of the blocks in each scope; by default one, so that no layer is empty, and all.
+        `low` and `high` bound the blocks in each scope; by default one, so that no layer is empty, and all.
         """
         ideals, sum_kept = self.ideals(level)
         at, unit = list(ideals), [self.units[k] for k in ideals]

@@ -15,10 +15,9 @@ from ..densities import allocate, shares
 from ..errors import SparsityError
 from ..selection import keep_mask
 from .budgets import Budgets, overall_level
-from .parts import KeptSlots, Part
 from .rules import Rule
 from .settings import number_of
-from .slots import Slots
+from .slots import KeptSlots, Part, Slots
 
 __all__ = ["choose", "count_after_pruning", "exchange"]
 
@@ -154,11 +153,8 @@ def _compete(
 def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Budgets, rule: Rule) -> list[Tensor]:
     """Budgets after the pruned blocks are shared out anew over the parts that share the budget; their sum stays.
 
-    In proportion to the rule's share. Where one more block in every scope costs the same in all these parts, the
-    largest remainders are rounded up; else blocks are moved in whole exchanges (see `exchange`).
-
-    Returns:
-        int64 [scopes] for each part.
+    In proportion to the rule's share; int64 [scopes] for each part. Where one more block in every scope costs the same
+    in all these parts, the largest remainders are rounded up; else blocks are moved in whole exchanges (`exchange`).
     """
     at = budgets.shared
     units, capacity = [budgets.units[k] for k in at], [budgets.capacities[k] for k in at]

@@ -26,13 +26,7 @@ Version = tuple[int, int] | None
 
 
 class StepHooks(ABC):
-    """Base class: hooks on the steps of the optimizers that train sparsified parameters.
-
-    Attributes:
-        optimizers: those attached.
-        groups: of the prepared model.
-        model: the prepared model.
-    """
+    """Base class: hooks on the steps of the attached optimizers, which train parameters of a prepared model."""
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
@@ -75,9 +69,8 @@ class StepHooks(ABC):
 
         return ((args[0], around, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": around})
 
-    @abstractmethod
-    def _on_closure(self, optimizer: Optimizer) -> None:
-        """Called before every call of a step's closure."""
+    def _on_closure(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Called before every call of a step's closure; does nothing by default."""
 
     @abstractmethod
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
@@ -102,9 +95,6 @@ class DecayHooks(StepHooks):
     def __init__(self, decay: float) -> None:
         super().__init__()
         self.decay = decay
-
-    def _on_closure(self, optimizer: Optimizer) -> None:
-        pass
 
     @torch.no_grad()
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:

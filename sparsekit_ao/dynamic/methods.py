@@ -50,8 +50,7 @@ def RigL(
     >>> RigL(0.8, until=1000).settings.update_fraction(500)
     0.15
     """
-    chosen = {"update_fraction": cosine(0.3, until), "until": until}
-    return _dynamic(sparsity_level, optimizer, chosen, arguments)
+    return _dynamic(sparsity_level, optimizer, {"update_fraction": cosine(0.3, until), "until": until}, arguments)
 
 
 def SNFS(
@@ -64,8 +63,7 @@ def SNFS(
     >>> SNFS(0.8, until=1000).settings.needs_momentum
     True
     """
-    chosen = {"grow": "momentum", "redistribute": "momentum", **arguments}
-    return RigL(sparsity_level, optimizer, until=until, **chosen)
+    return RigL(sparsity_level, optimizer, until=until, **{"grow": "momentum", "redistribute": "momentum", **arguments})
 
 
 def GMP(

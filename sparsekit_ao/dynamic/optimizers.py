@@ -100,11 +100,8 @@ def unwrap_optimizers(given: object) -> list[Optimizer]:
 def groups_of(
     optimizer: Optimizer | None, groups: Sequence[TensorGroup], model: nn.Module | None = None
 ) -> Sequence[TensorGroup]:
-    """Those of the groups that an optimizer trains (None: all), with parameters and masks sharded as they are now.
-
-    A trainer may shard the model and put the new parameters into the old optimizer without calling `attach`.
-    """
-    reshard(model)
+    """Those of the groups that an optimizer trains (None: all), with parameters and masks sharded as they are now."""
+    reshard(model)  # a trainer may shard it and put new parameters into the old optimizer without calling `attach`
     found = groups if optimizer is None else _trained_by(optimizer, groups)
     for group in found:
         live_mask(group["module"], group["tensor_name"], group["tensor_fqn"])
@@ -179,10 +176,7 @@ def _check_state(
 
 def _options(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any] | None:
     """The `param_groups` entry that a parameter is in, or None."""
-    for group in optimizer.param_groups:
-        if any(p is parameter for p in group["params"]):
-            return group
-    return None
+    return next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
 
 
 def _no_second_moments(name: str) -> str:

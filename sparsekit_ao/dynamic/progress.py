@@ -3,7 +3,6 @@
 Plain data: the iteration, whether an update is pending, levels, and in the middle of an update the captured gradients.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..sparsifiers.config import TensorGroup
 from .gradients import GradientCapture
 from .optimizers import original
 
-__all__ = ["checked_progress", "progress_of", "warn_of_missed"]
+__all__ = ["checked_progress", "progress_of"]
 
 _KINDS = {"iteration": int, "pending": bool, "level_given": Mapping, "stepped": Sequence, "gradients": Mapping}
 
@@ -38,12 +37,7 @@ def progress_of(
 
 
 def checked_progress(state_dict: object, groups: Sequence[TensorGroup], capture: GradientCapture) -> dict[str, Any]:
-    """The saved progress, checked to fit, with gradients copied to the devices and ranks of their weights.
-
-    Raises:
-        SparsityError: another sparsifier's state, an entry missing or of a wrong kind, a gradient of another shape, or
-            other optimizers in the middle of an iteration.
-    """
+    """The saved progress, checked to fit, with gradients copied to the devices and ranks of their weights."""
     if not isinstance(state_dict, Mapping) or "dynamic" not in state_dict:
         raise SparsityError("load_state_dict: this state is not a dynamic sparsifier's; it has no 'dynamic' entry")
     saved = state_dict["dynamic"]
@@ -62,15 +56,6 @@ def checked_progress(state_dict: object, groups: Sequence[TensorGroup], capture:
     capture.check_restorable(saved["stepped"], capture.optimizers)
     captured = {n: g for n, g in saved["gradients"].items() if n in saved.get("taken", saved["gradients"])}
     return {**saved, "gradients": _gradients(captured, groups)}
-
-
-def warn_of_missed(iteration: int) -> None:
-    """Warn, from a method that `step` calls, that an update was given up."""
-    warnings.warn(
-        f"the mask update due in iteration {iteration} never happened: an optimizer took no step, or a gradient was "
-        "missing or not finite, in every iteration since",
-        stacklevel=4,
-    )
 
 
 def _gradients(saved: Mapping[str, Any], groups: Sequence[TensorGroup]) -> dict[str, Tensor]:

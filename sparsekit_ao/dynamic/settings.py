@@ -17,6 +17,7 @@ from .rules import Rule, parse_rule
 __all__ = ["NewValues", "Settings", "make_settings", "number_of", "value_at"]
 
 NewValues = Callable[[Tensor, torch.Generator], Tensor]
+_FUNCTIONS = {"target": "a schedule (iteration -> sparsity)", "new_values": "a function (weight, generator) -> values"}
 _LEAST = {"update_every": 1, "until": 0, "seed": 0}  # integers and their lower bounds
 
 
@@ -80,8 +81,9 @@ def make_settings(**given: Any) -> Settings:
     prune, grow, fraction = checked["prune"], checked["grow"], given["update_fraction"]
     if given["state_init"] not in ("zero", "grad"):
         raise SparsityError(f"state_init must be 'zero' or 'grad', got {given['state_init']!r}")
-    _check_callable("target", given["target"], "a schedule (iteration -> sparsity)")
-    _check_callable("new_values", given["new_values"], "a function (weight, generator) -> values")
+    for name, what in _FUNCTIONS.items():
+        if given[name] is not None and not callable(given[name]):
+            raise SparsityError(f"{name} must be {what} or None, got {given[name]!r}")
     if given["target"] is not None and given["update_every"] is None:
         raise SparsityError(
             "target takes effect in updates, and update_every=None means that there are none; pass sparsity_level"
@@ -97,11 +99,6 @@ def make_settings(**given: Any) -> Settings:
     integers = {name: _integer(name, given[name], least) for name, least in _LEAST.items()}
     fraction = _fraction(0.3 if fraction is None else fraction)
     return Settings(**{**given, **checked, **integers, "init": parse_init(given["init"]), "update_fraction": fraction})
-
-
-def _check_callable(name: str, given: object, what: str) -> None:
-    if given is not None and not callable(given):
-        raise SparsityError(f"{name} must be {what} or None, got {given!r}")
 
 
 def _fraction(given: object) -> Schedule:

@@ -1,7 +1,8 @@
 """`Slots`: the blocks of one component as rows [scopes, slots], which is what the rules of an update score.
 
 A `Slots` holds the weights, masks, gradients and momenta of a component of the plan in one iteration, computes block
-scores and random numbers for rules, and writes chosen rows back into masks.
+scores and random numbers for rules, and writes chosen rows back into masks. A `Part` adds its budget. Sharded tensors
+are whole only while a rule reads them: what is kept (`KeptSlots`) is sharded again before the next component is read.
 """
 
 import hashlib
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ..algebra import BlockSpec, scope_windows, write_back
-from ..distributed import full_tensor
+from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
 from ..selection import fill_mask, from_scopes, scope_scores, to_scopes
 from ..selection.reference import candidates_of
 from ..selection.tiling import real_slots
 from ..sparsifiers.plan import Component
 
-__all__ = ["Gathered", "Slots", "generator"]
+__all__ = ["Gathered", "KeptSlots", "Part", "Slots", "generator"]
 
 
 def generator(seed: int, name: str, step: int, purpose: str) -> torch.Generator:
@@ -146,3 +147,62 @@ class Slots:
         for group, part in zip(groups, rows.split(widths, dim=1), strict=True):
             fill_mask(group.members, from_scopes(part, group))
         write_back(groups, scope, masks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSlots:
+    """Which slots of a part are kept: bool rows, or {block: bool mask sharded as its weight} where weights are sharded.
+
+    `count` is int64 [scopes], how many are kept in each scope.
+    """
+
+    count: Tensor
+    rows: Tensor | None = None
+    masks: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A component in an update: its blocks with all that rules read, and its budget.
+
+    `budget` is int64 [scopes], blocks that each scope keeps after the update, unless they are redistributed; `sharded`
+    is {block: weight} where weights are sharded, and empty where all are plain.
+    """
+
+    slots: Slots
+    budget: Tensor
+    sharded: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
+
+    @property
+    def scopes(self) -> int:
+        """Number of scopes."""
+        return self.slots.shape[0]
+
+    def store(self, rows: Tensor) -> KeptSlots:
+        """What is kept, from bool rows; where weights are sharded no whole tensor or row is held afterwards."""
+        if not self.sharded:
+            return KeptSlots(count=rows.sum(1), rows=rows)
+        masks = self._masks_from(rows)
+        self.release()
+        return KeptSlots(count=rows.sum(1), masks={s: placed_like(m, self.sharded[s]) for s, m in masks.items()})
+
+    def release(self) -> None:
+        """Free the rows that were computed from gathered tensors, if any were."""
+        if self.sharded:
+            self.slots.clear_cache()
+
+    def rows(self, kept: KeptSlots) -> Tensor:
+        """Stored slots as bool rows."""
+        if kept.rows is not None:
+            return kept.rows
+        return self.slots.rows_of_masks({spec: full_tensor(m) for spec, m in kept.masks.items()})
+
+    def masks(self, kept: KeptSlots) -> Mapping[BlockSpec, Tensor]:
+        """Stored slots as bool masks, sharded as the weights."""
+        return kept.masks if kept.rows is None else self._masks_from(kept.rows)
+
+    def _masks_from(self, rows: Tensor) -> dict[BlockSpec, Tensor]:
+        """New masks; elements outside a view stay as they are."""
+        masks = {spec: mask != 0 for spec, mask in self.slots.masks.items()}
+        self.slots.write(rows, masks)
+        return masks

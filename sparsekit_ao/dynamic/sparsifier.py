@@ -4,6 +4,7 @@
 for it, and `start` makes the initial masks.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -22,7 +23,7 @@ from .budgets import Budgets, check_exclusive, overall_level
 from .gradients import GradientCapture
 from .mask import DynamicMask, starting_mask
 from .optimizers import check_optimizers, keeps_zeros, original, unwrap_optimizer, unwrap_optimizers
-from .progress import checked_progress, progress_of, warn_of_missed
+from .progress import checked_progress, progress_of
 from .settings import NewValues, make_settings
 from .start import finish_start, mark_initialized, refuse_meta, refuse_parametrized, start_masks
 
@@ -171,8 +172,7 @@ class DynamicSparsifier(PlannedSparsifier):
         self._known = []
         if not self._resumes:
             self.iteration, self._pending, self.last_update = 0, False, None
-            zero_dropped(self.groups)
-            zero_dropped_state(self.groups, self._capture.optimizers)
+            self._after_update(self.groups)
         if not any(original(g).is_meta for g in self.groups):
             self._start_masks = {}
         self._set_open()
@@ -281,7 +281,11 @@ class DynamicSparsifier(PlannedSparsifier):
         s = self.settings
         is_due, is_late = s.is_due(self.iteration), not s.may_update(self.iteration)
         if self._pending and (is_due or is_late):
-            warn_of_missed(s.due_before(self.iteration))
+            warnings.warn(
+                f"the mask update due in iteration {s.due_before(self.iteration)} never happened: an optimizer took no "
+                "step, or a gradient was missing or not finite, in every iteration since",
+                stacklevel=3,
+            )
         self._pending = (self._pending or is_due) and not is_late
         if self._pending:
             momenta = self._capture.momenta() if s.needs_momentum else {}

@@ -65,8 +65,7 @@ def finish_start(
 ) -> None:
     """Check the optimizers, if any, and initialize masks of weights that were on the meta device in `start_masks`.
 
-    Raises:
-        SparsityError: an optimizer does not fit, or a weight is still on the meta device. Nothing is then changed.
+    If it raises (an optimizer does not fit, or a weight is still on the meta device), nothing is changed.
     """
     if optimizers:
         check_optimizers(optimizers, groups, settings)
@@ -76,9 +75,8 @@ def finish_start(
     weights = [original(g).detach() for g in groups]
     for k, component in enumerate(components):
         own = [g for _, at in component.leaves if (g := groups[at]) in waiting]
-        found = masks
-        if any(g["tensor_fqn"] not in masks for g in own):
-            found = _component_masks(budgets, k, weights)
+        is_known = all(g["tensor_fqn"] in masks for g in own)
+        found = masks if is_known else _component_masks(budgets, k, weights)
         for g in own:
             find_dynamic(g["module"], g["tensor_name"]).initialize(found[g["tensor_fqn"]])
     zero_dropped(waiting)
@@ -187,12 +185,9 @@ def refuse_parametrized(groups: Sequence[TensorGroup]) -> None:
 def _check_shared(budgets: Budgets) -> None:
     """Raise where a setting that moves budgets between tensors cannot."""
     settings, shared = budgets.settings, budgets.shared
-    requested = {
-        "redistribute": settings.redistribute is not None,
-        "target": settings.target is not None,
-        "prune='global'": settings.prune.is_global,
-    }
-    moving = [name for name, is_requested in requested.items() if is_requested]
+    given = {"redistribute": settings.redistribute, "target": settings.target}
+    moving = [name for name, value in given.items() if value is not None]
+    moving += ["prune='global'"] if settings.prune.is_global else []
     if moving and not shared:
         raise SparsityError(
             f"{moving[0]} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
