@@ -21,18 +21,6 @@ from torch.nn.utils import parametrize
 from .distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from .errors import SparsityError
 
-__all__ = [
-    "WeightMask",
-    "dense_weight",
-    "find_mask",
-    "installed",
-    "live_mask",
-    "rebuilt_originals",
-    "remove_mask",
-    "select",
-    "squash",
-]
-
 FROM = 1 << 15  # elements from which `where` is slower
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGE = 1 << 22  # bytes from which a system call for large pages is worth its time

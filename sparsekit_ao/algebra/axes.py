@@ -16,8 +16,6 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..selection.strides import Shape
 
-__all__ = ["AxisPattern", "dimensions_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPattern:

@@ -22,16 +22,6 @@ from .layout import is_dense, resolve_tile
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 from .view import View
 
-__all__ = [
-    "BlockCoupling",
-    "BlockSpec",
-    "SparseBlock",
-    "aligned_members",
-    "block_windows",
-    "check_distinct",
-    "live_windows",
-]
-
 
 class SparseBlock(Thresholded):
     """Blocks on one aligned grid; base class of `BlockSpec` and `BlockCoupling`.

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..selection.strides import Shape
 
-__all__ = ["Budget", "checked_budget", "checked_level", "is_number", "sparsity_to_nnz"]
-
 Budget = int | Tensor
 
 

@@ -12,8 +12,6 @@ from ..selection.reference import element_counts
 from ..selection.strides import Shape
 from ..selection.tiling import from_aligned, pad_to, split, to_aligned
 
-__all__ = ["counts_of", "elements_of", "tiles_of", "write_elements"]
-
 
 def tiles_of(t: Tensor, tile: Shape, reorder: bool = True, merge: bool = False) -> Tensor:
     """A tensor cut into tiles that divide it: (*grid, *tile), or interleaved (g0, t0, g1, t1, ...) without `reorder`.

@@ -12,8 +12,6 @@ import torch
 from ..errors import SparsityError
 from ..selection.strides import Shape, addresses, cosize
 
-__all__ = ["check_window", "coordinate_of", "is_dense", "is_injective", "resolve_tile"]
-
 
 def coordinate_of(address: int, shape: Shape, stride: Shape) -> Shape:
     """The index of the tensor's element at an address; the inverse of `sum(i_k * stride_k)`.

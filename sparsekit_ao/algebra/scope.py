@@ -14,8 +14,6 @@ from .layout import resolve_tile
 from .sparse_scope import ScopeMember, SparseScope, scope_windows
 from .view import View
 
-__all__ = ["ScopeCoupling", "ScopeSpec"]
-
 
 class ScopeSpec(SparseScope):
     """One block grid tiled into scopes.

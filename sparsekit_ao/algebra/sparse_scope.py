@@ -20,8 +20,6 @@ from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 
-__all__ = ["MaskUpdate", "ScopeMember", "SparseScope", "scope_windows", "update_masks", "write_back"]
-
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
 
 

@@ -28,8 +28,6 @@ from ..selection import (
 from ..selection.strides import Shape
 from .elements import counts_of, elements_of, write_elements
 
-__all__ = ["Thresholded", "Values", "refuse_triton", "shrink_rows", "shrink_rows_conditioned", "zero_below"]
-
 Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
 
 

@@ -17,8 +17,6 @@ from ..selection.tiling import split
 from .elements import tiles_of
 from .layout import check_window, coordinate_of, resolve_tile
 
-__all__ = ["View"]
-
 
 class View:
     """A strided window on one parameter.

@@ -11,8 +11,6 @@ from .coupling import Coupling
 from .resnet import resnet_couplings
 from .transformer import LAYOUTS, find_stack, transformer_couplings
 
-__all__ = ["for_model"]
-
 
 def for_model(model: nn.Module) -> dict[str, Coupling]:
     """The couplings of a Hugging Face Llama/Qwen/Mistral-like decoder, BERT-like encoder or ViT, or torchvision ResNet.

@@ -12,8 +12,6 @@ from ..algebra import AxisPattern, dimensions_of
 from ..errors import CouplingError
 from ..selection.strides import Shape
 
-__all__ = ["BoundCoupling", "Member", "count_stars", "fill_stars", "match_names", "solve_sizes"]
-
 _STAR = re.compile(r"(\*\*?)")
 _MATCHES = {"*": "([^.]+)", "**": ".*"}
 

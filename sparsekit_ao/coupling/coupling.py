@@ -15,8 +15,6 @@ from ..errors import SparsityError
 from ..sparsifiers.config import named_tensors
 from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, solve_sizes
 
-__all__ = ["Coupling", "check_attrs"]
-
 _OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 
 

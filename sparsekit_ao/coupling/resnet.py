@@ -8,8 +8,6 @@ from torch import Tensor
 from ..errors import SparsityError
 from .coupling import Coupling
 
-__all__ = ["resnet_couplings"]
-
 _FIRST = re.compile(r"(.*?)layer1\.0\.conv1\.weight")
 _IN_BLOCK = re.compile(r"(layer\d+\.\d+)\.(.+)")
 _CONVS = ("conv1", "conv2", "conv3", "downsample.0")

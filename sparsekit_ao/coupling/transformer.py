@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ..errors import SparsityError
 from .coupling import Coupling
 
-__all__ = ["LAYOUTS", "Layout", "Stack", "find_stack", "transformer_couplings"]
-
 _HEAD_SIZES = ("head_dim", "attention_head_size")
 
 

@@ -15,18 +15,6 @@ from torch import Tensor, nn
 from ..errors import SparsityError
 from .placement import is_sharded
 
-__all__ = [
-    "fsdp_records",
-    "has_process_group",
-    "is_managed",
-    "move_record",
-    "refuse_gathered",
-    "refuse_sharded_first",
-    "refuse_wrapped_outside",
-    "reshard",
-    "without_fsdp_class",
-]
-
 
 def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
     """Raise if `fully_shard` was applied before `prepare` to a module of `names` (tensor, module), or around it."""

@@ -20,8 +20,6 @@ from ..selection.radix import CHUNK, Passes, threshold_passes
 from ..selection.reference import candidates_of
 from ..selection.strides import Shape, row_major
 
-__all__ = ["Piece", "PieceRows", "TiedRows", "choose_passes", "run_together", "sum_over"]
-
 
 class Piece:
     """What this rank holds of one member of an update's scope.

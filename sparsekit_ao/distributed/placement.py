@@ -13,21 +13,6 @@ from torch import Tensor
 from ..algebra import BlockSpec, ScopeMember
 from ..selection.strides import Shape, row_major
 
-__all__ = [
-    "GATHERED",
-    "HISTOGRAM",
-    "LOCAL",
-    "Box",
-    "Window",
-    "box_of",
-    "cuts_of",
-    "is_cut",
-    "is_part",
-    "is_sharded",
-    "method_of",
-    "window_of",
-]
-
 # How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (HISTOGRAM), or neither.
 GATHERED, HISTOGRAM, LOCAL = 0, 1, 2
 

@@ -13,19 +13,6 @@ from torch import Tensor
 from ..errors import SparsityError
 from .placement import box_of, is_part, is_sharded
 
-__all__ = [
-    "all_agree",
-    "copied_like",
-    "fill",
-    "from_local",
-    "full_tensor",
-    "is_placed_like",
-    "local",
-    "local_bytes",
-    "placed_like",
-    "sum_over_ranks",
-]
-
 
 def local(t: Any) -> Tensor:
     """This rank's part of a tensor: a live alias, outside autograd."""

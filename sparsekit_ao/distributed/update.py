@@ -22,8 +22,6 @@ from .pieces import Piece, choose_passes, run_together, sum_over
 from .placement import GATHERED, HISTOGRAM, LOCAL, box_of, cuts_of, is_cut, is_part, is_sharded, method_of, window_of
 from .tensors import copied_like, fill, full_tensor, local
 
-__all__ = ["common_mesh", "update_masks"]
-
 FEW = 32  # scopes up to which histograms are summed even where the weights would be fewer bytes
 
 

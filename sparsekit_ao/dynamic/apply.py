@@ -22,8 +22,6 @@ from .optimizers import original, placed_gradient, reset_state, second_moments, 
 from .settings import Settings, value_at
 from .slots import Gathered, Part, Slots, generator
 
-__all__ = ["Movement", "run_update", "zero_dropped", "zero_dropped_gradients", "zero_dropped_state"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Movement:

@@ -21,8 +21,6 @@ from ..sparsifiers.plan import Component
 from .optimizers import refuse_optimizer_as_level
 from .settings import Settings, value_at
 
-__all__ = ["Budgets", "check_exclusive", "overall_level"]
-
 
 def check_exclusive(settings: Settings, sparsity_level: float | None, nnz: int | None) -> None:
     """Raise if more than one argument specifies how much is kept, or the level is an optimizer."""

@@ -19,8 +19,6 @@ from .rules import Rule
 from .settings import number_of
 from .slots import KeptSlots, Part, Slots
 
-__all__ = ["choose", "count_after_pruning", "exchange"]
-
 
 def choose(
     parts: Sequence[Part], budgets: Budgets, iteration: int, fraction: float

@@ -20,8 +20,6 @@ from ..sparsifiers.config import TensorGroup
 from .mask import DynamicMask, find_dynamic
 from .optimizers import groups_of, momentum_of, original, placed_gradient, unwrap_optimizer
 
-__all__ = ["DecayHooks", "GradientCapture", "StepHooks"]
-
 Version = tuple[int, int] | None
 
 

@@ -15,8 +15,6 @@ from ..distributed import fill, is_sharded, placed_like
 from ..errors import SparsityError
 from ..masking import WeightMask, find_mask, select
 
-__all__ = ["DynamicMask", "find_dynamic", "starting_mask"]
-
 
 class DynamicMask(WeightMask):
     """A masked weight whose gradient can reach elements that its forward mask drops.

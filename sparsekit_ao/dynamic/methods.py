@@ -15,8 +15,6 @@ from .optimizers import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
 
-__all__ = ["GMP", "SET", "SNFS", "SRSTE", "STE", "RigL", "Static", "TopKAST"]
-
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 

@@ -16,23 +16,6 @@ from ..masking import find_mask, live_mask
 from ..sparsifiers.config import TensorGroup
 from .settings import Settings
 
-__all__ = [
-    "check_optimizers",
-    "groups_of",
-    "keeps_zeros",
-    "momentum_of",
-    "original",
-    "placed_gradient",
-    "refuse_optimizer_as_level",
-    "refuse_replaced",
-    "reset_state",
-    "second_moments",
-    "start_second_moments",
-    "training_optimizers",
-    "unwrap_optimizer",
-    "unwrap_optimizers",
-]
-
 #: names that optimizers give to a running mean or sum of squared gradients
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 

@@ -16,8 +16,6 @@ from ..sparsifiers.config import TensorGroup
 from .gradients import GradientCapture
 from .optimizers import original
 
-__all__ = ["checked_progress", "progress_of"]
-
 _KINDS = {"iteration": int, "pending": bool, "level_given": Mapping, "stepped": Sequence, "gradients": Mapping}
 
 

@@ -14,8 +14,6 @@ from ..schedules import Schedule, constant
 from .inits import Init, parse_init
 from .rules import Rule, parse_rule
 
-__all__ = ["NewValues", "Settings", "make_settings", "number_of", "value_at"]
-
 NewValues = Callable[[Tensor, torch.Generator], Tensor]
 _FUNCTIONS = {"target": "a schedule (iteration -> sparsity)", "new_values": "a function (weight, generator) -> values"}
 _LEAST = {"update_every": 1, "until": 0, "seed": 0}  # integers and their lower bounds

@@ -22,8 +22,6 @@ from ..selection.reference import candidates_of
 from ..selection.tiling import real_slots
 from ..sparsifiers.plan import Component
 
-__all__ = ["Gathered", "KeptSlots", "Part", "Slots", "generator"]
-
 
 def generator(seed: int, name: str, step: int, purpose: str) -> torch.Generator:
     """A CPU generator that depends on these four alone: all ranks draw the same numbers, and so does a resumed run.

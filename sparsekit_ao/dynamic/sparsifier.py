@@ -27,8 +27,6 @@ from .progress import checked_progress, progress_of
 from .settings import NewValues, make_settings
 from .start import finish_start, mark_initialized, refuse_meta, refuse_parametrized, start_masks
 
-__all__ = ["DynamicSparsifier"]
-
 
 @final
 class DynamicSparsifier(PlannedSparsifier):

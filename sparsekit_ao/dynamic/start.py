@@ -26,8 +26,6 @@ from .optimizers import check_optimizers, original
 from .settings import Settings
 from .slots import Slots
 
-__all__ = ["finish_start", "mark_initialized", "refuse_meta", "refuse_parametrized", "start_masks"]
-
 
 def start_masks(
     components: Sequence[Component], groups: Sequence[TensorGroup], settings: Settings, sparsity_level: float

@@ -21,8 +21,6 @@ from .gradients import DecayHooks
 from .mask import DynamicMask, find_dynamic
 from .optimizers import refuse_replaced, unwrap_optimizers
 
-__all__ = ["StraightThrough"]
-
 
 @final
 class StraightThrough(PlannedSparsifier):

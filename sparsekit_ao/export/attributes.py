@@ -16,8 +16,6 @@ from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
 from .removal import Removal, owner_of, plain_tensors, sizes_of
 
-__all__ = ["Change", "apply_changes", "assign_attrs", "check_old_values", "find_changes", "unlisted_sizes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change:

@@ -19,8 +19,6 @@ from .removal import Removal, find_removal, plain_tensors, remove_units
 from .report import UNLISTED, Compaction, KeptUnits, Size
 from .verify import Comparison, Reference
 
-__all__ = ["compact"]
-
 
 def compact(
     model: nn.Module,

@@ -17,8 +17,6 @@ from ..errors import SparsityError
 from .attributes import Change, apply_changes, check_old_values
 from .removal import Removal, plain_tensors, remove_units
 
-__all__ = ["cut_to", "make_manifest"]
-
 VERSION = 1
 
 

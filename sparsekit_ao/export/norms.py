@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from .attributes import Change
 from .removal import Removal, kept_elements, owner_of
 
-__all__ = ["fold_norm", "narrowed_group_norms", "pruned_norms"]
-
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
 

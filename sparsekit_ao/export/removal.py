@@ -24,8 +24,6 @@ from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape
 
-__all__ = ["Removal", "find_removal", "kept_elements", "owner_of", "plain_tensors", "remove_units", "sizes_of"]
-
 _Removed = Sequence[tuple[AxisPattern, int]]
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UNLISTED", "Compaction", "KeptUnits", "Size"]
-
 UNLISTED = "possibly a removed size (list it in attrs): "
 
 

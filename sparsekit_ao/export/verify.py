@@ -13,8 +13,6 @@ from torch.utils import _pytree
 from ..coupling.values import arguments, opaque_in, tensors_in
 from ..errors import SparsityError
 
-__all__ = ["Comparison", "Reference"]
-
 Outputs = list[tuple[str, Tensor]]
 
 _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64

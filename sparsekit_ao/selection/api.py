@@ -17,8 +17,6 @@ from .keys import KEY_DTYPES
 from .tiling import Blocks, Scopes, aligned_grid, to_scopes
 from .work import Norm, Scores, Threshold, Update
 
-__all__ = ["block_scores", "fill_mask", "keep_mask", "scope_mask", "scope_masks", "scope_scores", "threshold_backend"]
-
 
 def keep_mask(
     scores: Tensor,

@@ -12,8 +12,6 @@ from ..errors import SparsityError
 from . import cpu, gpu, numba, reference
 from .work import Work
 
-__all__ = ["BACKENDS", "ORDER", "Backend", "check_impl", "choose", "find"]
-
 
 class Backend(Protocol):
     """One implementation of the selection rule."""

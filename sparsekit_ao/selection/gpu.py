@@ -7,8 +7,6 @@ import torch
 
 from .work import Scores, Threshold, Update, Work
 
-__all__ = ["name", "reasons", "run"]
-
 name = "triton"
 
 

@@ -7,8 +7,6 @@ every NaN is equal and above +inf, -0.0 equals 0.0, and `absent` (the smallest i
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_DTYPES", "absent", "key_bits", "order_keys"]
-
 _INT = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 KEY_DTYPES = tuple(_INT)
 _INF = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}

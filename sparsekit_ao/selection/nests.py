@@ -13,8 +13,6 @@ from torch import Tensor
 from .strides import Shape, grid_of
 from .tiling import Blocks, Scopes, aligned_grid
 
-__all__ = ["Nest", "Nests", "lower"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Nest:

@@ -8,8 +8,6 @@ import torch
 from .threads import run_apart
 from .work import Update
 
-__all__ = ["run_updates", "side_by_side"]
-
 EACH = 2  # updates for each thread, from which on they are not cut over threads
 APART = 1 << 17  # elements of the smallest: with less to do, threads would wait for Python's lock
 

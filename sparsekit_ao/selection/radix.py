@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..errors import SparsityError
 
-__all__ = ["CHUNK", "KeyRows", "Passes", "mark_first", "select_threshold", "threshold_passes"]
-
 BITS = 13
 CHUNK = 1 << 18
 T = TypeVar("T")

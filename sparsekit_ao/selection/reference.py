@@ -27,20 +27,6 @@ from .tiling import (
 )
 from .work import Norm, Scores, Threshold, Update, Work
 
-__all__ = [
-    "block_scores",
-    "candidates_of",
-    "element_counts",
-    "fill_mask",
-    "keep_mask",
-    "name",
-    "reasons",
-    "reduce_blocks",
-    "root",
-    "run",
-    "update_in_steps",
-]
-
 name = "reference"
 UNROLL = 16  # longest last dimension that is reduced slice by slice
 SMALL = 1 << 14  # ... unless the tensor is so small that the number of operations counts

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ROOM", "ranks", "slots"]
-
 STRETCH = 64  # keys for which one is drawn ...
 DRAWN = 1 << 16  # ... but no more than this
 DEVIATIONS = 3  # of the sampled rank, to either side: one guess in some four hundred is wrong

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Shape", "addresses", "cosize", "grid_of", "row_major"]
-
 Shape = tuple[int, ...]
 
 

@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["PIECE", "pieces", "run_all", "run_apart"]
-
 PIECE = 1 << 17  # elements of the smallest piece of work
 SHARE = 8  # pieces of each thread, where they are large enough
 T = TypeVar("T")

@@ -14,22 +14,6 @@ from torch import Tensor
 
 from .strides import Shape, grid_of
 
-__all__ = [
-    "Blocks",
-    "Scopes",
-    "aligned_grid",
-    "crop",
-    "cut_parts",
-    "from_aligned",
-    "from_scopes",
-    "pad_to",
-    "real_slots",
-    "split",
-    "tile_volumes",
-    "to_aligned",
-    "to_scopes",
-]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:

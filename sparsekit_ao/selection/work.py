@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .tiling import Blocks, Scopes
 
-__all__ = ["Newton", "Norm", "Scores", "Threshold", "Update", "Work"]
-
 Norm = float | None
 
 

@@ -22,8 +22,6 @@ from .checkpoint import Copies, check_saved, kept_params, merged_group, plain
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
 
-__all__ = ["MaskSparsifier"]
-
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 
 

@@ -15,8 +15,6 @@ from ..selection.tiling import to_scopes
 from .config import TensorGroup
 from .plan import Component, Plan
 
-__all__ = ["check_masks"]
-
 
 def check_masks(
     plan: Plan, groups: Sequence[TensorGroup], masks: Sequence[tuple[Tensor, bool]], level_given: Mapping[str, float]

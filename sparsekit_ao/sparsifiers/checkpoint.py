@@ -11,9 +11,6 @@ from ..errors import SparsityError
 from ..masking import find_mask
 from .config import TensorGroup, copied
 
-__all__ = ["Copies", "check_saved", "kept_params", "merged_group", "plain"]
-
-
 # A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
 _NOT_COPIED = ("step", "_plan")
 

@@ -16,8 +16,6 @@ from ..masking import find_mask
 from ..patterns import is_of_transformers
 from .names import Classes, adapters, exists, matcher, named_tensors, parameter_of
 
-__all__ = ["Place", "Resolved", "TensorGroup", "copied", "make_config", "resolve_groups"]
-
 TensorGroup = dict[str, Any]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -9,8 +9,6 @@ from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
 
-__all__ = ["Classes", "adapters", "exists", "matcher", "named_tensors", "parameter_of"]
-
 Classes = tuple[type[nn.Module], ...]
 
 

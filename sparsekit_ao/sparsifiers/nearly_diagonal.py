@@ -11,8 +11,6 @@ from ..errors import SparsityError
 from .base import MaskSparsifier
 from .config import TensorGroup
 
-__all__ = ["NearlyDiagonalSparsifier"]
-
 
 class NearlyDiagonalSparsifier(MaskSparsifier):
     """Keep the `nearliness` diagonals closest to the main one; drop-in for torch.ao's class of this name.

@@ -22,8 +22,6 @@ from ..selection.strides import row_major
 from .config import TensorGroup
 from .structure import Stage, stage_budgets
 
-__all__ = ["Component", "Plan", "batches", "make_plan"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Component:

@@ -31,8 +31,6 @@ from .structure import (
     stages_of,
 )
 
-__all__ = ["PlannedSparsifier"]
-
 AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
 
 

@@ -12,8 +12,6 @@ from ..distributed import full_tensor, local_bytes
 from .config import Resolved, TensorGroup
 from .names import named_tensors, parameter_of
 
-__all__ = ["Report", "Row", "make_report", "make_row"]
-
 SHOWN = 5  # parameters that no rule names in a printed report
 
 

@@ -9,8 +9,6 @@ from ..patterns import Pattern
 from ..scores import Score
 from .planned import PlannedSparsifier
 
-__all__ = ["ScopeSparsifier"]
-
 
 @final
 class ScopeSparsifier(PlannedSparsifier):

@@ -18,20 +18,6 @@ from ..scores import Score
 from ..selection.strides import Shape
 from .config import Place, TensorGroup
 
-__all__ = [
-    "AXES",
-    "BUDGETS",
-    "SHAPES",
-    "STRUCTURE",
-    "Stage",
-    "checked_pattern",
-    "joined",
-    "refuse_two_budgets",
-    "resolved",
-    "stage_budgets",
-    "stages_of",
-]
-
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
 

@@ -21,8 +21,6 @@ from ..selection.strides import grid_of
 from .base import MaskSparsifier
 from .config import Place, TensorGroup
 
-__all__ = ["WeightNormSparsifier"]
-
 
 class WeightNormSparsifier(MaskSparsifier):
     """Zero elements of a fraction `sparsity_level` of the blocks (0.5 by default), those of smallest norm.

@@ -20,8 +20,6 @@ from torch.utils import _pytree
 from .call import AxisRule, Call, Label
 from .factors import Axis, AxisFactor, leaves, split_axis, unify
 
-__all__ = ["RULES", "combined", "pointwise"]
-
 _PROBES = (0.7, -1.3, 2.1)
 _SUMS = ("sum", "linalg_vector_norm")  # they add terms, so that zeros can be left out
 _KEEP_ZEROS = (*_SUMS, "mean", "amax", "amin")

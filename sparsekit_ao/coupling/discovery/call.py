@@ -14,8 +14,6 @@ from torch.utils import _pytree
 
 from .factors import Axis, AxisFactor, fixed, freeze
 
-__all__ = ["AxisRule", "Call", "Label"]
-
 Label = tuple[Axis, ...]  # one axis a dimension
 
 

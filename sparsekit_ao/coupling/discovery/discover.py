@@ -11,8 +11,6 @@ from ..coupling import Coupling
 from .shared import FrozenAxis, fold, fold_frozen, shared_axes
 from .trace import trace
 
-__all__ = ["Discovery", "discover"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:

@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Axis", "AxisFactor", "Factor", "fixed", "freeze", "leaves", "reshape_axes", "split_axis", "unify"]
-
 
 class Factor:
     """A factor of an axis; `frozen` is the reason why nothing may be removed from it.

@@ -12,8 +12,6 @@ from .arithmetic import combined
 from .call import AxisRule, Call, Label
 from .factors import Axis, AxisFactor, fixed, reshape_axes, split_axis
 
-__all__ = ["RULES"]
-
 
 def _same(call: Call) -> Label:
     """The same elements in the same places."""

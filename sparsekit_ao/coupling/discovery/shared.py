@@ -14,8 +14,6 @@ from .call import Label
 from .factors import Axis, Factor, leaves
 from .trace import Trace
 
-__all__ = ["FrozenAxis", "SharedAxis", "fold", "fold_frozen", "shared_axes"]
-
 _DIMENSIONS = "oihwxyzabc"  # names of dimensions without units, as of weights: out, in, height, width
 _SCOPES = "stpq"
 _OTHERS = "dgefjklmnrvABC"  # names of the other factors in a dimension with a unit

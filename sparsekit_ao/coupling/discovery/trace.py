@@ -31,8 +31,6 @@ from . import arithmetic, shapes
 from .call import AxisRule, Call, Label
 from .factors import AxisFactor, Factor, fixed, freeze, leaves
 
-__all__ = ["Trace", "rule_of", "trace"]
-
 _RULES = {name: rule for rule, names in (arithmetic.RULES | shapes.RULES).items() for name in names.split()}
 
 

@@ -18,8 +18,6 @@ from ..radix import CHUNK
 from ..threads import run_apart
 from .rows import keep_rows
 
-__all__ = ["Capacity", "KeysOf", "Part", "keep_digits", "keep_parts", "keep_row"]
-
 Array = np.ndarray[Any, Any]
 
 

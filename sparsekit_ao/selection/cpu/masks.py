@@ -22,8 +22,6 @@ from ..work import Norm, Update
 from .long import KeysOf, keep_digits, keep_row
 from .rows import PAIRS, PART, SORTED, keep_rows, keep_slots
 
-__all__ = ["block_scores", "fill", "keep_mask"]
-
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by how many mask elements they hold
 SCORES = 1 << 22  # scores that are stored at once
 WIDE = 1 << 15  # from here on a row is read in chunks

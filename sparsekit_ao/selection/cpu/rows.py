@@ -17,8 +17,6 @@ from torch import Tensor
 from .. import sample
 from ..threads import pieces, run_all
 
-__all__ = ["PAIRS", "PART", "SORTED", "keep_rows", "keep_slots"]
-
 PAIRS = 8  # widest row that is ranked by comparing every pair
 SORTED = 512  # widest row that numpy sorts by a network of whole vectors; of a longer one as many keys are sampled
 PART = 1 << 20  # keys of a piece of counting, which takes many small steps besides its passes

@@ -14,8 +14,6 @@ from typing import Any
 import numba
 from numba.core import caching
 
-__all__ = ["compiled", "sources_hash"]
-
 HERE = Path(__file__).parent
 
 

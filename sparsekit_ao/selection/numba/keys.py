@@ -10,8 +10,6 @@ import numpy as np
 from .cache import compiled
 from .memory import ONE, are_packed, deinterleave, gather, interleave, scatter
 
-__all__ = ["ABSENT", "IN_CACHE", "fill_keys", "sampled_keys", "store"]
-
 ABSENT = np.int32(-0x80000000)
 IN_CACHE = 8192  # elements that are scored at a time
 LEAST = 64  # blocks that are scored at a time, however many elements they have

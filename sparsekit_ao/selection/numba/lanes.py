@@ -6,8 +6,6 @@ from .cache import compiled
 from .keys import ABSENT, fill_keys, store
 from .memory import address_of, step_of, straight
 
-__all__ = ["select_side_by_side"]
-
 HIGHEST = 0x7FFFFFFF  # above every key
 
 
@@ -91,6 +89,7 @@ def sort_lanes(keys):
 
 @compiled
 def exchange(upper, lower, count):
+    """The larger key of each lane to `upper`, the smaller one to `lower`."""
     for i in range(count):
         one, other = upper[i], lower[i]
         upper[i], lower[i] = max(one, other), min(one, other)

@@ -21,8 +21,6 @@ from ..tiling import Scopes
 from ..work import Update
 from .window import KINDS, contiguous_run, integers, make_window
 
-__all__ = ["fill", "problem", "update_reasons"]
-
 PAIRS = 8  # blocks of a scope up to which every pair is compared
 NETWORK = 64  # ... up to which they are sorted side by side
 SHORT = 256  # ... up to which, from there on, the plain path is as fast

@@ -8,8 +8,6 @@ import numpy as np
 
 from .cache import compiled
 
-__all__ = ["ONE", "address_of", "are_packed", "deinterleave", "gather", "interleave", "scatter", "step_of", "straight"]
-
 ONE = np.int64(1)  # typed, since numba compiles anew for a literal number
 
 

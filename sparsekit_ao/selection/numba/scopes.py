@@ -6,8 +6,6 @@ from .cache import compiled
 from .keys import ABSENT, IN_CACHE, fill_keys, sampled_keys, store
 from .memory import address_of, step_of, straight
 
-__all__ = ["choose", "emit_mask", "place", "sample", "select_by_one"]
-
 HIGHEST = 0x7FFFFFFF  # above every key
 
 
@@ -72,6 +70,7 @@ def cut_of(keys, budget):
 
 @compiled
 def count_from(keys, limit):
+    """How many keys are at least the limit."""
     reached = np.int32(0)  # in 32 bits, or the loop takes twice as long
     for i in range(keys.size):
         reached = np.int32(reached + np.int32(keys[i] >= limit))

@@ -13,8 +13,6 @@ from ..threads import pieces
 from .scopes import choose, emit_mask, place, sample
 from .window import Window
 
-__all__ = ["select_wide"]
-
 
 def select_wide(windows: Sequence[Window], blocks: Sequence[int], scope: int, budget: int) -> bool:
     """Keep `budget` blocks of one scope, which are those of all windows, in their order.

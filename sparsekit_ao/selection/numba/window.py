@@ -14,8 +14,6 @@ from ..strides import addresses, cosize
 from ..tiling import Scopes
 from ..work import Norm
 
-__all__ = ["KINDS", "Window", "contiguous_run", "integers", "make_window"]
-
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NORMS = {None: 1, 1: 1, 2: 2, math.inf: 3}
 Array = np.ndarray[Any, Any]

@@ -22,8 +22,6 @@ from .device import (
 )
 from .ranking import block_sums, combine, keep_bisected, keep_pairs, magnitude_bits, order_key, power, root
 
-__all__ = ["PAIRS", "fill_kernel", "fused_kernel", "score_kernel"]
-
 PAIRS = tl.constexpr(16)  # widest scope that is ranked by comparing every pair
 
 

@@ -20,8 +20,6 @@ from ..work import Update
 from .forms import Form, run
 from .plan import Plan, RadixPlan
 
-__all__ = ["Budget", "DevicePlan", "Launch", "budget_of", "device_plan", "key_of"]
-
 CACHE_BYTES = 64 << 20  # of device memory that cached tables take at most: about 100,000 tensors
 
 _plans: OrderedDict[tuple, "DevicePlan"] = OrderedDict()

@@ -16,8 +16,6 @@ from torch import Tensor
 from ..work import Update
 from .parts import Part, power_of_two
 
-__all__ = ["REGISTERS", "Form", "Limits", "block_form", "fused_form", "is_fused", "options_of", "row_form", "run"]
-
 REGISTERS = 128  # of a thread, so that an SM holds 16 warps; without a limit the assembler uses fewer, and spills
 SECTOR = 32  # bytes that one memory transaction reads
 

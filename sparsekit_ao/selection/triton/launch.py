@@ -22,16 +22,6 @@ from .plan import RadixPlan, make_plan, rows_plan, score_plan
 from .reasons import score_reasons
 from .shrink import condition_kernel, threshold_kernel
 
-__all__ = [
-    "block_scores",
-    "condition",
-    "condition_reasons",
-    "keep_mask",
-    "scope_masks",
-    "threshold",
-    "threshold_reasons",
-]
-
 FINEST = 1e-6  # smallest tolerance that float32 reaches
 
 

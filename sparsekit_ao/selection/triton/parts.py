@@ -10,8 +10,6 @@ from ..nests import Nest, Nests, lower
 from ..strides import Shape, cosize
 from ..tiling import Scopes
 
-__all__ = ["LOOPS", "Member", "Part", "power_of_two", "starts_of", "strided_part", "to_part"]
-
 LOOPS = 6  # most loops of a nest: the columns that the tables have for it
 BIG = (1 << 31) - (1 << 20)  # elements from which offsets take 64 bits: a last tile may reach beyond its tensor
 

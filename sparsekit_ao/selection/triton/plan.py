@@ -19,8 +19,6 @@ from .device import LOOPS, MEMBER_FIELDS, PART_FIELDS
 from .forms import Form, Limits, block_form, fused_form, is_fused, is_per_scope, norm_name, row_form
 from .parts import Part, power_of_two, starts_of, strided_part, to_part
 
-__all__ = ["Batch", "PlacedPart", "Plan", "RadixPlan", "make_plan", "rows_plan", "score_plan"]
-
 NO_ADDRESSES = ((0, 0),)  # stored rows are not addressed by the table
 MOST_PARTS = 512  # of a launch: each of its programs reads where all of them start, 4 KiB at most
 MOST_TILES = 1023  # of a span: the narrowing pass counts a span's keys in ten bits

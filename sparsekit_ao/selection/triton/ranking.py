@@ -3,18 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = [
-    "block_sums",
-    "combine",
-    "keep_bisected",
-    "keep_pairs",
-    "key_of_rank",
-    "magnitude_bits",
-    "order_key",
-    "power",
-    "root",
-]
-
 
 @triton.jit
 def magnitude_bits(x):

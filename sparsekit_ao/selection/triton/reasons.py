@@ -9,8 +9,6 @@ from ..tiling import Blocks, Scopes
 from ..work import Norm, Update
 from .parts import LOOPS, to_part
 
-__all__ = ["reasons_of", "rows_reasons", "score_reasons"]
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KNOWN = 4096  # layouts remembered
 MASK_DTYPES = (*DTYPES, torch.bool, torch.uint8)

@@ -9,8 +9,6 @@ import triton.language as tl
 from .device import MEMBER_FIELDS, block_offsets, block_tile, elements_of, mask_of, part_of_program, slots_of, values_of
 from .ranking import block_sums, power
 
-__all__ = ["condition_kernel", "threshold_kernel"]
-
 
 @triton.jit
 def block_thresholds(thresholds, value, factor, scope, real, FORM: tl.constexpr):
