@@ -215,7 +215,7 @@ def test_importing_plot_does_not_import_matplotlib():
 
 
 BENCHMARKS = {
-    "cpu_step.py": "kind: PAT NMSparseConstraint",
+    "cpu_step.py": "kind: torch.topk",
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
