@@ -728,11 +728,9 @@ def test_members_of_different_dtypes_are_refused():
         block_scores(members, 2, impl="triton")
 
 
-def test_rows_of_float64_and_a_reduce_are_refused():
+def test_rows_of_float64_are_refused():
     with pytest.raises(SparsityError, match="scores are float64, kernels take float16, bfloat16, float32"):
         keep_mask(torch.zeros(2, 4, dtype=torch.float64), 1, impl="triton")
-    with pytest.raises(SparsityError, match='reduce needs impl="cpu"'):
-        keep_mask(torch.zeros(2, 4), 1, index=torch.zeros(2, 4, dtype=torch.int64), reduce=lambda h: h, impl="triton")
 
 
 # thresholding
