@@ -27,6 +27,7 @@ from sparsekit_ao import ScopeSparsifier, SparsityError, View
 from sparsekit_ao.selection import Blocks, Scopes, block_scores, keep_mask, numba, scope_mask, threads
 from sparsekit_ao.selection.cpu import long
 from sparsekit_ao.selection.numba import cache, lanes, launch, memory, scopes, wide
+from sparsekit_ao.selection.work import Update
 
 DTYPES = [d for d in FLOATS if d != torch.float64]
 METHODS = {  # limits under which small inputs are chosen by each method
@@ -132,6 +133,22 @@ def test_masks_are_the_references(block, scope, share, layout, among_kept, metho
         scope_mask([group], keep, norm, among_kept=among_kept, impl="numba")
         scope_mask([twin], keep, norm, among_kept=among_kept, impl="reference")
         assert torch.equal(mask, twin.members[0].mask)
+
+
+@pytest.mark.parametrize("rows", [96, 97, 256])
+@pytest.mark.parametrize("groups", [40, 64])
+def test_scopes_with_few_neighbours_in_memory_are_taken_in_another_order(rows, groups):
+    """2:4 over pairs of columns 8 apart: only two scopes follow each other with one step."""
+    shape, masks = (rows, 16 * groups), []
+    values = torch.randn(shape, generator=generator()).mul_(3).round_()
+    for impl in ("numba", "reference"):
+        masks.append(torch.ones(shape, dtype=torch.bool))
+        view = [t.as_strided((rows, groups, 8, 2), (16 * groups, 16, 1, 8)) for t in (values, masks[-1])]
+        pairs = Scopes(members=(Blocks(shape=(1, 1, 1, 2), values=view[0], mask=view[1]),), shape=(1, 1, 4, 1))
+        scope_mask([pairs], 2, 2, impl=impl)
+    assert torch.equal(*masks)
+    unlike = torch.full(pairs.scope_grid, 2).index_fill_(0, torch.tensor(0), 1)
+    assert "only 2 scopes follow each other" in launch.update_reasons(Update(scopes=(pairs,), keep=unlike))[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

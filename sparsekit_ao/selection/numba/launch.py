@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import cpu
-from ..nests import lower
+from ..nests import Nest, lower
 from ..threads import pieces, run_all
 from ..tiling import Scopes
 from ..work import Update
-from .window import KINDS, contiguous_run, integers, make_window
+from .window import KINDS, contiguous_run, integers, loops_of, make_window
 
 PAIRS = 8  # blocks of a scope up to which every pair is compared
 NETWORK = 64  # ... up to which they are sorted side by side
@@ -27,6 +27,8 @@ SHORT = 256  # ... up to which, from there on, the plain path is as fast
 COLUMNS = 1 << 16  # ... up to which columns are bisected side by side
 ROW = 1 << 18  # ... up to which the keys of a scope are held in a buffer
 STRAIGHT = 64  # blocks or scopes with one step from each to the next, in each of which many are read at a time
+LINE = 16  # elements of a cache line: largest step between scopes that are taken in another order
+LANES = 1024  # most scopes side by side
 SMALL = 1 << 16  # elements up to which a scope is not worth cutting over threads
 EACH = 1 << 12  # blocks of a scope in each of several tensors, below which a buffer for each is too much
 ELEMENTS = 32  # largest block
@@ -91,7 +93,7 @@ def _layout_reasons(update: Update, blocks: int) -> list[str]:
         nests = lower(scopes)
         if contiguous_run(nests.elements[0]) > RUN:
             found.append(f"blocks have {contiguous_run(nests.elements[0])} contiguous elements, more than {RUN}")
-        sizes = (nests.scope if method == "lanes" else nests.block).sizes
+        sizes = (_rearranged(nests.scope, update.budget) if method == "lanes" else nests.block).sizes
         if len(sizes) > 1 and sizes[-1] < STRAIGHT:
             what = "scopes" if method == "lanes" else "blocks"
             found.append(f"only {sizes[-1]} {what} follow each other in memory with one step, fewer than {STRAIGHT}")
@@ -114,6 +116,23 @@ def _are_columns(scopes: Scopes) -> bool:
     return bool(nests.scope.sizes and nests.block.sizes and nests.scope.strides[0][-1] < nests.block.strides[0][-1])
 
 
+def _rearranged(scopes: Nest, keep: int | Tensor) -> Nest:
+    """Scopes that all keep the same, with the longest loop innermost, in tiles that stay in cache."""
+    sizes = scopes.sizes
+    if not _is_one_number(keep) or len(sizes) < 2 or sizes[-1] >= STRAIGHT:
+        return scopes
+    k = sizes.index(max(sizes))
+    if any(steps[k] > LINE for steps in scopes.strides):
+        return scopes
+    tile = math.gcd(sizes[k], LANES)
+    tile = tile if tile >= STRAIGHT else sizes[k]
+    rest = [j for j in range(len(sizes)) if j != k]
+    return Nest(
+        sizes=(sizes[k] // tile, *(sizes[j] for j in rest), tile),
+        strides=tuple((steps[k] * tile, *(steps[j] for j in rest), steps[k]) for steps in scopes.strides),
+    )
+
+
 def fill(update: Update) -> None:
     """Score, select and fill one update to which `update_reasons` has no objection."""
     if update.numel == 0:
@@ -129,8 +148,9 @@ def fill(update: Update) -> None:
     if method == "lanes":
         from .lanes import select_side_by_side
 
-        lanes = max(32, min(1024, 8192 // total)) if total <= SHORT else max(16, min(64, (1 << 20) // total))
-        run_all([partial(select_side_by_side, windows[0], budget, lanes, PAIRS, NETWORK, *part) for part in work])
+        window = windows[0]._replace(scope=loops_of(_rearranged(lower(update.scopes[0]).scope, update.budget)))
+        lanes = max(32, min(LANES, 8192 // total)) if total <= SHORT else max(16, min(64, (1 << 20) // total))
+        run_all([partial(select_side_by_side, window, budget, lanes, PAIRS, NETWORK, *part) for part in work])
     elif method == "rows":
         from .scopes import select_by_one
 
@@ -145,6 +165,9 @@ def fill(update: Update) -> None:
 
 def _budget(keep: int | Tensor) -> Any:
     """Budgets as an int64 array: one for each scope, or a single one for all."""
-    if isinstance(keep, Tensor) and keep.numel() and not any(keep.stride()):
-        keep = int(keep.reshape(-1)[0])
-    return integers(keep).reshape(-1)
+    return integers(keep.reshape(-1)[0] if isinstance(keep, Tensor) and _is_one_number(keep) else keep).reshape(-1)
+
+
+def _is_one_number(keep: int | Tensor) -> bool:
+    """Whether all scopes keep the same, as far as the layout of the budgets tells."""
+    return isinstance(keep, int) or (keep.numel() > 0 and not any(keep.stride()))

@@ -56,8 +56,8 @@ def make_window(scopes: Scopes, norm: Norm, among_kept: bool) -> Window:
     return Window(
         bits=_flat(only.values, ctypes.c_int16 if KINDS[only.values.dtype] else ctypes.c_int32),
         mask=_flat(only.mask, ctypes.c_uint8),
-        scope=_loops(nests.scope),
-        block=_loops(nests.block),
+        scope=loops_of(nests.scope),
+        block=loops_of(nests.block),
         elements=_elements(nests.elements[0]),
         run=contiguous_run(nests.elements[0]),
         tree=integers(only.shape),
@@ -79,7 +79,8 @@ def integers(numbers: Any) -> Array:
 
 
 @lru_cache(maxsize=4096)  # as many as nests are cached; a model has many tensors of few shapes
-def _loops(nest: Nest) -> Array:
+def loops_of(nest: Nest) -> Array:
+    """A nest as the compiled loops read it, see `Window`."""
     return integers([nest.sizes, *nest.strides])
 
 
