@@ -11,6 +11,7 @@ from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
+from .oneshot import one_shot
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ScopeSparsifier, WeightNormSparsifier
 
@@ -44,6 +45,7 @@ __all__ = [
     "dynamic",
     "export",
     "keep_mask",
+    "one_shot",
     "patterns",
     "schedules",
     "scores",

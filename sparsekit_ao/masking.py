@@ -132,6 +132,16 @@ def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
     return _through(below, _originals(chain)).detach()
 
 
+def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
+    """The parameter of a masked tensor; the first one where parametrizations below the mask have several."""
+    return _originals(_chain(module, tensor_name))[0]
+
+
+def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
+    """Whether the mask is on the parameter itself, with no other parametrization below it."""
+    return not _below(_chain(module, tensor_name))
+
+
 def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
     """New values of the parameters under the mask, such that the tensor is masked without the mask.
 

@@ -1,41 +1,268 @@
-"""The type of a score, and the check of what it returns.
+"""Scores: how much every weight matters, from the weight and from statistics of calibration data.
 
-A score is a function `(weight, name) -> saliency`. Both tensors have the parameter's own shape, whatever view, axes or
-blocks the pattern takes; a block's score is the sum of its elements' saliencies (the mean where blocks differ in size).
+A score is a function `(weight, name) -> saliency`, or an object with `needs` (some of `calibration.NEEDS`), which is
+called as `(weight, statistics) -> saliency`. All tensors have the parameter's own shape, whatever view, axes or blocks
+the pattern takes; a block's score is the sum of its elements' saliencies (the mean where blocks differ in size). Names
+work too: `score="wanda"`. Calibrate before `step` where a score needs statistics:
+
+>>> import sparsekit_ao
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
+>>> sparsifier = sparsekit_ao.ScopeSparsifier(score="wanda", nnz=2, scope_shape=(1, 4))  # 2:4
+>>> sparsifier.prepare(model)
+>>> sparsifier.calibrate([torch.eye(4) * torch.tensor([1.0, 100.0, 1.0, 100.0])])
+>>> sparsifier.step()
+>>> sparsifier.mask("0.weight").int()
+tensor([[0, 1, 0, 1],
+        [0, 1, 0, 1]], dtype=torch.int32)
 """
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .calibration import NEEDS, Statistics
 from .errors import SparsityError
 
-__all__ = ["Score", "saliency_of"]
+__all__ = [
+    "NAMES",
+    "Score",
+    "fisher",
+    "magnitude",
+    "movement",
+    "obd",
+    "obs",
+    "obs_block",
+    "random",
+    "ria",
+    "saliency_of",
+    "taylor",
+    "wanda",
+]
 
-Score = Callable[[Tensor, str], Tensor]
+Score = Callable[[Tensor, Any], Tensor]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def saliency_of(score: Score, weight: Tensor, name: str) -> Tensor:
+class BuiltInScore:
+    """Base class of the scores of this module, which are called with the statistics of their weight.
+
+    A score of your own needs no base class, only `needs`:
+
+    >>> class Activation:
+    ...     needs = ("input_square",)
+    ...
+    ...     def __call__(self, weight, statistics):
+    ...         return statistics.input_square.expand_as(weight)
+
+    Attributes:
+        needs: the statistics to collect, some of `calibration.NEEDS`.
+        uses_blocks: whether `statistics.blocks` must hold each element's block.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    uses_blocks: ClassVar[bool] = False
+
+    def __call__(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        """Saliencies in the weight's shape."""
+        return self._saliency(weight, statistics)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class magnitude(BuiltInScore):
+    """|w|."""
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        return weight.abs()
+
+
+@dataclass(frozen=True)
+class random(BuiltInScore):
+    """Uniform in [0, 1), by seed and tensor name: the same on every device and every rank."""
+
+    seed: int = 0
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        return torch.rand(weight.shape, generator=keyed_generator(self.seed, statistics.name)).to(weight.device)
+
+
+@dataclass(frozen=True)
+class wanda(BuiltInScore):
+    """|w_ij| * sqrt(G_jj), G = X^T X of the layer's inputs (arXiv 2306.11695, where a scope is a row)."""
+
+    needs: ClassVar[tuple[str, ...]] = ("input_square",)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        return weight.float().abs() * statistics.input_square.sqrt()
+
+
+@dataclass(frozen=True)
+class ria(BuiltInScore):
+    """(|w| / its row's sum + |w| / its column's sum) * sqrt(G_jj)^alpha (ICLR 2024, OpenReview Tr0lPx9woF)."""
+
+    alpha: float = 0.5
+    needs: ClassVar[tuple[str, ...]] = ("input_square",)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        size = statistics.matrix(weight.float().abs())
+        tiny = torch.finfo(size.dtype).tiny
+        relative = size / size.sum(2, keepdim=True).clamp(min=tiny) + size / size.sum(1, keepdim=True).clamp(min=tiny)
+        return statistics.from_matrix(relative) * statistics.input_square.pow(self.alpha / 2)
+
+
+@dataclass(frozen=True)
+class obd(BuiltInScore):
+    """w^2 G_jj / 2 (Optimal Brain Damage, LeCun et al. 1989)."""
+
+    needs: ClassVar[tuple[str, ...]] = ("input_square",)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        return weight.float().square() * statistics.input_square / 2
+
+
+@dataclass(frozen=True)
+class obs(BuiltInScore):
+    """w^2 / (2 C_jj), C = (G + damp * mean(diag G) I)^-1 (Optimal Brain Surgeon, Hassibi and Stork 1992)."""
+
+    damp: float = 0.01
+    needs: ClassVar[tuple[str, ...]] = ("input_gram",)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        diagonal = damped_inverse(statistics.input_gram, self.damp, statistics.name).diagonal(dim1=1, dim2=2)
+        return weight.float().square() / (2 * statistics.from_matrix(diagonal[:, None, :]))
+
+
+@dataclass(frozen=True)
+class obs_block(BuiltInScore):
+    """Sum over rows of w_b^T (C_bb)^-1 w_b / 2 for the columns b of a block: its joint saliency (S3, arXiv 2604.11315).
+
+    An element's share is w_i ((C_bb)^-1 w_b)_i / 2, which may be negative; blocks sum them up.
+    """
+
+    damp: float = 0.01
+    needs: ClassVar[tuple[str, ...]] = ("input_gram",)
+    uses_blocks: ClassVar[bool] = True
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        inverse = damped_inverse(statistics.input_gram, self.damp, statistics.name)
+        assert statistics.blocks is not None
+        rows, labels = statistics.matrix(weight.float()), statistics.matrix(statistics.blocks)
+        found = [
+            joint_saliency(w, c, block, statistics.name) for w, c, block in zip(rows, inverse, labels, strict=True)
+        ]
+        return statistics.from_matrix(torch.stack(found))
+
+
+@dataclass(frozen=True)
+class taylor(BuiltInScore):
+    """|w * g|, g summed over batches (arXiv 1906.10771)."""
+
+    needs: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        return (weight.float() * statistics.gradient).abs()
+
+
+@dataclass(frozen=True)
+class fisher(BuiltInScore):
+    """w^2 * E[g^2], the mean over batches: the diagonal of the empirical Fisher information."""
+
+    needs: ClassVar[tuple[str, ...]] = ("gradient_square",)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        return weight.float().square() * statistics.gradient_square
+
+
+@dataclass(frozen=True)
+class movement(BuiltInScore):
+    """-w * g summed over training steps, `with sparsifier.calibrate():` around them (arXiv 2005.07683)."""
+
+    needs: ClassVar[tuple[str, ...]] = ("movement",)
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        return statistics.movement
+
+
+#: scores by name
+NAMES: dict[str, Score] = {
+    "magnitude": magnitude(),
+    "random": random(),
+    "wanda": wanda(),
+    "ria": ria(),
+    "obd": obd(),
+    "obs": obs(),
+    "obs_block": obs_block(),
+    "taylor": taylor(),
+    "fisher": fisher(),
+    "movement": movement(),
+}
+
+
+def parse_score(given: object, where: str) -> Score | None:
+    """The score of a config value: a name, a function, an object with `needs`, or None.
+
+    Raises:
+        SparsityError: an unknown name, not callable, or unknown needs.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str) and given in NAMES:
+        return NAMES[given]
+    if isinstance(given, type) and issubclass(given, BuiltInScore):
+        raise SparsityError(f"{where}score={given.__name__} is a class; call it, score={given.__name__}()")
+    if not callable(given):
+        raise SparsityError(
+            f"{where}score must be one of {', '.join(map(repr, NAMES))}, a function (weight, name) -> saliency or an "
+            f"object with `needs`, got {given!r}"
+        )
+    for need in needs_of(given):
+        if need not in NEEDS:
+            raise SparsityError(f"{where}score: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
+    return given
+
+
+def needs_of(score: object) -> tuple[str, ...]:
+    """The statistics that a score needs."""
+    return tuple(getattr(score, "needs", ()))
+
+
+def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics | None = None) -> Tensor:
     """Call a score for one weight and check what it returns.
 
     Args:
-        score: called as `score(weight, name)`; it must not change the weight.
+        score: called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`; it must not change
+            the weight.
         weight: the dense weight, whole, detached.
         name: its `tensor_fqn`.
+        statistics: of this weight, if there are any.
 
     Returns:
         A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies
         are kept. They may be negative; NaN ranks highest.
 
     Raises:
-        SparsityError: the score returned something else.
+        SparsityError: the score returned something else, or statistics that it needs are missing.
 
     >>> saliency_of(lambda weight, name: weight.abs() * 2, torch.tensor([1.0, -3.0]), "fc.weight")
     tensor([2., 6.])
     """
-    found = score(weight, name)
+    if hasattr(score, "needs"):
+        statistics = statistics or Statistics(name=name, shape=tuple(weight.shape), form=None)
+        missing = statistics.missing(needs_of(score))
+        if missing:
+            raise SparsityError(
+                f"{name}: {score} needs {', '.join(missing)}, and calibration data did not reach this layer or there "
+                "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"
+            )
+        found = score(weight, statistics)
+    else:
+        found = score(weight, name)
     if not isinstance(found, Tensor) or found.shape != weight.shape or found.dtype not in _FLOATS:
         what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise SparsityError(
@@ -46,3 +273,56 @@ def saliency_of(score: Score, weight: Tensor, name: str) -> Tensor:
             f"{name}: score must return a tensor on the weight's device {weight.device}, got {found.device}"
         )
     return found.detach()
+
+
+def damped_inverse(gram: Tensor, damp: float, name: str) -> Tensor:
+    """(G + damp * mean(diag G) I)^-1 of each group, float32; in float64 where the Cholesky factor of float32 fails.
+
+    Raises:
+        SparsityError: all inputs are zero.
+    """
+    scale = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    if bool((scale <= 0).any()):
+        raise SparsityError(f"{name}: all inputs of this layer are zero in the calibration data")
+    damped = gram + damp * scale * torch.eye(gram.shape[1], device=gram.device)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if bool(failed.any()):
+        factor, failed = torch.linalg.cholesky_ex(damped.double())
+        if bool(failed.any()):
+            raise SparsityError(f"{name}: X^T X is singular; use more calibration tokens or a larger damp than {damp}")
+    return torch.cholesky_inverse(factor).float()
+
+
+def keyed_generator(*key: object) -> torch.Generator:
+    """A CPU generator that depends on the key alone: all ranks draw the same numbers, and so does a resumed run.
+
+    >>> a, b = keyed_generator(0, "fc.weight", 100), keyed_generator(0, "fc.weight", 100)
+    >>> bool(torch.rand((), generator=a) == torch.rand((), generator=b))
+    True
+    """
+    text = "\0".join(map(str, key)).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    return torch.Generator().manual_seed(number)
+
+
+def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor, name: str) -> Tensor:
+    """Each element's share of its block's loss: rows and block labels [outputs, inputs], inverse [inputs, inputs]."""
+    order = labels.argsort(dim=1, stable=True)
+    ordered = labels.gather(1, order)
+    size = int((ordered[0] == ordered[0, 0]).sum())
+    runs = ordered.unflatten(1, (-1, size)) if ordered.shape[1] % size == 0 else ordered[:, :, None]
+    if bool((runs != runs[..., :1]).any()) or bool((runs[:, 1:, 0] == runs[:, :-1, 0]).any()):
+        raise SparsityError(f"{name}: obs_block needs blocks with equally many elements in every row; use obs")
+    if size == 1:
+        return rows.square() / (2 * inverse.diagonal())
+    columns = order.unflatten(1, (-1, size))
+    is_same = bool((columns == columns[:1]).all())
+    values, out = rows.gather(1, order).unflatten(1, (-1, size)), torch.empty_like(rows)
+    step = rows.shape[0] if is_same else max(1, (1 << 24) // max(rows.shape[1] * size, 1))
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        own = columns[:1] if is_same else columns[part]
+        joint = inverse[own[..., :, None], own[..., None, :]]
+        solved = torch.linalg.solve(joint, values[part][..., None])[..., 0]
+        out[part] = out[part].scatter(1, order[part], (values[part] * solved / 2).flatten(1))
+    return out

@@ -12,7 +12,7 @@ from ..masking import find_mask
 from .config import TensorGroup, copied
 
 # A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
-_NOT_COPIED = ("step", "_plan")
+_NOT_COPIED = ("step", "_plan", "_forms")
 
 
 class Copies:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View, block_windows
+from ..calibration import Statistics
 from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
+from ..selection import fill_mask
 from ..selection.reference import candidates_of
 from ..selection.strides import row_major
 from .config import TensorGroup
@@ -33,7 +35,8 @@ class Component:
         stage: 0 for the first; a later one chooses among the elements that earlier ones kept.
         norm: how the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
         score: see `scores`; None scores the weight itself.
-        member_scores: "sum", or "mean" where every member counts the same however many elements it has.
+        member_scores: "sum", or "mean" where every member counts the same however many elements it has, or
+            "consumers" where only members count whose blocks are inputs of their layer.
         label: its name in errors and reports.
     """
 
@@ -45,19 +48,41 @@ class Component:
     member_scores: str
     label: str
 
-    def values(self, dense: Callable[[int], Tensor], names: Sequence[TensorGroup]) -> dict[Tensor, Tensor]:
+    def values(self, dense: Callable[[int], Tensor], statistics: Callable[[int], Statistics]) -> dict[Tensor, Tensor]:
         """The tensors that the scope scores: {meta placeholder: weight or saliency}.
 
         Args:
             dense: the weight of a group, by the group's index.
-            names: all groups; a score is called with the `tensor_fqn`.
+            statistics: those of a group; a score is called with them, or with the name in them.
         """
         found = {}
-        for leaf, at in self.leaves:
+        for leaf, at in self.scored(statistics):
             weight = dense(at)
             if self.score is not None:
-                weight = placed_saliency(self.score, weight, names[at]["tensor_fqn"])
+                own = statistics(at)
+                own.blocks = labels_of(leaf) if getattr(self.score, "uses_blocks", False) else None
+                weight = placed_saliency(self.score, weight, own)
+                own.blocks = None
             found[leaf.view.param] = self._weighed(leaf, weight)
+        others = {
+            leaf.view.param: torch.zeros_like(dense(at)) for leaf, at in self.leaves if leaf.view.param not in found
+        }
+        return {**found, **others}
+
+    def scored(self, statistics: Callable[[int], Statistics]) -> tuple[tuple[BlockSpec, int], ...]:
+        """The leaves whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
+
+        Raises:
+            CouplingError: "consumers", and there is none.
+        """
+        if self.member_scores != "consumers":
+            return self.leaves
+        found = tuple((leaf, at) for leaf, at in self.leaves if _is_consumer(leaf, statistics(at)))
+        if not found:
+            raise CouplingError(
+                f"{self.label}: member_scores='consumers', but no member's blocks are inputs of its layer, such as "
+                "columns of a Linear"
+            )
         return found
 
     def norm_of(self, values: Iterable[Tensor]) -> float | None:
@@ -70,7 +95,7 @@ class Component:
 
     def _weighed(self, leaf: BlockSpec, values: Tensor) -> Tensor:
         """For "mean", values times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean."""
-        if self.member_scores == "sum":
+        if self.member_scores != "mean":
             return values
         wide = values if values.dtype == torch.float64 else values.float()
         return wide * math.prod(leaf.shape) ** (-1 / (1 if self.norm is None else self.norm))
@@ -243,9 +268,25 @@ def _component(
     )
 
 
-def placed_saliency(score: Score, weight: Tensor, name: str) -> Tensor:
+def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
     """The saliency of a weight, sharded as the weight is; a score sees the whole weight."""
-    return placed_like(saliency_of(score, full_tensor(weight), name), weight)
+    return placed_like(saliency_of(score, full_tensor(weight), statistics.name, statistics), weight)
+
+
+def labels_of(leaf: BlockSpec) -> Tensor:
+    """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
+    labels = torch.full(tuple(leaf.view.param.shape), -1)
+    windows = block_windows(leaf, None, {leaf: labels})
+    fill_mask(windows, torch.arange(leaf.numblk()).view(windows[0].grid))
+    return labels
+
+
+def _is_consumer(leaf: BlockSpec, statistics: Statistics) -> bool:
+    """Whether each block is the same inputs of all outputs."""
+    if statistics.form is None:
+        return False
+    labels = statistics.matrix(labels_of(leaf))
+    return bool((labels == labels[:, :1]).all()) and bool((labels != labels[:, :, :1]).any())
 
 
 def _is_magnitude(values: Tensor) -> bool:

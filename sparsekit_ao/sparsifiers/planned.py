@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
-from .base import MaskSparsifier
+from ..scores import needs_of
+from .calibrated import CalibratedSparsifier
 from .check import check_masks
 from .config import Place, TensorGroup, copied
 from .plan import Component, Plan, batches, make_plan
@@ -34,7 +35,7 @@ from .structure import (
 AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
 
 
-class PlannedSparsifier(MaskSparsifier):
+class PlannedSparsifier(CalibratedSparsifier):
     """Masks that keep an exact number of blocks in every scope; see `ScopeSparsifier` for the arguments.
 
     Subclasses decide when masks change (`_update_all`), and which structure keys they take.
@@ -229,7 +230,7 @@ class PlannedSparsifier(MaskSparsifier):
         """
         updates = []
         for component in components:
-            values = component.values(lambda i: self._dense(groups[i]), groups)
+            values = component.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
             updates.append(
                 MaskUpdate(
                     scope=component.scope,
@@ -241,6 +242,15 @@ class PlannedSparsifier(MaskSparsifier):
                 )
             )
         distributed.update_masks(updates)
+
+    def _needs(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for component in self._planned(self.groups).components:
+            needs = needs_of(component.score)
+            for _, at in component.scored(lambda i: self._statistics_of(self.groups[i])) if needs else ():
+                fqn = self.groups[at]["tensor_fqn"]
+                found[fqn] = tuple(dict.fromkeys((*found.get(fqn, ()), *needs)))
+        return found
 
     def _planned(self, groups: Sequence[TensorGroup], model: nn.Module | None = None) -> Plan:
         """The plan of these groups; kept while structure, shapes and strides stay the same."""

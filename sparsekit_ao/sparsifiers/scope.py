@@ -56,6 +56,8 @@ class ScopeSparsifier(PlannedSparsifier):
     16
     """
 
+    _one_shot: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # finished rows, chosen masks; see `one_shot`
+
     def __init__(
         self,
         sparsity_level: float | None = None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..algebra import AxisPattern
 from ..errors import SparsityError
 from ..patterns import Pattern
-from ..scores import Score
+from ..scores import Score, parse_score
 from ..selection.strides import Shape
 from .config import Place, TensorGroup
 
@@ -145,6 +145,7 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
     for key in ("block_coupling", "scope_coupling"):
         if found.get(key) is not None and not isinstance(found[key], str):
             raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")
+    found["score"] = parse_score(found.get("score"), where)
     _check_scoring(found, where)
     found["view"] = _view_arg(found.get("view"), where)
     return Stage(**found)
@@ -156,10 +157,10 @@ def _check_scoring(found: Mapping[str, Any], where: str) -> None:
     if isinstance(norm, bool) or norm not in (1, 2, math.inf):
         hint = " Give a function of the weight as score=." if callable(norm) else ""
         raise SparsityError(f"{where}norm must be 1, 2 or inf, got {norm!r}.{hint}")
-    if score is not None and not callable(score):
-        raise SparsityError(f"{where}score must be a function (weight, name) -> saliency or None, got {score!r}")
-    if how not in ("sum", "mean"):
-        raise SparsityError(f"{where}member_scores must be 'sum' or 'mean', got {how!r}")
+    if how not in ("sum", "mean", "consumers"):
+        raise SparsityError(f"{where}member_scores must be 'sum', 'mean' or 'consumers', got {how!r}")
+    if how == "consumers" and score is None:
+        raise SparsityError(f"{where}member_scores='consumers' needs a score")
     if how == "mean" and score is None and norm not in (1, 2):
         raise SparsityError(
             f"{where}member_scores='mean' needs norm 1 or 2, whose powers add over members, got {norm!r}"

@@ -1,0 +1,18 @@
+"""Statistics of layers over calibration data, which scores and compensation read."""
+
+from .collect import Calibration, Target, call, run_batches
+from .forms import Form, form_of
+from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics
+
+__all__ = [
+    "GRADIENTS",
+    "INPUTS",
+    "NEEDS",
+    "Calibration",
+    "Form",
+    "Statistics",
+    "Target",
+    "call",
+    "form_of",
+    "run_batches",
+]

@@ -1,0 +1,269 @@
+"""How a layer's weight is a matrix that multiplies its inputs, for every kind of layer whose inputs are recorded.
+
+A form reshapes a weight to [groups, outputs, inputs] and back, and turns what a forward call of the module receives
+into rows [groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..distributed import full_tensor
+from ..errors import SparsityError
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+UNFOLDED = 1 << 24  # elements of unfolded inputs that are stored at once
+
+
+class Form(ABC):
+    """One kind of layer; `module` is the one whose forward calls are observed."""
+
+    #: whether the rows are the input itself, the same for every layer that reads it
+    reads_rows = False
+    #: whether X^T X can be recorded
+    has_gram = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+    @abstractmethod
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight (or anything of its shape) as [groups, outputs, inputs]; a view where that is possible."""
+
+    @abstractmethod
+    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `matrix`, in the weight's shape."""
+
+    @abstractmethod
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The tensor that the layer reads, from the arguments of a forward call."""
+
+    @abstractmethod
+    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
+        """Parts of the inputs as [groups, tokens, inputs], without the tokens for which `where` is False."""
+
+    def squares(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
+        """Sums of squares over tokens, float32 [groups, inputs], and the number of tokens."""
+        parts = [(rows.float().square().sum(1), rows.shape[1]) for rows in self.rows(x, where)]
+        return sum((p for p, _ in parts[1:]), parts[0][0]), sum(n for _, n in parts)
+
+    def gram(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
+        """X^T X, float32 [groups, inputs, inputs], and the number of tokens."""
+        total, tokens = None, 0
+        for part in self.rows(x, where):
+            rows = part.float()
+            total = rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
+            tokens += rows.shape[1]
+        assert total is not None
+        return total, tokens
+
+
+class _Linear(Form):
+    """`nn.Linear` and layers with the same weight: (outputs, inputs)."""
+
+    reads_rows = True
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight[None]
+
+    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return matrix[0]
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        return full_tensor(args[0] if args else next(iter(kwargs.values())))
+
+    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
+        yield tokens_of(x, where)[None]
+
+
+class _TransposedLinear(_Linear):
+    """transformers' Conv1D: (inputs, outputs)."""
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.mT[None]
+
+    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return matrix[0].mT
+
+
+class _Embedding(_TransposedLinear):
+    """`nn.Embedding`: (tokens of the vocabulary, width); an input is a one-hot row, so squares are counts."""
+
+    reads_rows = False
+    has_gram = False
+
+    def squares(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
+        found = x[where.bool()] if where is not None and where.shape == x.shape else x.reshape(-1)
+        counts = torch.bincount(found, minlength=self.module.num_embeddings)
+        return counts.float()[None], found.numel()
+
+    def gram(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
+        raise SparsityError("an embedding has no input_gram (its inputs are one-hot); use a score of input_square")
+
+
+class _Convolution(_Linear):
+    """Convolutions of any rank, with groups, strides, dilations and padding modes."""
+
+    reads_rows = False
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.module.groups, weight.shape[0] // self.module.groups, -1)
+
+    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return matrix.reshape(shape)
+
+    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
+        conv: Any = self.module
+        n = len(conv.kernel_size)
+        x = x if x.ndim == n + 2 else x[None]
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        padded = F.pad(x, [side for pair in reversed(self._padding()) for side in pair], mode=mode)
+        yield from unfolded(padded, conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+
+    def _padding(self) -> list[tuple[int, int]]:
+        conv: Any = self.module
+        if conv.padding == "valid":
+            return [(0, 0)] * len(conv.kernel_size)
+        if conv.padding == "same":
+            spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+            return [(span // 2, span - span // 2) for span in spans]
+        return [(p, p) for p in conv.padding]
+
+
+class _TransposedConvolution(_Convolution):
+    """Transposed convolutions: a convolution with the flipped kernel over the input with zeros between its elements."""
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        g, n = self.module.groups, weight.ndim - 2
+        split = weight.reshape(g, weight.shape[0] // g, *weight.shape[1:])
+        return split.flip(tuple(range(3, 3 + n))).transpose(1, 2).reshape(g, weight.shape[1], -1)
+
+    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        g, n = self.module.groups, len(shape) - 2
+        split = matrix.reshape(g, shape[1], shape[0] // g, *shape[2:]).transpose(1, 2)
+        return split.flip(tuple(range(3, 3 + n))).reshape(shape)
+
+    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
+        conv: Any = self.module
+        n = len(conv.kernel_size)
+        x = x if x.ndim == n + 2 else x[None]
+        spread = x.new_zeros(*x.shape[:2], *((s - 1) * t + 1 for s, t in zip(x.shape[2:], conv.stride, strict=True)))
+        spread[(slice(None), slice(None), *(slice(None, None, t) for t in conv.stride))] = x
+        sides = [
+            (d * (k - 1) - p, d * (k - 1) - p + o)
+            for k, d, p, o in zip(conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True)
+        ]
+        padded = F.pad(spread, [side for pair in reversed(sides) for side in pair])
+        yield from unfolded(padded, conv.kernel_size, (1,) * n, conv.dilation, conv.groups)
+
+
+class _Attention(_Linear):
+    """A projection inside `nn.MultiheadAttention`, whose forward does not call it as a module.
+
+    Args:
+        module: the attention.
+        name: "in_proj_weight" (query, key and value stacked: three groups), "q_proj_weight", "k_proj_weight",
+            "v_proj_weight", or "out_proj", whose inputs are computed by a call with an identity in its place.
+    """
+
+    reads_rows = False
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        self._name = name
+        self._which = {"q_proj_weight": (0,), "k_proj_weight": (1,), "v_proj_weight": (2,)}.get(name, (0, 1, 2))
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.reshape(3, -1, weight.shape[1]) if self._name == "in_proj_weight" else weight[None]
+
+    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return matrix.reshape(tuple(shape))
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        if self._name != "out_proj":
+            found = [given[("query", "key", "value")[k]] for k in self._which]
+            if len(found) == 1:
+                return found[0]
+            if len({x.shape for x in found}) > 1:
+                raise SparsityError(
+                    "nn.MultiheadAttention whose query and key differ in shape has no common statistics for "
+                    "in_proj_weight; leave it out, or project the inputs by layers of your own"
+                )
+            return torch.stack(found)
+        twin = copy.copy(self.module)
+        width = self.module.embed_dim
+        plain = nn.Linear(width, width, device=args[0].device, dtype=args[0].dtype)
+        plain.weight.data.copy_(torch.eye(width))
+        plain.bias.data.zero_()
+        twin.__dict__ = {**self.module.__dict__, "_modules": {**self.module._modules, "out_proj": plain}}
+        with torch.no_grad():
+            return type(self.module).forward(twin, *args, **kwargs)[0]
+
+    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
+        if where is not None and not self.module.batch_first:
+            where = where.mT
+        if self._name == "in_proj_weight":
+            yield torch.stack([tokens_of(part, where) for part in x])
+        else:
+            yield tokens_of(x, where)[None]
+
+
+def tokens_of(x: Tensor, where: Tensor | None) -> Tensor:
+    """[..., inputs] as [tokens, inputs], without those for which `where`, of the leading shape, is False.
+
+    Inputs of another leading shape (a pooled token, say) are taken whole.
+    """
+    if where is not None and where.shape == x.shape[:-1]:
+        return x[where.bool().to(x.device)]
+    rows = x.reshape(-1, x.shape[-1])
+    if where is not None and where.numel() == rows.shape[0] and where.ndim > 1:
+        return rows[where.reshape(-1).bool().to(x.device)]
+    return rows
+
+
+def unfolded(
+    padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Iterator[Tensor]:
+    """What every position of a kernel covers: [groups, positions, channels of the group x kernel], some at a time."""
+    n = len(kernel)
+    x = padded
+    for k in range(n):
+        x = x.unfold(2 + k, dilation[k] * (kernel[k] - 1) + 1, stride[k])[..., :: dilation[k]]
+    x = x.unflatten(1, (groups, -1))  # [batch, groups, channels, *positions, *kernel]
+    order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+    at_once = max(1, UNFOLDED // max(x[0].numel(), 1)) if len(x) else 1
+    for part in x.split(at_once):
+        rows = part.permute(order)
+        yield rows.reshape(groups, -1, rows.shape[2 + n :].numel())
+
+
+def form_of(module: nn.Module, tensor_name: str, attentions: Mapping[int, nn.MultiheadAttention]) -> Form | None:
+    """The form of a layer's tensor, or None where inputs cannot be recorded for it.
+
+    Args:
+        module, tensor_name: the tensor.
+        attentions: {id of `out_proj`: its attention} of the model.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return _Attention(module, tensor_name) if tensor_name.endswith("proj_weight") else None
+    if tensor_name != "weight":
+        return None
+    if id(module) in attentions:
+        return _Attention(attentions[id(module)], "out_proj")
+    names = {(c.__module__.split(".")[0], c.__name__) for c in type(module).__mro__}
+    if ("transformers", "Conv1D") in names:
+        return _TransposedLinear(module)
+    kinds: tuple[tuple[Any, type[Form]], ...] = (
+        (nn.Linear, _Linear),
+        (nn.Embedding, _Embedding),
+        (_TRANSPOSED, _TransposedConvolution),
+        (_CONVOLUTIONS, _Convolution),
+    )
+    return next((form(module) for kind, form in kinds if isinstance(module, kind)), None)

@@ -1,0 +1,82 @@
+"""The report of a one-shot pass: what happened to each layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One layer.
+
+    Attributes:
+        tensor: its name.
+        before: relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN without inputs.
+        after: the same with compensated weights.
+        density: the fraction of elements that the mask keeps.
+        seconds: spent on this layer, its share of recording not included.
+        note: what was special, or "".
+    """
+
+    tensor: str
+    before: float
+    after: float
+    density: float
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneShotReport(Sequence[LayerRow]):
+    """Rows as data; `str()` of it is a table, `plot` a picture.
+
+    Attributes:
+        rows: one per layer, in the order of the forward pass.
+        seconds: of the whole pass, recording included.
+    """
+
+    rows: tuple[LayerRow, ...]
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at):  # type: ignore[no-untyped-def]
+        return self.rows[at]
+
+    def metrics(self) -> dict[str, float]:
+        """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
+        return {**{f"output_error/{r.tensor}": r.after for r in self.rows}, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        head = ("tensor", "error before", "after", "density", "seconds", "note")
+        lines = [
+            head,
+            *(
+                (r.tensor, f"{r.before:.4f}", f"{r.after:.4f}", f"{r.density:.4f}", f"{r.seconds:.2f}", r.note)
+                for r in self.rows
+            ),
+        ]
+        widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+        table = [
+            "  ".join(
+                c.rjust(w) if 0 < k < 5 else c.ljust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        ]
+        return "\n".join([*(line.rstrip() for line in table), f"{len(self.rows)} layers in {self.seconds:.1f} s"])
+
+    def plot(self, path: str | Path) -> None:
+        """Save a picture of the errors before and after, layer by layer; needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 1.5 + 0.25 * len(self.rows)), layout="constrained")
+        axes = figure.add_subplot()
+        at = range(len(self.rows))
+        axes.barh(at, [r.before for r in self.rows], color="lightgray", label="mask alone")
+        axes.barh(at, [r.after for r in self.rows], height=0.5, label="compensated")
+        axes.set_yticks(at, [r.tensor for r in self.rows], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("relative output error")
+        axes.legend()
+        figure.savefig(path, dpi=150)

@@ -1,0 +1,92 @@
+"""Solvers on matrices: the kept weights of a layer make up for the dropped ones.
+
+Everywhere W is [groups, outputs, inputs], G = X^T X of the layer's inputs [groups, inputs, inputs], a mask is bool in
+the shape of W, all float32 (or all float64). The error of V for W is tr((W - V) G (W - V)^T).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+CG_STEPS = 30
+ADMM_STEPS = 150
+RHO = 0.03  # first penalty, for a Gram matrix with unit diagonal
+GROWTH, EVERY = 1.1, 3  # the penalty grows by this factor, after so many steps
+
+
+def relative_error(weight: Tensor, gram: Tensor, found: Tensor) -> float:
+    """sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
+
+    >>> w, g = torch.ones(1, 1, 4), torch.eye(4)[None]
+    >>> relative_error(w, g, w * torch.tensor([1, 1, 0, 1]))
+    0.5
+    """
+    rest = weight - found
+    lost, all_of_it = ((rest @ gram) * rest).double().sum(), ((weight @ gram) * weight).double().sum()
+    return float((lost.clamp(min=0) / all_of_it).sqrt()) if all_of_it > 0 else 0.0
+
+
+def least_squares(weight: Tensor, gram: Tensor, mask: Tensor, steps: int = CG_STEPS) -> Tensor:
+    """The best kept weights for a mask: conjugate gradients on all rows at once, preconditioned by diag(G).
+
+    Starts at the masked weights, so that a singular G needs no damping: what the data does not determine stays.
+
+    Args:
+        weight, gram, mask: see the module.
+        steps: of conjugate gradients; each is one product with G.
+
+    Returns:
+        V, zero where the mask drops.
+
+    >>> w, g = torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])  # two equal inputs
+    >>> least_squares(w, g, torch.tensor([[[True, False]]]))
+    tensor([[[2., 0.]]])
+    """
+    scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
+    scale = scale.clamp(min=1e-12 * float(scale.mean()) or 1.0)
+    found = weight * mask
+    rest = ((weight - found) @ gram) * mask
+    direction = rest / scale
+    size = (rest * direction).sum(2, keepdim=True)
+    first = size.clone()
+    for _ in range(steps):
+        moved = (direction @ gram) * mask
+        curvature = (direction * moved).sum(2, keepdim=True)
+        step = torch.where((curvature > 0) & (size > 1e-14 * first), size / curvature, 0)
+        found = torch.addcmul(found, step, direction)
+        rest = torch.addcmul(rest, step, moved, value=-1)
+        turned = rest / scale
+        before, size = size, (rest * turned).sum(2, keepdim=True)
+        direction = turned + torch.where(before > 0, size / before, 0) * direction
+    return found
+
+
+def admm_mask(weight: Tensor, gram: Tensor, project: Callable[[Tensor], Tensor], steps: int = ADMM_STEPS) -> Tensor:
+    """A mask from the alternating direction method of multipliers (ALPS, arXiv 2406.07831), for any structure.
+
+    Args:
+        weight, gram: see the module.
+        project: saliencies to the mask that keeps the highest of every scope; it is given |values| in the shape of W.
+        steps: each is two products with a matrix of the size of G, and one projection.
+
+    Returns:
+        The mask of the last projection.
+    """
+    scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
+    scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
+    scaled = weight * scale
+    values, vectors = torch.linalg.eigh(gram / (scale.mT * scale))
+    values = values.clamp(min=0)[:, None, :]
+    target = ((scaled @ vectors) * values) @ vectors.mT
+    mask = project(scaled)
+    kept, dual, rho = scaled * mask, torch.zeros_like(scaled), RHO
+    for step in range(steps):
+        found = (((target - dual + rho * kept) @ vectors) / (values + rho)) @ vectors.mT
+        shifted = found + dual / rho
+        mask = project(shifted)
+        kept = shifted * mask
+        dual = dual + rho * (found - kept)
+        if step % EVERY == EVERY - 1:
+            rho *= GROWTH
+    return mask
