@@ -176,7 +176,7 @@ def _backward(loss: Any, parameters: Sequence[Tensor], batch: int) -> None:
             f"calibrate: a score of gradients needs forward(model, batch) -> loss, a scalar; got {what}"
         )
     if not bool(torch.isfinite(loss)):
-        raise SparsityError(f"calibrate: the loss of batch {batch} is {float(loss)}")
+        raise SparsityError(f"calibrate: the loss of batch {batch} is {loss.item()}")
     torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)
 
 
@@ -185,6 +185,10 @@ def _check(target: Target) -> None:
         raise SparsityError(
             f"{target.name}: inputs cannot be recorded for {target.tensor_name!r} of {type(target.module).__name__}; "
             "give it a score without input statistics (magnitude, taylor, fisher) or leave it out (exclude=[...])"
+        )
+    if target.form is not None and not target.form.has_gram and "input_gram" in target.needs:
+        raise SparsityError(
+            f"{target.name}: an embedding has no input_gram (its inputs are one-hot); take a score of input_square"
         )
     if any(n in GRADIENTS for n in target.needs) and not target.parameter.requires_grad:
         raise SparsityError(f"{target.name}: gradient statistics need requires_grad, and this weight is frozen")

@@ -4,7 +4,6 @@ A form reshapes a weight to [groups, outputs, inputs] and back, and turns what a
 into rows [groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -104,7 +103,7 @@ class _Embedding(_TransposedLinear):
         return counts.float()[None], found.numel()
 
     def gram(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
-        raise SparsityError("an embedding has no input_gram (its inputs are one-hot); use a score of input_square")
+        raise AssertionError("checked when the calibration began")
 
 
 class _Convolution(_Linear):
@@ -197,7 +196,7 @@ class _Attention(_Linear):
                     "in_proj_weight; leave it out, or project the inputs by layers of your own"
                 )
             return torch.stack(found)
-        twin = copy.copy(self.module)
+        twin = object.__new__(type(self.module))  # not a copy, which parametrized modules refuse
         width = self.module.embed_dim
         plain = nn.Linear(width, width, device=args[0].device, dtype=args[0].dtype)
         plain.weight.data.copy_(torch.eye(width))

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..calibration import Statistics
 from ..distributed import fill, full_tensor, is_sharded, local, placed_like, sum_over_ranks
 from ..errors import SparsityError
 from ..masking import select
+from ..scores import keyed_generator
 from ..sparsifiers.config import TensorGroup
 from .budgets import Budgets
 from .choose import choose
@@ -20,7 +22,7 @@ from .gradients import GradientCapture
 from .mask import find_dynamic
 from .optimizers import original, placed_gradient, reset_state, second_moments, start_second_moments
 from .settings import Settings, value_at
-from .slots import Gathered, Part, Slots, generator
+from .slots import Gathered, Part, Slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +49,17 @@ def run_update(
     momenta: Mapping[str, Tensor | None],
     level_given: dict[str, float],
     iteration: int,
+    statistics: Sequence[Statistics],
 ) -> Movement:
     """Gather, choose and apply; if a rule raises, nothing has changed.
 
     Shared budgets are set to their new values, and their levels written into `level_given` (see `ScopeSparsifier`).
-    `momenta` are by tensor_fqn, where a rule needs them.
+    `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one for each group.
     """
     settings = budgets.settings
     only_prunes = settings.grow is None and settings.target is not None
     fraction = 0.0 if only_prunes else value_at(settings.update_fraction, iteration, "update_fraction")
-    parts = _gather(budgets, capture.gradients, momenta, level_given, iteration)
+    parts = _gather(budgets, capture.gradients, momenta, level_given, iteration, statistics)
     chosen, held = choose(parts, budgets, iteration, fraction)
     masks: dict[int, Tensor] = {}
     for part, kept in zip(parts, chosen, strict=True):
@@ -81,6 +84,7 @@ def _gather(
     momenta: Mapping[str, Tensor | None],
     level_given: Mapping[str, float],
     step: int,
+    statistics: Sequence[Statistics],
 ) -> list[Part]:
     """One part for each component of the budgets, in their order; gradients and momenta are by tensor_fqn."""
     parts = []
@@ -94,6 +98,7 @@ def _gather(
             masks=Gathered({s: _mask(g) for s, g in own.items()}),
             gradients=Gathered({s: t for s, g in own.items() if (t := gradients.get(g["tensor_fqn"])) is not None}),
             momenta=Gathered({s: t for s, g in own.items() if (t := momenta.get(g["tensor_fqn"])) is not None}),
+            statistics={spec: statistics[at] for spec, at in component.leaves},
             device=device,
             step=step,
             seed=budgets.settings.seed,
@@ -139,7 +144,7 @@ def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: 
         return None
     weight, fqn = original(group).detach(), group["tensor_fqn"]
     zeroed = full_tensor(weight).masked_fill(full_tensor(new) ^ (full_tensor(_mask(group)) != 0), 0)
-    found = settings.new_values(zeroed, generator(settings.seed, fqn, iteration, "values"))
+    found = settings.new_values(zeroed, keyed_generator(settings.seed, fqn, iteration, "values"))
     if not isinstance(found, Tensor) or found.shape != weight.shape:
         what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise SparsityError(

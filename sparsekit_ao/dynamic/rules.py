@@ -13,13 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import scores
 from ..errors import SparsityError
+from ..scores import BuiltInScore, Score, needs_of, parse_score, saliency_of
 from .slots import Slots
 
 __all__ = [
     "NAMES",
     "NEEDS",
     "Rule",
+    "by_score",
     "global_magnitude",
     "gradient",
     "magnitude",
@@ -48,6 +51,7 @@ class Rule:
         score: `Slots` -> float rows [scopes, slots].
         needs: of `NEEDS`: what is gathered for it, the dense gradient or the optimizer's momentum.
         is_global: for pruning: the tensors compete over which of them loses how many blocks.
+        statistics: of `calibration.NEEDS`: what `sparsifier.calibrate` must have recorded before an update.
         share: for redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
             is not finite, or not positive, counts as 0.
     """
@@ -56,6 +60,7 @@ class Rule:
     score: Callable[[Slots], Any]
     needs: tuple[str, ...] = ()
     is_global: bool = False
+    statistics: tuple[str, ...] = ()
     share: Callable[[Slots], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -117,10 +122,22 @@ def nonzero() -> Rule:
     return Rule(name="nonzero", score=_is_active, share=_active_elements)
 
 
-def parse_rule(purpose: str, given: object) -> Rule | None:
-    """The rule for "prune", "grow" or "redistribute" from a name, a `Rule`, or a function of `Slots`, or None.
+def by_score(score: str | Score) -> Rule:
+    """A score of `sparsekit_ao.scores` as a rule: its name, or an object with `needs`; saliencies of a block add up.
 
-    A function may carry a `needs` attribute. It returns rows; for redistribution, the share.
+    >>> by_score("wanda").statistics
+    ('input_square',)
+    """
+    found = parse_score(score, "")
+    assert found is not None
+    return Rule(name=f"score {score}", score=partial(_by_score, found), statistics=needs_of(found))
+
+
+def parse_rule(purpose: str, given: object) -> Rule | None:
+    """The rule for "prune", "grow" or "redistribute" from a name, a `Rule`, a score, a function of `Slots`, or None.
+
+    Scores are those of `sparsekit_ao.scores`, by name or object; one of your own is given as `by_score(score)`. A
+    function may carry a `needs` attribute. It returns rows; for redistribution, the share.
 
     >>> parse_rule("prune", lambda slots: slots.random("prune")).needs
     ()
@@ -130,10 +147,15 @@ def parse_rule(purpose: str, given: object) -> Rule | None:
         return given
     if isinstance(given, str) and given in names:
         return names[given]
+    if isinstance(given, BuiltInScore) or (isinstance(given, str) and given in scores.NAMES):
+        return by_score(given)
     if callable(given):
         name, needs = getattr(given, "__name__", type(given).__name__), tuple(getattr(given, "needs", ()))
         return Rule(name=name, score=given, needs=needs, share=given)
-    raise SparsityError(f"{purpose} must be one of {', '.join(map(repr, names))}, a Rule or a function, got {given!r}")
+    raise SparsityError(
+        f"{purpose} must be one of {', '.join(map(repr, names))}, a score ({', '.join(map(repr, scores.NAMES))}), "
+        f"a Rule or a function, got {given!r}"
+    )
 
 
 def _by_values(name: str, values: str, criterion: str | None, **options: Any) -> Rule:
@@ -146,6 +168,14 @@ def _by_values(name: str, values: str, criterion: str | None, **options: Any) ->
 
 def _pooled(values: str, norm: float | None, as_mean: bool | None, slots: Slots) -> Tensor:
     return slots.scores(getattr(slots, values), norm, as_mean=as_mean)
+
+
+def _by_score(score: Score, slots: Slots) -> Tensor:
+    found = {}
+    for spec, weight in slots.weights.items():
+        own = slots.statistics.get(spec)
+        found[spec] = saliency_of(score, weight, slots.name if own is None else own.name, own)
+    return slots.scores(found, None, signed=True)
 
 
 def _mean_absolute(values: str, slots: Slots) -> float:

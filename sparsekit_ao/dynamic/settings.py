@@ -51,6 +51,12 @@ class Settings:
         return self.updates and "momentum" in self._needs
 
     @property
+    def statistics(self) -> tuple[str, ...]:
+        """What an update reads of `sparsifier.calibrate`."""
+        rules = [r for r in (self.prune, self.grow, self.redistribute) if r is not None and self.updates]
+        return tuple(dict.fromkeys(n for rule in rules for n in rule.statistics))
+
+    @property
     def _needs(self) -> set[str]:
         return {n for rule in (self.prune, self.grow, self.redistribute) if rule is not None for n in rule.needs}
 

@@ -5,7 +5,6 @@ scores and random numbers for rules, and writes chosen rows back into masks. A `
 are whole only while a rule reads them: what is kept (`KeptSlots`) is sharded again before the next component is read.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,24 +14,14 @@ import torch
 from torch import Tensor
 
 from ..algebra import BlockSpec, scope_windows, write_back
+from ..calibration import Statistics
 from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
+from ..scores import keyed_generator
 from ..selection import fill_mask, from_scopes, scope_scores, to_scopes
 from ..selection.reference import candidates_of
 from ..selection.tiling import real_slots
 from ..sparsifiers.plan import Component
-
-
-def generator(seed: int, name: str, step: int, purpose: str) -> torch.Generator:
-    """A CPU generator that depends on these four alone: all ranks draw the same numbers, and so does a resumed run.
-
-    >>> a, b = generator(0, "fc.weight", 100, "grow"), generator(0, "fc.weight", 100, "grow")
-    >>> bool(torch.rand((), generator=a) == torch.rand((), generator=b))
-    True
-    """
-    key = f"{seed}\0{name}\0{step}\0{purpose}".encode()
-    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
-    return torch.Generator().manual_seed(number)
 
 
 class Gathered(Mapping[BlockSpec, Tensor]):
@@ -62,6 +51,7 @@ class Slots:
         component: the scopes and how their blocks are scored.
         weights, gradients, momenta: {block: parameter-shaped tensor}; the last two are empty unless a rule needs them.
             Always whole tensors, however the ranks hold them.
+        statistics: {block: what `sparsifier.calibrate` recorded for its tensor}.
         masks: {block: mask}.
         device: of all of these.
         step: the training iteration.
@@ -76,6 +66,7 @@ class Slots:
     seed: int = 0
     gradients: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
     momenta: Mapping[BlockSpec, Tensor] = field(default_factory=dict)
+    statistics: Mapping[BlockSpec, Statistics] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -104,7 +95,12 @@ class Slots:
             vars(self).pop(name, None)
 
     def scores(
-        self, values: Mapping[BlockSpec, Tensor], norm: float | None = None, *, as_mean: bool | None = None
+        self,
+        values: Mapping[BlockSpec, Tensor],
+        norm: float | None = None,
+        *,
+        as_mean: bool | None = None,
+        signed: bool = False,
     ) -> Tensor:
         """Block scores of parameter-shaped values; float rows, padding 0.
 
@@ -112,6 +108,7 @@ class Slots:
             values: `weights`, `gradients` or `momenta`, or anything of the same keys and shapes.
             norm: 1, 2 or inf, over the elements of a block; the tensor's own norm by default.
             as_mean: divide by the number of elements; by default where some blocks are partial.
+            signed: values are saliencies, which are summed as they are.
         """
         if not values:
             raise SparsityError(
@@ -120,12 +117,12 @@ class Slots:
         tensors = {spec.view.param: t for spec, t in values.items()}
         groups = scope_windows(self.component.scope, tensors)
         mean = any(m.is_partial for g in groups for m in g.members) if as_mean is None else as_mean
-        chosen = self.component.norm if norm is None else norm
+        chosen = None if signed else self.component.norm if norm is None else norm
         return torch.cat([scope_scores(g, chosen, as_mean=mean) for g in groups], dim=1)
 
     def random(self, purpose: str) -> Tensor:
         """Uniform numbers in [0, 1), the same on every rank, on every device and after a resume; float64 rows."""
-        source = generator(self.seed, self.name, self.step, purpose)
+        source = keyed_generator(self.seed, self.name, self.step, purpose)
         return torch.rand(self.shape, generator=source, dtype=torch.float64).to(self.device)
 
     def mean_active(self, scores: Tensor) -> float:

@@ -290,8 +290,12 @@ class DynamicSparsifier(PlannedSparsifier):
             if self._capture.is_ready(s.needs_gradient, momenta):
                 plan, given = self._planned(self.groups), self._level_given
                 budgets = Budgets(components=plan.components, groups=self.groups, settings=s)
-                self.last_update = run_update(budgets, self._capture, momenta, given, self.iteration)
+                statistics = [self._statistics_of(g) for g in self.groups]
+                self.last_update = run_update(budgets, self._capture, momenta, given, self.iteration, statistics)
                 self._pending = False
+
+    def _needs(self) -> dict[str, tuple[str, ...]]:
+        return {g["tensor_fqn"]: self.settings.statistics for g in self.groups}
 
     def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
         return progress_of(self.iteration, self._pending, self._level_given, self._capture, with_gradients)

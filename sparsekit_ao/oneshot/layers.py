@@ -12,6 +12,7 @@ from ..algebra import MaskUpdate
 from ..calibration import Statistics, Target
 from ..errors import SparsityError
 from ..scores import damped_inverse, joint_saliency
+from ..selection import keep_mask
 from ..sparsifiers.plan import Component, labels_of
 from ..sparsifiers.planned import PlannedSparsifier
 from .obs import column_chunks, sparsegpt, structured_obs
@@ -176,25 +177,41 @@ def _prune_from_left(sparsifier: PlannedSparsifier, layer: Layer, method: str) -
         parts = [sparsegpt(w, c, *budget) for w, c in zip(own.matrix(layer.weight), inverse, strict=True)]
     else:
         chunks = column_chunks(scopes.flatten(0, 1))
-        parts = _obs_parts(sparsifier, layer, inverse, chunks, blocks)
+        parts = _obs_parts(sparsifier, layer, inverse, chunks, scopes, blocks)
     layer.mask = own.from_matrix(torch.stack([mask for mask, _ in parts]))
     layer.found = own.from_matrix(torch.stack([found for _, found in parts]))
 
 
 def _obs_parts(
-    sparsifier: PlannedSparsifier, layer: Layer, inverse: Tensor, chunks: list[tuple[int, int]], blocks: Tensor
+    sparsifier: PlannedSparsifier,
+    layer: Layer,
+    inverse: Tensor,
+    chunks: list[tuple[int, int]],
+    scopes: Tensor,
+    blocks: Tensor,
 ) -> list[tuple[Tensor, Tensor]]:
+    """Mask and weight of each group; scopes that are too wide to be pruned from the left are chosen at once."""
     own = layer.statistics
     assert own is not None
-    project, rows = _projection(sparsifier, layer, None), own.matrix(layer.weight)
+    rows, name = own.matrix(layer.weight), layer.target.name
     if max(stop - start for start, stop in chunks) > WIDEST or len(rows) > 1 or len(layer.components) > 1:
-        joint = [joint_saliency(w, c, b, own.name) for w, c, b in zip(rows, inverse, blocks, strict=True)]
+        joint = [joint_saliency(w, c, b, name) for w, c, b in zip(rows, inverse, blocks, strict=True)]
+        project = _projection(sparsifier, layer, None)
         return [(m, w * m) for m, w in zip(project(torch.stack(joint)), rows, strict=True)]
+    component = layer.components[0]
+    keep = component.budget(sparsifier.groups, sparsifier._level_given)
+    budgets = torch.as_tensor(keep, dtype=torch.int64).expand(component.scope.grid_shape).reshape(-1)
 
     def choose(weight: Tensor, left: Tensor, start: int, stop: int) -> Tensor:
-        saliency = torch.zeros_like(rows)
-        saliency[0, :, start:stop] = joint_saliency(weight, left, blocks[0, :, start:stop], own.name)
-        return project(saliency)[0, :, start:stop]
+        labels = blocks[0, :, start:stop]
+        saliency = joint_saliency(weight, left, labels, name)
+        ids, element = labels.unique(return_inverse=True)
+        scope_of = torch.empty_like(ids).scatter_(0, element.flatten(), scopes[0, :, start:stop].flatten())
+        order = scope_of.argsort(stable=True)  # by scope, and in it by slot
+        sums = saliency.new_zeros(ids.numel()).index_add_(0, element.flatten(), saliency.flatten())
+        competing = sums[order].unflatten(0, (-1, component.scope.numblk_per_scope()))
+        kept = keep_mask(competing, budgets[scope_of[order].view(competing.shape)[:, 0]])
+        return torch.empty_like(kept.flatten()).scatter_(0, order, kept.flatten())[element]
 
     return [structured_obs(rows[0], inverse[0], chunks, choose)]
 

@@ -131,6 +131,9 @@ class CalibratedSparsifier(MaskSparsifier):
                 merged[name] = new
         self._statistics = merged
 
+    def _pickled(self) -> dict[str, Any]:
+        return {**super()._pickled(), "statistics": {name: s.saved() for name, s in self._statistics.items()}}
+
     def state_dict(self) -> dict[str, Any]:
         """As `MaskSparsifier.state_dict`, with the statistics if there are any."""
         saved = {name: s.saved() for name, s in self._statistics.items()}

@@ -1,0 +1,345 @@
+"""Statistics of layers: what is recorded, for which layers, and what an error leaves behind."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao.calibration import form_of
+
+torch.manual_seed(0)
+
+
+def conv1d_of_transformers():
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(4, 6)
+
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(6, 4), (2, 3, 6)),
+    "Conv1D of transformers": (conv1d_of_transformers, (2, 3, 6)),
+    "Conv1d, strided, dilated, grouped": (
+        lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2),
+        (2, 4, 11),
+    ),
+    "Conv2d, same, reflected": (lambda: nn.Conv2d(4, 6, (3, 2), padding="same", padding_mode="reflect"), (2, 4, 7, 8)),
+    "Conv2d, valid, depthwise": (lambda: nn.Conv2d(4, 4, 3, padding="valid", groups=4), (2, 4, 7, 8)),
+    "Conv2d, one image": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 7, 8)),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, 2, padding=(1, 0, 1)), (2, 2, 4, 5, 4)),
+    "ConvTranspose1d, dilated": (lambda: nn.ConvTranspose1d(4, 6, 4, stride=3, padding=2, dilation=2), (2, 4, 5)),
+    "ConvTranspose2d, grouped": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+        (2, 4, 5, 4),
+    ),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 4, 2), (1, 2, 3, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_layer_is_a_product_of_recorded_rows_and_its_matrix(name):
+    """Its output, computed by torch, equals rows @ matrix^T: the columns of both are in one order."""
+    make, shape = LAYERS[name]
+    layer, x = make().eval(), torch.randn(shape)
+    nn.init.zeros_(layer.bias)
+    form = form_of(layer, "weight", {})
+    matrix = form.matrix(layer.weight)
+    assert torch.equal(form.weight(matrix, layer.weight.shape), layer.weight)
+    rows = torch.cat(list(form.rows(form.inputs((x,), {}), None)), 1)
+    product = (rows @ matrix.mT).mT.flatten(0, 1)  # [outputs, tokens]
+    output = layer(x)
+    channel = -1 if form.reads_rows else -1 - len(layer.kernel_size)
+    torch.testing.assert_close(product, output.movedim(channel, 0).flatten(1), rtol=1e-4, atol=1e-5)
+
+
+def prepared(model, *, score="wanda", config=None, **options):
+    sparsifier = ScopeSparsifier(score=score, **options)
+    sparsifier.prepare(model, config)
+    return sparsifier
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+def hooks_of(model):
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) + sum(
+        len(p._backward_hooks or ()) for p in model.parameters()
+    )
+
+
+def test_sums_of_squares_and_gram_matrices_over_batches():
+    model = mlp().train()
+    batches = [torch.randn(n, 8) for n in (3, 1, 5)]
+    sparsifier = prepared(model)
+    sparsifier.calibrate(batches, needs=["input_gram"])
+    x = torch.cat(batches)
+    hidden = model[1](model[0](x)).detach()
+    for name, rows in {"0.weight": x, "2.weight": hidden}.items():
+        found = sparsifier.statistics[name]
+        torch.testing.assert_close(found.input_gram[0], rows.T @ rows)
+        torch.testing.assert_close(found.input_square, (rows.T @ rows).diagonal().expand(found.shape))
+        assert found.tokens == 9 and found.input_gram.dtype == torch.float32
+    assert model.training and hooks_of(model) == 0
+
+
+def test_a_calibration_adds_to_the_one_before_until_statistics_are_forgotten():
+    model = mlp()
+    one, two = prepared(model), None
+    batches = [torch.randn(4, 8), torch.randn(2, 8)]
+    one.calibrate(batches)
+    two = prepared(copy.deepcopy(mlp()).requires_grad_(False))
+    two.model.load_state_dict(model.state_dict())
+    for batch in batches:
+        with two.calibrate():
+            two.model(batch)
+    for name, found in one.statistics.items():
+        torch.testing.assert_close(found.input_square, two.statistics[name].input_square)
+        assert found.tokens == two.statistics[name].tokens == 6
+    one.forget_statistics()
+    assert not one.statistics
+
+
+def test_padding_is_left_out_by_where():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.pooled = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x, attention_mask):
+            return {"logits": self.pooled(self.layer(x)[:, 0])}
+
+    x, keep = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    sparsifier = prepared(Model())
+    sparsifier.calibrate([{"x": x, "attention_mask": keep}], where="attention_mask")
+    found = sparsifier.statistics
+    torch.testing.assert_close(found["layer.weight"].input_square[0], x[keep.bool()].square().sum(0))
+    assert found["layer.weight"].tokens == 3 and found["pooled.weight"].tokens == 2
+    sparsifier.forget_statistics()
+    sparsifier.calibrate([{"x": x, "attention_mask": keep}], where=lambda batch: batch["attention_mask"] == 0)
+    assert sparsifier.statistics["layer.weight"].tokens == 3
+    sparsifier.forget_statistics()
+    with sparsifier.calibrate() as c:
+        c.where = keep
+        sparsifier.model(x, keep)
+    assert sparsifier.statistics["layer.weight"].tokens == 3
+
+
+def test_an_embedding_counts_its_tokens():
+    model = nn.Sequential(nn.Embedding(5, 3))
+    sparsifier = prepared(model, config=[{"tensor_fqn": "0.weight"}])
+    sparsifier.calibrate([torch.tensor([[0, 1, 1], [4, 1, 0]])])
+    assert sparsifier.statistics["0.weight"].input_square[:, 0].tolist() == [2, 3, 0, 0, 1]
+    with pytest.raises(SparsityError, match=r"0.weight: an embedding has no input_gram"):
+        sparsifier.calibrate([torch.tensor([0])], needs=["input_gram"])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@torch.no_grad()
+def test_projections_inside_attention(batch_first):
+    attention = nn.MultiheadAttention(8, 2, batch_first=batch_first).eval()
+    model, x = nn.ModuleList([attention]), torch.randn(2, 5, 8)
+    names = ["0.in_proj_weight", "0.out_proj.weight"]
+    sparsifier = prepared(model, config=[{"tensor_fqn": names}], score="obs")
+    sparsifier.calibrate([x], forward=lambda model, x: model[0](x, x, x, need_weights=False))
+    inside, outside = (sparsifier.statistics[n] for n in names)
+    flat = x.reshape(-1, 8)
+    torch.testing.assert_close(inside.input_gram, (flat.T @ flat).expand(3, 8, 8))
+    # the output projection's inputs, by hand
+    q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+    q, k, v = (t if batch_first else t.transpose(0, 1) for t in (q, k, v))
+    q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v))
+    heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).reshape(-1, 8)
+    torch.testing.assert_close(outside.input_gram[0], heads.T @ heads)
+    sparsifier.step()
+
+
+def test_attention_with_a_query_and_keys_of_its_own():
+    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True)
+    query, key, value = torch.randn(1, 3, 8), torch.randn(1, 5, 6), torch.randn(1, 5, 4)
+    names = ["0.q_proj_weight", "0.k_proj_weight", "0.v_proj_weight"]
+    sparsifier = prepared(nn.ModuleList([attention]), config=[{"tensor_fqn": names}])
+    sparsifier.calibrate([0], forward=lambda model, _: model[0](query, key=key, value=value))
+    for name, x in zip(names, (query, key, value), strict=True):
+        torch.testing.assert_close(sparsifier.statistics[name].input_square[0], x[0].square().sum(0))
+    both = prepared(nn.ModuleList([nn.MultiheadAttention(8, 2)]), config=[{"tensor_fqn": "0.in_proj_weight"}])
+    with pytest.raises(SparsityError, match="whose query and key differ in shape"):
+        both.calibrate([0], forward=lambda m, _: m[0](torch.randn(3, 1, 8), torch.randn(5, 1, 8), torch.randn(5, 1, 8)))
+
+
+def test_a_layer_that_is_called_twice_adds_both_inputs():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer)
+    sparsifier = prepared(model)
+    a, b = torch.randn(3, 4), torch.randn(2, 4)
+    with sparsifier.calibrate():
+        model(a), model(b)
+    expected = a.square().sum(0) + b.square().sum(0)
+    torch.testing.assert_close(sparsifier.statistics["0.weight"].input_square[0], expected)
+
+
+def test_layers_that_read_one_tensor_share_its_sums_unless_it_changes_in_place():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            first = self.a(x) + self.b(x)
+            x.mul_(2)
+            return first + self.c(x)
+
+    x = torch.randn(3, 4)
+    expected = x.square().sum(0)
+    sparsifier = prepared(Model())
+    sparsifier.calibrate([x])
+    for name, factor in {"a.weight": 1, "b.weight": 1, "c.weight": 4}.items():
+        torch.testing.assert_close(sparsifier.statistics[name].input_square[0], expected * factor)
+
+
+def loss(model, batch):
+    return model(batch).square().sum()
+
+
+def test_gradients_of_the_users_loss():
+    model, batches = mlp(), [torch.randn(3, 8), torch.randn(2, 8)]
+    sparsifier = prepared(model, score="taylor")
+    model[0].bias.grad = torch.ones(6)
+    sparsifier.calibrate(batches, loss, needs=["gradient_square", "movement"])
+    weight = model[2].parametrizations.weight.original
+    gradients = [torch.autograd.grad(loss(model, b), weight)[0] for b in batches]
+    found = sparsifier.statistics["2.weight"]
+    torch.testing.assert_close(found.gradient, sum(gradients))
+    torch.testing.assert_close(found.gradient_square, sum(g.square() for g in gradients) / 2)
+    torch.testing.assert_close(found.movement, -sum(weight.detach() * g for g in gradients))
+    assert weight.grad is None and torch.equal(model[0].bias.grad, torch.ones(6)) and hooks_of(model) == 0
+
+
+def test_movement_is_recorded_while_the_user_trains():
+    model = mlp()
+    sparsifier = prepared(model, score="movement")
+    weight = model[0].parametrizations.weight.original
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(6, 8)
+    with sparsifier.calibrate():
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model, torch.randn(4, 8)).backward()
+            expected -= weight.detach() * weight.grad
+            optimizer.step()
+    torch.testing.assert_close(sparsifier.statistics["0.weight"].movement, expected)
+
+
+def test_statistics_are_saved_copied_and_pickled():
+    model, batches = mlp(), [torch.randn(8, 8)]
+    sparsifier = prepared(model)
+    sparsifier.calibrate(batches)
+    sparsifier.step()
+    twin_model = copy.deepcopy(model)
+    fresh = mlp()
+    other = prepared(fresh)
+    fresh.load_state_dict(twin_model.state_dict())
+    other.load_state_dict(sparsifier.state_dict())
+    other.step()
+    twin = copy.deepcopy(sparsifier)
+    twin.step()
+    again = pickle.loads(pickle.dumps(sparsifier))
+    clean = mlp()
+    again.prepare(clean)
+    for name in sparsifier.state:
+        assert torch.equal(other.mask(name), sparsifier.mask(name)) and torch.equal(
+            twin.mask(name), sparsifier.mask(name)
+        )
+        assert torch.equal(again.statistics[name].input_square, sparsifier.statistics[name].input_square)
+    other.statistics["0.weight"].sums["input_square"].zero_()
+    assert sparsifier.statistics["0.weight"].input_square.any()
+
+
+# errors: nothing is kept, hooks are removed
+
+
+def check_error(sparsifier, text, *args, **kwargs):
+    with pytest.raises(SparsityError, match=text):
+        sparsifier.calibrate(*args, **kwargs)
+    assert hooks_of(sparsifier.model) == 0 and not sparsifier.statistics
+
+
+def test_bad_calls():
+    check_error(prepared(mlp()), "calibrate: there are no batches", [])
+    check_error(prepared(mlp()), "forward and where need batches", forward=loss)
+    check_error(prepared(mlp()), "needs are some of 'input_square'.*got 'hessian'", [0], needs=["hessian"])
+    check_error(prepared(mlp(), score=None), "no score of this sparsifier needs statistics", [torch.ones(1, 8)])
+    check_error(prepared(mlp(), score="taylor"), r"a scalar; got a tensor \(1, 4\)", [torch.ones(1, 8)])
+    check_error(prepared(mlp(), score="taylor"), "got dict", [torch.ones(1, 8)], lambda m, b: {})
+    check_error(
+        prepared(mlp(), score="taylor"),
+        "the loss of batch 1 is nan",
+        [1.0, float("nan")],
+        lambda m, b: loss(m, torch.ones(1, 8)) * b,
+    )
+    check_error(prepared(mlp()), "0.weight: the inputs of this layer are not finite", [torch.full((1, 8), torch.inf)])
+    with pytest.raises(SparsityError, match="calibrate: "):
+        ScopeSparsifier(score="wanda").calibrate([0])
+
+
+def test_parameters_without_inputs_and_frozen_ones():
+    model = mlp()
+    sparsifier = prepared(model, config=[{"tensor_fqn": "0.bias"}])
+    check_error(sparsifier, "0.bias: inputs cannot be recorded for 'bias' of .*Linear", [torch.ones(1, 8)])
+    model = mlp().requires_grad_(False)
+    check_error(prepared(model, score="fisher"), "0.weight: gradient statistics need requires_grad", [0], loss)
+
+
+def test_an_error_of_the_model_keeps_nothing():
+    def forward(model, batch):
+        model(torch.ones(1, 8))
+        raise RuntimeError("mine")
+
+    sparsifier = prepared(mlp().train())
+    with pytest.raises(RuntimeError, match="mine"):
+        sparsifier.calibrate([0], forward)
+    assert hooks_of(sparsifier.model) == 0 and not sparsifier.statistics and sparsifier.model.training
+
+
+def test_a_step_without_statistics_tells_how_to_collect_them():
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    sparsifier = prepared(model)
+    text = r"used.weight: wanda\(\) needs input_square, .*run sparsifier.calibrate\(batches\) before step"
+    with pytest.raises(SparsityError, match=text):
+        sparsifier.step()
+    sparsifier.calibrate([torch.ones(1, 4)], lambda model, x: model["used"](x))
+    with pytest.raises(SparsityError, match=r"unused.weight: wanda\(\) needs input_square"):
+        sparsifier.step()
+
+
+# over ranks
+
+
+def rank_cases():
+    def sums():
+        rank = torch.distributed.get_rank()
+        torch.manual_seed(0)
+        model, data = mlp(), torch.randn(8, 8)
+        sparsifier = prepared(model, nnz=2, scope_shape=(1, 2))
+        sparsifier.calibrate([data[:3] if rank == 0 else data[3:]])
+        found = sparsifier.statistics["2.weight"]
+        hidden = model[1](model[0](data)).detach()
+        torch.testing.assert_close(found.input_square[0], hidden.square().sum(0))
+        assert found.tokens == 8
+
+    def unreached():
+        rank = torch.distributed.get_rank()
+        sparsifier = prepared(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+        sparsifier.calibrate([torch.ones(1, 4)], lambda model, x: model[rank](x))
+        assert all(s.tokens == 1 for s in sparsifier.statistics.values()) and len(sparsifier.statistics) == 2
+
+    return [("sums", sums), ("unreached", unreached)]
+
+
+def test_statistics_are_summed_over_ranks(tmp_path):
+    assert run_ranks(2, tmp_path, rank_cases) == {"sums": None, "unreached": None}
