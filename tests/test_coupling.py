@@ -182,7 +182,10 @@ BAD = [
     (lambda: Coupling({"q": "u d"}, scope="kv"), "coupling 'q': q 'u d' lacks the axis 'kv'"),
     (lambda: Coupling({"q": "u d"}, unit="u d"), "coupling 'q': unit must be one axis that is not in scope, got 'u d'"),
     (lambda: Coupling({"q": "u d"}, sizes={"d": 0}), "coupling 'q': sizes['d'] must be a positive int, got 0"),
-    (lambda: Coupling({"q": "u d"}, scores="max"), "coupling 'q': scores must be 'sum' or 'mean', got 'max'"),
+    (
+        lambda: Coupling({"q": "u d"}, scores="max"),
+        "coupling 'q': scores must be 'sum', 'mean' or 'consumers', got 'max'",
+    ),
     (
         lambda: Coupling({"layers.*.q": "u d", "embed": "v u"}),
         "coupling 'layers.*.q': 'embed' has 0 '*', but 'layers.*.q' has 1. There is one "
@@ -261,7 +264,7 @@ def test_entries_refuse_keys_of_the_coupling_itself_and_couplings_of_buffers():
 
 
 MEANS = [
-    ({"member_scores": "max"}, "weight: member_scores must be 'sum' or 'mean', got 'max'"),
+    ({"member_scores": "max"}, "weight: member_scores must be 'sum', 'mean' or 'consumers', got 'max'"),
     ({"member_scores": "mean"}, "weight: member_scores needs a block_coupling"),
     (
         {"member_scores": "mean", "norm": float("inf")},

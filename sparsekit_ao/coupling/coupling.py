@@ -33,7 +33,8 @@ class Coupling:
         unit: the one axis that is kept or dropped.
         scope: axes within which the unit is chosen, an equal number in each: the query heads of every key head.
         sizes: {axis: length}, as far as the shapes leave them open.
-        scores: how the members' scores make a unit's: `"sum"` or `"mean"` (see `ScopeSparsifier.member_scores`).
+        scores: how the scores of members make a unit's: `"sum"`, `"mean"` or `"consumers"`, as `member_scores` of
+            `ScopeSparsifier`.
         name: for errors and reports, with as many `*`s as the members or none; by default the first member.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`, for
             `compact` to update; attributes of torch.nn's own layers need not be listed.
@@ -70,8 +71,8 @@ class Coupling:
             raise SparsityError(f"{self._where}sizes must be a dict {{axis: length}}, got {self.sizes!r}")
         for key in ("members", "sizes", "attrs"):
             object.__setattr__(self, key, dict(getattr(self, key)))
-        if self.scores not in ("sum", "mean"):
-            raise SparsityError(f"{self._where}scores must be 'sum' or 'mean', got {self.scores!r}")
+        if self.scores not in ("sum", "mean", "consumers"):
+            raise SparsityError(f"{self._where}scores must be 'sum', 'mean' or 'consumers', got {self.scores!r}")
         if len(self.unit.split()) != 1 or self.unit in self.scope.split():
             raise SparsityError(f"{self._where}unit must be one axis that is not in scope, got {self.unit!r}")
         self._check_sizes(sorted({axis for item in self.members.items() for axis in self._axes_of(*item)}))

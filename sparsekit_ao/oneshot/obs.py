@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import SparsityError
 
-WIDTH = 128  # columns that SparseGPT prunes together without scopes
+WIDTH = 128  # columns after which those to the right are compensated; SparseGPT's scope without N:M
 
 
 def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
@@ -54,21 +54,36 @@ def structured_obs(
     Returns:
         The mask, and the compensated weights.
     """
-    found, left, mask = weight.clone(), inverse.clone(), torch.ones_like(weight, dtype=torch.bool)
-    for start, stop in chunks:
-        own = choose(found[:, start:stop], left[start:stop, start:stop], start, stop)
-        mask[:, start:stop] = own
-        block, rest = left[start:stop, start:stop], left[start:stop, stop:]
-        dropped = ~own
-        pairs = dropped[:, :, None] & dropped[:, None, :]
-        system = torch.where(pairs, block, 0) + torch.diag_embed(own.to(block.dtype))
-        lost = torch.linalg.solve(system, torch.where(dropped, found[:, start:stop], 0))
-        found[:, start:stop] -= lost @ block
-        found[:, start:stop] *= own
-        found[:, stop:] -= lost @ rest
-        solved = torch.linalg.solve(block, rest)
-        left[stop:, stop:] -= rest.mT @ solved
+    found, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
+    upper = torch.linalg.cholesky(inverse, upper=True)  # C of the columns from k on is upper[k:, k:]^T upper[k:, k:]
+    for together in _joined(chunks):
+        first, end = together[0][0], together[-1][1]
+        errors = torch.zeros_like(weight[:, first:end])
+        for start, stop in together:
+            factor = upper[start:stop, start:stop]
+            block = factor.mT @ factor
+            own = choose(found[:, start:stop], block, start, stop)
+            dropped = ~own
+            system = torch.where(
+                dropped[:, :, None] & dropped[:, None, :], block, torch.diag_embed(own.to(block.dtype))
+            )
+            lost = torch.linalg.solve(system, torch.where(dropped, found[:, start:stop], 0))
+            found[:, start:stop] = torch.where(own, found[:, start:stop] - lost @ block, 0)
+            error = lost @ factor.mT
+            found[:, stop:end] -= error @ upper[start:stop, stop:end]
+            mask[:, start:stop], errors[:, start - first : stop - first] = own, error
+        found[:, end:] -= errors @ upper[first:end, end:]
     return mask, found
+
+
+def _joined(chunks: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Chunks in runs of about `WIDTH` columns, after which all columns to the right are compensated at once."""
+    runs: list[list[tuple[int, int]]] = [[]]
+    for start, stop in chunks:
+        if runs[-1] and stop - runs[-1][0][0] > WIDTH:
+            runs.append([])
+        runs[-1].append((start, stop))
+    return runs
 
 
 def sparsegpt(

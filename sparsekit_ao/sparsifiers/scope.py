@@ -28,16 +28,18 @@ class ScopeSparsifier(PlannedSparsifier):
             `algebra.AxisPattern`.
         pattern: one of `patterns`, which fits itself to each weight; instead of shapes or axes.
         norm: how the elements of a block make its score: 1, 2 (default) or inf.
-        score: `(weight, name) -> saliency`, both of the parameter's own shape, evaluated before any view; a block's
-            score is the sum of its saliencies (the mean where blocks differ in size), and the highest are kept. See
-            `scores`. None scores by the norm of the weight.
+        score: one of `scores`, by name ("wanda", calibrated first) or object, or a function `(weight, name) ->
+            saliency`; a block's score is the sum of its saliencies (the mean where blocks differ in size), and the
+            highest are kept. None scores by the norm of the weight.
         edge: `"error"`, or `"partial"` to allow smaller blocks and scopes where a dimension does not divide; a scope
             with fewer blocks than `nnz` keeps all of them.
         block_coupling: a name; blocks of tensors that give the same one are kept or dropped together.
         coupling_order: permutes this tensor's block grid onto the first member's.
         scope_coupling: a name; tensors that give the same one share one budget.
         member_scores: how a block's score is made of those of coupled tensors, to the norm's power: `"sum"`, so that a
-            tensor counts by its elements, or `"mean"`, so that each tensor counts the same.
+            tensor counts by its elements, `"mean"`, so that each tensor counts the same, or `"consumers"` (with a
+            score): only tensors count whose blocks are inputs of their layer, since the error of dropping a unit
+            arises where its output is read.
         stages: a list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
             a scope.
 

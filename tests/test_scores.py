@@ -1,0 +1,275 @@
+"""Every score against its formula, written out by loops; scores in configs, couplings and rules."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError, keep_mask, scores
+from sparsekit_ao.calibration import Statistics, form_of
+from sparsekit_ao.dynamic import rules
+
+OUT, IN, TOKENS = 4, 6, 20
+
+
+@pytest.fixture
+def case():
+    """A weight, its statistics, and what the formulas need, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    layer, x = nn.Linear(IN, OUT, bias=False), torch.randn(TOKENS, IN, generator=generator)
+    weight, gradient = layer.weight.detach(), torch.randn(OUT, IN, generator=generator)
+    sums = {"input_gram": (x.T @ x)[None], "gradient": gradient, "gradient_square": gradient.square() * 2}
+    sums["movement"] = -weight * gradient
+    found = Statistics(name="w", shape=(OUT, IN), form=form_of(layer, "weight", {}), tokens=TOKENS, passes=2, sums=sums)
+    return weight, found, x.double()
+
+
+def damped(x, damp=0.01):
+    gram = x.T @ x
+    return torch.linalg.inv(gram + damp * gram.diagonal().mean() * torch.eye(IN, dtype=x.dtype))
+
+
+def formula(name, w, x, g, i, j):
+    """One element of a score."""
+    w, square = w.double(), x[:, j].square().sum()
+    return {
+        "magnitude": lambda: abs(w[i, j]),
+        "wanda": lambda: abs(w[i, j]) * math.sqrt(square),
+        "ria": lambda: (abs(w[i, j]) / w[i].abs().sum() + abs(w[i, j]) / w[:, j].abs().sum()) * square**0.25,
+        "obd": lambda: w[i, j] ** 2 * square / 2,
+        "obs": lambda: w[i, j] ** 2 / (2 * damped(x)[j, j]),
+        "taylor": lambda: abs(w[i, j] * g[i, j]),
+        "fisher": lambda: w[i, j] ** 2 * g[i, j] ** 2,
+        "movement": lambda: -w[i, j] * g[i, j],
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ["magnitude", "wanda", "ria", "obd", "obs", "taylor", "fisher", "movement"])
+def test_formulas(name, case):
+    weight, statistics, x = case
+    found = scores.saliency_of(scores.NAMES[name], weight, "w", statistics)
+    gradient = statistics.gradient.double()
+    for i, j in itertools.product(range(OUT), range(IN)):
+        torch.testing.assert_close(
+            found[i, j].double(), torch.as_tensor(formula(name, weight, x, gradient, i, j)), rtol=1e-3, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["wanda", "obd"])
+def test_input_square_alone_gives_the_same(name, case):
+    weight, statistics, _ = case
+    own = Statistics(name="w", shape=(OUT, IN), form=statistics.form)
+    own.add({"input_square": statistics.input_gram.diagonal(dim1=1, dim2=2)})
+    both = [scores.saliency_of(scores.NAMES[name], weight, "w", s) for s in (statistics, own)]
+    assert torch.equal(*both)
+
+
+LABELS = {
+    "pairs of neighbours": torch.arange(OUT * IN // 2).repeat_interleave(2).view(OUT, IN),
+    "columns": torch.arange(IN).expand(OUT, IN),
+    "2 rows, 3 columns apart": torch.tensor([[0, 1, 2], [3, 4, 5]]).repeat(1, 2).repeat_interleave(2, 0),
+    "rows": torch.arange(OUT)[:, None].expand(OUT, IN),
+    "other columns in every row": torch.tensor([[0, 1] * 3, [2, 2, 2, 3, 3, 3], [4, 5] * 3, [6, 7, 7, 7, 6, 6]]),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_the_joint_saliency_of_a_block(name, case):
+    """Its elements' shares sum up to w_b^T (C_bb)^-1 w_b / 2 over the block's rows."""
+    weight, statistics, x = case
+    labels, inverse = LABELS[name], damped(x)
+    statistics.blocks = labels
+    found = scores.saliency_of(scores.obs_block(), weight, "w", statistics)
+    for block in labels.unique():
+        expected = 0.0
+        for i in range(OUT):
+            columns = (labels[i] == block).nonzero().flatten()
+            if columns.numel():
+                w = weight[i, columns].double()
+                expected += w @ torch.linalg.inv(inverse[columns][:, columns]) @ w / 2
+        torch.testing.assert_close(found[labels == block].sum().double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_blocks_of_unequal_size_have_no_joint_saliency(case):
+    weight, statistics, _ = case
+    statistics.blocks = torch.tensor([0, 0, 0, 0, 1, 1]).expand(OUT, IN)
+    with pytest.raises(SparsityError, match="w: obs_block needs blocks with equally many elements in every row"):
+        scores.saliency_of(scores.obs_block(), weight, "w", statistics)
+
+
+def test_random_scores_depend_on_seed_and_name_alone():
+    one, again, other, seed = (
+        scores.saliency_of(s, torch.zeros(3, 4), name)
+        for s, name in [(scores.random(), "a"), (scores.random(), "a"), (scores.random(), "b"), (scores.random(1), "a")]
+    )
+    assert torch.equal(one, again) and not torch.equal(one, other) and not torch.equal(one, seed)
+    assert one.min() >= 0 and one.max() < 1
+
+
+def test_a_singular_gram_matrix_is_damped_and_dead_inputs_are_an_error(case):
+    weight, statistics, _ = case
+    statistics.sums["input_gram"] = torch.ones(1, IN, IN)  # rank one
+    assert scores.saliency_of(scores.obs(), weight, "w", statistics).isfinite().all()
+    with pytest.raises(
+        SparsityError, match=r"w: X\^T X is singular; .*more calibration tokens or a larger damp than 0"
+    ):
+        scores.saliency_of(scores.obs(damp=0.0), weight, "w", statistics)
+    statistics.sums["input_gram"] = torch.zeros(1, IN, IN)
+    with pytest.raises(SparsityError, match="w: all inputs of this layer are zero in the calibration data"):
+        scores.saliency_of(scores.obs(), weight, "w", statistics)
+
+
+# in configs
+
+
+def calibrated(score, model=None, **options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)) if model is None else model
+    sparsifier = ScopeSparsifier(score=score, **options)
+    sparsifier.prepare(model)
+    sparsifier.calibrate([torch.randn(16, 8)])
+    sparsifier.step()
+    return sparsifier
+
+
+class Activation:
+    """A score of a user: one small class."""
+
+    needs = ("input_square",)
+
+    def __call__(self, weight, statistics):
+        return statistics.input_square.expand_as(weight)
+
+
+def test_names_objects_functions_and_classes_of_the_user_are_scores():
+    by_name = calibrated("wanda", scope_shape=(1, -1))
+    by_object = calibrated(scores.wanda(), scope_shape=(1, -1))
+    for name in by_name.state:
+        saliency = scores.wanda()(by_name._dense(by_name.groups[0 if name[0] == "0" else 1]), by_name.statistics[name])
+        expected = keep_mask(saliency, saliency.shape[1] // 2)
+        assert torch.equal(by_name.mask(name), expected) and torch.equal(by_object.mask(name), expected)
+    mine = calibrated(Activation(), block_shape=(-1, 1))
+    square = mine.statistics["0.weight"].input_square[0]
+    assert torch.equal(mine.mask("0.weight")[0], keep_mask(square[None], 4)[0])
+    assert ScopeSparsifier(score="ria").defaults["score"] == "ria"
+
+
+@pytest.mark.parametrize("score", ["wanda", "ria", "obd", "obs", "obs_block"])
+@pytest.mark.parametrize(
+    "structure",
+    [{}, {"nnz": 2, "scope_shape": (1, 4)}, {"block_shape": (2, 1), "scope_shape": (1, -1)}, {"block_shape": (1, 2)}],
+    ids=str,
+)
+def test_counts_are_exact_with_every_score(score, structure):
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+    structure = structure if structure.get("scope_shape") != (1, 4) else {**structure, "edge": "partial"}
+    calibrated(score, model, **structure).check()
+
+
+def test_a_score_of_blocks_knows_them_under_views_and_axes():
+    """obs_block on heads: the mask is that of the joint saliencies, computed here by hand."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 6, bias=False))
+    sparsifier = ScopeSparsifier(0.5)
+    heads = {"axes": "o (h d)", "unit": "h", "sizes": {"h": 4}}
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "score": "obs_block", **heads}])
+    x = torch.randn(32, 8)
+    sparsifier.calibrate([x])
+    sparsifier.step()
+    gram = (x.T @ x).double()
+    inverse = torch.linalg.inv(gram + 0.01 * gram.diagonal().mean() * torch.eye(8))
+    weight = sparsifier._dense(sparsifier.groups[0]).double()
+    parts = [slice(2 * h, 2 * h + 2) for h in range(4)]
+    joint = [(weight[:, s] @ torch.linalg.inv(inverse[s][:, s]) * weight[:, s]).sum() for s in parts]
+    kept = keep_mask(torch.stack(joint)[None].float(), 2)[0].repeat_interleave(2)
+    assert torch.equal(sparsifier.mask("0.weight"), kept.expand(6, 8))
+
+
+def test_bad_scores():
+    with pytest.raises(SparsityError, match="score must be one of 'magnitude', .*, a function .* got 'wand'"):
+        ScopeSparsifier(score="wand")
+    with pytest.raises(SparsityError, match=r"score=ria is a class; call it, score=ria\(\)"):
+        ScopeSparsifier(score=scores.ria)
+    bad = Activation()
+    bad.needs = ("hessian",)
+    with pytest.raises(SparsityError, match="score: needs are some of .*, got 'hessian'"):
+        ScopeSparsifier(score=bad)
+    with pytest.raises(SparsityError, match="member_scores='consumers' needs a score"):
+        calibrated(None, member_scores="consumers")
+
+
+# couplings
+
+
+def coupled(how, score="obd"):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+    coupling = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, scores=how)
+    sparsifier = ScopeSparsifier(score=score)
+    sparsifier.prepare(model, [*coupling.entries(model, nnz=3)])
+    return sparsifier
+
+
+def test_only_consumers_of_a_coupling_count():
+    """A unit's score is that of the layer whose inputs are the units; producers and biases add nothing."""
+    sparsifier, x = coupled("consumers"), torch.randn(16, 8)
+    sparsifier.calibrate([x])
+    assert set(sparsifier.statistics) == {"2.weight"}
+    sparsifier.step()
+    hidden = sparsifier.model[1](sparsifier.model[0](x)).detach()
+    with torch.no_grad():
+        weight = sparsifier._dense(next(g for g in sparsifier.groups if g["tensor_fqn"] == "2.weight"))
+    assert torch.equal(sparsifier.mask("0.bias"), sparsifier.mask("2.weight")[0])
+    expected = sparsifier.statistics["2.weight"].input_square[0] * weight.square().sum(0)
+    assert hidden.shape == (16, 6)
+    assert torch.equal(sparsifier.mask("2.weight")[0], keep_mask(expected[None], 3)[0])
+
+
+def test_saliencies_of_members_add_up():
+    def ones(weight, name):
+        return torch.arange(6.0)[:, None].expand(6, 8) if name == "0.weight" else torch.zeros_like(weight)
+
+    sparsifier = coupled("sum", ones)
+    sparsifier.step()
+    assert sparsifier.mask("2.weight")[0].tolist() == [False] * 3 + [True] * 3
+
+
+def test_a_coupling_without_consumers():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 6))
+    coupling = Coupling({"0.weight": "u i", "1.weight": "u i"}, scores="consumers")
+    sparsifier = ScopeSparsifier(score="wanda")
+    sparsifier.prepare(model, [*coupling.entries(model, nnz=3)])
+    with pytest.raises(CouplingError, match="'consumers', but no member's blocks are inputs of its layer"):
+        sparsifier.calibrate([torch.ones(1, 8)])
+
+
+# rules
+
+
+@pytest.mark.parametrize("grow", ["obd", scores.wanda(), rules.by_score(Activation())], ids=["obd", "wanda", "own"])
+def test_scores_are_rules_of_a_dynamic_sparsifier(grow):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 6, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"init": "uniform", "update_every": 1, "update_fraction": 0.25, "prune": "wanda", "grow": grow}
+    sparsifier = DynamicSparsifier(0.5, optimizer, **options)
+    sparsifier.prepare(model)
+    optimizer.step()
+    with pytest.raises(SparsityError, match=r"0.weight: wanda\(\) needs input_square"):
+        sparsifier.step()
+    x = torch.randn(16, 8)
+    sparsifier.calibrate([x])
+    before, weight = sparsifier.mask("0.weight").bool(), model[0].parametrizations.weight.original.detach().clone()
+    sparsifier.step()
+    after, moved = sparsifier.mask("0.weight").bool(), sparsifier.last_update.pruned["0.weight"]
+    saliency = torch.where(before, weight.abs() * x.square().sum(0).sqrt(), torch.inf)
+    dropped = before & ~after
+    assert after.sum() == before.sum() and moved <= 6
+    assert not dropped.any() or saliency[dropped].max() <= saliency[before & after].max()
+
+
+def test_an_unknown_rule_names_rules_and_scores():
+    with pytest.raises(SparsityError, match="prune must be one of 'magnitude', 'global', a score .*'wanda'"):
+        DynamicSparsifier(0.5, prune="wand")
