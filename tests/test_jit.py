@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import covering, grid
 from kernel_cases import (
     FLOATS,
     INF,
@@ -57,10 +58,11 @@ def method(request, monkeypatch, any_layout):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 2, 4, 31, 32, 33, 257, 3000])
-@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize(  # each width, kind, dtype and method with each value of every other
+    ("width", "kind", "dtype", "magnitude", "method"),
+    grid([1, 2, 4, 31, 32, 33, 257, 3000], KINDS, DTYPES, [False, True], METHODS),
+    indirect=["method"],
+)
 def test_rows_equal_numpys_sort(width, kind, dtype, magnitude, method):
     scores, keep = scores_like(kind, 20, width, dtype), budgets(20, width)
     expected = sorted_selection(scores.abs() if magnitude else scores, keep)
@@ -112,14 +114,19 @@ STRUCTURES = [  # block, scope, share that is kept
 ]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
-@pytest.mark.parametrize(
-    ("block", "scope", "share", "among_kept"),
-    [(*row, kept) for row in STRUCTURES for kept in (False, True) if not kept or row[0] == (1, 1)],
+CASES = [  # only single elements are chosen among what masks keep, and not by every method
+    (structure, layout, among_kept, method)
+    for structure, layout, method in itertools.product(STRUCTURES, ["contiguous", "transposed", "padded"], METHODS)
+    for among_kept in (False, True)
+    if not among_kept or (structure[0] == (1, 1) and method not in LONG)
+]
+
+
+@pytest.mark.parametrize(  # each structure, layout and method with each value of every other
+    ("structure", "layout", "among_kept", "method"), covering(CASES), indirect=["method"]
 )
-def test_masks_are_the_references(block, scope, share, layout, among_kept, method):
-    if among_kept and method in LONG:
-        return
+def test_masks_are_the_references(structure, layout, among_kept, method):
+    block, scope, share = structure
     for dtype, norm in itertools.product(DTYPES, (1, 2, INF)):
         values, mask = plain_window((96, 48) if block[0] == 3 else (32, 48), dtype, layout)
         values.copy_((values * 4).round())  # ties
