@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from grids import grid
 from kernel_cases import generator
 
 from sparsekit_ao import (
@@ -213,10 +214,15 @@ def test_saliencies_of_partial_blocks_are_means_and_coupled_ones_add_up(impl):
     assert block_scores(members, None, impl=impl).flatten().tolist() == [8.0, 6.0]
 
 
-@pytest.mark.parametrize("impl", ["cpu", "numba"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("among_kept", [False, True])
-@pytest.mark.parametrize("scope", [(1, 4), (1, 16), (1, 1024), (256, 1), (256, 1024)])
+@pytest.mark.parametrize(  # each value with each of the others; numba compiles for most rows
+    ("scope", "among_kept", "dtype", "impl"),
+    grid(
+        [(1, 4), (1, 16), (1, 1024), (256, 1), (256, 1024)],
+        [False, True],
+        [torch.float32, torch.bfloat16],
+        ["cpu", "numba"],
+    ),
+)
 def test_signed_saliencies_of_single_elements_are_the_references(scope, among_kept, dtype, impl):
     if impl == "numba":
         pytest.importorskip("numba")
