@@ -60,13 +60,9 @@ class Removal:
 
 
 def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multiple_of: int, source: int = 0) -> Removal:
-    """Find the dropped units, and keep as many of them as make a multiple (at least one unit is kept).
+    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all).
 
-    Args:
-        coupling: bound to the model.
-        tensors: its members by name.
-        multiple_of: the number kept in a scope is rounded up to a multiple, or to all units.
-        source: see `Removal`.
+    `tensors` are its members by name; `source` as in `Removal`.
 
     Raises:
         CouplingError: scopes keep different numbers.
@@ -218,15 +214,8 @@ def _scopes_first(member: Member, removal: Removal) -> bool:
 def sizes_of(module: nn.Module, name: str, tensor: Tensor, removed: _Removed) -> dict[str, Any]:
     """The integers of a torch.nn layer, by attribute, as its new tensor has them; {} for other modules.
 
-    Args:
-        module: with its old attributes.
-        name: of the tensor in the module.
-        tensor: the new tensor.
-        removed: (axes, kept units of a scope) of every coupling that it is a member of.
-
-    Raises:
-        SparsityError: a grouped convolution or normalization that loses parts of its groups; an embedding that loses
-            rows.
+    The module has its old attributes; `removed` are (axes, kept units of a scope) of every coupling of the tensor. A
+    SparsityError if a grouped layer would lose parts of its groups, or an embedding rows.
 
     >>> sizes_of(torch.nn.Linear(4, 8), "weight", torch.zeros(5, 4), [])
     {'out_features': 5, 'in_features': 4}

@@ -41,19 +41,12 @@ class Comparison:
 
 
 class Reference:
-    """The masked model and its outputs on the example inputs.
+    """The masked model and its outputs on the example inputs, with the FLOPs of one forward.
 
     Copies are run, so neither models nor inputs change. Models of 16-bit floats are run as float32 copies, because
     their rounding would hide errors. Even that of float32 may grow through many layers, so a difference above the
     tolerance is computed again in float64, if the masked model itself differs about as much from its own float64 copy.
-
-    Args:
-        model: the masked model.
-        inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
-
-    Attributes:
-        flops: of one forward.
-        opaque: descriptions of objects in the output that are not inspected.
+    `opaque` describes objects in the output that are not inspected.
 
     Raises:
         SparsityError: it does not run, or returns no tensor, only zeros, or a nan.

@@ -38,12 +38,9 @@ class SharedAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenAxis:
-    """An axis of several tensors from which nothing may be removed.
+    """An axis of several tensors from which nothing may be removed: `why` names the operation and the module.
 
-    Attributes:
-        why: the operation and the module that need all of it.
-        size: its length.
-        places: (tensor, dimension) of each occurrence.
+    `places` are (tensor, dimension) of each occurrence.
     """
 
     why: str
@@ -155,9 +152,7 @@ def _pattern(row: Sequence[Sequence[str | int]], others: dict[tuple[int, int], s
 def fold(axes: Sequence[SharedAxis], names: Collection[str]) -> list[tuple[SharedAxis, int]]:
     """Axes with starred names, and how many each represents, in the order of the first of each.
 
-    Args:
-        axes: with names as they are in the model.
-        names: all of the model's, which the stars must not match by mistake.
+    `names` are all names of the model, which the stars must not match by mistake.
     """
     left = dict(enumerate(axes))
     found: list[tuple[int, SharedAxis, int]] = []
