@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..sparsifiers.names import owner_of
 from .attributes import Change
-from .removal import Removal, kept_elements, owner_of
+from .removal import Removal, kept_elements
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
