@@ -20,14 +20,11 @@ _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compacted model against the masked one.
+    """A compacted model against the masked one; `flops` are those of one forward.
 
-    Attributes:
-        difference: the largest of an output tensor, relative to the largest value that differs; inf where shapes or
-            integers differ, or a value is nan or inf in one of the models only.
-        in_float64: the same of float64 copies, where `difference` is above the tolerance, but within the rounding
-            error of the masked model itself.
-        flops: of one forward.
+    `difference` is the largest of an output tensor, relative to the largest value that differs; inf where shapes or
+    integers differ, or a value is nan or inf in one of the models only. `in_float64` is the same of float64 copies,
+    where `difference` is above the tolerance, but within the rounding error of the masked model itself.
     """
 
     difference: float

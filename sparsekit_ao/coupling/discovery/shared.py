@@ -21,13 +21,10 @@ _OTHERS = "dgefjklmnrvABC"  # names of the other factors in a dimension with a u
 
 @dataclass(frozen=True, kw_only=True)
 class SharedAxis:
-    """An axis of several tensors whose units can be removed.
+    """An axis of several tensors whose units can be removed: {tensor: its pattern}, in which the unit is `u`.
 
-    Attributes:
-        members: {tensor: its pattern}; the unit is `u`.
-        scope: axes that accompany the unit in every tensor of the forward, so that units can be chosen within them.
-        sizes: lengths of the scope axes and of those inside a unit.
-        units: the number of units.
+    `scope` are axes that accompany the unit in every tensor of the forward, so that units can be chosen within them;
+    `sizes` are the lengths of the scope axes and of those inside a unit.
     """
 
     members: Mapping[str, str]
