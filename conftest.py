@@ -5,6 +5,8 @@ import torch
 
 import sparsekit_ao
 
+collect_ignore_glob = ["tests/*_child.py"]  # scripts: collecting them for doctests would run them
+
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):

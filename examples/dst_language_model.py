@@ -29,19 +29,19 @@ WIDTH, HEADS, BLOCKS, CONTEXT, BATCH = 128, 4, 2, 96, 16
 STEPS, UPDATE_EVERY, FRACTION, PEAK_LR = 2500, 50, 0.3, 3e-3
 LEVELS = (0.90, 0.95)
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-Make = Callable[[torch.optim.Optimizer, float, int], DynamicSparsifier]
+Make = Callable[[torch.optim.Optimizer, float, int, int], DynamicSparsifier]
 
 
-def replaces(until: int) -> dict[str, Any]:
+def replaces(until: int, every: int) -> dict[str, Any]:
     """When SET and RigL update and how much they replace, the same for both."""
-    return {"until": until, "update_every": UPDATE_EVERY, "update_fraction": schedules.cosine(FRACTION, until)}
+    return {"until": until, "update_every": every, "update_fraction": schedules.cosine(FRACTION, until)}
 
 
 METHODS: dict[str, Make] = {
-    "static": lambda o, level, until: Static(level, optimizer=o),
-    "SET": lambda o, level, until: SET(level, optimizer=o, init="erk", **replaces(until)),
-    "RigL": lambda o, level, until: RigL(level, optimizer=o, **replaces(until)),
-    "GMP": lambda o, level, until: GMP(level, optimizer=o, until=until, update_every=UPDATE_EVERY, prune="global"),
+    "static": lambda o, level, until, every: Static(level, optimizer=o),
+    "SET": lambda o, level, until, every: SET(level, optimizer=o, init="erk", **replaces(until, every)),
+    "RigL": lambda o, level, until, every: RigL(level, optimizer=o, **replaces(until, every)),
+    "GMP": lambda o, level, until, every: GMP(level, optimizer=o, until=until, update_every=every, prune="global"),
 }
 
 
@@ -107,10 +107,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("out/dst_language_model"), help="folder for the CSV")
-    parser.add_argument("--tiny", action="store_true", help="a smoke test: 60 files, 100 small steps")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: 60 files, 20 small steps")
     args = parser.parse_args(argv)
     args.batch = 2 if args.tiny else BATCH
-    args.steps = 2 * UPDATE_EVERY if args.tiny else args.steps
+    args.every = 10 if args.tiny else UPDATE_EVERY
+    args.steps = 2 * args.every if args.tiny else args.steps
     if args.steps < 1:
         parser.error("--steps must be at least 1")
     return args
@@ -147,7 +148,7 @@ def train(make: Make | None, level: float, text: Tensor, held: Tensor, args: arg
     model = LanguageModel()
     optimizer = torch.optim.AdamW(model.parameters(), PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: warm_then_cosine(t / args.steps))
-    sparsifier = None if make is None else make(optimizer, level, max(int(0.75 * args.steps), 1))
+    sparsifier = None if make is None else make(optimizer, level, max(int(0.75 * args.steps), 1), args.every)
     if sparsifier is not None:
         sparsifier.prepare(model, linears(model))
     for inputs, targets in windows(text, args.steps, args.batch, torch.Generator().manual_seed(args.seed)):

@@ -82,10 +82,9 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
 
 @contextmanager
 def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[None]:
-    """Register masks, each on top of what parametrizes its tensor already; if anything fails inside, none of them.
+    """Register masks, (module, tensor name, mask) each, on top of what parametrizes the tensors already.
 
-    Args:
-        masks: (module, tensor name, mask).
+    If anything fails inside, none of them is registered.
     """
     order = [(module._parameters, list(module._parameters)) for module, _, _ in masks]
     try:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from grids import EXHAUSTIVE, grid
 from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
@@ -162,21 +163,27 @@ PATTERNS = {  # shape, block, scope, keep
 }
 
 
-@pytest.mark.parametrize("path", ["fused", "rows", "long", *BIG])
-@pytest.mark.parametrize("name", PATTERNS)
+def with_paths(names, always, by_turns):
+    """(name, path): every name with the paths of `always`, and with one of the slow ones of `by_turns`, if not ""."""
+    pairs = [(name, by_turns if EXHAUSTIVE else by_turns[k % 2 : k % 2 + 1]) for k, name in enumerate(names)]
+    return [(name, path) for name, slow in pairs for path in (*always, *filter(None, slow))]
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), with_paths(PATTERNS, ["fused", "rows", "fused, 64-bit"], ["long", "narrowed, 64-bit"])
+)
 def test_patterns_equal_the_reference_on_every_path(name, path):
     shape, block, scope, keep = PATTERNS[name]
     dtype = FLOATS[len(name) % 3]
     agree([scopes(integers(shape, dtype), block, scope)], keep, (PATHS | BIG)[path])
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, *FLOATS])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_values_and_masks_of_every_dtype(dtype, mask_dtype):
-    for path, block in (("fused", (1, 4)), ("rows", (1, 4)), ("narrowed", (1, 1))):
-        if path != "rows" or dtype == torch.bfloat16:
-            scoped = scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)
-            agree([scoped], 13 if block == (1, 4) else 5, PATHS[path])
+@pytest.mark.parametrize(  # each dtype of masks with each dtype of values and on each path
+    ("dtype", "mask_dtype", "path"), grid(FLOATS, [torch.bool, torch.uint8, *FLOATS], ["fused", "rows", "narrowed"])
+)
+def test_values_and_masks_of_every_dtype(dtype, mask_dtype, path):
+    block, keep = ((1, 1), 5) if path == "narrowed" else ((1, 4), 13)
+    agree([scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)], keep, PATHS[path])
 
 
 @pytest.mark.parametrize("norm", [1, 2, math.inf, 1.0, 2.0])
@@ -241,8 +248,7 @@ VIEWS = {  # window, block, scope, keep
 }
 
 
-@pytest.mark.parametrize("path", ["fused", "rows", "narrowed, 64-bit"])
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize(("name", "path"), with_paths(VIEWS, ["fused", "rows"], ["narrowed, 64-bit", ""]))
 def test_any_strides(name, path):
     make, block, scope, keep = VIEWS[name]
     values = make()

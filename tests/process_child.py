@@ -22,6 +22,7 @@ if HIDDEN:
     real_find_spec = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *rest: None if name == "numba" else real_find_spec(name, *rest)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in the background ignore it
 torch.set_num_threads(2)
 end, asked = threading.Event(), []
 early = threading.Thread(target=lambda: (end.wait(), asked.append(torch.get_num_threads())), daemon=True)

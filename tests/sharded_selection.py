@@ -7,6 +7,7 @@ import functools
 import itertools
 
 import torch
+from grids import grid
 from torch import distributed
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
@@ -77,21 +78,22 @@ PATTERNS = {  # name: (block, scope, level)
 }
 
 
-def plain_cases(mesh, placements, shape, where, repeat=2):
-    """Patterns under one placement; dtypes, kinds and levels alternate."""
-    turn = itertools.cycle(itertools.product(DTYPES, ("normal", "ties", "zeros", "special")))
-    for at, (name, (block, scope, level)) in enumerate(PATTERNS.items()):
-        for _ in range(repeat):
-            dtype, kind = next(turn)
+KINDS = ("normal", "ties", "zeros", "special")
 
-            def case(at=at, block=block, scope=scope, level=level, dtype=dtype, kind=kind):
-                w = weights(kind, shape, dtype, at)
-                if block and kind == "normal":
-                    w = (w * 4).round()  # sums of squares are exact
-                spec = ScopeSpec(BlockSpec(meta_like(w), block, name="w"), scope)
-                compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(level))
 
-            yield f"{where} {name} {kind} {str(dtype)[6:]}", case
+def plain_case(mesh, placements, shape, pattern, dtype, kind):
+    (block, scope, level), w = PATTERNS[pattern], weights(kind, shape, dtype, len(pattern))
+    if block and kind == "normal":
+        w = (w * 4).round()  # sums of squares are exact
+    spec = ScopeSpec(BlockSpec(meta_like(w), block, name="w"), scope)
+    compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(level))
+
+
+def plain_cases(mesh, placements, shapes):
+    """Patterns under some placements: each with each dtype, kind of values, shape and placement, and so on."""
+    for placed, shape, pattern, dtype, kind in grid(map(tuple, placements), shapes, PATTERNS, DTYPES, KINDS):
+        case = functools.partial(plain_case, mesh, placed, shape, pattern, dtype, kind)
+        yield f"{placed} of {mesh.shape}, {shape}: {pattern} {kind} {str(dtype)[6:]}", case
 
 
 def global_case(mesh, placements, shapes, dtype, kind, level):
@@ -103,9 +105,8 @@ def global_case(mesh, placements, shapes, dtype, kind, level):
 def global_cases(mesh, placements, where):
     """One budget over five tensors, one of them shorter than the number of ranks, one on every rank."""
     shapes = [(20, 8), (3, 5), (1, 9), (8, 8), (7,)]
-    kinds = ("normal", "ties", "zeros", "special")
     ends = [(torch.float32, "ties", level) for level in (0.0, 1.0)]
-    for dtype, kind, level in [*itertools.product(DTYPES, kinds, (0.35,)), *ends]:
+    for dtype, kind, level in [*itertools.product(DTYPES, KINDS, (0.35,)), *ends]:
         given = [
             *(
                 p if len(s) > max(q.dim if q.is_shard() else 0 for q in p) else None
@@ -197,10 +198,8 @@ def cases():
 
     world = distributed.get_world_size()
     line = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    found = []
-    for shape in [(20, 16), (40, 32)][: 1 if world == 3 else 2]:
-        for p in ([Shard(0)], [Shard(1)]):
-            found += plain_cases(line, p, shape, f"{p} of {world}, {shape}:")
+    shapes = [(20, 16), (40, 32)][: 1 if world == 3 else 2]
+    found = [*plain_cases(line, ([Shard(0)], [Shard(1)]), shapes)]
     rows, columns, everywhere = [Shard(0)], [Shard(1)], [Replicate()]
     found += global_cases(line, [rows, rows, rows, rows, rows], f"rows of {world}")
     found += global_cases(line, [columns, rows, everywhere, columns, rows], f"mixed of {world}")
@@ -209,8 +208,9 @@ def cases():
     found += odd_cases(line, everywhere, f"replicas of {world}")
     if world == 4:
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        for p in ([Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
-            found += plain_cases(square, p, (20, 16), f"{p} of 2x2:", repeat=1)
+        both = ([Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(1)], [Shard(0), Shard(0)])
+        found += plain_cases(square, both, [(20, 16)])
+        for p in both:
             found += odd_cases(square, p, f"{p} of 2x2")
         a, b, c = [Replicate(), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Replicate()]
         found += global_cases(square, [a, b, c, a, c], "mixed of 2x2")

@@ -1,10 +1,12 @@
 """One fork: a new backend needs a name, reasons and run, and an entry in the table."""
 
+import itertools
 import math
 import re
 
 import pytest
 import torch
+from grids import grid
 from kernel_cases import generator
 
 from sparsekit_ao import (
@@ -213,11 +215,18 @@ def test_saliencies_of_partial_blocks_are_means_and_coupled_ones_add_up(impl):
     assert block_scores(members, None, impl=impl).flatten().tolist() == [8.0, 6.0]
 
 
-@pytest.mark.parametrize("impl", ["cpu", "numba"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("among_kept", [False, True])
-@pytest.mark.parametrize("scope", [(1, 4), (1, 16), (1, 1024), (256, 1), (256, 1024)])
-def test_signed_saliencies_of_single_elements_are_the_references(scope, among_kept, dtype, impl):
+@pytest.mark.parametrize(  # each scope and implementation with each stage and each dtype
+    ("scope", "impl", "among_kept", "dtype"),
+    [
+        (*case, among_kept, dtype)
+        for case, among_kept, dtype in grid(
+            itertools.product([(1, 4), (1, 16), (1, 1024), (256, 1), (256, 1024)], ["cpu", "numba"]),
+            [False, True],
+            [torch.float32, torch.bfloat16],
+        )
+    ],
+)
+def test_signed_saliencies_of_single_elements_are_the_references(scope, impl, among_kept, dtype):
     if impl == "numba":
         pytest.importorskip("numba")
     values = torch.randn(256, 1024, generator=generator()).mul(20).round().to(dtype)

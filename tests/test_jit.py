@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import covering, grid
 from kernel_cases import (
     FLOATS,
     INF,
@@ -57,18 +59,18 @@ def method(request, monkeypatch, any_layout):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 2, 4, 31, 32, 33, 257, 3000])
-@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize(  # each width, kind, dtype and method with each value of every other
+    ("width", "kind", "dtype", "magnitude", "method"),
+    grid([1, 2, 4, 31, 32, 33, 257, 3000], KINDS, DTYPES, [False, True], METHODS),
+    indirect=["method"],
+)
 def test_rows_equal_numpys_sort(width, kind, dtype, magnitude, method):
     scores, keep = scores_like(kind, 20, width, dtype), budgets(20, width)
     expected = sorted_selection(scores.abs() if magnitude else scores, keep)
     assert torch.equal(keep_mask(scores, keep, magnitude=magnitude, impl="numba"), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [4, 33, 700])
+@pytest.mark.parametrize(("width", "kind", "method"), grid([4, 33, 700], KINDS, METHODS), indirect=["method"])
 def test_only_candidates_are_kept(width, kind, method):
     if method in LONG:
         with pytest.raises(SparsityError, match="a long scope is chosen among"):
@@ -112,14 +114,19 @@ STRUCTURES = [  # block, scope, share that is kept
 ]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
-@pytest.mark.parametrize(
-    ("block", "scope", "share", "among_kept"),
-    [(*row, kept) for row in STRUCTURES for kept in (False, True) if not kept or row[0] == (1, 1)],
+CASES = [  # only single elements are chosen among what masks keep, and not by every method
+    (structure, layout, among_kept, method)
+    for structure, layout, method in itertools.product(STRUCTURES, ["contiguous", "transposed", "padded"], METHODS)
+    for among_kept in (False, True)
+    if not among_kept or (structure[0] == (1, 1) and method not in LONG)
+]
+
+
+@pytest.mark.parametrize(  # each structure, layout and method with each value of every other
+    ("structure", "layout", "among_kept", "method"), covering(CASES), indirect=["method"]
 )
-def test_masks_are_the_references(block, scope, share, layout, among_kept, method):
-    if among_kept and method in LONG:
-        return
+def test_masks_are_the_references(structure, layout, among_kept, method):
+    block, scope, share = structure
     for dtype, norm in itertools.product(DTYPES, (1, 2, INF)):
         values, mask = plain_window((96, 48) if block[0] == 3 else (32, 48), dtype, layout)
         values.copy_((values * 4).round())  # ties
@@ -427,7 +434,10 @@ def test_where_nothing_can_be_written_functions_are_compiled_without_a_cache(mon
 
 
 def test_a_read_only_folder_is_no_error(tmp_path):
-    """Compiled and used in a process that may write neither the package's folder nor the user's cache folder."""
+    """Compiled and used in a process that may write neither the package's folder nor the user's cache folder.
+
+    Without optimization, which takes most of the time and has nothing to do with folders.
+    """
     code = (
         "import tempfile, torch\n"
         "def full(*args, **kwargs): raise OSError(30, 'Read-only file system')\n"
@@ -436,7 +446,8 @@ def test_a_read_only_folder_is_no_error(tmp_path):
         "s = torch.randn(16, 4)\n"
         "assert torch.equal(keep_mask(s, 2, impl='numba'), keep_mask(s, 2, impl='reference'))"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+    environment = os.environ | {"NUMBA_OPT": "0"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True, timeout=300)
 
 
 def test_numba_that_cannot_be_imported_is_warned_of_and_not_used(monkeypatch):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from grids import covering, grid
 from kernel_cases import (
     BITS,
     FLOATS,
@@ -71,18 +72,16 @@ def test_a_subnormal_outranks_zero():
         assert keep_mask(tiny[None], 1).tolist() == [[False, True, False]]
 
 
-@pytest.mark.parametrize("impl", ["reference", "cpu"])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 2, 4, PAIRS - 1, PAIRS, PAIRS + 1, 100, SORTED, SORTED + 1])
+@pytest.mark.parametrize(  # each width, kind and dtype with each value of every other
+    ("width", "kind", "dtype", "impl"),
+    grid([1, 2, 4, PAIRS - 1, PAIRS, PAIRS + 1, 100, SORTED, SORTED + 1], KINDS, FLOATS, ["reference", "cpu"]),
+)
 def test_narrow_rows_equal_numpys_sort(width, kind, dtype, impl):
     scores, keep = scores_like(kind, 60, width, dtype), budgets(60, width)
     assert torch.equal(keep_mask(scores, keep, impl=impl), sorted_selection(scores, keep))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [WIDE - 1, WIDE, WIDE + 1])
+@pytest.mark.parametrize(("width", "kind", "dtype"), grid([WIDE - 1, WIDE, WIDE + 1], KINDS, FLOATS))
 def test_wide_rows_equal_numpys_sort(width, kind, dtype):
     scores, keep = scores_like(kind, 3, width, dtype), torch.tensor([width // 2, width // 7, width - 1])
     expected = sorted_selection(scores, keep)
@@ -259,6 +258,7 @@ def test_magnitude_keys_are_the_keys_of_the_absolute_values(dtype):
 # scores of blocks
 
 
+LAYOUTS = ("contiguous", "transposed", "padded")
 LARGE = (1024, 576)  # more than two chunks of elements
 assert math.prod(LARGE) > 2 * CHUNK
 
@@ -360,16 +360,11 @@ def by_three_verbs(group, keep, norm):
 
 
 @pytest.mark.parametrize(
-    ("block", "scope", "nnz", "dtype", "layout"),
-    [
-        (*row, dtype, layout)
-        for row in FUSED
-        for dtype in FLOATS
-        for layout in ("contiguous", "transposed", "padded")
-        if row[0] == (1, 1) or layout == "contiguous" or dtype in (torch.bfloat16, torch.float32)
-    ],
+    ("structure", "dtype", "layout"),  # each structure with each dtype and each layout, and each dtype with each layout
+    covering((row, dtype, layout) for row in FUSED for dtype in FLOATS for layout in LAYOUTS),
 )
-def test_the_fused_mask_equals_the_three_verbs_and_the_reference(block, scope, nnz, dtype, layout):
+def test_the_fused_mask_equals_the_three_verbs_and_the_reference(structure, dtype, layout):
+    block, scope, nnz = structure
     values, mask = plain_window(LARGE, dtype, layout)
     values = (values * 4).round().to(dtype) if dtype != torch.bfloat16 else values  # plenty of exact ties
     group = as_scopes(values, mask, block, scope)

@@ -112,8 +112,16 @@ def test_the_first_error_is_raised_and_later_calls_work():
     assert done == [1, 1, 1]
 
 
+@pytest.fixture
+def restored_interrupt():
+    """Interrupts raise KeyboardInterrupt, also where a shell started the tests in the background, ignoring them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="a thread cannot be interrupted by another here")
-def test_an_interrupt_while_waiting_ends_the_round_and_leaves_nothing_running():
+def test_an_interrupt_while_waiting_ends_the_round_and_leaves_nothing_running(restored_interrupt):
     done = []
 
     def piece():

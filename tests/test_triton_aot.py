@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grids import EXHAUSTIVE
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 ARCHES = (80, 90, 100)
@@ -27,6 +28,7 @@ def lines(tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))  # compile, whatever was compiled before
     command = [sys.executable, str(Path(__file__).parent / "aot_child.py"), *map(str, ARCHES)]
+    command += ["--every"] if EXHAUSTIVE else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -290,7 +290,7 @@ def main() -> None:
 
 def run_tiny(args: argparse.Namespace) -> None:
     """The whole script on CPU in the interpreter, with a CSV in a temporary folder."""
-    args.size, args.layers, args.hidden, args.inner, args.repeat = 160, 1, 32, 64, 1
+    args.size, args.layers, args.hidden, args.inner, args.repeat = 64, 1, 32, 32, 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gpu_step.csv"
         lines = measure(args, "cpu")

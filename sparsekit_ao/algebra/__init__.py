@@ -6,24 +6,3 @@ from .budget import checked_level, is_number, sparsity_to_nnz
 from .scope import ScopeCoupling, ScopeSpec
 from .sparse_scope import MaskUpdate, ScopeMember, SparseScope, scope_windows, update_masks, write_back
 from .view import View
-
-__all__ = [
-    "AxisPattern",
-    "BlockCoupling",
-    "BlockSpec",
-    "MaskUpdate",
-    "ScopeCoupling",
-    "ScopeMember",
-    "ScopeSpec",
-    "SparseBlock",
-    "SparseScope",
-    "View",
-    "block_windows",
-    "checked_level",
-    "dimensions_of",
-    "is_number",
-    "scope_windows",
-    "sparsity_to_nnz",
-    "update_masks",
-    "write_back",
-]

@@ -64,14 +64,8 @@ def solve_sizes(
 ) -> dict[str, int]:
     """The sizes of all shared axes: a dimension with one unknown axis gives its length, until nothing new follows.
 
-    Args:
-        name: of the coupling.
-        tensors: (name, axes, shape) of every member.
-        shared: the unit axis and the scope axes.
-        given: lengths given by the caller; they are returned, too.
-
-    Raises:
-        CouplingError: two members have different sizes of a shared axis.
+    `tensors` are (name, axes, shape) of every member; `shared` axes are those of unit and scope; `given` lengths are
+    returned, too. Two members with different sizes of a shared axis are a CouplingError.
     """
     sizes = dict(given)
     source: dict[str, str] = {}

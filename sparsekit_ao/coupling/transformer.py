@@ -107,13 +107,8 @@ LAYOUTS = (
 class Stack:
     """The layers of one transformer; all have tensors of the same names and shapes.
 
-    Attributes:
-        layout: their family.
-        model: the whole model.
-        tensors: all of its tensors, by name.
-        prefix: the beginning of the layers' names, `model.layers.`.
-        shapes: {name relative to the layer: shape}.
-        layers: their numbers.
+    `tensors` are those of the whole model by name, `prefix` is how the layers' names begin (`model.layers.`), `shapes`
+    are by name relative to a layer, and `layers` are the numbers.
     """
 
     layout: Layout
@@ -134,11 +129,9 @@ class Stack:
         return getattr(getattr(self.model, "config", None), "__dict__", {})
 
     def members(self, rows: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str]:
-        """Tensors of every layer: modules with units along their outputs, and with units along their inputs.
+        """Tensors of every layer with units along outputs (`rows`, biases included) or along inputs (`columns`).
 
-        Args:
-            rows: {module: axes of its outputs}; its bias has them too.
-            columns: {module: axes of its inputs}.
+        Both are {module: axes of its outputs, or inputs}.
         """
         found: dict[str, str] = {}
         for module, axes in rows.items():

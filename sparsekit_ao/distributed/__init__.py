@@ -26,26 +26,3 @@ from .tensors import (
     sum_over_ranks,
 )
 from .update import common_mesh, update_masks
-
-__all__ = [
-    "all_agree",
-    "common_mesh",
-    "fill",
-    "from_local",
-    "fsdp_records",
-    "full_tensor",
-    "has_process_group",
-    "is_placed_like",
-    "is_sharded",
-    "local",
-    "local_bytes",
-    "move_record",
-    "placed_like",
-    "refuse_gathered",
-    "refuse_sharded_first",
-    "refuse_wrapped_outside",
-    "reshard",
-    "sum_over_ranks",
-    "update_masks",
-    "without_fsdp_class",
-]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from torch import Tensor
@@ -114,7 +115,7 @@ def random(purpose: str = "grow") -> Rule:
     Args:
         purpose: part of the key of the random numbers, with seed, name and iteration; two rules need two purposes.
     """
-    return Rule(name="random", score=partial(_random, purpose))
+    return Rule(name="random", score=methodcaller("random", purpose))
 
 
 def nonzero() -> Rule:
@@ -180,10 +181,6 @@ def _by_score(score: Score, slots: Slots) -> Tensor:
 
 def _mean_absolute(values: str, slots: Slots) -> float:
     return slots.mean_active(_pooled(values, *_POOLING["mean"], slots))
-
-
-def _random(purpose: str, slots: Slots) -> Tensor:
-    return slots.random(purpose)
 
 
 def _is_active(slots: Slots) -> Tensor:

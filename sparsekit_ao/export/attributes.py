@@ -14,7 +14,8 @@ from ..coupling import Coupling
 from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
-from .removal import Removal, owner_of, plain_tensors, sizes_of
+from ..sparsifiers.names import owner_of
+from .removal import Removal, plain_tensors, sizes_of
 
 
 @dataclass(frozen=True, kw_only=True)

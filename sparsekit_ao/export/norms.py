@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..sparsifiers.names import owner_of
 from .attributes import Change
-from .removal import Removal, kept_elements, owner_of
+from .removal import Removal, kept_elements
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
@@ -36,15 +37,10 @@ def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Ten
 
 
 def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tuple[list[Change], str]:
-    """Change weight and eps of a smaller RMSNorm so that its outputs are those of the dense one.
+    """Change weight and eps of a smaller RMSNorm, in place, so that its outputs are those of the dense model's.
 
-    Whether it is an RMSNorm is tested on random values, since its class may have any name. A weight may also be stored
-    as its difference from one.
-
-    Args:
-        model: with the dense norm.
-        small: with the smaller one, which is changed in place.
-        fqn, keep: from `pruned_norms`.
+    `fqn` and `keep` are from `pruned_norms`. Whether it is an RMSNorm is tested on random values, since its class may
+    have any name. A weight may also be stored as its difference from one.
 
     Returns:
         The change of its eps (nothing where it is no RMSNorm), and a description of what is not exact ("" if all is).

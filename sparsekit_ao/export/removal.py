@@ -2,9 +2,7 @@
 
 A unit is dropped where every weight of the coupling (its parameters of two or more dimensions) is exactly zero. Among
 them are the tensors that read the unit, so whatever a bias or a norm still writes there is multiplied by zero. To keep
-a unit of zeros is always exact; so a scope with fewer other units keeps some, to have as many as the others. Couplings
-that share a tensor are applied to it together. Sizes that torch.nn's own layers hold as integers are updated; those
-that a model holds elsewhere are left to `attributes`.
+a unit of zeros is always exact; so a scope with fewer other units keeps some, to have as many as the others.
 """
 
 import math
@@ -23,6 +21,7 @@ from ..algebra import AxisPattern
 from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape
+from ..sparsifiers.names import owner_of
 
 _Removed = Sequence[tuple[AxisPattern, int]]
 
@@ -60,13 +59,9 @@ class Removal:
 
 
 def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multiple_of: int, source: int = 0) -> Removal:
-    """Find the dropped units, and keep as many of them as make a multiple (at least one unit is kept).
+    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all).
 
-    Args:
-        coupling: bound to the model.
-        tensors: its members by name.
-        multiple_of: the number kept in a scope is rounded up to a multiple, or to all units.
-        source: see `Removal`.
+    `tensors` are its members by name; `source` as in `Removal`.
 
     Raises:
         CouplingError: scopes keep different numbers.
@@ -79,7 +74,8 @@ def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multipl
     weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
     if not weights:
         raise SparsityError(f"{where}no member is a parameter, so there are no zeros that mark dropped units")
-    zero = torch.stack([_zero_units(m, tensors[m.fqn], len(coupling.grid)) for m in weights])
+    views, ndim = [m.pattern(tensors[m.fqn].detach()) for m in weights], len(coupling.grid)
+    zero = torch.stack([(view == 0).unsqueeze(-1).flatten(ndim).all(-1).cpu() for view in views])
     dropped, units = zero.all(0), coupling.grid[-1]
     keep = ~dropped.reshape(-1, units)
     counts = keep.sum(1)
@@ -96,18 +92,6 @@ def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multipl
     keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
     partly = int((zero.any(0) & ~dropped).sum())
     return Removal(coupling=coupling, keep=keep.reshape(coupling.grid), source=source, partly=partly)
-
-
-def _zero_units(member: Member, tensor: Tensor, ndim: int) -> Tensor:
-    """Which units of a member hold only zeros; bool, of the coupling's grid."""
-    view = member.pattern(tensor.detach())
-    return (view == 0).unsqueeze(-1).flatten(ndim).all(-1).cpu()
-
-
-def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and the tensor's name in it."""
-    prefix, _, name = fqn.rpartition(".")
-    return model.get_submodule(prefix), name
 
 
 def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
@@ -218,15 +202,8 @@ def _scopes_first(member: Member, removal: Removal) -> bool:
 def sizes_of(module: nn.Module, name: str, tensor: Tensor, removed: _Removed) -> dict[str, Any]:
     """The integers of a torch.nn layer, by attribute, as its new tensor has them; {} for other modules.
 
-    Args:
-        module: with its old attributes.
-        name: of the tensor in the module.
-        tensor: the new tensor.
-        removed: (axes, kept units of a scope) of every coupling that it is a member of.
-
-    Raises:
-        SparsityError: a grouped convolution or normalization that loses parts of its groups; an embedding that loses
-            rows.
+    The module has its old attributes; `removed` are (axes, kept units of a scope) of every coupling of the tensor. A
+    SparsityError if a grouped layer would lose parts of its groups, or an embedding rows.
 
     >>> sizes_of(torch.nn.Linear(4, 8), "weight", torch.zeros(5, 4), [])
     {'out_features': 5, 'in_features': 4}

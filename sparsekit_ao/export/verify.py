@@ -20,14 +20,11 @@ _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compacted model against the masked one.
+    """A compacted model against the masked one; `flops` are those of one forward.
 
-    Attributes:
-        difference: the largest of an output tensor, relative to the largest value that differs; inf where shapes or
-            integers differ, or a value is nan or inf in one of the models only.
-        in_float64: the same of float64 copies, where `difference` is above the tolerance, but within the rounding
-            error of the masked model itself.
-        flops: of one forward.
+    `difference` is the largest of an output tensor, relative to the largest value that differs; inf where shapes or
+    integers differ, or a value is nan or inf in one of the models only. `in_float64` is the same of float64 copies,
+    where `difference` is above the tolerance, but within the rounding error of the masked model itself.
     """
 
     difference: float
@@ -41,19 +38,12 @@ class Comparison:
 
 
 class Reference:
-    """The masked model and its outputs on the example inputs.
+    """The masked model and its outputs on the example inputs, with the FLOPs of one forward.
 
     Copies are run, so neither models nor inputs change. Models of 16-bit floats are run as float32 copies, because
     their rounding would hide errors. Even that of float32 may grow through many layers, so a difference above the
     tolerance is computed again in float64, if the masked model itself differs about as much from its own float64 copy.
-
-    Args:
-        model: the masked model.
-        inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
-
-    Attributes:
-        flops: of one forward.
-        opaque: descriptions of objects in the output that are not inspected.
+    `opaque` describes objects in the output that are not inspected.
 
     Raises:
         SparsityError: it does not run, or returns no tensor, only zeros, or a nan.

@@ -4,22 +4,3 @@ from .api import block_scores, fill_mask, keep_mask, scope_mask, scope_masks, sc
 from .backend import check_impl
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
 from .work import Newton, Norm, Threshold, Update
-
-__all__ = [
-    "Blocks",
-    "Newton",
-    "Norm",
-    "Scopes",
-    "Threshold",
-    "Update",
-    "block_scores",
-    "check_impl",
-    "fill_mask",
-    "from_scopes",
-    "keep_mask",
-    "scope_mask",
-    "scope_masks",
-    "scope_scores",
-    "threshold_backend",
-    "to_scopes",
-]

@@ -15,7 +15,7 @@ def reasons(work: Work) -> list[str]:
     device = work.device
     if importlib.util.find_spec("triton") is None:
         return ['triton is not installed (pip install "sparsekit_ao[triton]")']
-    if device.type == "cuda" and not _is_supported(device):
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return [f"kernels are tested for NVIDIA GPUs of compute capability 8.0 and above, not for {device}"]
     from . import triton
 
@@ -71,8 +71,3 @@ def _threshold(work: Threshold) -> None:
     misses = triton.condition(*both, factor=work.factor, eps=n.eps, atol=n.atol, max_iter=n.max_iter)
     if work.missed is not None:
         work.missed.copy_(misses.max())
-
-
-def _is_supported(device: torch.device) -> bool:
-    """Whether the tests compile the kernels for a GPU of its kind."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

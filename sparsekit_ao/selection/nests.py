@@ -55,10 +55,9 @@ class Nest:
 class Nests:
     """Scopes lowered: tensor t's element is at `scope + block + element`, each an address in its nest.
 
-    Attributes:
-        scope: over scopes, in the aligned order; tensors are each member's values and mask, if given.
-        block: over the blocks of a scope, same tensors; its order is the one that ties go by.
-        elements: over a block's elements, one nest for each member (its values and mask).
+    `scope` is over scopes in the aligned order, `block` over the blocks of a scope in the order that ties go by; their
+    tensors are each member's values and mask, if given. `elements` has one nest for each member, over a block's
+    elements.
     """
 
     scope: Nest

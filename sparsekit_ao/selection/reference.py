@@ -50,10 +50,8 @@ def run(work: Sequence[Work]) -> None:
 def update_in_steps(update: Update, score: Callable[..., Tensor], select: Callable[..., Tensor]) -> None:
     """A mask update in three steps: block scores as rows, the selection, the mask.
 
-    Args:
-        update: what to do.
-        score: called as `block_scores(members, norm, ndim=..., as_mean=...)`.
-        select: called as `keep_mask(scores, keep, candidates=...)`.
+    `score` is called as `block_scores(members, norm, ndim=..., as_mean=...)`, `select` as `keep_mask(scores, keep,
+    candidates=...)`.
     """
     scopes, budget = update.scopes, update.budget
     kept = [s.with_members(map(_as_kept, s.members)) for s in scopes] if update.among_kept else scopes

@@ -39,11 +39,16 @@ def parameter_of(module: nn.Module, name: str) -> Tensor:
     return first
 
 
+def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor, and the tensor's name in it."""
+    prefix, _, name = fqn.rpartition(".")
+    return model.get_submodule(prefix), name
+
+
 def exists(model: nn.Module, fqn: str) -> bool:
     """Whether there is a tensor of this name, be it a second name that `named_modules` does not list."""
-    prefix, _, name = fqn.rpartition(".")
     try:
-        module = model.get_submodule(prefix)
+        module, name = owner_of(model, fqn)
     except AttributeError:
         return False
     return isinstance(module._parameters.get(name), Tensor) or parametrize.is_parametrized(module, name)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from ..distributed import full_tensor, local_bytes
 from .config import Resolved, TensorGroup
-from .names import named_tensors, parameter_of
+from .names import named_tensors, owner_of, parameter_of
 
 SHOWN = 5  # parameters that no rule names in a printed report
 
@@ -135,21 +135,16 @@ def make_report(rows: Sequence[Row], resolved: Resolved, model: nn.Module) -> Re
     for name, p in named_tensors(model):
         distinct.setdefault(id(p), (name, _elements(model, name)))
     total = sum(count for _, count in distinct.values())
-    own = [distinct.pop(id(parameter_of(*_located(model, r.tensor))))[1] for r in rows]
+    own = [distinct.pop(id(parameter_of(*owner_of(model, r.tensor))))[1] for r in rows]
     others = sorted((f for f in distinct.values() if f[0] not in resolved.skipped), key=lambda found: -found[1])
     return Report(
         rows=tuple(rows), total=total, covered=sum(own) / max(total, 1), skipped=resolved.skipped, others=dict(others)
     )
 
 
-def _located(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    prefix, _, name = fqn.rpartition(".")
-    return model.get_submodule(prefix), name
-
-
 def _elements(model: nn.Module, fqn: str) -> int:
     """Elements of the parameters behind a tensor name; 0 where a lazy module has not made them yet."""
-    module, name = _located(model, fqn)
+    module, name = owner_of(model, fqn)
     is_parametrized = parametrize.is_parametrized(module, name)
     found = module.parametrizations[name].parameters() if is_parametrized else [parameter_of(module, name)]  # type: ignore
     return sum(p.numel() for p in found if not isinstance(p, nn.parameter.UninitializedParameter))

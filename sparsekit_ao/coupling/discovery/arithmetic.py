@@ -34,12 +34,9 @@ def pointwise(call: Call) -> Label:
 
 
 def combined(labels: Sequence[Label], why: str, is_zero: Callable[[tuple[bool, ...]], bool] = all) -> Label:
-    """Axes of the result for operands that broadcast.
+    """Axes of the result for operands that broadcast; `why` as in `unify`.
 
-    Args:
-        labels: the operands' axes.
-        why: see `unify`.
-        is_zero: from whether each operand is zero: whether the result is (`all`: of a sum, `any`: of a product).
+    `is_zero` tells from which operands are zero whether the result is (`all`: of a sum, `any`: of a product).
     """
     width = max(map(len, labels))
     padded = [((),) * (width - len(label)) + label for label in labels]

@@ -19,16 +19,10 @@ Label = tuple[Axis, ...]  # one axis a dimension
 
 @dataclass(frozen=True)
 class Call:
-    """An operation that has run.
+    """An operation that has run: the operator, its arguments, and what it returned (one tensor or several).
 
-    Args:
-        func: the operator.
-        args: its positional arguments.
-        kwargs: its other arguments.
-        out: what it returned: a tensor, or a tuple or list of them.
-        module: name of the module that ran it.
-        label_of: the axes of a tensor.
-        is_norm: whether a tensor holds squares, and the module that ran it normalizes exactly this axis.
+    `module` is the name of the module that ran it, `label_of` gives the axes of a tensor, and `is_norm` whether a
+    tensor holds squares of which that module normalizes exactly this axis.
     """
 
     func: Any

@@ -69,10 +69,8 @@ class Factor:
 class AxisFactor:
     """A factor in one tensor.
 
-    Args:
-        factor: which.
-        zero: whether the tensor is exactly zero wherever a unit of this factor has been dropped, that is, where the
-            parameters that have the factor are zero.
+    `zero`: the tensor is exactly zero wherever a unit of the factor has been dropped, that is, where the parameters
+    that have the factor are zero.
     """
 
     factor: Factor

@@ -35,7 +35,6 @@ def _reshape(call: Call) -> Label:
 
 
 def _permute(call: Call) -> Label:
-    """Dimensions in another order."""
     label = call.label("self")
     return tuple(label[d] for d in call.dims("dims", len(label)))
 
@@ -66,7 +65,6 @@ def _with_sizes(call: Call, sizes: Sequence[int]) -> Iterable[tuple[Axis, int]]:
 
 
 def _slice(call: Call) -> Label:
-    """A slice with a start, an end and a step."""
     label, shape = list(call.label("self")), call["self"].shape
     dim = call.dim("dim", len(label))
     start, step = call["start"] or 0, call["step"] or 1
@@ -76,7 +74,6 @@ def _slice(call: Call) -> Label:
 
 
 def _split(call: Call) -> list[Label]:
-    """`split` and `chunk`: consecutive slices."""
     label, size = call.label("self"), call["self"].shape
     dim, start, found = call.dim("dim", len(label)), 0, []
     for out in call.outs:
@@ -103,7 +100,6 @@ def _sliced(call: Call, axis: Axis, size: int, window: tuple[int, int, int]) -> 
 
 
 def _select(call: Call) -> Label:
-    """One index of a dimension."""
     label = call.label("self")
     dim = call.dim("dim", len(label))
     call.freeze(label[dim])
@@ -111,7 +107,6 @@ def _select(call: Call) -> Label:
 
 
 def _unbind(call: Call) -> list[Label]:
-    """Every index of a dimension by itself."""
     return [_select(call)] * len(call.outs)
 
 
@@ -133,7 +128,6 @@ def _concatenate(call: Call) -> Label:
 
 
 def _stack(call: Call) -> Label:
-    """Tensors side by side along a new dimension."""
     labels = [call.label_of(t) for t in call["tensors"]]
     label = combined(labels, call.why)
     dim = call.dim("dim", len(label) + 1)
@@ -153,14 +147,12 @@ def _pad(call: Call) -> Label:
 
 
 def _embedding(call: Call) -> Label:
-    """Rows of a table."""
     rows, columns = call.label("weight")
     call.freeze(rows, what="read by index")
     return (*call.label("indices"), columns)
 
 
 def _index_select(call: Call) -> Label:
-    """Some entries of one dimension."""
     label = list(call.label("self"))
     dim = call.dim("dim", len(label))
     call.freeze(label[dim], what="read by index")

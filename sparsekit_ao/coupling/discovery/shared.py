@@ -21,13 +21,10 @@ _OTHERS = "dgefjklmnrvABC"  # names of the other factors in a dimension with a u
 
 @dataclass(frozen=True, kw_only=True)
 class SharedAxis:
-    """An axis of several tensors whose units can be removed.
+    """An axis of several tensors whose units can be removed: {tensor: its pattern}, in which the unit is `u`.
 
-    Attributes:
-        members: {tensor: its pattern}; the unit is `u`.
-        scope: axes that accompany the unit in every tensor of the forward, so that units can be chosen within them.
-        sizes: lengths of the scope axes and of those inside a unit.
-        units: the number of units.
+    `scope` are axes that accompany the unit in every tensor of the forward, so that units can be chosen within them;
+    `sizes` are the lengths of the scope axes and of those inside a unit.
     """
 
     members: Mapping[str, str]
@@ -38,12 +35,9 @@ class SharedAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenAxis:
-    """An axis of several tensors from which nothing may be removed.
+    """An axis of several tensors from which nothing may be removed: `why` names the operation and the module.
 
-    Attributes:
-        why: the operation and the module that need all of it.
-        size: its length.
-        places: (tensor, dimension) of each occurrence.
+    `places` are (tensor, dimension) of each occurrence.
     """
 
     why: str
@@ -155,9 +149,7 @@ def _pattern(row: Sequence[Sequence[str | int]], others: dict[tuple[int, int], s
 def fold(axes: Sequence[SharedAxis], names: Collection[str]) -> list[tuple[SharedAxis, int]]:
     """Axes with starred names, and how many each represents, in the order of the first of each.
 
-    Args:
-        axes: with names as they are in the model.
-        names: all of the model's, which the stars must not match by mistake.
+    `names` are all names of the model, which the stars must not match by mistake.
     """
     left = dict(enumerate(axes))
     found: list[tuple[int, SharedAxis, int]] = []

@@ -181,15 +181,7 @@ class Trace(TorchDispatchMode):
 
 
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
-    """Run the model once on fake tensors.
-
-    Args:
-        model: not changed; a copy runs in eval mode.
-        example_inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-
-    Raises:
-        SparsityError: a parametrized or lazy module; a forward that needs values or does not run.
-    """
+    """Run a copy of the model in eval mode once on fake tensors; arguments and errors are those of `discover`."""
     _check(model)
     found, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
     args, kwargs = arguments(example_inputs)

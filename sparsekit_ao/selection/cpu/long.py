@@ -44,10 +44,8 @@ class KeysOf:
 class Part(Protocol):
     """Consecutive slots of one long row: the part decides what a bracket of two keys decides, and records the rest.
 
-    Attributes:
-        size: slots.
-        above: slots that `decide` found above the bracket, which are kept.
-        undecided: keys of those that it found inside, int tensor [slots].
+    `decide` counts the slots `above` the bracket, which are kept, and stores the `undecided` keys inside it, int
+    [slots].
     """
 
     size: int

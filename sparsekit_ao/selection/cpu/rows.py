@@ -27,11 +27,10 @@ Array = np.ndarray[Any, Any]
 
 
 def keep_rows(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
-    """Write the mask of rows of keys to `out`, bool [rows, slots].
+    """Write the mask of rows of keys to `out`, bool [rows, slots]: the highest keys, the lower index among equals.
 
-    Args:
-        keys: int16, int32 or int64 [rows, slots], in memory of their own.
-        keep: slots kept, an int or int64 [rows]; the highest keys, the lower index among equals.
+    `keys` are int16, int32 or int64 [rows, slots], in memory of their own; `keep` slots are kept, an int or int64
+    [rows].
     """
     if keys.shape[1] <= PAIRS:
         keep_slots(out.T, keys.T, keep)
@@ -52,10 +51,8 @@ def keep_rows(out: Tensor, keys: Tensor, keep: int | Tensor) -> None:
 def keep_slots(out: Tensor, keys: Tensor, keep: int | Tensor, dims: int = 1) -> None:
     """As `keep_rows` for a few slots, side by side: slot i beats a later slot j unless j is strictly higher.
 
-    Args:
-        out: bool [*slots, *rows], the slots in `dims` dimensions, in any layout.
-        keys: of the same shape, in any layout.
-        keep: slots kept, an int or int64 [*rows].
+    `out` and `keys` are [*slots, *rows] in any layout, the slots in `dims` dimensions; `keep` is an int or int64
+    [*rows].
     """
     rows = sorted(range(dims, keys.ndim), key=lambda k: -keys.stride()[k])  # in memory order
     turned = keys.permute([*range(dims), *rows])

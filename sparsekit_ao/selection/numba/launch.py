@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +141,9 @@ def fill(update: Update) -> None:
             torch.autograd.graph.increment_version(m.mask)  # saved the old mask must fail, not go on
     blocks, scopes = [math.prod(s.shape) for s in update.scopes], math.prod(update.scopes[0].scope_grid)
     windows = [make_window(s, update.norm, update.among_kept) for s in update.scopes]
-    budget, total = _budget(update.budget), sum(blocks)
+    keep, total = update.budget, sum(blocks)
+    keep = keep.reshape(-1)[0] if isinstance(keep, Tensor) and _is_one_number(keep) else keep
+    budget = integers(keep).reshape(-1)  # one for each scope, or a single one for all
     method = _method(update.scopes, total)
     work = pieces(scopes, total * windows[0].elements.shape[1])
     if method == "lanes":
@@ -161,11 +162,6 @@ def fill(update: Update) -> None:
         each = budget.tolist() * (scopes if budget.size == 1 else 1)
         if not all(select_wide(windows, blocks, scope, keep) for scope, keep in enumerate(each)):
             cpu.fill(update)  # the sample misled: the digits of all keys must be counted
-
-
-def _budget(keep: int | Tensor) -> Any:
-    """Budgets as an int64 array: one for each scope, or a single one for all."""
-    return integers(keep.reshape(-1)[0] if isinstance(keep, Tensor) and _is_one_number(keep) else keep).reshape(-1)
 
 
 def _is_one_number(keep: int | Tensor) -> bool:

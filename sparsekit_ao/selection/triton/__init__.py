@@ -7,19 +7,4 @@ from .forms import Limits
 from .launch import block_scores, condition, condition_reasons, keep_mask, scope_masks, threshold, threshold_reasons
 from .reasons import reasons_of, rows_reasons, score_reasons
 
-__all__ = [
-    "INTERPRETED",
-    "Limits",
-    "block_scores",
-    "condition",
-    "condition_reasons",
-    "keep_mask",
-    "reasons_of",
-    "rows_reasons",
-    "scope_masks",
-    "score_reasons",
-    "threshold",
-    "threshold_reasons",
-]
-
 INTERPRETED = not isinstance(fused_kernel, JITFunction)  # TRITON_INTERPRET=1: kernels run on CPU tensors, slowly

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SparsityError
+from ..nests import tensors_of
 from ..tiling import Blocks
 from ..work import Update
 from .forms import Form, run
@@ -100,8 +101,7 @@ def key_of(update: Update, budget: Budget) -> tuple:
 
 
 def _member_key(m: Blocks) -> tuple:
-    tensors = [t for t in (m.values, m.mask) if t is not None]
-    return (m.shape, m.order, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+    return (m.shape, m.order, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors_of(m)))
 
 
 def device_plan(key: tuple, budgets: Sequence[Budget], device: torch.device, make: Callable[[], Plan]) -> DevicePlan:
@@ -119,15 +119,10 @@ def device_plan(key: tuple, budgets: Sequence[Budget], device: torch.device, mak
             _captured[id(plan)] = plan
         elif plan is None or not _set_numbers(plan, numbers):
             plan = _plans[key] = _on_device(make(), budgets, device)
-            _evict()
+            while len(_plans) > 1 and sum(8 * p.memory.numel() for p in _plans.values()) > CACHE_BYTES:
+                _plans.popitem(last=False)  # the least recently used one
         _plans.move_to_end(key)
     return plan
-
-
-def _evict() -> None:
-    """Drop the least recently used plans until the others fit."""
-    while len(_plans) > 1 and sum(8 * p.memory.numel() for p in _plans.values()) > CACHE_BYTES:
-        _plans.popitem(last=False)
 
 
 def _for_graph(plan: DevicePlan | None, numbers: list[int]) -> DevicePlan:

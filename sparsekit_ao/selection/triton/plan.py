@@ -113,13 +113,10 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class RadixPlan:
-    """Long rows that share passes and a workspace.
+    """Long rows that share passes and a workspace: `batches` of one launch each in every pass.
 
-    Attributes:
-        batches: one launch each, in every pass.
-        rows, spans: of all of them together.
-        samples: capacity for the samples of a row, a power of two.
-        wide_counts: whether a count of keys may exceed 31 bits.
+    `rows` and `spans` are of all of them together, `samples` is the capacity for the samples of a row, a power of two,
+    and `wide_counts` tells whether a count of keys may exceed 31 bits.
     """
 
     batches: tuple[Batch, ...]

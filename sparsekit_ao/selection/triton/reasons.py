@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..nests import tensors_of
 from ..tiling import Blocks, Scopes
 from ..work import Norm, Update
 from .parts import LOOPS, to_part
@@ -30,8 +31,7 @@ def reasons_of(update: Update) -> list[str]:
 
 
 def _layout(m: Blocks) -> tuple:
-    tensors = (t for t in (m.values, m.mask) if t is not None)
-    return (m.shape, m.order, m.mask is None, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+    return (m.shape, m.order, m.mask is None, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors_of(m)))
 
 
 def _reasons_of(update: Update) -> list[str]:
@@ -68,7 +68,7 @@ def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
         found.append(_dtype("a mask is", dtype, MASK_DTYPES))
     if any(m.is_partial for m in members):
         found.append("a block at an edge is smaller than the others")
-    devices = {t.device for m in members for t in (m.values, m.mask) if t is not None}
+    devices = {t.device for m in members for t in tensors_of(m)}
     if len(devices) > 1:
         found.append(f"tensors are on several devices ({', '.join(sorted(map(str, devices)))})")
     return found
