@@ -89,9 +89,11 @@ def test_columns_are_cut_where_no_scope_crosses():
 
 def best_set(w, inverse, columns, count):
     """The `count` of some columns whose loss w_P^T (C_PP)^-1 w_P / 2 is least, by trying all; and that loss."""
+
     def loss(p):
         p = list(p)
         return float(w[p] @ torch.linalg.solve(inverse[p][:, p], w[p]) / 2)
+
     found = min(itertools.combinations(columns, count), key=loss)
     return found, loss(found)
 
@@ -288,14 +290,21 @@ def test_blocks_give_what_single_layers_give_up_to_the_inputs_within_a_block(ret
     torch.manual_seed(0)
     two = prepared(Model(returns=returns))
     two.model.load_state_dict(model.state_dict())
-    for unit in (["first.weight"], ["blocks.0.up.weight", "blocks.0.down.weight"], ["blocks.1.up.weight", "blocks.1.down.weight"], ["head.weight"]):
+    for unit in (
+        ["first.weight"],
+        ["blocks.0.up.weight", "blocks.0.down.weight"],
+        ["blocks.1.up.weight", "blocks.1.down.weight"],
+        ["head.weight"],
+    ):
         two.forget_statistics()
         two.calibrate(batches, needs=["input_gram"])
         for name in unit:
             at = [g["tensor_fqn"] for g in two.groups].index(name)
             statistics, weight = two.statistics[name], two._dense(two.groups[at])
             own = [c for c in two._planned(two.groups).components if c.leaves[0][1] == at]
-            layer = layers.Layer(at=at, target=two._target(two.groups[at], ()), statistics=statistics, weight=weight, components=own)
+            layer = layers.Layer(
+                at=at, target=two._target(two.groups[at], ()), statistics=statistics, weight=weight, components=own
+            )
             layers.compensate(two, [layer], "admm")
             run._write(two, layer) if False else None
             two.mask(name).copy_(layer.mask)
@@ -307,10 +316,14 @@ def test_blocks_give_what_single_layers_give_up_to_the_inputs_within_a_block(ret
 
 def test_a_model_without_blocks_and_one_whose_blocks_do_not_chain():
     batches = correlated()
-    convolutional = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 4))
+    convolutional = nn.Sequential(
+        nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 4)
+    )
     sparsifier = prepared(convolutional, sparsity_level=0.5)
     report = one_shot(sparsifier, [b[:, None] for b in batches])
-    assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"] and all(r.after < r.before for r in report)
+    assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"] and all(
+        r.after < r.before for r in report
+    )
 
     class Skips(Model):
         def forward(self, x):
@@ -371,7 +384,12 @@ def test_where_leaves_out_padding():
     x = torch.stack(correlated(4, 6))
     keep = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6, [1, 1, 0, 0, 0, 0], [1] * 6])
     padded, clean = prepared(copy.deepcopy(model)), prepared(copy.deepcopy(model))
-    one_shot(padded, [{"input": torch.where(keep[..., None] > 0, x, 100.0), "keep": keep}], lambda m, b: m(b["input"]), where="keep")
+    one_shot(
+        padded,
+        [{"input": torch.where(keep[..., None] > 0, x, 100.0), "keep": keep}],
+        lambda m, b: m(b["input"]),
+        where="keep",
+    )
     one_shot(clean, [x[keep > 0]])
     assert torch.equal(padded.mask("0.weight"), clean.mask("0.weight"))
 
@@ -384,7 +402,8 @@ def units(model, scores="consumers"):
         entry
         for k in range(2)
         for entry in Coupling(
-            {f"blocks.{k}.up.weight": "u i", f"blocks.{k}.up.bias": "u", f"blocks.{k}.down.weight": "o u"}, scores=scores
+            {f"blocks.{k}.up.weight": "u i", f"blocks.{k}.up.bias": "u", f"blocks.{k}.down.weight": "o u"},
+            scores=scores,
         ).entries(model, sparsity_level=0.5)
     ]
 
@@ -420,7 +439,13 @@ def test_a_budget_over_all_tensors_is_chosen_before_anything_changes():
     plain = ScopeSparsifier(0.6, score="wanda", scope_coupling="all")
     plain.prepare(copy.deepcopy(model).requires_grad_(False)) if False else None
     twin = Model()
-    twin.load_state_dict({k.replace("parametrizations.", "").replace(".original", ""): v for k, v in model.state_dict().items() if "mask" not in k})
+    twin.load_state_dict(
+        {
+            k.replace("parametrizations.", "").replace(".original", ""): v
+            for k, v in model.state_dict().items()
+            if "mask" not in k
+        }
+    )
     plain = ScopeSparsifier(0.6, score="wanda", scope_coupling="all")
     plain.prepare(twin)
     plain.calibrate(batches)
@@ -504,7 +529,9 @@ def test_layers_that_no_batch_reaches_are_named():
             return self.used(x)
 
     sparsifier = prepared(Half())
-    with pytest.warns(UserWarning, match="one_shot: no batch reached unused.weight; they are pruned without statistics"):
+    with pytest.warns(
+        UserWarning, match="one_shot: no batch reached unused.weight; they are pruned without statistics"
+    ):
         report = one_shot(sparsifier, correlated())
     rows = {r.tensor: r for r in report}
     assert rows["unused.weight"].note == "not reached by any batch" and rows["unused.weight"].density == 0.5
@@ -516,8 +543,12 @@ def test_bad_calls_change_nothing():
     before = {g["tensor_fqn"]: sparsifier._dense(g).clone() for g in sparsifier.groups}
     for text, call in {
         "one_shot: there are no batches": lambda: one_shot(sparsifier, iter([])),
-        "compensate must be one of None, 'least_squares'.*got 'lsq'": lambda: one_shot(sparsifier, [0], compensate="lsq"),
-        "first.weight: the inputs of this layer are not finite": lambda: one_shot(sparsifier, [torch.full((2, 8), torch.nan)]),
+        "compensate must be one of None, 'least_squares'.*got 'lsq'": lambda: one_shot(
+            sparsifier, [0], compensate="lsq"
+        ),
+        "first.weight: the inputs of this layer are not finite": lambda: one_shot(
+            sparsifier, [torch.full((2, 8), torch.nan)]
+        ),
         "needs a ScopeSparsifier, got DynamicSparsifier": lambda: one_shot(DynamicSparsifier(0.5), [0]),
         "one_shot": lambda: one_shot(ScopeSparsifier(), [0]),
     }.items():
