@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Score = Callable[[Tensor, Any], Tensor]
+AT_ONCE = 1 << 24  # elements of inverses of blocks that are stored at once
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -153,9 +154,7 @@ class obs_block(BuiltInScore):
         inverse = damped_inverse(statistics.input_gram, self.damp, statistics.name)
         assert statistics.blocks is not None
         rows, labels = statistics.matrix(weight.float()), statistics.matrix(statistics.blocks)
-        found = [
-            joint_saliency(w, c, block, statistics.name) for w, c, block in zip(rows, inverse, labels, strict=True)
-        ]
+        found = [joint_saliency(w, c, block) for w, c, block in zip(rows, inverse, labels, strict=True)]
         return statistics.from_matrix(torch.stack(found))
 
 
@@ -305,24 +304,36 @@ def keyed_generator(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor, name: str) -> Tensor:
-    """Each element's share of its block's loss: rows and block labels [outputs, inputs], inverse [inputs, inputs]."""
+def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
+    """Each element's share of its block's loss, see `obs_block`.
+
+    Args:
+        rows: weights [outputs, inputs].
+        inverse: C [inputs, inputs].
+        labels: the block of each element, int64 [outputs, inputs].
+    """
     order = labels.argsort(dim=1, stable=True)
-    ordered = labels.gather(1, order)
-    size = int((ordered[0] == ordered[0, 0]).sum())
-    runs = ordered.unflatten(1, (-1, size)) if ordered.shape[1] % size == 0 else ordered[:, :, None]
-    if bool((runs != runs[..., :1]).any()) or bool((runs[:, 1:, 0] == runs[:, :-1, 0]).any()):
-        raise SparsityError(f"{name}: obs_block needs blocks with equally many elements in every row; use obs")
+    ordered, position = labels.gather(1, order), torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    starts = torch.cat([torch.ones_like(labels[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], 1)
+    within = position - (starts * position).cummax(1).values  # in the block's run of sorted columns
+    size = int(within.max()) + 1
     if size == 1:
         return rows.square() / (2 * inverse.diagonal())
-    columns = order.unflatten(1, (-1, size))
+    run = starts.cumsum(1) - 1
+    columns = torch.full((len(rows), (int(run.max()) + 1) * size), -1, device=labels.device)  # -1: a smaller block
+    columns = columns.scatter_(1, run * size + within, order).unflatten(1, (-1, size))
     is_same = bool((columns == columns[:1]).all())
-    values, out = rows.gather(1, order).unflatten(1, (-1, size)), torch.empty_like(rows)
-    step = rows.shape[0] if is_same else max(1, (1 << 24) // max(rows.shape[1] * size, 1))
-    for start in range(0, rows.shape[0], step):
+    step = len(rows) if is_same else max(1, AT_ONCE // max(columns[0].numel() * size, 1))
+    out, identity = torch.zeros_like(rows), torch.eye(size, dtype=rows.dtype, device=rows.device)
+    for start in range(0, len(rows), step):
         part = slice(start, start + step)
         own = columns[:1] if is_same else columns[part]
-        joint = inverse[own[..., :, None], own[..., None, :]]
-        solved = torch.linalg.solve(joint, values[part][..., None])[..., 0]
-        out[part] = out[part].scatter(1, order[part], (values[part] * solved / 2).flatten(1))
+        real, at = own >= 0, own.clamp(min=0)
+        joint = torch.where(
+            real[..., :, None] & real[..., None, :], inverse[at[..., :, None], at[..., None, :]], identity
+        )
+        at = columns[part].clamp(min=0).flatten(1)
+        values = (rows[part].gather(1, at) * (columns[part] >= 0).flatten(1)).unflatten(1, (-1, size))
+        share = values * torch.linalg.solve(joint, values[..., None])[..., 0] / 2
+        out[part] = out[part].scatter_add(1, at, share.flatten(1))
     return out

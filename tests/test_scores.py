@@ -70,6 +70,7 @@ LABELS = {
     "pairs of neighbours": torch.arange(OUT * IN // 2).repeat_interleave(2).view(OUT, IN),
     "columns": torch.arange(IN).expand(OUT, IN),
     "2 rows, 3 columns apart": torch.tensor([[0, 1, 2], [3, 4, 5]]).repeat(1, 2).repeat_interleave(2, 0),
+    "smaller at an edge": torch.tensor([0, 0, 0, 0, 1, 1]).expand(OUT, IN),
     "rows": torch.arange(OUT)[:, None].expand(OUT, IN),
     "other columns in every row": torch.tensor([[0, 1] * 3, [2, 2, 2, 3, 3, 3], [4, 5] * 3, [6, 7, 7, 7, 6, 6]]),
 }
@@ -90,13 +91,6 @@ def test_the_joint_saliency_of_a_block(name, case):
                 w = weight[i, columns].double()
                 expected += w @ torch.linalg.inv(inverse[columns][:, columns]) @ w / 2
         torch.testing.assert_close(found[labels == block].sum().double(), expected, rtol=1e-3, atol=1e-5)
-
-
-def test_blocks_of_unequal_size_have_no_joint_saliency(case):
-    weight, statistics, _ = case
-    statistics.blocks = torch.tensor([0, 0, 0, 0, 1, 1]).expand(OUT, IN)
-    with pytest.raises(SparsityError, match="w: obs_block needs blocks with equally many elements in every row"):
-        scores.saliency_of(scores.obs_block(), weight, "w", statistics)
 
 
 def test_random_scores_depend_on_seed_and_name_alone():

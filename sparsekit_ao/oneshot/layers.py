@@ -193,18 +193,19 @@ def _obs_parts(
     """Mask and weight of each group; scopes that are too wide to be pruned from the left are chosen at once."""
     own = layer.statistics
     assert own is not None
-    rows, name = own.matrix(layer.weight), layer.target.name
-    if max(stop - start for start, stop in chunks) > WIDEST or len(rows) > 1 or len(layer.components) > 1:
-        joint = [joint_saliency(w, c, b, name) for w, c, b in zip(rows, inverse, blocks, strict=True)]
+    rows = own.matrix(layer.weight)
+    component = layer.components[0]
+    is_wide = max(stop - start for start, stop in chunks) > WIDEST
+    if is_wide or component.scope.is_partial or len(rows) > 1 or len(layer.components) > 1:
+        joint = [joint_saliency(w, c, b) for w, c, b in zip(rows, inverse, blocks, strict=True)]
         project = _projection(sparsifier, layer, None)
         return [(m, w * m) for m, w in zip(project(torch.stack(joint)), rows, strict=True)]
-    component = layer.components[0]
     keep = component.budget(sparsifier.groups, sparsifier._level_given)
     budgets = torch.as_tensor(keep, dtype=torch.int64).expand(component.scope.grid_shape).reshape(-1)
 
     def choose(weight: Tensor, left: Tensor, start: int, stop: int) -> Tensor:
         labels = blocks[0, :, start:stop]
-        saliency = joint_saliency(weight, left, labels, name)
+        saliency = joint_saliency(weight, left, labels)
         ids, element = labels.unique(return_inverse=True)
         scope_of = torch.empty_like(ids).scatter_(0, element.flatten(), scopes[0, :, start:stop].flatten())
         order = scope_of.argsort(stable=True)  # by scope, and in it by slot

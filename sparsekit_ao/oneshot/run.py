@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,11 +106,11 @@ class _Pass:
         self.resumes = resume and bool(self.chosen or self.done)
 
     def needs(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """What is recorded for a tensor: G where weights are compensated, and what its own scores need."""
+        """What is recorded for a tensor: G, for compensation and the report, and what its own scores need."""
         at = self.at[group["tensor_fqn"]]
         form = self.sparsifier._form(group)
         found = [n for c in self.own[at] for n in needs_of(c.score) if n not in GRADIENTS]
-        if self.method is not None and form is not None and form.has_gram:
+        if form is not None and form.has_gram:
             found.append("input_gram")
         return tuple(dict.fromkeys(found))
 
@@ -151,20 +152,19 @@ def _pass(state: _Pass, progress: bool) -> Iterator[LayerRow]:
         state.chosen.update(_joint_masks(state))
     sparsifier._one_shot = (state.done, state.chosen)
     walk = state.walk(state.needs)
-    if walk.unreached:
-        names = ", ".join(t.name for t in walk.unreached)
-        warnings.warn(
-            f"one_shot: no batch reached {names}; they are pruned without statistics and not compensated", stacklevel=4
-        )
+    unreached = [t.name for t in walk.unreached]
+    if unreached:
+        text = f"one_shot: no batch reached {', '.join(unreached)}; they are pruned without statistics, not compensated"
+        warnings.warn(text, stacklevel=4)
     units = walk.units()
     recorded = {t.name for u in units for t in u.targets}
     rest = [sparsifier._target(g, ()) for g in state.groups if g["tensor_fqn"] not in recorded]
     with _bar(len(state.groups), progress) as bar:
-        for layers in (*_units(state, walk, units), [state.layer(t, None) for t in rest]):
+        for layers in chain(_units(state, walk, units), ([state.layer(t, None)] for t in rest)):
             fresh = [layer for layer in layers if layer.target.name not in state.done]
             compensate(sparsifier, fresh, state.method)
             for layer in fresh:
-                row = _row(layer, layer.target in walk.unreached)
+                row = _row(layer, layer.target.name in unreached)
                 _write(sparsifier, layer)
                 state.done[layer.target.name] = row
             bar.update(len(layers))
