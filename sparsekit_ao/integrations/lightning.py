@@ -8,6 +8,7 @@ from torch.ao.pruning import BaseScheduler
 
 from ..dynamic.optimizers import training_optimizers
 from ..sparsifiers.base import MaskSparsifier
+from ..sparsifiers.usage import refuse_other_model
 
 __all__ = ["SparsifierCallback"]
 
@@ -21,6 +22,9 @@ class SparsifierCallback(Callback):
     Args:
         sparsifier: prepared on (a part of) the LightningModule before `fit`.
         schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+
+    Raises:
+        SparsityError: when training begins, if the sparsifier was prepared on another model.
     """
 
     def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
@@ -29,6 +33,7 @@ class SparsifierCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizers of sparsified parameters; Lightning has constructed and restored them by now."""
+        refuse_other_model(self.sparsifier.groups, pl_module, "SparsifierCallback")
         self._steps = trainer.global_step
         self.sparsifier.attach(training_optimizers(trainer.optimizers, self.sparsifier.groups))
 

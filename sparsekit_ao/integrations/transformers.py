@@ -13,6 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 from ..errors import SparsityError
 from ..sparsifiers.base import MaskSparsifier
+from ..sparsifiers.usage import refuse_other_model
 
 __all__ = ["SparsifierCallback"]
 
@@ -29,7 +30,8 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
 
     Raises:
-        SparsityError: when training begins, if the trainer clips gradients that an update reads; see `watch_clipping`.
+        SparsityError: when training begins, if the sparsifier was prepared on another model, or the trainer clips
+            gradients that an update reads; see `watch_clipping`.
     """
 
     def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
@@ -61,6 +63,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the optimizer; when resuming, restore the state of the checkpoint."""
+        refuse_other_model(self.sparsifier.groups, kwargs["model"], "SparsifierCallback")
         is_watched = getattr(self._watched, "args", None) is args
         if self.sparsifier.uses_gradients and args.max_grad_norm and not is_watched:
             raise SparsityError(

@@ -3,7 +3,6 @@
 `MaskSparsifier` has torch.ao's interface and checks everything before it changes anything; subclasses choose masks.
 """
 
-import gc
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.ao.pruning import BaseSparsifier
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from .. import distributed, masking
@@ -21,20 +21,9 @@ from ..errors import SparsityError
 from .checkpoint import Copies, check_saved, kept_params, merged_group, plain
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
+from .usage import warn_of_scheduler, warn_of_stale_masks
 
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: full collections would take half of the time of preparing some thousand layers."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class MaskSparsifier(Copies, BaseSparsifier):
@@ -58,6 +47,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
     def __init__(self, defaults: dict[str, Any]) -> None:
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
+        self._chosen_at: list[Any] | None = None  # the levels of the last update of all masks
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = Resolved()
         self._exclude: tuple[str | type[nn.Module], ...] = ()
@@ -91,7 +81,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
         self.config = make_config(model, SUPPORTED_MODULES)
 
-    @collector_paused()
+    @masking.collector_paused()
     def prepare(
         self,
         model: nn.Module,
@@ -115,6 +105,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
         """
+        if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
+            warn_of_scheduler()
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
         self._resumes = self._phase == "detached" and config is None
@@ -139,7 +131,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
         self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
-        self._state, self._phase = defaultdict(dict), "prepared"
+        self._state, self._phase, self._chosen_at = defaultdict(dict), "prepared", None
         try:
             with masking.installed(masks):
                 if saved is not None:
@@ -167,6 +159,25 @@ class MaskSparsifier(Copies, BaseSparsifier):
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()
+            self._chosen_at = [g.get("sparsity_level") for g in self.groups]
+
+    @contextmanager
+    def materialized(self) -> Iterator[None]:
+        """Compute every masked weight once for many forward passes, such as generation or evaluation.
+
+        Inside, `step` and the optimizer must not run, since weights are not masked anew.
+
+        >>> from sparsekit_ao import ScopeSparsifier
+        >>> sparsifier = ScopeSparsifier()
+        >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+        >>> with torch.no_grad(), sparsifier.materialized():
+        ...     is_same = sparsifier.model[0].weight is sparsifier.model[0].weight
+        >>> is_same
+        True
+        """
+        self._need_prepared("materialized")
+        with parametrize.cached():
+            yield
 
     def squash_mask(
         self,
@@ -190,8 +201,9 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """
         self._need_prepared("squash_mask")
         kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
-        for group in self.groups:
-            self._live_mask(group, model)
+        masks = [self._live_mask(g, model) for g in self.groups]
+        if self.enable_mask_update:
+            warn_of_stale_masks(self.groups, masks, self._chosen_at)
         squashed = self.model if model is None else model
         assert squashed is not None
         distributed.refuse_wrapped_outside(squashed, [(g["tensor_fqn"], g["module_fqn"]) for g in self.groups])
@@ -278,7 +290,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
             for fqn, mask in live.items():
                 if fqn in masks:
                     distributed.fill(mask, masks[fqn])
-        self.enable_mask_update = bool(state_dict.get("enable_mask_update", True))
+        self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]

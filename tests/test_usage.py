@@ -1,0 +1,89 @@
+"""Calls that have no effect, or not the expected one, in the order or on the model on which they are made."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.pruning import LambdaSL
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
+
+
+def prepared(**options):
+    sparsifier = ScopeSparsifier(**options)
+    sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+    return sparsifier
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+def test_squash_without_a_step(kind):
+    sparsifier = kind()
+    sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.warns(UserWarning, match=r"step was never called, .*nothing is pruned; call step\(\) first"):
+        sparsifier.squash_mask()
+    filled = prepared()
+    filled.mask("0.weight")[0] = False  # by hand
+    filled.squash_mask()
+
+
+def test_squash_one_level_short():
+    sparsifier = prepared(sparsity_level=0.0)
+    scheduler = schedules.ScheduleSL(sparsifier, schedules.linear(0.0, 4, end=0.5))
+    for _ in range(4):
+        sparsifier.step()
+        scheduler.step()
+    twin = copy.deepcopy(sparsifier)
+    text = r"the mask of 0.weight was chosen at sparsity_level 0.375, and its level is 0.5 now; call step\(\) once more"
+    with pytest.warns(UserWarning, match=text):
+        sparsifier.squash_mask()
+    twin.step()
+    twin.squash_mask()
+    assert (twin.model[0].weight == 0).sum() == 32
+
+
+def test_a_squashed_copy_and_a_paused_sparsifier_cause_no_warning():
+    sparsifier = prepared()
+    sparsifier.step()
+    sparsifier.squash_mask(model=copy.deepcopy(sparsifier.model))
+    sparsifier.groups[0]["sparsity_level"] = 0.75
+    sparsifier.enable_mask_update = False
+    sparsifier.squash_mask()
+
+
+def test_a_scheduler_before_prepare():
+    sparsifier = ScopeSparsifier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        LambdaSL(sparsifier, lambda epoch: 0.1)
+    with pytest.warns(UserWarning, match="a scheduler was constructed before it; that one has no groups"):
+        sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+
+
+def test_materialized_weights_are_masked_once():
+    sparsifier = prepared()
+    sparsifier.step()
+    layer, x = sparsifier.model[0], torch.randn(2, 8)
+    expected = layer(x)
+    with torch.no_grad(), sparsifier.materialized():
+        assert layer.weight is layer.weight and torch.equal(layer(x), expected)
+    assert layer.weight is not layer.weight
+    with pytest.raises(SparsityError, match="materialized"), ScopeSparsifier().materialized():
+        pass
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_callback_of_another_model(library):
+    text = "SparsifierCallback: 0.weight belongs to another model than the one that is trained"
+    sparsifier, other = prepared(), nn.Sequential(nn.Linear(8, 8))
+    if library == "lightning":
+        from sparsekit_ao.integrations.lightning import SparsifierCallback
+
+        with pytest.raises(SparsityError, match=text):
+            SparsifierCallback(sparsifier).on_train_start(None, other)
+    else:
+        from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+        with pytest.raises(SparsityError, match=text):
+            SparsifierCallback(sparsifier).on_train_begin(None, None, None, model=other)
