@@ -46,8 +46,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
-    #: masks are bool, or of the weight's dtype where this is False
-    bool_masks = True
+    #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
+    bool_masks = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,6 +80,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Fill every mask; called under no_grad."""
         self._check_groups(self.groups)
         for group in self.groups:
+            self._live_mask(group)
             self.update_mask(**group)
 
     @property
@@ -320,6 +321,13 @@ class MaskSparsifier(Copies, BaseSparsifier):
             found = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
             if found is not None:
                 self._state[group["tensor_fqn"]]["mask"] = found.mask
+
+    def _check_prepared(self, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
+        """The `tensor_fqn` of a tensor that `update_mask` is called for; raises if it was not prepared."""
+        self._need_prepared("update_mask")
+        if masking.find_mask(module, tensor_name) is None:
+            raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+        return str(group.get("tensor_fqn", tensor_name))
 
     def _refuse_unknown(self, given: Iterable[str], known: Iterable[str]) -> None:
         unknown = sorted(set(given) - set(known))

@@ -19,7 +19,7 @@ _known: dict[tuple, list[str]] = {}  # a model has many tensors of few shapes, t
 
 def reasons_of(update: Update) -> list[str]:
     """Why the kernels cannot take an update."""
-    key = (update.norm, *((g.shape, g.order, *map(_layout, g.members)) for g in update.scopes))
+    key = (update.norm, update.masked, *((g.shape, g.order, *map(_layout, g.members)) for g in update.scopes))
     found = _known.get(key)
     if found is None:
         found = _reasons_of(update)
@@ -37,6 +37,7 @@ def _layout(m: Blocks) -> tuple:
 def _reasons_of(update: Update) -> list[str]:
     members = [m for g in update.scopes for m in g.members]
     found = _member_reasons(members, update.norm)
+    found += ["values are scored under their masks"] * update.masked
     if any(g % n for s in update.scopes for g, n in zip(s.grid, s.shape, strict=True)):
         found.append("a scope at an edge is smaller than the others")
     if any(len({t.dtype for t in tensors}) > 1 for g in update.scopes for tensors in _columns(g.members)):
@@ -59,7 +60,7 @@ def rows_reasons(scores: Tensor) -> list[str]:
 
 
 def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
-    found = []
+    found = ["values are scored under masks"] * any(m.under is not None for m in members)
     if norm is None:
         found.append("values are saliencies (norm=None), which kernels take as rows of scores only")
     for dtype in sorted({m.window.dtype for m in members} - set(DTYPES), key=str):
