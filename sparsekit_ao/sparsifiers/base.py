@@ -4,7 +4,6 @@
 """
 
 import gc
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError
-from .checkpoint import Copies, check_saved, kept_params, merged_group, plain
+from .checkpoint import Copies, check_saved, copied_state, kept_params, merged_group, plain
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
 
@@ -40,8 +39,12 @@ def collector_paused() -> Iterator[None]:
 class MaskSparsifier(Copies, BaseSparsifier):
     """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
-    Subclasses list their config keys (`keys`), complete an entry (`_complete`), check all groups together
-    (`_check_groups`) and fill masks (`update_mask`).
+    A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does. It may
+    add config keys without a default (`optional_keys`), complete an entry (`_complete`) and check all groups
+    (`_check_groups`).
+
+    Args:
+        defaults: the config keys with their defaults.
     """
 
     #: config keys that need no default
@@ -55,7 +58,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
             if vars(base).get("__final__", False):
                 raise TypeError(f"{base.__name__} is final; derive from PlannedSparsifier or MaskSparsifier instead")
 
-    def __init__(self, defaults: dict[str, Any]) -> None:
+    def __init__(self, defaults: dict[str, Any] | None = None) -> None:
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
         self._resumes = False  # whether `prepare` restores pickled masks
@@ -65,7 +68,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self.model: nn.Module | None = None
         self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
 
-    @abstractmethod
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise if a group is invalid; called before anything is changed."""
 
@@ -252,7 +254,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         Functions in the config (a score or a view) are left out; loading keeps the live ones.
         """
         return {
-            "state": {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self.state.items()},
+            "state": {fqn: copied_state(s) for fqn, s in self.state.items()},
             "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
             "enable_mask_update": self.enable_mask_update,
         }
@@ -279,6 +281,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
             for fqn, mask in live.items():
                 if fqn in masks:
                     distributed.fill(mask, masks[fqn])
+                    saved_state = copied_state(state_dict["state"][fqn])
+                    self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
         self.enable_mask_update = bool(state_dict.get("enable_mask_update", True))
 
     def __repr__(self) -> str:

@@ -43,7 +43,7 @@ class Copies:
         """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
         self._sync_state()
         kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
-        kept["_state"] = {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self._state.items()}
+        kept["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
         kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
         kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
         kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
@@ -59,6 +59,11 @@ class Copies:
             "groups": [dict(g) for g in self.groups],
             "enable_mask_update": self.enable_mask_update,
         }
+
+
+def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the state of one tensor: its mask, and whatever a subclass stores beside it."""
+    return {k: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
 
 
 def plain(value: Any) -> Any:

@@ -25,20 +25,17 @@ from .structure import checked_tile
 class WeightNormSparsifier(MaskSparsifier):
     """Zero elements of a fraction `sparsity_level` of the blocks (0.5 by default), those of smallest norm.
 
-    The drop-in for `torch.ao.pruning.WeightNormSparsifier`. A block's score is the mean of `norm_fn(masked weight)` over
-    its elements (fewer at an edge). `k = round(sparsity_level * blocks)` blocks of lowest score, at most all but one,
-    lose `zeros_per_block` elements each, the smallest; a level of 1 is every block. Among equal scores the lower index
-    stays. Weights of more than two dimensions are taken as (dimension 0, all others), 1-D ones as a single row. Masks
-    have the weight's dtype. A subclass may override `update_mask`; `step` then calls it for every tensor.
+    The drop-in for `torch.ao.pruning.WeightNormSparsifier`. A block's score is the mean of `norm_fn(masked weight)`
+    over its elements. `k = round(sparsity_level * blocks)` blocks of lowest score, at most all but one, lose their
+    `zeros_per_block` smallest elements; a level of 1 is every block. Among equal scores the lower index stays. A weight
+    is taken as (dimension 0, all others), or as a single row. Masks have the weight's dtype. A subclass may override
+    `update_mask`; `step` then calls it for every tensor.
 
     Args:
         sparsity_level: fraction of blocks that lose elements; below 0 and above 1 it acts as 0 and 1, with one warning.
         sparse_block_shape: (rows, columns) of a block.
         zeros_per_block: zeros in each such block; all of it by default.
         norm: 1, 2 (default) or a callable giving a saliency per element.
-
-    Raises:
-        SparsityError: arguments that do not fit each other.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     >>> sparsifier = WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, 4), zeros_per_block=2)
