@@ -120,7 +120,8 @@ def block_scores(
     join, total = torch.maximum if norm == float("inf") else torch.add, None
     count: Tensor | int = 0
     for m in members:
-        power = to_aligned(reduce_blocks(_power(scored(m), norm), m.shape, norm), m.order, ndim)
+        powers = _power(scored(m), norm, is_new=m.under is not None)
+        power = to_aligned(reduce_blocks(powers, m.shape, norm), m.order, ndim)
         total = power if total is None else join(total, power)
         if as_mean and norm != float("inf"):
             count = count + to_aligned(element_counts(m), m.order, ndim)
@@ -195,9 +196,13 @@ def _wide(t: Tensor) -> Tensor:
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
-def _power(t: Tensor, norm: Norm) -> Tensor:
+def _power(t: Tensor, norm: Norm, *, is_new: bool) -> Tensor:
     t = _wide(t)
-    return t if norm is None else t * t if norm == 2 else t.abs()
+    if norm is None:
+        return t
+    if is_new:  # fresh memory takes as long as the multiplication
+        return t.mul_(t) if norm == 2 else t.abs_()
+    return t * t if norm == 2 else t.abs()
 
 
 def element_counts(m: Blocks) -> Tensor:

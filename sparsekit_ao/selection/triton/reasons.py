@@ -19,7 +19,7 @@ _known: dict[tuple, list[str]] = {}  # a model has many tensors of few shapes, t
 
 def reasons_of(update: Update) -> list[str]:
     """Why the kernels cannot take an update."""
-    key = (update.norm, update.masked, *((g.shape, g.order, *map(_layout, g.members)) for g in update.scopes))
+    key = (update.norm, *((g.shape, g.order, *map(_layout, g.members)) for g in update.scopes))
     found = _known.get(key)
     if found is None:
         found = _reasons_of(update)
@@ -37,7 +37,6 @@ def _layout(m: Blocks) -> tuple:
 def _reasons_of(update: Update) -> list[str]:
     members = [m for g in update.scopes for m in g.members]
     found = _member_reasons(members, update.norm)
-    found += ["values are scored under their masks"] * update.masked
     if any(g % n for s in update.scopes for g, n in zip(s.grid, s.shape, strict=True)):
         found.append("a scope at an edge is smaller than the others")
     if any(len({t.dtype for t in tensors}) > 1 for g in update.scopes for tensors in _columns(g.members)):
