@@ -992,3 +992,17 @@ def test_a_default_device_is_not_where_tables_are_made():
 
 def scopes_of(values, mask):
     return Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))
+
+
+@pytest.mark.parametrize("limits", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32], ids=str)
+def test_masked_scores_are_those_of_the_selected_weight(limits, mask_dtype):
+    for block, scope in (((1, 1), (1, 4)), ((1, 1), (8, 32)), ((1, 4), (8, 8)), ((4, 4), (2, 8))):
+        values = integers((8, 32))
+        values[0, 0] = NAN
+        held = (torch.rand(8, 32, generator=generator(1)) < 0.5).to(mask_dtype)
+        selected, found = torch.where(held != 0, values, 0), held.clone()
+        expected, keep = held.clone(), math.prod(scope) * 3 // 4
+        scope_mask([scopes(selected, block, scope, mask=expected)], keep, impl="reference")
+        gpu.scope_masks([Update(scopes=(scopes(values, block, scope, mask=found),), keep=keep, masked=True)], limits)
+        assert torch.equal(found, expected), (block, scope)

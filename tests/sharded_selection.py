@@ -10,7 +10,7 @@ import torch
 from grids import grid
 from torch import distributed
 
-from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
+from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View, WeightNormSparsifier
 from sparsekit_ao.algebra import MaskUpdate
 from sparsekit_ao.distributed import is_sharded, local, update_masks
 from sparsekit_ao.distributed.tensors import part_of
@@ -33,18 +33,29 @@ def weights(kind, shape, dtype, seed):
     return w.to(dtype)
 
 
+def distribute(t, mesh, placements):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+
 def meta_like(w):
     return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
 
 
-def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None):
-    """Compare the masks of the scope over tensors (in the order of its block specs), sharded and not."""
+def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None, masked=None):
+    """Compare the masks of the scope over tensors (in the order of its block specs), sharded and not.
+
+    With `masked`, a float mask, of the selected weight.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     leaves = scope.blocks()
     before = [torch.ones(w.shape, dtype=torch.bool) if among_kept is None else among_kept for w in tensors]
     want = dict(zip(leaves, (m.clone() for m in before), strict=True))
     values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
+    if masked is not None:
+        before, values = [masked], {k: torch.where(masked != 0, v, 0) for k, v in values.items()}
     scope.update_masks(want, keep, values, norm=norm, among_kept=among_kept is not None)
     put = [
         (lambda t, p=p: t.clone())
@@ -56,12 +67,22 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None):
     sharded = {leaf.view.param: f(w) for leaf, w, f in zip(leaves, tensors, put, strict=True)}
     storages = [local(m).data_ptr() for m in masks.values()]
     update_masks(
-        [MaskUpdate(scope=scope, masks=masks, values=sharded, keep=keep, norm=norm, among_kept=among_kept is not None)]
+        [
+            MaskUpdate(
+                scope=scope,
+                masks=masks,
+                values=sharded,
+                keep=keep,
+                norm=norm,
+                among_kept=among_kept is not None,
+                masked=masked is not None,
+            )
+        ]
     )
     assert [local(m).data_ptr() for m in masks.values()] == storages  # filled in place
     for leaf in leaves:
         part = part_of(want[leaf], masks[leaf]) if is_sharded(masks[leaf]) else want[leaf]
-        assert torch.equal(local(masks[leaf]), part), (masks[leaf], part)
+        assert torch.equal(local(masks[leaf]) != 0, part), (masks[leaf], part)
 
 
 PATTERNS = {  # name: (block, scope, level)
@@ -146,6 +167,27 @@ def odd_cases(mesh, placements, where):
         everything = ScopeSpec(BlockSpec(meta_like(w)))
         compare(everything, [w], [placements], mesh, 24 * 16, among_kept=left)
 
+    def masked():
+        w = weights("special", (24, 16), torch.float32, 0)
+        held = (torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3).float()
+        for block, scope in (((), ()), ((), (1, 4)), ((), (24, 1)), ((1, 4), ()), ((4, 4), ())):
+            spec = ScopeSpec(BlockSpec(meta_like(w), block), scope)
+            compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(0.4), masked=held)
+
+    def weight_norm():
+        w = weights("normal", (20, 16), torch.float32, 0)
+        for settings in ({"zeros_per_block": 2}, {"zeros_per_block": 2, "sparsity_level": 1.0}, {"norm": torch.exp}):
+            masks = []
+            for place in (lambda t: t, lambda t: distribute(t, mesh, placements)):
+                layer = torch.nn.Linear(16, 20, bias=False)
+                layer.weight = torch.nn.Parameter(place(w.clone()))
+                sparsifier = WeightNormSparsifier(**settings)
+                sparsifier.prepare(torch.nn.Sequential(layer), None)
+                sparsifier.step()
+                sparsifier.step()
+                masks.append(sparsifier.mask("0.weight"))
+            assert torch.equal(local(masks[1]), part_of(masks[0], masks[1])), settings
+
     def coupled():
         up, gate, down = (weights("ties", s, torch.float32, i) for i, s in enumerate([(12, 8), (12, 8), (8, 12)]))
         blocks = [
@@ -188,7 +230,20 @@ def odd_cases(mesh, placements, where):
             keep = torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
             compare(spec, [w], [placements], mesh, keep)
 
-    for case in (view, far_view, flat_view, among_kept, coupled, saliency, edge, norms, many_scopes, own_budgets):
+    for case in (
+        view,
+        far_view,
+        flat_view,
+        among_kept,
+        masked,
+        weight_norm,
+        coupled,
+        saliency,
+        edge,
+        norms,
+        many_scopes,
+        own_budgets,
+    ):
         yield f"{where} {case.__name__}", case
 
 

@@ -303,10 +303,6 @@ REFUSED = [
     ),
     (lambda: scope_mask([as_scopes(V.double(), M, (1, 1), (1, 4))], 2, impl="numba"), "the weight is torch.float64"),
     (
-        lambda: scope_mask([as_scopes(V, V, (1, 1), (1, 4))], 2, impl="numba"),
-        "the mask is torch.float32 on cpu",
-    ),
-    (
         lambda: scope_mask([as_scopes(torch.ones(8, 40), torch.ones(8, 40) > 0, (1, 40), (8, 1))], 1, impl="numba"),
         "blocks have 40 elements, more than 32",
     ),

@@ -163,8 +163,8 @@ def test_explicit_zeros_per_block_stays_a_default():
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"sparsity_level": 1.5}, r"sparsity level must lie in \[0, 1\], got 1.5"),
-        ({"sparsity_level": -0.1}, r"sparsity level must lie in \[0, 1\], got -0.1"),
+        ({"sparsity_level": float("nan")}, r"sparsity level must be a number in \[0, 1\], got nan"),
+        ({"sparsity_level": "0.5"}, r"sparsity level must be a number in \[0, 1\], got '0.5'"),
         ({"zeros_per_block": 5}, r"zeros_per_block must lie in 0 .. 4 \(the elements of a block \(1, 4\)\), got 5"),
         ({"zeros_per_block": -1}, "zeros_per_block must lie in 0 .. 4"),
         ({"sparse_block_shape": (4,)}, r"two positive ints \(rows, columns\), got \(4,\)"),
@@ -177,12 +177,18 @@ def test_bad_constructor_arguments(kwargs, text):
         WeightNormSparsifier(**kwargs)
 
 
-def test_a_scheduled_level_out_of_range_is_an_error():
+@pytest.mark.parametrize(("level", "acts_as"), [(1.01, 1), (-0.5, 0)])
+def test_a_level_out_of_range_acts_as_the_nearest_with_one_warning(level, acts_as):
     sparsifier = WeightNormSparsifier()
-    sparsifier.prepare(linear_model(8, 4), None)
-    sparsifier.groups[0]["sparsity_level"] = 1.01
-    with pytest.raises(SparsityError, match=r"0.weight: sparsity level must lie in \[0, 1\], got 1.01"):
+    sparsifier.prepare(linear_model(8, 8, 4), None)
+    for group in sparsifier.groups:
+        group["sparsity_level"] = level
+    with pytest.warns(UserWarning, match=rf"0.weight: sparsity level {level} is outside \[0, 1\]"):
         sparsifier.step()
+    sparsifier.step()  # a second warning would be an error
+    assert torch.equal(sparsifier.mask("0.weight"), torch.full((8, 8), 1.0 - acts_as))
+    with pytest.warns(UserWarning, match=f"acts as {acts_as}"):
+        assert torch.equal(our_mask(torch.randn(4, 8), sparsity_level=level), torch.full((4, 8), 1.0 - acts_as))
 
 
 def test_the_report_counts_elements():

@@ -271,6 +271,7 @@ class MaskUpdate:
         values: what is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
         norm: 1, 2 or inf; see `selection.block_scores`.
         among_kept: choose only among what the masks still keep.
+        masked: score by the values that the masks keep; see `selection.Update`.
     """
 
     scope: SparseScope
@@ -279,6 +280,7 @@ class MaskUpdate:
     values: Values = None
     norm: Norm = 2
     among_kept: bool = False
+    masked: bool = False
 
     def value_of(self, spec: BlockSpec) -> Tensor:
         """The values of one of the scope's block specs."""
@@ -293,7 +295,7 @@ def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
     """
     windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
     chosen = [
-        Update(scopes=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept)
+        Update(scopes=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept, masked=u.masked)
         for u, w in zip(updates, windows, strict=True)
     ]
     scope_masks(chosen, impl=impl)

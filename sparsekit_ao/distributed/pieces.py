@@ -218,7 +218,7 @@ def _scored(windows: Sequence[Blocks], update: MaskUpdate) -> tuple[Tensor, Tens
     """Scores of the grid, and with `among_kept` which blocks the masks still keep; single elements as they are."""
     first, ndim = windows[0], max(m.window.ndim for m in windows)
     candidates = candidates_of(windows, ndim) if update.among_kept else None
-    if update.among_kept:
+    if update.among_kept or update.masked:
         windows = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
     as_mean = update.scope.as_mean
     single = len(windows) == 1 and not as_mean and all(b == 1 for b in first.shape)

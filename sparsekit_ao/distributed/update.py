@@ -137,7 +137,9 @@ def _choose_locally(update: MaskUpdate) -> None:
         first = [at // g for at, g in zip(start, member.shape, strict=True)]
         sizes = [-(-n // g) for n, g in zip(scopes.grid, member.shape, strict=True)]
         keep = keep[tuple(slice(at, at + n) for at, n in zip(first, sizes, strict=True))]
-    scope_masks([Update(scopes=(scopes,), keep=keep, norm=update.norm, among_kept=update.among_kept)])
+    scope_masks(
+        [Update(scopes=(scopes,), keep=keep, norm=update.norm, among_kept=update.among_kept, masked=update.masked)]
+    )
 
 
 def _choose_gathered(update: MaskUpdate) -> None:

@@ -119,7 +119,13 @@ def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = Fal
 
 
 def scope_mask(
-    scopes: Sequence[Scopes], keep: int | Tensor, norm: Norm = 2, *, among_kept: bool = False, impl: str = "auto"
+    scopes: Sequence[Scopes],
+    keep: int | Tensor,
+    norm: Norm = 2,
+    *,
+    among_kept: bool = False,
+    masked: bool = False,
+    impl: str = "auto",
 ) -> None:
     """Score, select and fill: the whole mask update of scopes that share budgets.
 
@@ -129,9 +135,11 @@ def scope_mask(
             with fewer blocks than its budget keeps all.
         norm: see `block_scores`.
         among_kept: choose only among blocks that the masks still keep, scored by the values that the masks keep.
+        masked: score by the values that the masks keep, but choose among all blocks.
         impl: as in `keep_mask`.
     """
-    scope_masks([Update(scopes=tuple(scopes), keep=keep, norm=norm, among_kept=among_kept)], impl=impl)
+    update = Update(scopes=tuple(scopes), keep=keep, norm=norm, among_kept=among_kept, masked=masked)
+    scope_masks([update], impl=impl)
 
 
 def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:

@@ -24,12 +24,15 @@ class Blocks:
         values: the window on the values that are scored, or None.
         mask: the window on the mask that is filled (True = keep), or None.
         order: aligned grid dimension k is this grid's dimension order[k]; () is the identity.
+        under: the window on the mask that an `Update` with `masked` scores the values under; None: `mask` itself, else
+            another tensor of the same strides.
     """
 
     shape: Shape
     values: Tensor | None = None
     mask: Tensor | None = None
     order: Shape = ()
+    under: Tensor | None = None
 
     @property
     def window(self) -> Tensor:

@@ -36,18 +36,25 @@ class Update(_OnWindows):
             no dimension).
         norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
             score is their signed sum (their mean where some block is partial).
-        among_kept: choose only among blocks that the masks still keep.
+        among_kept: choose only among blocks that the masks still keep, scored as with `masked`.
+        masked: score the values that the masks keep, and 0 for the others, which still compete.
     """
 
     scopes: tuple[Scopes, ...]
     keep: int | Tensor
     norm: Norm = 2
     among_kept: bool = False
+    masked: bool = False
 
     @property
     def members(self) -> tuple[Blocks, ...]:  # type: ignore[override]
         """All windows."""
         return tuple(m for s in self.scopes for m in s.members)
+
+    @property
+    def scores_masked(self) -> bool:
+        """Whether values that the masks drop score 0."""
+        return self.masked or self.among_kept
 
     @property
     def budget(self) -> int | Tensor:

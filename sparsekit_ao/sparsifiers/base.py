@@ -3,7 +3,6 @@
 `MaskSparsifier` has torch.ao's interface and checks everything before it changes anything; subclasses choose masks.
 """
 
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,25 +17,27 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError
-from .checkpoint import Copies, check_saved, kept_params, merged_group, plain
+from .checkpoint import Copies, check_saved, kept_params
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
 from .usage import warn_of_scheduler, warn_of_stale_masks
-
-_NOT_SAVED = ("module", "module_fqn", "tensor_name")
 
 
 class MaskSparsifier(Copies, BaseSparsifier):
     """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
-    Subclasses list their config keys (`keys`), complete an entry (`_complete`), check all groups together
-    (`_check_groups`) and fill masks (`update_mask`).
+    A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does. It may
+    add config keys without a default (`optional_keys`), complete an entry (`_complete`) and check all groups
+    (`_check_groups`).
+
+    Args:
+        defaults: the config keys with their defaults.
     """
 
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
-    #: masks are bool, or of the weight's dtype where this is False
-    bool_masks = True
+    #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
+    bool_masks = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,7 +45,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
             if vars(base).get("__final__", False):
                 raise TypeError(f"{base.__name__} is final; derive from PlannedSparsifier or MaskSparsifier instead")
 
-    def __init__(self, defaults: dict[str, Any]) -> None:
+    def __init__(self, defaults: dict[str, Any] | None = None) -> None:
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
         self._chosen_at: list[Any] | None = None  # the levels of the last update of all masks
@@ -54,10 +55,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
         super().__init__(defaults=defaults)
         self.model: nn.Module | None = None
         self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
-
-    @abstractmethod
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Raise if a group is invalid; called before anything is changed."""
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
         """The keys that an entry gives for one tensor, completed with the defaults."""
@@ -70,6 +67,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Fill every mask; called under no_grad."""
         self._check_groups(self.groups)
         for group in self.groups:
+            self._live_mask(group)
             self.update_mask(**group)
 
     @property
@@ -257,41 +255,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
             pattern = ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
             yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
-
-        Functions in the config (a score or a view) are left out; loading keeps the live ones.
-        """
-        return {
-            "state": {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self.state.items()},
-            "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
-            "enable_mask_update": self.enable_mask_update,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
-
-        Args:
-            state_dict: from `state_dict`; torch.ao's own are read too.
-            strict: the tensors must be the same ones; else only those in both are loaded.
-
-        Raises:
-            SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
-        """
-        self._need_prepared("load_state_dict")
-        masks, saved = check_saved(state_dict, self.groups, strict)
-        groups = [merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
-        self._check_groups(groups)
-        live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
-        for old, new in zip(self.groups, groups, strict=True):
-            old.clear()
-            old.update(new)
-        with torch.no_grad():
-            for fqn, mask in live.items():
-                if fqn in masks:
-                    distributed.fill(mask, masks[fqn])
-        self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
-
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
         for group in self.groups:
@@ -332,6 +295,13 @@ class MaskSparsifier(Copies, BaseSparsifier):
             found = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
             if found is not None:
                 self._state[group["tensor_fqn"]]["mask"] = found.mask
+
+    def _check_prepared(self, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
+        """The `tensor_fqn` of a tensor that `update_mask` is called for; raises if it was not prepared."""
+        self._need_prepared("update_mask")
+        if masking.find_mask(module, tensor_name) is None:
+            raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+        return str(group.get("tensor_fqn", tensor_name))
 
     def _refuse_unknown(self, given: Iterable[str], known: Iterable[str]) -> None:
         unknown = sorted(set(given) - set(known))

@@ -5,29 +5,50 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
+from .. import distributed
 from ..errors import SparsityError
 from ..masking import find_mask
 from .config import TensorGroup, copied
 
 # A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
 _NOT_COPIED = ("step", "_plan", "_forms")
+_NOT_SAVED = ("module", "module_fqn", "tensor_name")
 
 
 class Copies:
-    """Deep copies and pickles of a sparsifier: a copy has its own model, a pickle none until `prepare`."""
+    """State dicts, deep copies and pickles of a sparsifier: a copy has its own model, a pickle none until `prepare`."""
 
     model: nn.Module | None
     groups: list[TensorGroup]
     config: list[TensorGroup] | None
     enable_mask_update: bool
+    optional_keys: tuple[str, ...]
     _state: dict[str, dict[str, Any]]
     _phase: str
+    _chosen_at: list[Any] | None
 
     @abstractmethod
     def _sync_state(self) -> None:
         """Bring `_state` up to date with the model's masks."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[str, ...]:
+        """The keys that a config entry may have besides those that name its tensors."""
+
+    @abstractmethod
+    def _need_prepared(self, method: str) -> None:
+        """Raise unless a model is prepared."""
+
+    @abstractmethod
+    def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        """The mask of a group."""
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        """Raise if a group is invalid; called before anything is changed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = self.__class__.__new__(self.__class__)
@@ -43,7 +64,7 @@ class Copies:
         """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
         self._sync_state()
         kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
-        kept["_state"] = {fqn: {"mask": s["mask"].detach().clone()} for fqn, s in self._state.items()}
+        kept["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
         kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
         kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
         kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
@@ -52,6 +73,44 @@ class Copies:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
+
+        Functions in the config (a score or a view) are left out; loading keeps the live ones.
+        """
+        self._sync_state()
+        return {
+            "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
+            "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
+            "enable_mask_update": self.enable_mask_update,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
+
+        Args:
+            state_dict: from `state_dict`; torch.ao's own are read too.
+            strict: the tensors must be the same ones; else only those in both are loaded.
+
+        Raises:
+            SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
+        """
+        self._need_prepared("load_state_dict")
+        masks, saved = check_saved(state_dict, self.groups, strict)
+        groups = [merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
+        self._check_groups(groups)
+        live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
+        for old, new in zip(self.groups, groups, strict=True):
+            old.clear()
+            old.update(new)
+        with torch.no_grad():
+            for fqn, mask in live.items():
+                if fqn in masks:
+                    distributed.fill(mask, masks[fqn])
+                    saved_state = copied_state(state_dict["state"][fqn])
+                    self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
+        self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
+
     def _pickled(self) -> dict[str, Any]:
         """What an unpickled sparsifier loads once it is attached; a state dict."""
         return {
@@ -59,6 +118,11 @@ class Copies:
             "groups": [dict(g) for g in self.groups],
             "enable_mask_update": self.enable_mask_update,
         }
+
+
+def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the state of one tensor: its mask, and whatever a subclass stores beside it."""
+    return {k: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
 
 
 def plain(value: Any) -> Any:

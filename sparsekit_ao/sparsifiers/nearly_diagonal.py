@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import distributed, masking
+from .. import distributed
 from ..errors import SparsityError
 from .base import MaskSparsifier
 from .config import TensorGroup
@@ -18,6 +18,10 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
     Args:
         nearliness: an odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
 
+    Raises:
+        SparsityError: an even or too large number, in `prepare` already (torch.ao raises in `step`), and in `step` if
+            a group was given it since.
+
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
     >>> sparsifier = NearlyDiagonalSparsifier(nearliness=3)
     >>> sparsifier.prepare(model, None)
@@ -28,8 +32,6 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
             [0., 1., 1., 1.]])
     """
 
-    bool_masks = False
-
     def __init__(self, nearliness: int = 1) -> None:
         super().__init__({"nearliness": nearliness})
 
@@ -37,13 +39,10 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: Any
     ) -> None:
         """Fill the mask of one tensor, in place."""
-        self._need_prepared("update_mask")
         self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
-        found = masking.live_mask(module, tensor_name, kwargs.get("tensor_fqn", tensor_name))
-        if found is None:
-            raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-        mask = found.mask
-        _check_nearliness(nearliness, mask.shape, f"{kwargs.get('tensor_fqn', tensor_name)}: ")
+        fqn = self._check_prepared(module, tensor_name, kwargs)
+        mask = self._live_mask({"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn})
+        _check_nearliness(nearliness, mask.shape, f"{fqn}: ")
         rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
         distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
 

@@ -8,6 +8,7 @@ because schedulers write there.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
 from ..selection import fill_mask
 from ..selection.reference import candidates_of
-from ..selection.strides import row_major
+from ..selection.strides import Shape, row_major
 from .config import TensorGroup
 from .structure import Stage, stage_budgets
 
@@ -340,3 +341,42 @@ def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> 
 
 def _by(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "1"
+
+
+def matrix_shape(shape: Sequence[int]) -> Shape:
+    """The shape of a weight taken as a matrix."""
+    return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+
+
+def matrix_budgets(
+    weight: Tensor, block: tuple[int, ...], level: float, zeros: int
+) -> list[tuple[ScopeSpec, int | Tensor]]:
+    """The scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
+
+    Args:
+        weight: taken as a matrix; only shape and strides are read.
+        block: (rows, columns).
+        level: the fraction of blocks that lose elements; all of them from 1 on.
+        zeros: elements that such a block loses.
+    """
+    blocks, elements = _matrix_scopes(tuple(weight.shape), weight.stride(), block)
+    found: list[tuple[ScopeSpec, int | Tensor]] = []
+    if level < 1:
+        count = blocks.numblk()
+        found.append((blocks, count - min(round(level * count), count - 1)))
+    if zeros < math.prod(block) and elements.is_partial:
+        found.append((elements, (elements.blocks_per_scope() - zeros).clamp_(min=0)))
+    elif zeros < math.prod(block):
+        found.append((elements, max(elements.numblk_per_scope() - zeros, 0)))
+    return found
+
+
+@lru_cache(maxsize=256)  # a model has many tensors of few shapes
+def _matrix_scopes(shape: Shape, stride: Shape, block: Shape) -> tuple[ScopeSpec, ScopeSpec]:
+    """Blocks over the whole tensor, and elements inside each block, of a weight of this shape taken as a matrix."""
+    matrix, own = matrix_shape(shape), stride if len(shape) == 2 else row_major(shape)
+    placeholder = torch.empty_strided(shape, own, device="meta")
+    view = View(placeholder, matrix, own if len(shape) == 2 else row_major(matrix))
+    tile = [min(n, size) for n, size in zip(block, matrix, strict=True)]
+    blocks, elements = (BlockSpec(view, s, edge="partial") for s in (tile, (1, 1)))
+    return ScopeSpec(blocks), ScopeSpec(elements, tile)

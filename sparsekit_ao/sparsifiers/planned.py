@@ -52,6 +52,7 @@ class PlannedSparsifier(CalibratedSparsifier):
         "member_scores": "sum",
     }
     optional_keys: tuple[str, ...] = ("nnz", "pattern", "stages", *SHAPES, *AXES)
+    bool_masks = True
     _plan: tuple[Any, Plan] | None = None
 
     def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:

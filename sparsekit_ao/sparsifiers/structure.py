@@ -181,3 +181,11 @@ def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
     if stages is None:
         return [None]
     return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
+
+
+def checked_tile(shape: object, where: str) -> tuple[int, int]:
+    """A `sparse_block_shape` as a tuple; raises unless it is two positive ints."""
+    ok = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) == 2
+    if not ok or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):  # type: ignore[attr-defined]
+        raise SparsityError(f"{where}sparse_block_shape must be two positive ints (rows, columns), got {shape!r}")
+    return tuple(shape)  # type: ignore[arg-type, return-value]

@@ -15,19 +15,21 @@ from torch import Tensor
 from .. import radix, sample
 from ..keys import absent, key_bits, order_keys
 from ..radix import CHUNK
+from ..reference import scored
 from ..threads import run_apart
+from ..tiling import Blocks
 from .rows import keep_rows
 
 Array = np.ndarray[Any, Any]
 
 
 class KeysOf:
-    """Keys of score rows, computed on demand (see `radix.KeyRows`)."""
+    """Keys of score rows, computed on demand (see `radix.KeyRows`); of scores under a mask, 0 where it drops."""
 
-    def __init__(self, scores: Tensor, candidates: Tensor | None, magnitude: bool) -> None:
+    def __init__(self, scores: Tensor, candidates: Tensor | None, magnitude: bool, under: Tensor | None = None) -> None:
         self.rows, self.width = scores.shape
         self.bits = key_bits(scores.dtype)
-        self._scores, self._candidates, self._magnitude = scores, candidates, magnitude
+        self._scores, self._candidates, self._magnitude, self._under = scores, candidates, magnitude, under
 
     def keys(self, row: int, start: int, stop: int) -> Tensor:
         """Keys of slots start .. stop of one row, in a new tensor."""
@@ -35,10 +37,21 @@ class KeysOf:
 
     def block(self, rows: slice, slots: slice | Tensor = slice(None)) -> Tensor:
         """Keys of some slots of some rows, in a new tensor."""
-        keys = order_keys(self._scores[rows, slots], magnitude=self._magnitude)
+        keys = order_keys(self._scored(rows, slots), magnitude=self._magnitude)
         if self._candidates is not None:
             keys.masked_fill_(~self._candidates[rows, slots], absent(self._scores.dtype))
         return keys
+
+    @classmethod
+    def joined(cls, rows: Sequence["KeysOf"]) -> "KeysOf":
+        """Single rows without candidates as one row."""
+        if len(rows) == 1:
+            return rows[0]
+        return cls(torch.cat([row._scored(slice(None), slice(None)) for row in rows], 1), None, rows[0]._magnitude)
+
+    def _scored(self, rows: slice, slots: slice | Tensor) -> Tensor:
+        scores, under = (None if t is None else t[rows, slots] for t in (self._scores, self._under))
+        return scored(Blocks(shape=(1, 1), values=scores, under=under))
 
 
 class Part(Protocol):

@@ -101,8 +101,8 @@ def _places(whole: Blocks) -> Iterator[tuple[slice, ...]]:
 def _at(whole: Blocks, place: tuple[slice, ...]) -> Blocks:
     """The blocks of a part of the grid."""
     inside = tuple(slice(p.start * b, p.stop * b) for p, b in zip(place, whole.shape, strict=True))
-    cut = [None if t is None else t[inside] for t in (whole.values, whole.mask)]
-    return replace(whole, values=cut[0], mask=cut[1])
+    cut = [None if t is None else t[inside] for t in (whole.values, whole.mask, whole.under)]
+    return replace(whole, values=cut[0], mask=cut[1], under=cut[2])
 
 
 def fill(update: Update) -> None:
@@ -201,13 +201,13 @@ def _mask_blocks(scopes: Scopes, keep: int | Tensor, norm: Norm) -> None:
 def _mask_part(scopes: Scopes, keep: int | Tensor, norm: Norm) -> None:
     """Choose among single elements."""
     part = scopes.members[0]
-    assert part.values is not None and part.mask is not None
-    magnitude = norm is not None
+    assert part.mask is not None
+    magnitude, values = norm is not None, reference.scored(part)
     if math.prod(scopes.shape) < WIDE:
-        _keep_grid(part.mask, order_keys(part.values, magnitude=magnitude), scopes, keep)
+        _keep_grid(part.mask, order_keys(values, magnitude=magnitude), scopes, keep)
         return
     budget, rows = keep.reshape(-1) if isinstance(keep, Tensor) else keep, to_scopes(part.mask, scopes, False)
-    values = to_scopes(part.values, scopes, 0.0)
+    values = to_scopes(values, scopes, 0.0)
     if rows.data_ptr() == part.mask.data_ptr():
         keep_mask(values, budget, magnitude=magnitude, out=rows)
     else:
@@ -249,21 +249,23 @@ def _mask_together(scopes: Sequence[Scopes], keep: int, norm: Norm) -> bool:
         m.mask if m.mask is not None and here else torch.empty(grid.shape, dtype=torch.bool, device="cpu")
         for m, grid, here in zip(members, grids, inside, strict=True)
     ]
-    rows = [grid.reshape(1, -1) for grid in grids]
-    _keep_together([kept.view(-1) for kept in grids_kept], rows, keep, magnitude=norm is not None)
+    under = [m.under.reshape(1, -1) if m.under is not None and single else None for m in members]
+    rows = [KeysOf(grid.reshape(1, -1), None, norm is not None, u) for grid, u in zip(grids, under, strict=True)]
+    _keep_together([kept.view(-1) for kept in grids_kept], rows, keep)
     for m, kept, here in zip(members, grids_kept, inside, strict=True):
         if not here:
             _fill(m, kept)
     return True
 
 
-def _keep_together(outs: Sequence[Tensor], rows: Sequence[Tensor], keep: int, *, magnitude: bool) -> None:
-    """Choose among the scores of several rows [1, slots] as if they were one."""
-    if keep_row(outs, [KeysOf(row, None, magnitude) for row in rows], keep):
+def _keep_together(outs: Sequence[Tensor], rows: Sequence[KeysOf], keep: int) -> None:
+    """Choose among the keys of several single rows as if they were one."""
+    if keep_row(outs, rows, keep):
         return
-    chosen = torch.empty(1, sum(row.numel() for row in rows), dtype=torch.bool, device="cpu")
-    keep_digits(chosen, KeysOf(torch.cat(list(rows), 1), None, magnitude), torch.tensor([keep], device="cpu"))
-    for own, part in zip(outs, chosen[0].split([row.numel() for row in rows]), strict=True):
+    widths = [row.width for row in rows]
+    chosen = torch.empty(1, sum(widths), dtype=torch.bool, device="cpu")
+    keep_digits(chosen, KeysOf.joined(rows), torch.tensor([keep], device="cpu"))
+    for own, part in zip(outs, chosen[0].split(widths), strict=True):
         own.copy_(part)
 
 

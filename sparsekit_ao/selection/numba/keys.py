@@ -8,7 +8,7 @@ Functions are few and take many blocks at a time, because passing a `Window` cos
 import numpy as np
 
 from .cache import compiled
-from .memory import ONE, are_packed, deinterleave, gather, interleave, scatter
+from .memory import ONE, are_packed, deinterleave, gather, gather_under, interleave, scatter
 
 ABSENT = np.int32(-0x80000000)
 IN_CACHE = 8192  # elements that are scored at a time
@@ -22,23 +22,26 @@ def fill_keys(window, values, mask, count, keys):
     `values` and `mask` are (first, step, shifts) in the two tensors.
     """
     first, step, shifts = values
-    if window.elements.shape[1] == 1:
-        if step == 1:
-            for s in range(shifts.size):
-                begin = first + shifts[s]
-                rank_bits(window.bits[begin : begin + count], window.kind, window.signed, keys[s])
+    if window.elements.shape[1] == 1 and step == 1 and not window.masked:
+        for s in range(shifts.size):
+            begin = first + shifts[s]
+            rank_bits(window.bits[begin : begin + count], window.kind, window.signed, keys[s])
+    elif window.elements.shape[1] == 1:
+        bits = np.empty(keys.shape, np.int32)  # not `keys` itself: only arrays apart become vector instructions
+        if window.masked:
+            gather_under(window.bits, values, window.under, mask, count, bits)
         else:
-            bits = np.empty(keys.shape, np.int32)  # not `keys` itself: only arrays apart become vector instructions
             gather(window.bits, first, step, shifts, count, bits)
-            for s in range(shifts.size):
-                rank_bits(bits[s], window.kind, window.signed, keys[s])
-    elif are_packed(step, shifts, window.run):  # one after the other: scored as they are stored, then separated
-        row = np.empty(shifts.size * count, np.int32)
-        score_blocks(window, first + shifts[0], np.int64(window.run), row)
+        for s in range(shifts.size):
+            rank_bits(bits[s], window.kind, window.signed, keys[s])
+    elif are_packed(step, shifts, window.run) and (not window.masked or are_packed(mask[1], mask[2], window.run)):
+        row = np.empty(shifts.size * count, np.int32)  # scored as they are stored, one after the other, then separated
+        starts, steps = (first + shifts[0], mask[0] + mask[2][0]), (np.int64(window.run), np.int64(window.run))
+        score_blocks(window, starts, steps, row)
         deinterleave(row, keys)
     else:
         for s in range(shifts.size):
-            score_blocks(window, first + shifts[s], step, keys[s])
+            score_blocks(window, (first + shifts[s], mask[0] + mask[2][s]), (step, mask[1]), keys[s])
     if window.among_kept:
         first, step, shifts = mask
         held = np.empty(keys.shape, np.int32)
@@ -51,7 +54,7 @@ def fill_keys(window, values, mask, count, keys):
 
 @compiled
 def score_blocks(window, first, step, keys):
-    """The keys of blocks of several elements, some at a time."""
+    """The keys of blocks of several elements, some at a time; `first` and `step` are each (in values, in mask)."""
     elements, run = window.elements[0], window.run
     at_once = min(keys.size, max(LEAST, IN_CACHE // elements.size))
     buffer = np.empty(elements.size * at_once, np.int32)
@@ -60,18 +63,25 @@ def score_blocks(window, first, step, keys):
         bits = buffer[: elements.size * count]
         for e in range(0, elements.size, run):
             target = bits[e * count : (e + run) * count].reshape((run, count))
-            gather(window.bits, first + start * step, step, elements[e : e + run], count, target)
+            values = first[0] + start * step[0], step[0], elements[e : e + run]
+            if window.masked:
+                mask = first[1] + start * step[1], step[1], window.elements[1, e : e + run]
+                gather_under(window.bits, values, window.under, mask, count, target)
+            else:
+                gather(window.bits, values[0], values[1], values[2], count, target)
         score(window, bits, keys[start : start + count])
 
 
 @compiled
-def sampled_keys(window, addresses, keys):
-    """Keys of the blocks at some addresses in the values; the mask is not read."""
+def sampled_keys(window, addresses, under, keys):
+    """Keys of the blocks at some addresses in the values and in the mask that they are scored under."""
     elements, count = window.elements[0], keys.size
     bits = np.empty(elements.size * count, np.int32)
     for e in range(elements.size):
         for i in range(count):
             bits[e * count + i] = window.bits[addresses[i] + elements[e]]
+            if window.masked and window.under[under[i] + window.elements[1, e]] == 0:
+                bits[e * count + i] = 0
     if elements.size == 1:
         rank_bits(bits, window.kind, window.signed, keys)
     else:

@@ -76,8 +76,8 @@ def _scopes_reasons(scopes: Scopes) -> list[str]:
         found.append("some block or scope at an edge is smaller than the others")
     if math.prod(only.shape) > ELEMENTS:
         found.append(f"blocks have {math.prod(only.shape)} elements, more than {ELEMENTS}")
-    if only.mask.dtype != torch.bool or only.mask.device.type != "cpu":
-        found.append(f"the mask is {only.mask.dtype} on {only.mask.device}, not bool on cpu")
+    if only.mask.device.type != "cpu":
+        found.append(f"the mask is on {only.mask.device}, not on cpu")
     if only.window.dtype not in KINDS or only.window.device.type != "cpu":
         found.append(f"the weight is {only.window.dtype} on {only.window.device}, not one of {list(KINDS)} on cpu")
     return found
@@ -140,7 +140,7 @@ def fill(update: Update) -> None:
         if m.mask is not None and not m.mask.is_inference():  # autograd cannot see loops write: a backward pass that
             torch.autograd.graph.increment_version(m.mask)  # saved the old mask must fail, not go on
     blocks, scopes = [math.prod(s.shape) for s in update.scopes], math.prod(update.scopes[0].scope_grid)
-    windows = [make_window(s, update.norm, update.among_kept) for s in update.scopes]
+    windows = [make_window(s, update.norm, among_kept=update.among_kept) for s in update.scopes]
     keep, total = update.budget, sum(blocks)
     keep = keep.reshape(-1)[0] if isinstance(keep, Tensor) and _is_one_number(keep) else keep
     budget = integers(keep).reshape(-1)  # one for each scope, or a single one for all

@@ -53,6 +53,32 @@ def gather(source, first, step, shifts, count, out):
 
 
 @compiled
+def gather_under(source, values, under, mask, count, out):
+    """As `gather` from `source` at `values`, (first, step, shifts), with 0 for what is 0 in `under` at `mask`."""
+    first, step, shifts = values
+    begin, stride, moves = mask
+    if are_packed(step, shifts, 1) and are_packed(stride, moves, 1):
+        row, at, held = np.empty(count * step, np.int32), first + shifts[0], begin + moves[0]
+        select(source[at : at + row.size], under[held : held + row.size], row)
+        deinterleave(row, out)
+        return
+    for s in range(shifts.size):
+        at, held, row = first + shifts[s], begin + moves[s], out[s]
+        if step == 1 and stride == 1:
+            select(source[at : at + count], under[held : held + count], row)
+        else:
+            for i in range(count):
+                row[i] = source[at + i * step] if under[held + i * stride] else 0
+
+
+@compiled
+def select(source, under, out):
+    """out[i] = source[i], or 0 where `under` is."""
+    for i in range(out.size):
+        out[i] = source[i] if under[i] else 0
+
+
+@compiled
 def scatter(target, first, step, shifts, count, flags):
     """target[first + i * step + shifts[s]] = flags[s, i]."""
     if are_packed(step, shifts, 1):

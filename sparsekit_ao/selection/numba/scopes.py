@@ -113,11 +113,13 @@ def mark(keys, limit, need, kept):
 
 @compiled
 def sample(window, scope, slots, keys):
-    """Keys of some blocks of one scope; the mask is not read."""
-    addresses, at = np.empty(slots.size, np.uint64), address_of(window.scope, 0, scope, 0)
+    """Keys of some blocks of one scope."""
+    addresses, under = np.empty(slots.size, np.uint64), np.empty(slots.size, np.uint64)
+    at_x, at_m = address_of(window.scope, 0, scope, 0), address_of(window.scope, 1, scope, 0)
     for i in range(slots.size):
-        addresses[i] = address_of(window.block, 0, slots[i], at)
-    sampled_keys(window, addresses, keys)
+        addresses[i] = address_of(window.block, 0, slots[i], at_x)
+        under[i] = address_of(window.block, 1, slots[i], at_m)
+    sampled_keys(window, addresses, under, keys)
 
 
 @compiled

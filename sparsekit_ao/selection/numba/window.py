@@ -15,6 +15,7 @@ from ..tiling import Scopes
 from ..work import Norm
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INTS = {1: ctypes.c_uint8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}  # by their bytes
 NORMS = {None: 1, 1: 1, 2: 2, math.inf: 3}
 Array = np.ndarray[Any, Any]
 
@@ -25,6 +26,7 @@ class Window(NamedTuple):
     Attributes:
         bits: the values' storage as int16 or int32, flat; floats are read as integers, so bfloat16 needs no copy.
         mask: the mask's storage as uint8, flat.
+        under: storage of the mask that values are scored under, as integers, with the mask's addresses; else `mask`.
         scope: int64 [3, loops], sizes of the scope nest, its steps in the values, its steps in the mask.
         block: the same of the block nest.
         elements: int64 [2, elements], the address of each element of a block in values and mask.
@@ -34,10 +36,12 @@ class Window(NamedTuple):
         kind: 0 float32, 1 bfloat16, 2 float16.
         signed: rank single elements by score, not by |score|.
         among_kept: choose only among what the mask still keeps.
+        masked: score 0 for the elements that `under` drops.
     """
 
     bits: Array
     mask: Array
+    under: Array
     scope: Array
     block: Array
     elements: Array
@@ -47,15 +51,17 @@ class Window(NamedTuple):
     kind: int
     signed: bool
     among_kept: bool
+    masked: bool
 
 
-def make_window(scopes: Scopes, norm: Norm, among_kept: bool) -> Window:
+def make_window(scopes: Scopes, norm: Norm, *, among_kept: bool) -> Window:
     """The window of scopes with one member, whose mask is bool and whose values are of a dtype in KINDS."""
     only, nests = scopes.members[0], lower(scopes)
     assert only.values is not None and only.mask is not None
     return Window(
         bits=_flat(only.values, ctypes.c_int16 if KINDS[only.values.dtype] else ctypes.c_int32),
         mask=_flat(only.mask, ctypes.c_uint8),
+        under=_flat(*((only.mask, ctypes.c_uint8) if only.under is None else (only.under, INTS[only.under.itemsize]))),
         scope=loops_of(nests.scope),
         block=loops_of(nests.block),
         elements=_elements(nests.elements[0]),
@@ -65,6 +71,7 @@ def make_window(scopes: Scopes, norm: Norm, among_kept: bool) -> Window:
         kind=KINDS[only.values.dtype],
         signed=norm is None,
         among_kept=among_kept,
+        masked=only.under is not None,
     )
 
 

@@ -44,7 +44,7 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
         values, mask = values_and_mask(part, member, scores, kept, FORM)
         at, exists = scope_tile(part, member, first, scope, real, False, FORM)
         x = tl.load(values + at, mask=exists, other=0.0)
-        if FORM.among_kept:
+        if FORM.among_kept or FORM.masked:
             mask_at, _ = scope_tile(part, member, first, scope, real, True, FORM)
             left = tl.load(mask + mask_at, mask=exists, other=0) != 0
             x = tl.where(left, x, 0.0).to(FORM.dtype)
@@ -85,7 +85,7 @@ def score_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
         for begin in range(0, elements_of(member, FORM) if FORM.chunked else 1, FORM.chunk):
             at, exists = block_tile(part, member, first, begin, base, real, False, FORM)
             x = tl.load(values + at, mask=exists, other=0.0)
-            if FORM.among_kept:
+            if FORM.among_kept or FORM.masked:
                 mask_at, _ = block_tile(part, member, first, begin, mask_base, real, True, FORM)
                 left = tl.load(mask + mask_at, mask=exists, other=0) != 0
                 x = tl.where(left, x, 0.0).to(FORM.dtype)

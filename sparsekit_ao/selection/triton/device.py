@@ -264,12 +264,14 @@ def row_pointers(part, member, row, scores, kept, FORM: tl.constexpr):
 @triton.jit
 def row_keys(part, member, values, mask, slot, real, FORM: tl.constexpr):
     """Keys of these slots of a row; 0 where there is none or an earlier stage pruned it."""
-    at = offset_of(part, member, slot, BLOCK, False, FORM)
-    keys = order_key(tl.load(values + at, mask=real, other=0.0), FORM.signed)
-    if FORM.among_kept:
-        mask_at = offset_of(part, member, slot, BLOCK, True, FORM)
-        real = real & (tl.load(mask + mask_at, mask=real, other=0) != 0)
-    return tl.where(real, keys, 0).to(tl.uint32)
+    x = tl.load(values + offset_of(part, member, slot, BLOCK, False, FORM), mask=real, other=0.0)
+    if FORM.among_kept or FORM.masked:
+        left = tl.load(mask + offset_of(part, member, slot, BLOCK, True, FORM), mask=real, other=0) != 0
+        if FORM.masked:
+            x = tl.where(left, x, 0.0).to(FORM.dtype)
+        else:
+            real = real & left
+    return tl.where(real, order_key(x, FORM.signed), 0).to(tl.uint32)
 
 
 @triton.jit

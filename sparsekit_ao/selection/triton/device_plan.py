@@ -97,7 +97,7 @@ def budget_of(keep: int | Tensor, device: torch.device) -> Budget:
 def key_of(update: Update, budget: Budget) -> tuple:
     """Everything that an update's tables depend on."""
     scopes = tuple((s.shape, s.order, tuple(_member_key(m) for m in s.members)) for s in update.scopes)
-    return budget.key, update.norm, update.among_kept, scopes
+    return budget.key, update.norm, update.among_kept, update.masked, scopes
 
 
 def _member_key(m: Blocks) -> tuple:

@@ -68,6 +68,7 @@ class Form:
         single: a block is one element of one tensor, so that its score is |x| as it is.
         signed, bits: scores have signs; bits of a key.
         among_kept: choose among what the mask still keeps.
+        masked: score values under the mask, but choose among all.
         stored: rows of stored scores, not weights.
         contiguous: a tile is contiguous in values and mask alike.
         chunked, whole_chunks: blocks take more than one chunk; block sizes are multiples of the chunk.
@@ -94,6 +95,7 @@ class Form:
     signed: bool = False
     bits: int = 31
     among_kept: bool = False
+    masked: bool = False
     stored: bool = False
     contiguous: bool = False
     chunked: bool = False
@@ -104,15 +106,24 @@ class Form:
 
 
 @lru_cache(maxsize=4096)
-def row_form(part: Part, among_kept: bool, limits: Limits, *, stored: bool = False, signed: bool = False) -> Form:
+def row_form(
+    part: Part, among_kept: bool, limits: Limits, *, stored: bool = False, signed: bool = False, masked: bool = False
+) -> Form:
     """What the kernels for long rows are specialised on."""
-    more = {"signed": signed, "bits": key_bits(part.dtype, signed), "stored": stored}
+    more = {"signed": signed, "bits": key_bits(part.dtype, signed), "stored": stored, "masked": masked}
     return _form(part, among_kept, False, tile=limits.tile, counts_16=part.width % 16 == 0, **more)
 
 
 @lru_cache(maxsize=4096)
 def fused_form(
-    part: Part, norm: str, among_kept: bool, per_scope: bool, limits: Limits, stored: bool = False, signed: bool = False
+    part: Part,
+    norm: str,
+    among_kept: bool,
+    per_scope: bool,
+    limits: Limits,
+    stored: bool = False,
+    signed: bool = False,
+    masked: bool = False,
 ) -> Form:
     """What the fused kernel is specialised on."""
     padded, (chunk, sides) = power_of_two(part.width), tree_of(part, limits)
@@ -129,6 +140,7 @@ def fused_form(
         signed=signed,
         bits=key_bits(part.dtype, signed) if part.single else 31,
         stored=stored,
+        masked=masked,
         whole_chunks=all(m.elements.count == chunk for m in part.members),
         per_scope=per_scope,
         counts_16=part.rows % 16 == 0,
@@ -144,6 +156,7 @@ def block_form(
     contiguous: bool = True,
     per_scope: bool = False,
     held: int = 0,
+    masked: bool = False,
 ) -> Form:
     """What kernels over blocks are specialised on: scores, masks, thresholds.
 
@@ -162,6 +175,7 @@ def block_form(
         sides=sides,
         norm=norm,
         chunked=part.elements > chunk,
+        masked=masked,
         whole_chunks=all(m.elements.count % chunk == 0 for m in part.members),
         per_scope=per_scope,
         counts_16=part.width % 16 == 0,
@@ -244,7 +258,7 @@ def options_of(kernel: str, form: Form) -> dict[str, Any]:
     elif kernel == "sample_kernel":
         warps = 4
     elif kernel in ("narrow_kernel", "mark_kernel"):
-        costly_offsets = form.big or form.among_kept or not form.alignment or max(form.nests[1:]) > 1
+        costly_offsets = form.big or form.among_kept or form.masked or not form.alignment or max(form.nests[1:]) > 1
         warps = 16 if costly_offsets else 8
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     return options if kernel == "fused_kernel" else options | {"maxnreg": REGISTERS}  # that one spills with a limit

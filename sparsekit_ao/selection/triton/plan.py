@@ -157,17 +157,22 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
     slots = 0
     for at, update in enumerate(updates):
         parts, among_kept, norm = _placed_parts(update, at, limits), update.among_kept, norm_name(update)
+        masked = update.masked and not among_kept
         per_scope, first = is_per_scope(update.keep), parts[0]
         if first.width * first.part.rows * first.part.elements == 0:
             continue
-        if len(parts) == 1 and is_fused(first.part, among_kept, limits):
+        if len(parts) == 1 and is_fused(first.part, update.scores_masked, limits):
             part = first.part if per_scope else first.part.in_memory_order  # budgets go by the index of a scope
-            fused.append((fused_form(part, norm, among_kept, per_scope, limits), replace(first, part=part)))
+            fused.append(
+                (fused_form(part, norm, among_kept, per_scope, limits, masked=masked), replace(first, part=part))
+            )
         elif _is_long(parts, limits):
-            long.append([(row_form(p.part, among_kept, limits), p) for p in parts])
+            long.append([(row_form(p.part, among_kept, limits, masked=masked), p) for p in parts])
         else:
             count = first.part.rows
-            scored += [(block_form(p.part, norm, among_kept, limits), replace(p, offset=slots)) for p in parts]
+            scored += [
+                (block_form(p.part, norm, among_kept, limits, masked=masked), replace(p, offset=slots)) for p in parts
+            ]
             part = strided_part(count, first.width, (first.width, 1), dtype=torch.float32, big=limits.big)
             stored = PlacedPart(part=part, starts=NO_ADDRESSES, update=at, width=first.width, column=0, offset=slots)
             _add_stored(stored, per_scope, among_kept, limits, rows, long, False)

@@ -59,7 +59,7 @@ def rows_reasons(scores: Tensor) -> list[str]:
 
 
 def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
-    found = []
+    found = ["values are scored under masks"] * any(m.under is not None for m in members)
     if norm is None:
         found.append("values are saliencies (norm=None), which kernels take as rows of scores only")
     for dtype in sorted({m.window.dtype for m in members} - set(DTYPES), key=str):

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
-from .distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
-from .errors import SparsityError
+from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
+from ..errors import SparsityError
+from .saved import is_intercepted, keep_saved, saving
 
 FROM = 1 << 15  # elements from which `where` is slower
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -43,7 +44,8 @@ class WeightMask(FakeSparsity):
         """The weight with dropped elements exactly zero; shape and dtype as given."""
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        return select(x, placed_like(self.mask, x))
+        with saving(self, [self.mask], x):
+            return select(x, placed_like(self.mask, x))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
@@ -115,7 +117,10 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
 
 
 def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
-    """The mask on a tensor, or None; it is first sharded like the tensor, if that was sharded since.
+    """The mask on a tensor, or None, to be read or written.
+
+    It is first sharded like the tensor, if that was sharded since; backward passes that need its present values keep
+    them.
 
     Raises:
         SparsityError: the tensor is sharded, and another parametrization is below its mask; or it is gathered at
@@ -134,6 +139,7 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
                 "over ranks. Remove that parametrization before fully_shard, or leave the tensor out."
             )
         found.shard_like(weight)
+    keep_saved(found)
     return found
 
 
@@ -270,21 +276,8 @@ def _is_plain(weight: Tensor, mask: Tensor) -> bool:
         and type(mask) is Tensor
         and weight.shape == mask.shape
         and not torch.jit.is_tracing()
-        and not any(_is_intercepted(t) for t in (weight, mask))
+        and not any(is_intercepted(t) for t in (weight, mask))
     )
-
-
-def _is_intercepted(t: Tensor) -> bool:
-    """Whether a mode or a transform (vmap, functionalization, batched gradients) intercepts operations on a tensor.
-
-    torch has no public function for that; where the private ones are missing, the result is True, which is only slower.
-    """
-    try:
-        inside = torch._C._functorch
-        found = torch._C._len_torch_dispatch_stack() or inside.is_functorch_wrapped_tensor(t)
-        return bool(found or inside.is_legacy_batchedtensor(t) or torch._is_functional_tensor(t))
-    except AttributeError:
-        return True
 
 
 class _Select(torch.autograd.Function):
