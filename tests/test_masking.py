@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsekit_ao import masking as module
 from sparsekit_ao.masking import FROM, is_intercepted, select
+from sparsekit_ao.masking import parametrization as module
 
 SHAPE = (96, 512)
 assert SHAPE[0] * SHAPE[1] > FROM

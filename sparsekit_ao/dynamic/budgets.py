@@ -16,8 +16,8 @@ from torch import Tensor
 from ..algebra import is_number
 from ..densities import allocate
 from ..errors import SparsityError
+from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.plan import Component
 from .optimizers import refuse_optimizer_as_level
 from .settings import Settings, value_at
 

@@ -21,7 +21,7 @@ from ..scores import keyed_generator
 from ..selection import fill_mask, from_scopes, scope_scores, to_scopes
 from ..selection.reference import candidates_of
 from ..selection.tiling import real_slots
-from ..sparsifiers.plan import Component
+from ..sparsifiers.component import Component
 
 
 class Gathered(Mapping[BlockSpec, Tensor]):

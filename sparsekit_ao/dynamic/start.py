@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
 from ..selection import keep_mask
+from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.plan import Component
 from .apply import zero_dropped, zero_dropped_state
 from .budgets import Budgets, overall_level
 from .inits import Init

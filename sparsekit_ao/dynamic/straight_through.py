@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from ..algebra import is_number
 from ..distributed import has_process_group
 from ..errors import SparsityError
+from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.plan import Component
 from ..sparsifiers.planned import PlannedSparsifier
 from .gradients import DecayHooks
 from .mask import DynamicMask, find_dynamic

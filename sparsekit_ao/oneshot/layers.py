@@ -13,7 +13,7 @@ from ..calibration import Statistics, Target
 from ..errors import SparsityError
 from ..scores import damped_inverse, joint_saliency
 from ..selection import keep_mask
-from ..sparsifiers.plan import Component, labels_of
+from ..sparsifiers.component import Component, labels_of
 from ..sparsifiers.planned import PlannedSparsifier
 from .obs import column_chunks, sparsegpt, structured_obs
 from .solve import admm_mask, least_squares, relative_error

@@ -14,7 +14,7 @@ from ..calibration import GRADIENTS, Statistics, Target
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..scores import needs_of
-from ..sparsifiers.plan import Component
+from ..sparsifiers.component import Component
 from ..sparsifiers.scope import ScopeSparsifier
 from .layers import METHODS, Layer, compensate, fill_masks
 from .report import LayerRow, OneShotReport

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CG_STEPS = 30
-ADMM_STEPS = 150
+ADMM_STEPS = 100
 RHO = 0.03  # first penalty, for a Gram matrix with unit diagonal
 GROWTH, EVERY = 1.1, 3  # the penalty grows by this factor, after so many steps
 

@@ -12,8 +12,9 @@ from ..errors import SparsityError
 from ..selection import fill_mask
 from ..selection.reference import candidates_of
 from ..selection.tiling import to_scopes
+from .component import Component
 from .config import TensorGroup
-from .plan import Component, Plan
+from .plan import Plan
 
 
 def check_masks(

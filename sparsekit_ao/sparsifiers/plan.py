@@ -6,145 +6,19 @@ because schedulers write there.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, SparseScope, View, block_windows
-from ..calibration import Statistics
-from ..distributed import full_tensor, is_sharded, local, placed_like
+from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, View
 from ..errors import CouplingError, SparsityError
-from ..scores import Score, saliency_of
-from ..selection import fill_mask
-from ..selection.reference import candidates_of
 from ..selection.strides import Shape, row_major
+from .component import Component
 from .config import TensorGroup
-from .structure import Stage, stage_budgets
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Component:
-    """Scopes that are chosen together in one stage: one tensor's, or those of coupled tensors.
-
-    Attributes:
-        scope: the scopes, over meta placeholders.
-        leaves: for each block spec of `scope`, the index of its group.
-        stage: 0 for the first; a later one chooses among the elements that earlier ones kept.
-        norm: how the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
-        score: see `scores`; None scores the weight itself.
-        member_scores: "sum", or "mean" where every member counts the same however many elements it has, or
-            "consumers" where only members count whose blocks are inputs of their layer.
-        label: its name in errors and reports.
-    """
-
-    scope: SparseScope
-    leaves: tuple[tuple[BlockSpec, int], ...]
-    stage: int
-    norm: float | None
-    score: Score | None
-    member_scores: str
-    label: str
-
-    def values(self, dense: Callable[[int], Tensor], statistics: Callable[[int], Statistics]) -> dict[Tensor, Tensor]:
-        """The tensors that the scope scores: {meta placeholder: weight or saliency}.
-
-        Args:
-            dense: the weight of a group, by the group's index.
-            statistics: those of a group; a score is called with them, or with the name in them.
-        """
-        found = {}
-        for leaf, at in self.scored(statistics):
-            weight = dense(at)
-            if self.score is not None:
-                own = statistics(at)
-                own.blocks = labels_of(leaf) if getattr(self.score, "uses_blocks", False) else None
-                weight = placed_saliency(self.score, weight, own)
-                own.blocks = None
-            found[leaf.view.param] = self._weighed(leaf, weight)
-        others = {
-            leaf.view.param: torch.zeros_like(dense(at)) for leaf, at in self.leaves if leaf.view.param not in found
-        }
-        return {**found, **others}
-
-    def scored(self, statistics: Callable[[int], Statistics]) -> tuple[tuple[BlockSpec, int], ...]:
-        """The leaves whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
-
-        Raises:
-            CouplingError: "consumers", and there is none.
-        """
-        if self.member_scores != "consumers":
-            return self.leaves
-        found = tuple((leaf, at) for leaf, at in self.leaves if _is_consumer(leaf, statistics(at)))
-        if not found:
-            raise CouplingError(
-                f"{self.label}: member_scores='consumers', but no member's blocks are inputs of its layer, such as "
-                "columns of a Linear"
-            )
-        return found
-
-    def norm_of(self, values: Iterable[Tensor]) -> float | None:
-        """How these values are reduced: saliencies that are known not to be negative are their own magnitudes.
-
-        Magnitudes have faster kernels. Values on a GPU are not inspected, since that would wait for the device.
-        """
-        is_sum = self.score is not None and all(_is_magnitude(t) for t in values)
-        return 1 if is_sum else self.norm
-
-    def _weighed(self, leaf: BlockSpec, values: Tensor) -> Tensor:
-        """For "mean", values times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean."""
-        if self.member_scores != "mean":
-            return values
-        wide = values if values.dtype == torch.float64 else values.float()
-        return wide * math.prod(leaf.shape) ** (-1 / (1 if self.norm is None else self.norm))
-
-    def budget(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> int | Tensor:
-        """Blocks to keep in each scope now.
-
-        Args:
-            groups: all groups; those of the members must agree.
-            level_given: {tensor_fqn: the level that a group's `nnz` amounts to}; a `sparsity_level` that differs was
-                written by a scheduler and overrules the `nnz`.
-        """
-        asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
-        first = next(iter(asked.values()))
-        for fqn, ask in asked.items():
-            if ask != first:
-                raise CouplingError(
-                    f"{self.label}: members share one budget, but {next(iter(asked))} asks for {first[0]}={first[1]} "
-                    f"and {fqn} for {ask[0]}={ask[1]}"
-                )
-        what, number = first
-        if what == "sparsity_level":
-            return self.scope.sparsity_to_nnz(number)
-        return self.scope.budget(number)
-
-    def level(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> float:
-        """The sparsity level that the budget amounts to, over all scopes."""
-        return self.scope.level_of(self.budget(groups, level_given))
-
-    def leaf(self, at: int) -> BlockSpec:
-        """The block spec of a group, by the group's index."""
-        return next(spec for spec, i in self.leaves if i == at)
-
-    def kept_blocks(self, at: int, mask: Tensor) -> tuple[int, int]:
-        """Blocks of a group that a whole mask keeps, and blocks in all."""
-        leaf = self.leaf(at)
-        kept = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
-        return int(torch.count_nonzero(kept)), leaf.numblk()
-
-    def pattern(self, at: int) -> str:
-        """The shapes of a group's view (where it is not the tensor), blocks and scopes, as text."""
-        leaf = self.leaf(at)
-        scope = next(m for m in self.scope.members() if leaf in m.block.blocks())
-        view = "" if leaf.view.shape == tuple(leaf.view.param.shape) else f"view {_by(leaf.view.shape)} "
-        return f"{view}block {_by(leaf.shape)} scope {_by(scope.shape)}"
-
-    def _members(self, groups: Sequence[TensorGroup]) -> list[tuple[str, int]]:
-        return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
+from .structure import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,32 +143,6 @@ def _component(
     )
 
 
-def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
-    """The saliency of a weight, sharded as the weight is; a score sees the whole weight."""
-    return placed_like(saliency_of(score, full_tensor(weight), statistics.name, statistics), weight)
-
-
-def labels_of(leaf: BlockSpec) -> Tensor:
-    """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
-    labels = torch.full(tuple(leaf.view.param.shape), -1)
-    windows = block_windows(leaf, None, {leaf: labels})
-    fill_mask(windows, torch.arange(leaf.numblk()).view(windows[0].grid))
-    return labels
-
-
-def _is_consumer(leaf: BlockSpec, statistics: Statistics) -> bool:
-    """Whether each block is the same inputs of all outputs."""
-    if statistics.form is None:
-        return False
-    labels = statistics.matrix(labels_of(leaf))
-    return bool((labels == labels[:, :1]).all()) and bool((labels != labels[:, :, :1]).any())
-
-
-def _is_magnitude(values: Tensor) -> bool:
-    own = local(values)
-    return own.device.type == "cpu" and not is_sharded(values) and bool((own >= 0).all())
-
-
 def _must_agree(
     label: str, keys: Sequence[str], members: Sequence[int], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]
 ) -> None:
@@ -320,27 +168,6 @@ def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
     else:
         view = View.from_function(placeholder, rule.view, name=fqn)
     return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
-
-
-def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
-    """The budget that a group asks for in a stage, as ("nnz", n) or ("sparsity_level", s)."""
-    fqn, budgets = group["tensor_fqn"], stage_budgets(group)
-    scheduled = group["sparsity_level"] != level_given.get(fqn, group["sparsity_level"])
-    if scheduled and None not in budgets:
-        raise SparsityError(
-            f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
-            "Leave the budget out of the stage that a scheduler is to change."
-        )
-    own = budgets[stage]
-    if own is not None:
-        return own
-    if group.get("nnz") is not None and not scheduled:
-        return "nnz", group["nnz"]
-    return "sparsity_level", group["sparsity_level"]
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "1"
 
 
 def matrix_shape(shape: Sequence[int]) -> Shape:

@@ -17,8 +17,9 @@ from ..errors import SparsityError
 from ..scores import needs_of
 from .calibrated import CalibratedSparsifier
 from .check import check_masks
+from .component import Component
 from .config import Place, TensorGroup, copied
-from .plan import Component, Plan, batches, make_plan
+from .plan import Plan, batches, make_plan
 from .report import Row, make_row
 from .structure import (
     AXES,
