@@ -338,8 +338,28 @@ def rank_cases():
         sparsifier.calibrate([torch.ones(1, 4)], lambda model, x: model[rank](x))
         assert all(s.tokens == 1 for s in sparsifier.statistics.values()) and len(sparsifier.statistics) == 2
 
-    return [("sums", sums), ("unreached", unreached)]
+    def sharded():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        rank, mesh = torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        one, data = prepared(mlp()), torch.randn(8, 8)
+        many = prepared(copy.deepcopy(mlp()))
+        many.model.load_state_dict(one.model.state_dict())
+        for layer in (many.model[0], many.model[2], many.model):
+            fully_shard(layer, mesh=mesh)
+        one.calibrate([data])  # every rank sums it, which doubles all numbers
+        many.calibrate([data[rank::2]])
+        for sparsifier in (one, many):
+            sparsifier.step()
+        for name in one.state:
+            assert torch.equal(many.mask(name).full_tensor(), one.mask(name))
+        with pytest.raises(SparsityError, match="0.weight: gradient statistics need whole weights"):
+            many.calibrate([data], loss, needs=["gradient"])
+
+    return [("sums", sums), ("unreached", unreached), ("sharded", sharded)]
 
 
 def test_statistics_are_summed_over_ranks(tmp_path):
-    assert run_ranks(2, tmp_path, rank_cases) == {"sums": None, "unreached": None}
+    assert run_ranks(2, tmp_path, rank_cases) == dict.fromkeys(("sums", "unreached", "sharded"))

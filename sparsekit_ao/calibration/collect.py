@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed import full_tensor, has_process_group
+from ..distributed import full_tensor, has_process_group, is_sharded
 from ..errors import SparsityError
 from .forms import Form
 from .statistics import GRADIENTS, INPUTS, Statistics
@@ -189,6 +189,11 @@ def _check(target: Target) -> None:
     if target.form is not None and not target.form.has_gram and "input_gram" in target.needs:
         raise SparsityError(
             f"{target.name}: an embedding has no input_gram (its inputs are one-hot); take a score of input_square"
+        )
+    if any(n in GRADIENTS for n in target.needs) and is_sharded(target.parameter):
+        raise SparsityError(
+            f"{target.name}: gradient statistics need whole weights, and this one is sharded over ranks; calibrate "
+            "before fully_shard, or take a score of inputs (wanda, ria, obd, obs)"
         )
     if any(n in GRADIENTS for n in target.needs) and not target.parameter.requires_grad:
         raise SparsityError(f"{target.name}: gradient statistics need requires_grad, and this weight is frozen")
