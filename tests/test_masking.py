@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit_ao.masking import FROM, is_intercepted, select
-from sparsekit_ao.masking import parametrization as module
+from sparsekit_ao.masking import product as module
 
 SHAPE = (96, 512)
 assert SHAPE[0] * SHAPE[1] > FROM

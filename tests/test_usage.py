@@ -5,10 +5,11 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from torch.ao.pruning import LambdaSL
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
+from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns, schedules
 
 
 def prepared(**options):
@@ -87,3 +88,54 @@ def test_a_callback_of_another_model(library):
 
         with pytest.raises(SparsityError, match=text):
             SparsifierCallback(sparsifier).on_train_begin(None, None, None, model=other)
+
+
+def test_messages_say_what_to_do():
+    model = nn.Sequential()
+    model.add_module("classifier", nn.Linear(8, 4))
+    cases = {
+        "'classifier' matches no parameter.* It is a module; did you mean 'classifier.weight'": {
+            "tensor_fqn": "classifier"
+        },
+        "Did you mean 'classifier.weight'": {"tensor_fqn": "clasifier.weight"},
+    }
+    for text, entry in cases.items():
+        with pytest.raises(SparsityError, match=text):
+            ScopeSparsifier().prepare(model, [entry])
+    with pytest.raises(SparsityError, match="prepare: model must be a torch.nn.Module, got SGD"):
+        ScopeSparsifier().prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(SparsityError, match="'0.weight' is of an embedding with sparse=True"):
+        ScopeSparsifier().prepare(nn.Sequential(nn.Embedding(8, 4, sparse=True)), [{"tensor_fqn": "0.weight"}])
+    sparsifier = prepared()
+    with pytest.raises(SparsityError, match="check: every mask keeps everything, because step was never called"):
+        sparsifier.check()
+    with pytest.raises(SparsityError, match=r"the model to squash is given by name, squash_mask\(model=...\)"):
+        sparsifier.squash_mask(sparsifier.model)
+
+
+def test_leftovers_of_older_torch_utilities_are_named():
+    layer = nn.Linear(8, 4)
+    torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+    with pytest.raises(SparsityError, match=r"masked by torch.nn.utils.prune; .* prune.remove\(model.0, 'weight'\)"):
+        ScopeSparsifier().prepare(nn.Sequential(layer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.utils.weight_norm(nn.Linear(8, 4))
+    with pytest.raises(SparsityError, match=r"weight_norm; use torch.nn.utils.parametrizations.weight_norm"):
+        ScopeSparsifier().prepare(nn.Sequential(old))
+
+
+def test_n_m_with_one_budget_over_several_tensors():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for options in ({"pattern": patterns.n_m(2, 4), "scope_coupling": "all"}, {"scope_coupling": "all"}):
+        config = None if "pattern" in options else [{"tensor_fqn": "*.weight", **patterns.n_m(2, 4)}]
+        with pytest.raises(
+            SparsityError, match=r"n_m\(2, 4\) keeps a number of every group .*leave out scope_coupling"
+        ):
+            ScopeSparsifier(**options).prepare(model, config)
+
+
+def test_the_report_names_nearly_empty_tensors():
+    sparsifier = prepared(sparsity_level=0.995)
+    sparsifier.step()
+    assert "nearly empty: 0.weight keeps 0.00% of its elements" in str(sparsifier.report())

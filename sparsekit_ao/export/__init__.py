@@ -1,7 +1,8 @@
-"""Remove pruned units from a model, and compare the smaller model's outputs with the masked one's."""
+"""Dense state dicts of masked models; units removed from a model, and its outputs compared with the masked one's."""
 
+from ..masking import dense_state_dict
 from .compact import compact
 from .manifest import cut_to
 from .report import Compaction, KeptUnits, Size
 
-__all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to"]
+__all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "dense_state_dict"]

@@ -1,9 +1,9 @@
 """The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
 
 from .parametrization import (
-    FROM,
     WeightMask,
     collector_paused,
+    dense_state_dict,
     dense_weight,
     find_mask,
     installed,
@@ -12,7 +12,7 @@ from .parametrization import (
     parameter_under,
     rebuilt_originals,
     remove_mask,
-    select,
     squash,
 )
+from .product import FROM, select
 from .saved import is_intercepted, keep_saved, saving

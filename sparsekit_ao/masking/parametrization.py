@@ -1,17 +1,8 @@
-"""The parametrization that masks a weight: how it is registered and removed, and how a masked weight is computed.
+"""The parametrization that masks a weight: how it is registered and removed, and what checkpoints it takes."""
 
-A masked element is exactly zero in forward and backward, even where the weight is NaN or infinite: elements are
-selected, not multiplied. Compiled, and on other devices, that is one `where`, which is fused. In eager mode on CPU
-`where` on a bool mask takes three times as long as a product; there the mask is converted to the weight's dtype and
-`threshold_backward` selects.
-"""
-
-import ctypes
 import gc
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,13 +12,8 @@ from torch.nn.utils import parametrize
 
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError
-from .saved import is_intercepted, keep_saved, saving
-
-FROM = 1 << 15  # elements from which `where` is slower
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LARGE = 1 << 22  # bytes from which a system call for large pages is worth its time
-PAGE = 4096
-MADV_HUGEPAGE = 14
+from .product import select
+from .saved import keep_saved, saving
 
 
 class WeightMask(FakeSparsity):
@@ -105,6 +91,8 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
     try:
         for module, name, mask in masks:
             parametrize.register_parametrization(module, name, mask, unsafe=True)
+            if not _dense_hooks(module):
+                module.register_load_state_dict_pre_hook(_take_dense)
         yield
     except BaseException:
         for module, name, mask in masks:
@@ -203,6 +191,9 @@ def squash(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) 
 def remove_mask(module: nn.Module, tensor_name: str) -> None:
     """Take the mask away and leave the parameters as they are."""
     chain = _chain(module, tensor_name)
+    if not any(find_mask(module, n) for n in list(module.parametrizations) if n != tensor_name):  # type: ignore[arg-type]
+        for k in _dense_hooks(module):
+            del module._load_state_dict_pre_hooks[k]
     if len(chain) > 1:
         del chain[len(_below(chain))]
         return
@@ -212,6 +203,58 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
         namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(kind.__name__, kind.__bases__, namespace)
         parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
+
+
+def dense_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict that a masked model would have after `squash_mask`: plain names, masked values, no masks.
+
+    A model without masks loads it, and so does `from_pretrained` of what `save_pretrained(..., state_dict=...)` writes.
+    A masked model loads a dense state dict too, with `strict=True`; its masks stay as they are.
+
+    Raises:
+        SparsityError: a mask is on top of another parametrization; squash a deep copy of the model instead.
+
+    >>> from sparsekit_ao import ScopeSparsifier, export
+    >>> model = nn.Sequential(nn.Linear(8, 4))
+    >>> sparsifier = ScopeSparsifier(0.5)
+    >>> sparsifier.prepare(model)
+    >>> sparsifier.step()
+    >>> sorted(export.dense_state_dict(model)), int((export.dense_state_dict(model)["0.weight"] == 0).sum())
+    (['0.bias', '0.weight'], 16)
+    """
+    found = model.state_dict()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in list(getattr(module, "parametrizations", ())):
+            mask = find_mask(module, name)
+            if mask is None:
+                continue
+            prefix = f"{path}." if path else ""
+            if not is_on_parameter(module, name) or len(_chain(module, name)) > 1:
+                raise SparsityError(
+                    f"dense_state_dict: {prefix}{name} has another parametrization beside its mask; use "
+                    "squash_mask(model=copy.deepcopy(model)) and save the copy"
+                )
+            original = found.pop(f"{prefix}parametrizations.{name}.original")
+            for key in [k for k in found if k.startswith(f"{prefix}parametrizations.{name}.")]:
+                del found[key]
+            found[f"{prefix}{name}"] = select(original, placed_like(mask.mask, original)).detach()
+    return found
+
+
+def _take_dense(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Let a masked module load the state dict of a dense one: the weight is loaded, the mask stays."""
+    for name in list(getattr(module, "parametrizations", ())):
+        mask, key = find_mask(module, name), f"{prefix}parametrizations.{name}"
+        if mask is None or f"{prefix}{name}" not in state_dict or len(_chain(module, name)) > 1:
+            continue
+        state_dict[f"{key}.original"] = state_dict.pop(f"{prefix}{name}")
+        for buffer, value in mask.state_dict().items():
+            state_dict.setdefault(f"{key}.0.{buffer}", value)
+
+
+def _dense_hooks(module: nn.Module) -> list[int]:
+    """The ids of this file's hooks among those that run before a state dict is loaded."""
+    return [k for k, h in module._load_state_dict_pre_hooks.items() if getattr(h, "hook", h) is _take_dense]
 
 
 def _chain(module: nn.Module, tensor_name: str) -> parametrize.ParametrizationList:
@@ -251,88 +294,3 @@ def _cannot(tensor_name: str, layer: nn.Module, why: str) -> str:
         f"{tensor_name}: cannot squash the mask through {type(layer).__name__}: {why}. Remove that parametrization "
         "first (torch.nn.utils.parametrize.remove_parametrizations)."
     )
-
-
-def select(weight: Tensor, mask: Tensor) -> Tensor:
-    """The weight where the mask is True (or positive), exactly 0 elsewhere; differentiable in the weight.
-
-    >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
-    tensor([1., 0.])
-    """
-    floats = mask.dtype != torch.bool
-    mask = mask.to(weight.dtype) if floats else mask
-    if not torch.compiler.is_compiling() and _is_plain(weight, mask):
-        return _Select.apply(weight, mask)
-    return torch.ops.aten.threshold_backward(weight, mask, 0) if floats else torch.where(mask, weight, 0)
-
-
-def _is_plain(weight: Tensor, mask: Tensor) -> bool:
-    """Whether both are large CPU tensors of no special kind, and no mode or transform intercepts the operations."""
-    return (
-        weight.numel() >= FROM
-        and weight.device.type == mask.device.type == "cpu"
-        and weight.dtype in FLOATS
-        and type(weight) in (Tensor, torch.nn.Parameter)
-        and type(mask) is Tensor
-        and weight.shape == mask.shape
-        and not torch.jit.is_tracing()
-        and not any(is_intercepted(t) for t in (weight, mask))
-    )
-
-
-class _Select(torch.autograd.Function):
-    """`where(mask, weight, 0)` at the speed of a product; its backward is `select`, which is differentiable again."""
-
-    @staticmethod
-    def forward(weight: Tensor, mask: Tensor) -> Tensor:
-        """Convert a bool mask to the weight's dtype, then select in one pass."""
-        if mask.dtype == torch.bool:
-            held = out = _empty_in_large_pages(mask, weight.dtype).copy_(mask.view(torch.uint8))
-        else:
-            held, out = mask, _empty_in_large_pages(weight)
-        torch.ops.aten.threshold_backward.grad_input(weight, held, 0, grad_input=out)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Both derivatives need the mask alone."""
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient where the mask is set."""
-        return select(grad, ctx.saved_tensors[0]), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        """The tangent where the mask is set."""
-        return select(tangent, ctx.saved_tensors[0])
-
-
-def _empty_in_large_pages(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As `torch.empty_like` for CPU tensors, with a hint to Linux to use large pages.
-
-    Page faults of a fresh 64 MiB tensor take longer than what is then done with it; without the hint masking takes two
-    to three times as long. torch itself asks for large pages only where THP_MEM_ALLOC_ENABLE is set.
-    """
-    out = torch.empty_like(t, dtype=dtype)
-    advise = _madvise()
-    size = out.untyped_storage().nbytes()
-    if advise is not None and size >= LARGE:
-        start = -(-out.data_ptr() // PAGE) * PAGE  # whole pages inside the tensor
-        advise(start, (out.data_ptr() + size - start) // PAGE * PAGE, MADV_HUGEPAGE)
-    return out
-
-
-@cache
-def _madvise() -> Callable[..., Any] | None:
-    """The C library's function, or None outside Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function

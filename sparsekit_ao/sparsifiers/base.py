@@ -103,6 +103,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
         """
+        if not isinstance(model, nn.Module):
+            raise SparsityError(f"prepare: model must be a torch.nn.Module, got {type(model).__name__}")
         if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
             warn_of_scheduler()
         if self._phase == "prepared":

@@ -186,6 +186,8 @@ def kept_params(
     groups: Sequence[TensorGroup], everywhere: Sequence[str] | None, per_layer: Mapping[str, Sequence[str]] | None
 ) -> list[dict[str, Any]]:
     """What `sparse_params` holds for each group after `squash_mask`; see there."""
+    if isinstance(everywhere, nn.Module):
+        raise SparsityError("squash_mask: the model to squash is given by name, squash_mask(model=...)")
     if isinstance(everywhere, str):
         raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
     layers = {g["module_fqn"] for g in groups}

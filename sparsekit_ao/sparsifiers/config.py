@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
-from .names import Classes, adapters, exists, matcher, named_tensors, parameter_of
+from .names import Classes, adapters, exists, hint_of, matcher, named_tensors, parameter_of
 
 TensorGroup = dict[str, Any]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
@@ -205,9 +205,9 @@ def _matches(
         is_match = matcher(rule, f"{where}'tensor_fqn' ")
         some = [name for name in names if is_match(name)]
         if not some:
-            close = difflib.get_close_matches(exact, names, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else f" The model has {len(names)} named tensors."
-            raise SparsityError(f"{where}'tensor_fqn' {rule!r} matches no parameter of the model.{hint}")
+            raise SparsityError(
+                f"{where}'tensor_fqn' {rule!r} matches no parameter of the model.{hint_of(model, exact, names)}"
+            )
         found = {**dict.fromkeys(some, False), **found}
     if not classes:
         return found
@@ -277,6 +277,11 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
     tensor = parameter_of(module, name)
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         raise SparsityError(f"{where}{fqn!r} has no shape yet; run one forward of the lazy module first")
+    if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise SparsityError(
+            f"{where}{fqn!r} is of an embedding with sparse=True, whose gradient cannot be masked; construct it with "
+            "sparse=False"
+        )
     if tensor.dtype not in _FLOATS:
         raise SparsityError(
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"

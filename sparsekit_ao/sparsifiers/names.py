@@ -1,8 +1,9 @@
 """Names of a model's tensors: listing them, looking them up, matching them with globs and regular expressions."""
 
+import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -52,6 +53,22 @@ def exists(model: nn.Module, fqn: str) -> bool:
     except AttributeError:
         return False
     return isinstance(module._parameters.get(name), Tensor) or parametrize.is_parametrized(module, name)
+
+
+def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:
+    """What may have been meant by a name that no tensor has, as a sentence for an error."""
+    module, _, tensor = fqn.rpartition(".")
+    if f"{fqn}.weight" in names:
+        return f" It is a module; did you mean '{fqn}.weight'?"
+    if f"{fqn}_g" in names and f"{fqn}_v" in names:
+        return f" {fqn!r} is computed by torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations.weight_norm."
+    if f"{fqn}_orig" in names:
+        return (
+            f" {fqn!r} is masked by torch.nn.utils.prune; make that permanent first, by "
+            f"torch.nn.utils.prune.remove(model.{module}, {tensor!r})."
+        )
+    close = difflib.get_close_matches(fqn, names, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" The model has {len(names)} named tensors."
 
 
 def matcher(rule: str, where: str) -> Callable[[str], bool]:

@@ -145,6 +145,12 @@ class PlannedSparsifier(CalibratedSparsifier):
         if self._phase not in ("prepared", "squashed"):
             self._need_prepared("check")
         distributed.reshard(self.model if model is None else model)
+        if self._phase == "prepared" and model is None and self._chosen_at is None:
+            masks = [self._live_mask(g) for g in self.groups]
+            if all(bool(m.all()) for m in masks):
+                raise SparsityError(
+                    "check: every mask keeps everything, because step was never called; call step() first"
+                )
         plan = self._planned(self.groups, model)
         return check_masks(plan, self.groups, self._masks(model), self._level_given)
 
@@ -154,11 +160,19 @@ class PlannedSparsifier(CalibratedSparsifier):
     def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: Place) -> dict[str, Any]:
         """Own keys over default ones, patterns resolved."""
         refuse_two_budgets(own, place.where)
+        given_pattern = own.get("pattern")
         own = self._resolve(own, place)
         budgets = refuse_two_budgets(own, place.where)
         if any(k in own for k in (*SHAPES, *AXES, "stages")):  # the entry's structure replaces the default one
             defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
+        pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
         group = joined(self._resolve(defaults, place), own, place.where)
+        if pattern is not None and pattern.budget == "nnz" and group.get("scope_coupling") is not None:
+            raise SparsityError(
+                f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
+                f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, or "
+                "give a sparsity_level without a pattern"
+            )
         if budgets == ["sparsity_level"]:
             group.pop("nnz", None)
         if budgets and None not in stage_budgets(group):

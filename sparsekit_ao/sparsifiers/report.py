@@ -12,6 +12,7 @@ from ..distributed import full_tensor, local_bytes
 from .config import Resolved, TensorGroup
 from .names import named_tensors, owner_of, parameter_of
 
+NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
 SHOWN = 5  # parameters that no rule names in a printed report
 
 
@@ -105,6 +106,9 @@ class Report(Sequence[Row]):
         yield f"covers {self.covered:.1%} of the model's {self.total:,} parameters"
         for name, why in self.skipped.items():
             yield f"  left out: {name} ({why})"
+        for row in self.rows:
+            if row.sparsity > NEARLY_EMPTY:
+                yield f"  nearly empty: {row.tensor} keeps {1 - row.sparsity:.2%} of its elements"
         for name, count in list(self.others.items())[:SHOWN]:
             yield f"  named by no rule: {name} ({count:,})"
         if len(self.others) > SHOWN:
