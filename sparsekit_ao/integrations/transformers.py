@@ -63,7 +63,8 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the optimizer; when resuming, restore the state of the checkpoint."""
-        refuse_other_model(self.sparsifier.groups, kwargs["model"], "SparsifierCallback")
+        if kwargs.get("model") is not None:
+            refuse_other_model(self.sparsifier.groups, kwargs["model"], "SparsifierCallback")
         is_watched = getattr(self._watched, "args", None) is args
         if self.sparsifier.uses_gradients and args.max_grad_norm and not is_watched:
             raise SparsityError(

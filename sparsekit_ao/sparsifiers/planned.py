@@ -146,11 +146,9 @@ class PlannedSparsifier(CalibratedSparsifier):
             self._need_prepared("check")
         distributed.reshard(self.model if model is None else model)
         if self._phase == "prepared" and model is None and self._chosen_at is None:
-            masks = [self._live_mask(g) for g in self.groups]
-            if all(bool(m.all()) for m in masks):
-                raise SparsityError(
-                    "check: every mask keeps everything, because step was never called; call step() first"
-                )
+            levels = [g["sparsity_level"] for g in self.groups]
+            if max(levels) > 0 and all(bool(self._live_mask(g).all()) for g in self.groups):
+                raise SparsityError("check: every mask keeps everything, as step was never called; call step() first")
         plan = self._planned(self.groups, model)
         return check_masks(plan, self.groups, self._masks(model), self._level_given)
 
@@ -170,8 +168,8 @@ class PlannedSparsifier(CalibratedSparsifier):
         if pattern is not None and pattern.budget == "nnz" and group.get("scope_coupling") is not None:
             raise SparsityError(
                 f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
-                f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, or "
-                "give a sparsity_level without a pattern"
+                f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, "
+                "or give a sparsity_level without a pattern"
             )
         if budgets == ["sparsity_level"]:
             group.pop("nnz", None)
