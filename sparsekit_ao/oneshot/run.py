@@ -185,20 +185,25 @@ def _joint_masks(state: _Pass) -> dict[str, Tensor]:
         for _, at in component.scored(lambda i: sparsifier._statistics_of(state.groups[i])):
             needs[at] |= {n for n in needs_of(component.score) if n not in GRADIENTS}
     by_name = {g["tensor_fqn"]: tuple(needs[at]) for at, g in enumerate(state.groups)}
-    recorded: dict[str, Statistics] = {}
+    known: dict[Component, dict[int, Tensor]] = {c: {} for c in state.joint}
     if any(by_name.values()):
         walk = state.walk(lambda g: by_name[g["tensor_fqn"]])
         for unit in walk.units():
-            for statistics in walk.visit(unit):
-                recorded |= statistics
-
-    def statistics_of(at: int) -> Statistics:
-        group = state.groups[at]
-        own = state.statistics(group["tensor_fqn"], recorded.get(group["tensor_fqn"]))
-        return own or sparsifier._statistics_of(group)
+            for recorded in walk.visit(unit):  # statistics are freed unit by unit; saliencies are kept
+                for component in state.joint:
+                    for leaf, at in component.leaves:
+                        name = state.groups[at]["tensor_fqn"]
+                        own = state.statistics(name, recorded.get(name))
+                        if name in recorded and own is not None and not own.missing(needs_of(component.score)):
+                            weight = sparsifier._dense(state.groups[at])
+                            known[component][at] = component.value_of(leaf, weight, own)
 
     def values(component: Component) -> tuple[dict[Tensor, Tensor], float | None]:
-        own = component.values(lambda i: sparsifier._dense(state.groups[i]), statistics_of)
+        own = component.values(
+            lambda i: sparsifier._dense(state.groups[i]),
+            lambda i: sparsifier._statistics_of(state.groups[i]),
+            known[component],
+        )
         return own, component.norm_of(own.values())
 
     members = {at for c in state.joint for _, at in c.leaves}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,26 +43,35 @@ class Component:
     member_scores: str
     label: str
 
-    def values(self, dense: Callable[[int], Tensor], statistics: Callable[[int], Statistics]) -> dict[Tensor, Tensor]:
+    def values(
+        self,
+        dense: Callable[[int], Tensor],
+        statistics: Callable[[int], Statistics],
+        known: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> dict[Tensor, Tensor]:
         """The tensors that the scope scores: {meta placeholder: weight or saliency}.
 
         Args:
             dense: the weight of a group, by the group's index.
             statistics: those of a group; a score is called with them, or with the name in them.
+            known: {index of a group: its `value_of`}, where it was computed before.
         """
-        found = {}
-        for leaf, at in self.scored(statistics):
-            weight = dense(at)
-            if self.score is not None:
-                own = statistics(at)
-                own.blocks = labels_of(leaf) if getattr(self.score, "uses_blocks", False) else None
-                weight = placed_saliency(self.score, weight, own)
-                own.blocks = None
-            found[leaf.view.param] = self._weighed(leaf, weight)
-        others = {
-            leaf.view.param: torch.zeros_like(dense(at)) for leaf, at in self.leaves if leaf.view.param not in found
-        }
-        return {**found, **others}
+        scored = self.scored(statistics)
+        found = {leaf.view.param: torch.zeros_like(dense(at)) for leaf, at in self.leaves if (leaf, at) not in scored}
+        for leaf, at in scored:
+            known_value = known.get(at)
+            found[leaf.view.param] = (
+                self.value_of(leaf, dense(at), statistics(at)) if known_value is None else known_value
+            )
+        return found
+
+    def value_of(self, leaf: BlockSpec, weight: Tensor, statistics: Statistics) -> Tensor:
+        """What is scored of one tensor: its weight, or its saliency."""
+        if self.score is not None:
+            statistics.blocks = labels_of(leaf) if getattr(self.score, "uses_blocks", False) else None
+            weight = placed_saliency(self.score, weight, statistics)
+            statistics.blocks = None
+        return self._weighed(leaf, weight)
 
     def scored(self, statistics: Callable[[int], Statistics]) -> tuple[tuple[BlockSpec, int], ...]:
         """The leaves whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
