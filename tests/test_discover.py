@@ -420,6 +420,7 @@ def test_masks_of_an_earlier_forward_are_ignored_but_parametrized_tensors_are_re
         SparsityError, match="^discover: 0 is parametrized, so its axes .* before prepare, or after squ"
     ):
         discover(model, ROWS)
+    sparsifier.step()
     sparsifier.squash_mask()
     assert discover(model, ROWS).couplings
 

@@ -265,5 +265,5 @@ def test_scores_are_rules_of_a_dynamic_sparsifier(grow):
 
 
 def test_an_unknown_rule_names_rules_and_scores():
-    with pytest.raises(SparsityError, match="prune must be one of 'magnitude', 'global', a score .*'wanda'"):
+    with pytest.raises(SparsityError, match="prune must be one of 'magnitude', .* got 'wand'; or a score, .*'wanda'"):
         DynamicSparsifier(0.5, prune="wand")

@@ -154,8 +154,8 @@ def parse_rule(purpose: str, given: object) -> Rule | None:
         name, needs = getattr(given, "__name__", type(given).__name__), tuple(getattr(given, "needs", ()))
         return Rule(name=name, score=given, needs=needs, share=given)
     raise SparsityError(
-        f"{purpose} must be one of {', '.join(map(repr, names))}, a score ({', '.join(map(repr, scores.NAMES))}), "
-        f"a Rule or a function, got {given!r}"
+        f"{purpose} must be one of {', '.join(map(repr, names))}, a Rule or a function, got {given!r}; or a score, "
+        f"one of {', '.join(map(repr, scores.NAMES))}"
     )
 
 
