@@ -1,22 +1,25 @@
-"""Make a sentence-embedding model smaller and faster: prune coupled units of all-MiniLM-L6-v2, recover, compact.
+"""Make a sentence-embedding model smaller and faster: prune coupled units of all-MiniLM-L6-v2, compact, recover.
 
     python examples/shrink_minilm.py              # half of the MLP units, a third of the heads: minutes on 2 CPU cores
     python examples/shrink_minilm.py --tiny       # every step, in seconds
 
-Masks alone make nothing faster; here dropped units are removed. The compacted model is checked against the
-masked one, rebuilt from its manifest, exported to ONNX and checked again in onnxruntime. Model and sentences are those
-of prune_minilm.py; no network is needed. Writes one row for each model (CSV): size of the file, FLOPs, time of a batch,
-and the mean cosine similarity of held-out sentences' embeddings to the dense model's.
+Masks alone make nothing faster; here dropped units are removed. Several scores of units are compared first, each with
+and without compensation: by least squares, the layers that read the units make up for the dropped ones. The best model
+is then distilled. The compacted model is checked against the masked one, rebuilt from its manifest, exported to ONNX
+and checked again in onnxruntime. Model and sentences are those of prune_minilm.py; no network is needed. Writes one row
+for each model (CSV): size of the file, FLOPs, time of a batch, and the mean cosine similarity of held-out sentences'
+embeddings to the dense model's.
 """
 
 import argparse
 import copy
 import csv
+import dataclasses
 import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import torch
 from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences
 from torch import Tensor, nn
 
-from sparsekit_ao import Coupling, ScopeSparsifier
+from sparsekit_ao import Coupling, ScopeSparsifier, one_shot
 from sparsekit_ao.export import Compaction, compact, cut_to
 
 SELF, OUT = "encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"
@@ -47,30 +50,33 @@ MLP = Coupling(
     name="units of layer *",
     attrs={"config.intermediate_size": "u"},
 )
+# Score of a weight, and which members' scores add up to a unit's. "obd" of the weights that read unit j, their inputs'
+# Gram matrix being G, adds up to G_jj * ||W_:j||^2, the square of what Wanda's score measures.
+SCORES: dict[str, tuple[str | None, str]] = {
+    "magnitude": (None, "sum"),
+    "wanda": ("obd", "consumers"),
+    "obs": ("obs", "consumers"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prune, recover, compact, measure, save, export."""
+    """Prune, compact, recover, measure, save, export."""
     args = parse(argv)
     start = time.perf_counter()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     tokenizer, dense = load_model()
-    student = copy.deepcopy(dense)
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(student, [*HEADS.entries(student, nnz=8), *MLP.entries(student, sparsity_level=0.5)])
-    sparsifier.step()
-
     train, held_out = split_sentences(limit=16 if args.tiny else None)
-    batches = batched(tokenizer, held_out)
-    target = embed(dense, batches)
-    print(f"one-shot: mean cosine to dense {similarity(embed(student, batches), target):.4f}", flush=True)
-    distil(student, dense, batched(tokenizer, shuffled(train)[: args.steps * BATCH]), args.steps, start)
-    sparsifier.squash_mask()
+    train = shuffled(train)
+    batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
+    target, example = embed(dense, batches), dict(batches[len(batches) // 2])
+    compare(dense, calibration, batches, target, SCORES if not args.tiny else ["wanda"])
 
-    example = dict(batches[len(batches) // 2])
-    small, report = compact(student, [HEADS, MLP], example)
+    small, report = shrink(dense, calibration, example, [HEADS, MLP], "obs", "least_squares")
     print(report)
+    print(f"one-shot: mean cosine to dense {similarity(embed(small, batches), target):.4f}", flush=True)
+    distil(small, dense, batched(tokenizer, train[: args.steps * BATCH]), args.steps, start)
+
     args.out.mkdir(parents=True, exist_ok=True)
     report.save(args.out / "manifest.json")
     files = {
@@ -91,9 +97,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
+def compare(
+    dense: nn.Module, calibration: Sequence[Any], batches: Sequence[Any], target: Tensor, scores: Iterable[str]
+) -> None:
+    """Print the cosines of models pruned in one pass and compacted, with and without compensation."""
+    print("| half of the MLP units | cosine | with least squares | and a third of the heads | with least squares |")
+    print("|---|---|---|---|---|")
+    for score in scores:
+        cells = []
+        for couplings in ([MLP], [HEADS, MLP]):
+            for compensation in (None, "least_squares"):
+                small, _ = shrink(dense, calibration, dict(batches[0]), couplings, score, compensation)
+                cells.append(f"{similarity(embed(small, batches), target):.4f}")
+        print(f"| {score} | {' | '.join(cells)} |", flush=True)
+
+
+def shrink(
+    dense: nn.Module,
+    calibration: Sequence[Any],
+    example: Mapping[str, Tensor],
+    couplings: Sequence[Coupling],
+    score: str,
+    compensation: str | None,
+) -> tuple[nn.Module, Compaction]:
+    """A copy of the model without half of the MLP units, and without a third of the heads if they are coupled too."""
+    element_score, members = SCORES[score]
+    levels = {HEADS.name: {"nnz": 8}, MLP.name: {"sparsity_level": 0.5}}
+    student, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score=element_score)
+    chosen = [(dataclasses.replace(c, scores=members), levels[c.name]) for c in couplings]
+    sparsifier.prepare(student, [entry for c, level in chosen for entry in c.entries(student, **level)])
+    one_shot(sparsifier, calibration, compensate=compensation, where="attention_mask")
+    sparsifier.squash_mask()
+    return compact(student, couplings, example)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Prune coupled units of all-MiniLM-L6-v2 and remove them.")
+    parser = argparse.ArgumentParser(description="Remove coupled units of all-MiniLM-L6-v2 and distil it.")
+    parser.add_argument("--calibration", type=int, default=192, help="sentences to calibrate on (default: 192)")
     parser.add_argument("--steps", type=int, help="distillation steps (default: 160)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/shrink_minilm"), help="folder (default: %(default)s)")
