@@ -50,17 +50,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     start, (text, held) = time.perf_counter(), read_text(limit=60 if args.tiny else None)
     dense, _ = fit(None, 0.0, text, args)
-    rows = [{"structure": "dense", "method": "", "loss": round(held_out_loss(dense, held, args.tiny), 4), "seconds": 0}]
+    rows = [{"structure": "dense", "method": "", "loss": round(held_out_loss(dense, held, args.tiny), 4)}]
     print(f"dense: loss {rows[0]['loss']:.3f}, {time.perf_counter() - start:.0f} s", flush=True)
     source = torch.Generator().manual_seed(2)
     calibration = [inputs for inputs, _ in windows(text, args.calibration, args.batch, source)]
     for structure in (*STRUCTURES, UNITS):
         for method in methods_of(structure):
-            since = time.perf_counter()
-            model = prune(dense, structure, method, calibration)
-            seconds, loss = round(time.perf_counter() - since, 2), round(held_out_loss(model, held, args.tiny), 4)
-            rows.append({"structure": structure, "method": method, "loss": loss, "seconds": seconds})
-            print(rows[-1], flush=True)
+            loss = held_out_loss(prune(dense, structure, method, calibration), held, args.tiny)
+            rows.append({"structure": structure, "method": method, "loss": round(loss, 4)})
+            print(f"{rows[-1]}  {time.perf_counter() - start:.0f} s", flush=True)
     print_table(rows)
     args.out.mkdir(parents=True, exist_ok=True)
     machine = {"steps": args.steps, "threads": args.threads, "python": platform.python_version()}

@@ -16,6 +16,7 @@ The measure is the mean cosine similarity of the pruned model's sentence embeddi
 import argparse
 import ast
 import copy
+import csv
 import os
 import random
 import re
@@ -73,13 +74,12 @@ COMPENSATIONS = ("none", "least_squares", "sparsegpt", "obs", "admm")
 
 @dataclass
 class Pruned:
-    """A pruned model, its sparsifier, and how well it does."""
+    """A pruned model, its sparsifier, and its mean cosine to the dense model."""
 
     method: str
     model: Any
     sparsifier: ScopeSparsifier
     cosine: float
-    seconds: float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = embed(dense, batches)
     print(f"{len(train)} sentences to train on, {len(held_out)} held out", flush=True)
 
-    best = compare(dense, args, calibration, batches, target)
+    best, rows = compare(dense, args, calibration, batches, target)
     student, sparsifier, before = best.model, best.sparsifier, best.cosine
     print(f"one-shot {args.pattern}, {best.method}: mean cosine to dense {before:.4f}", flush=True)
 
@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{sparsifier.check():,} scopes checked: each keeps exactly its budget")
     print(sparsifier.report())
     args.out.mkdir(parents=True, exist_ok=True)
+    rows += [row(args, f"{best.method}, distilled", after, time.perf_counter() - start)] if args.steps else []
+    write_rows(rows, args.out / "prune_minilm.csv")
     name = sparsifier.groups[0]["tensor_fqn"]
     plot_mask(sparsifier.mask(name), args.out / "mask.png", title=name)
     sparsifier.squash_mask()
@@ -118,20 +120,31 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare(
     dense: nn.Module, args: argparse.Namespace, calibration: Sequence[Any], batches: Sequence[Any], target: Tensor
-) -> Pruned:
-    """Prune copies of the model by every method, print a table, return the one with the highest cosine."""
-    best = None
+) -> tuple[Pruned, list[dict[str, Any]]]:
+    """Prune copies of the model by every method and print a table.
+
+    Returns:
+        The one with the highest cosine, and the table's rows.
+    """
+    best, rows = None, []
     print(f"| {args.pattern}, in one pass | cosine | seconds |\n|---|---|---|", flush=True)
     for name, (score, compensation) in methods_of(args).items():
         model, sparsifier, start = copy.deepcopy(dense), ScopeSparsifier(score=score), time.perf_counter()
         sparsifier.prepare(model, make_config(model, args.pattern, args.level))
         one_shot(sparsifier, calibration, compensate=compensation, where="attention_mask")
         seconds = time.perf_counter() - start
-        found = Pruned(name, model, sparsifier, similarity(embed(model, batches), target), seconds)
+        found = Pruned(name, model, sparsifier, similarity(embed(model, batches), target))
         print(f"| {name} | {found.cosine:.4f} | {seconds:.1f} |", flush=True)
+        rows.append(row(args, name, found.cosine, seconds))
         best = found if best is None or found.cosine > best.cosine else best
     assert best is not None
-    return best
+    return best, rows
+
+
+def row(args: argparse.Namespace, method: str, cosine: float, seconds: float) -> dict[str, Any]:
+    """One line of the CSV."""
+    found = {"pattern": args.pattern, "method": method, "cosine": f"{cosine:.4f}", "seconds": f"{seconds:.1f}"}
+    return found | {"calibration": args.calibration, "threads": args.threads, "torch": torch.__version__}
 
 
 def methods_of(args: argparse.Namespace) -> dict[str, tuple[str, str | None]]:
@@ -256,6 +269,14 @@ def pool(hidden: Tensor, attention: Tensor) -> Tensor:
     """Mean over real tokens, then unit length: (batch, tokens, width) -> (batch, width)."""
     weight = attention.unsqueeze(-1).to(hidden.dtype)
     return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the table as CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ embeddings to the dense model's.
 
 import argparse
 import copy
-import csv
 import dataclasses
 import os
 import platform
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences
+from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences, write_rows
 from torch import Tensor, nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, one_shot
@@ -70,11 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     train = shuffled(train)
     batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
     target, example = embed(dense, batches), dict(batches[len(batches) // 2])
-    compare(dense, calibration, batches, target, SCORES if not args.tiny else ["wanda"])
-
-    small, report = shrink(dense, calibration, example, [HEADS, MLP], "obs", "least_squares")
+    if not args.tiny:
+        compare(dense, calibration, batches, target, [MLP], SCORES)
+    small, report = compare(dense, calibration, batches, target, [HEADS, MLP], ["obs"] if args.tiny else SCORES)
     print(report)
-    print(f"one-shot: mean cosine to dense {similarity(embed(small, batches), target):.4f}", flush=True)
     distil(small, dense, batched(tokenizer, train[: args.steps * BATCH]), args.steps, start)
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -98,18 +96,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(
-    dense: nn.Module, calibration: Sequence[Any], batches: Sequence[Any], target: Tensor, scores: Iterable[str]
-) -> None:
-    """Print the cosines of models pruned in one pass and compacted, with and without compensation."""
-    print("| half of the MLP units | cosine | with least squares | and a third of the heads | with least squares |")
-    print("|---|---|---|---|---|")
+    dense: nn.Module,
+    calibration: Sequence[Any],
+    batches: Sequence[Any],
+    target: Tensor,
+    couplings: Sequence[Coupling],
+    scores: Iterable[str],
+) -> tuple[nn.Module, Compaction]:
+    """Prune in one pass by every score, with and without compensation, print the cosines, return the best model."""
+    removed = "half of the MLP units" + (" and a third of the heads" if HEADS in couplings else "")
+    print(f"| {removed} | cosine | with least squares |\n|---|---|---|", flush=True)
+    found = []
     for score in scores:
-        cells = []
-        for couplings in ([MLP], [HEADS, MLP]):
-            for compensation in (None, "least_squares"):
-                small, _ = shrink(dense, calibration, dict(batches[0]), couplings, score, compensation)
-                cells.append(f"{similarity(embed(small, batches), target):.4f}")
-        print(f"| {score} | {' | '.join(cells)} |", flush=True)
+        for compensation in (None, "least_squares"):
+            model, report = shrink(dense, calibration, dict(batches[len(batches) // 2]), couplings, score, compensation)
+            found.append((similarity(embed(model, batches), target), model, report))
+        print(f"| {score} | {found[-2][0]:.4f} | {found[-1][0]:.4f} |", flush=True)
+    return max(found, key=lambda one: one[0])[1:]
 
 
 def shrink(
@@ -234,14 +237,6 @@ def row(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-
-
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the table as CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":
