@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(sparsifier.report())
     args.out.mkdir(parents=True, exist_ok=True)
     rows += [row(args, f"{best.method}, distilled", after, time.perf_counter() - start)] if args.steps else []
-    write_rows(rows, args.out / "prune_minilm.csv")
+    write_rows(rows, args.out / f"prune_minilm_{args.pattern.replace(':', '_')}.csv")
     name = sparsifier.groups[0]["tensor_fqn"]
     plot_mask(sparsifier.mask(name), args.out / "mask.png", title=name)
     sparsifier.squash_mask()

@@ -64,18 +64,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
     tokenizer, dense = load_model()
     train, held_out = split_sentences(limit=16 if args.tiny else None)
     train = shuffled(train)
     batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
     target, example = embed(dense, batches), dict(batches[len(batches) // 2])
     if not args.tiny:
-        compare(dense, calibration, batches, target, [MLP], SCORES)
-    small, report = compare(dense, calibration, batches, target, [HEADS, MLP], ["obs"] if args.tiny else SCORES)
+        compare(dense, calibration, batches, target, [MLP], SCORES, args.out)
+    scores = ["obs"] if args.tiny else SCORES
+    small, report = compare(dense, calibration, batches, target, [HEADS, MLP], scores, args.out)
     print(report)
     distil(small, dense, batched(tokenizer, train[: args.steps * BATCH]), args.steps, start)
 
-    args.out.mkdir(parents=True, exist_ok=True)
     report.save(args.out / "manifest.json")
     files = {
         "dense": save(dense, args.out / "dense.safetensors"),
@@ -102,16 +103,19 @@ def compare(
     target: Tensor,
     couplings: Sequence[Coupling],
     scores: Iterable[str],
+    out: Path,
 ) -> tuple[nn.Module, Compaction]:
-    """Prune in one pass by every score, with and without compensation, print the cosines, return the best model."""
+    """Prune in one pass by every score, with and without compensation, print and write the cosines, return the best."""
     removed = "half of the MLP units" + (" and a third of the heads" if HEADS in couplings else "")
     print(f"| {removed} | cosine | with least squares |\n|---|---|---|", flush=True)
-    found = []
+    found, rows = [], []
     for score in scores:
         for compensation in (None, "least_squares"):
             model, report = shrink(dense, calibration, dict(batches[len(batches) // 2]), couplings, score, compensation)
             found.append((similarity(embed(model, batches), target), model, report))
-        print(f"| {score} | {found[-2][0]:.4f} | {found[-1][0]:.4f} |", flush=True)
+        rows.append({"score": score, "cosine": f"{found[-2][0]:.4f}", "with least squares": f"{found[-1][0]:.4f}"})
+        print(f"| {' | '.join(rows[-1].values())} |", flush=True)
+    write_rows(rows, out / f"one_shot_{'heads_and_' * (HEADS in couplings)}units.csv")
     return max(found, key=lambda one: one[0])[1:]
 
 
