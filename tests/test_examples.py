@@ -107,6 +107,7 @@ def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path)
     assert all(2 < float(r["loss"]) < 5 for r in rows)
 
 
+@pytest.mark.slow
 def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
     done = run(EXAMPLES / "one_shot_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
