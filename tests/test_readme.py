@@ -115,6 +115,32 @@ def test_the_bytes_sent_for_a_selection_equal_the_csv():
     )
 
 
+def test_the_figures_of_one_pass_equal_the_csvs():
+    def read(name):
+        with (ROOT / f"examples/results/{name}.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    def three(cell):
+        return f"{float(cell):.3f}"
+
+    for path in (ROOT / "examples/results").glob("prune_minilm_*.csv"):
+        rows = [r for r in read(path.stem) if "distilled" not in r["method"]]
+        assert [r["method"] for r in rows] == ["magnitude", "wanda", "sparsegpt", "wanda + least_squares", "admm"]
+        assert f"| {rows[0]['pattern']} | {' | '.join(three(r['cosine']) for r in rows)} |" in README
+    text, distilled = " ".join(README.split()), read("prune_minilm_2_4")[-1]
+    assert f"the best 2:4 model has {three(distilled['cosine'])}" in text and "distilled" in distilled["method"]
+    dense, *rows = read("one_shot_language_model")
+    assert f"dense has {three(dense['loss'])}" in README
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    for structure in dict.fromkeys(r["structure"] for r in rows):
+        loss = {r["method"]: three(r["loss"]) for r in rows if r["structure"] == structure}
+        assert f"| {structure} | {' | '.join(loss.get(m, '-') for m in methods)} |" in README
+    for removed, name in (("half of the MLP units", "units"), ("and a third of the heads", "heads_and_units")):
+        for r in read(f"one_shot_{name}"):
+            cells = f"{three(r['cosine'])} | {three(r['with least squares'])}"
+            assert f"| {removed} | {r['score']} | {cells} |" in README
+
+
 def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     with (ROOT / "examples/results/shrink_minilm.csv").open() as file:
         dense, small = csv.DictReader(file)

@@ -31,7 +31,7 @@ class Target:
 
 
 class Calibration:
-    """A context in which forward (and backward) passes of the model are recorded; see `PlannedSparsifier.calibrate`.
+    """A context in which forward (and backward) passes of the model are recorded; see `CalibratedSparsifier.calibrate`.
 
     Attributes:
         where: which tokens count, bool [batch, tokens] such as an attention mask, or None for all. Set it before each
