@@ -54,7 +54,7 @@ class Component:
             weight = dense(at)
             if self.score is not None:
                 own = statistics(at)
-                own.blocks = labels_of(leaf) if getattr(self.score, "uses_blocks", False) else None
+                own.blocks = labels_of(leaf).to(weight.device) if getattr(self.score, "uses_blocks", False) else None
                 weight = placed_saliency(self.score, weight, own)
                 own.blocks = None
             found[leaf.view.param] = self._weighed(leaf, weight)
