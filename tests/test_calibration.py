@@ -394,3 +394,11 @@ def test_nested_tensors_are_refused_with_advice():
     padding = torch.tensor([[False, False, True], [False, False, False]])
     with pytest.raises(SparsityError, match="nested tensor.*enable_nested_tensor=False"):
         sparsifier.calibrate([{"src": torch.randn(2, 3, 8), "src_key_padding_mask": padding}])
+
+
+def test_sums_of_squares_and_gram_matrices_of_several_calibrations_add_up():
+    sparsifier = prepared(nn.Sequential(nn.Linear(4, 4)))
+    sparsifier.calibrate([torch.ones(3, 4)])
+    sparsifier.calibrate([torch.ones(2, 4)], needs=["input_gram"])
+    found = sparsifier.statistics["0.weight"]
+    assert found.tokens == 5 and (found.input_square == 5).all() and (found.input_gram == 2).all()

@@ -706,3 +706,20 @@ def test_experts_that_no_batch_reaches_are_pruned_by_magnitude():
     with pytest.warns(UserWarning, match="experts.1.weight; they are pruned without .*by magnitude"):
         one_shot(sparsifier, correlated(), compensate="least_squares")
     assert torch.equal(sparsifier.mask("experts.1.weight"), two_of_four(weight)) and sparsifier.check()
+
+
+def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    names = [{"tensor_fqn": "lstm.weight_ih_l0"}, {"tensor_fqn": "head.weight"}]
+    report = one_shot(prepared(Recurrent(), config=names), correlated())
+    assert {r.tensor: r.note for r in report} == {
+        "head.weight": "",
+        "lstm.weight_ih_l0": "no inputs recorded: not compensated",
+    }

@@ -215,6 +215,8 @@ def _row(layer: Layer, unreached: bool) -> LayerRow:
     assert layer.mask is not None
     before, after = layer.errors()
     note = "not reached by any batch" if unreached else ""
+    if layer.gram is None and not unreached:
+        note = "no inputs recorded: not compensated"
     if layer.gram is not None and layer.statistics is not None and layer.statistics.tokens < layer.gram.shape[1]:
         note = f"{layer.statistics.tokens} tokens for {layer.gram.shape[1]} inputs"
     density = float(layer.mask.float().mean())
