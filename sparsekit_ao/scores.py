@@ -310,8 +310,10 @@ def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
     Args:
         rows: weights [outputs, inputs].
         inverse: C [inputs, inputs].
-        labels: the block of each element, int64 [outputs, inputs].
+        labels: the block of each element, int64 [outputs, inputs]; negative where it is in none and alone.
     """
+    alone = labels.max() + 1 + torch.arange(labels.shape[1], device=labels.device)
+    labels = torch.where(labels < 0, alone, labels)
     order = labels.argsort(dim=1, stable=True)
     ordered, position = labels.gather(1, order), torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
     starts = torch.cat([torch.ones_like(labels[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], 1)

@@ -363,3 +363,62 @@ def rank_cases():
 
 def test_statistics_are_summed_over_ranks(tmp_path):
     assert run_ranks(2, tmp_path, rank_cases) == dict.fromkeys(("sums", "unreached", "sharded"))
+
+
+def test_sums_are_float32_under_autocast_and_recorded_in_inference_mode():
+    sparsifier, x = prepared(nn.Sequential(nn.Linear(16, 4)), score="obs"), torch.randn(100, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        sparsifier.calibrate([x])
+    torch.testing.assert_close(sparsifier.statistics["0.weight"].input_gram[0], x.T @ x)
+    sparsifier.forget_statistics()
+    with torch.inference_mode(), sparsifier.calibrate():
+        sparsifier.model(x)
+    torch.testing.assert_close(sparsifier.statistics["0.weight"].input_gram[0].clone(), x.T @ x)
+
+
+def test_a_context_that_is_entered_twice_adds_each_pass_once():
+    sparsifier = prepared(nn.Sequential(nn.Linear(4, 4)))
+    context = sparsifier.calibrate()
+    for _ in range(2):
+        with context:
+            sparsifier.model(torch.ones(3, 4))
+    found = sparsifier.statistics["0.weight"]
+    assert found.tokens == 6 and (found.input_square == 6).all()
+
+
+def test_where_fits_inputs_whose_first_dimension_is_tokens():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)  # batch_first=False
+    sparsifier = prepared(layer, config=[{"tensor_fqn": "linear1.weight"}])
+    x, keep, read = torch.randn(5, 3, 8), torch.rand(3, 5) < 0.6, []
+    layer.linear1.register_forward_pre_hook(lambda module, args: read.append(args[0].detach()))
+    sparsifier.calibrate([x], where=lambda batch: keep)
+    found = sparsifier.statistics["linear1.weight"]
+    assert found.tokens == keep.sum()
+    torch.testing.assert_close(found.input_square[0], read[0][keep.T].square().sum(0))
+
+
+def test_attention_called_by_keywords_leaves_the_random_numbers_alone():
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
+    sparsifier = prepared(attention, config=[{"tensor_fqn": "out_proj.weight"}, {"tensor_fqn": "in_proj_weight"}])
+    before = torch.get_rng_state()
+    with sparsifier.calibrate(), torch.no_grad():
+        attention.eval()(query=x, key=x, value=x)
+    assert {s.tokens for s in sparsifier.statistics.values()} == {6}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_with_advice():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    sparsifier = prepared(encoder, config=[{"tensor_fqn": "*.weight", "module": nn.Linear}])
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    with pytest.raises(SparsityError, match="nested tensor.*enable_nested_tensor=False"):
+        sparsifier.calibrate([{"src": torch.randn(2, 3, 8), "src_key_padding_mask": padding}])
+
+
+def test_sums_of_squares_and_gram_matrices_of_several_calibrations_add_up():
+    sparsifier = prepared(nn.Sequential(nn.Linear(4, 4)))
+    sparsifier.calibrate([torch.ones(3, 4)])
+    sparsifier.calibrate([torch.ones(2, 4)], needs=["input_gram"])
+    found = sparsifier.statistics["0.weight"]
+    assert found.tokens == 5 and (found.input_square == 5).all() and (found.input_gram == 2).all()

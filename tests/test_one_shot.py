@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, export, one_shot, patterns
-from sparsekit_ao.oneshot import layers
+from sparsekit_ao.oneshot import layers, run, walk
 from sparsekit_ao.oneshot.obs import column_chunks, sparsegpt, structured_obs
 from sparsekit_ao.oneshot.solve import admm_mask, least_squares, relative_error
 from sparsekit_ao.scores import damped_inverse, joint_saliency
@@ -574,3 +574,152 @@ def test_the_joint_saliency_of_single_elements_is_obs():
     inverse = damped_inverse(gram, 0.01, "w")[0]
     found = joint_saliency(weight[0], inverse, torch.arange(48).view(6, 8))
     torch.testing.assert_close(found, weight[0].square() / (2 * inverse.diagonal()))
+
+
+# walks that once read other inputs than the layers get
+
+
+class InPlace(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, x):
+        x += self.up(x.relu())
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        x = x.clone()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def linear_blocks(count, shared=None):
+    parts = [[nn.Linear(8, 8), nn.ReLU(), shared or nn.Linear(8, 8)] for _ in range(count)]
+    return [nn.Sequential(*p) for p in parts]
+
+
+@pytest.mark.parametrize(
+    ("make_blocks", "names"),
+    {
+        "middle blocks without layers": (lambda: linear_blocks(4), ["blocks.0.0", "blocks.3.0"]),
+        "changes in place": (lambda: [InPlace() for _ in range(3)], [f"blocks.{k}.up" for k in range(3)]),
+        "a layer of all blocks": (
+            lambda: linear_blocks(3, nn.Linear(8, 8)),
+            ["blocks.0.0", "blocks.0.2"],
+        ),
+    }.values(),
+    ids=["middle blocks without layers", "changes in place", "a layer of all blocks"],
+)
+def test_blocks_read_the_inputs_that_a_whole_forward_pass_gives(make_blocks, names, monkeypatch):
+    torch.manual_seed(0)
+    dense, config = Stack(make_blocks()), [{"tensor_fqn": f"{name}.weight"} for name in names]
+    reports = []
+    for is_walked in (True, False):
+        if not is_walked:
+            monkeypatch.setattr(walk, "_find_blocks", lambda *_: [])
+        sparsifier = prepared(copy.deepcopy(dense), config=config, sparsity_level=0.5)
+        reports.append([(r.tensor, r.before, r.after) for r in one_shot(sparsifier, correlated())])
+    assert reports[0] == reports[1]
+
+
+def test_a_cache_is_as_it_was_whenever_a_block_runs():
+    dense, inputs = make("Gemma2")
+    reports = []
+    for use_cache in (True, False):
+        sparsifier = prepared(copy.deepcopy(dense))
+        report = one_shot(sparsifier, [{**inputs, "use_cache": use_cache}])
+        reports.append([(r.tensor, r.before, r.after) for r in report])
+    assert reports[0] == reports[1]
+
+
+def test_both_calls_of_a_layer_that_is_called_twice_count(monkeypatch):
+    tokens = {}
+    whole = run._row
+
+    def row(layer, unreached):
+        tokens[layer.target.name] = layer.statistics.tokens
+        return whole(layer, unreached)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.layer(self.layer(x).relu()))
+
+    monkeypatch.setattr(run, "_row", row)
+    one_shot(prepared(Twice()), correlated(2, 32))
+    assert tokens == {"layer.weight": 128, "head.weight": 64}
+
+
+def test_a_batch_that_skips_the_blocks_is_named():
+    class Skips(Model):
+        def forward(self, x):
+            return super().forward(x) if len(x) > 1 else self.head(self.first(x))
+
+    with pytest.raises(SparsityError, match="batch 1 does not run the repeated blocks as batch 0 does"):
+        one_shot(prepared(Skips()), [torch.randn(4, 8), torch.randn(1, 8)])
+
+
+def test_autocast_is_for_the_model_alone():
+    (one, two), batches = (prepared() for _ in range(2)), correlated()
+    first = one_shot(one, batches)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        second = one_shot(two, batches)[0]
+    assert (first.before, first.after) == (second.before, second.after)
+    with torch.inference_mode():
+        assert all(r.after < r.before for r in one_shot(prepared(), batches))
+
+
+@pytest.mark.parametrize("method", ["obs", "admm", "least_squares"])
+def test_elements_outside_a_view_are_kept(method):
+    layer = nn.Sequential(nn.Linear(16, 8))
+    options = {"nnz": 2, "view": ((4, 4, 4), (16, 4, 1)), "scope_shape": (1, 1, -1)}  # the first 4 of 8 rows
+    sparsifier = prepared(layer, **options)
+    report = one_shot(sparsifier, correlated(width=16), compensate=method)
+    assert sparsifier.mask("0.weight")[4:].all() and sparsifier.check() and report[0].after < report[0].before
+    sparsifier = prepared(nn.Sequential(nn.Linear(16, 8)), sparsity_level=0.5, view=((4, 16), (16, 1)))
+    with pytest.raises(SparsityError, match="compensate='sparsegpt' knows only"):
+        one_shot(sparsifier, correlated(width=16), compensate="sparsegpt")
+
+
+def test_experts_that_no_batch_reaches_are_pruned_by_magnitude():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            return self.experts[0](x)
+
+    sparsifier = prepared(Experts(), score="wanda", nnz=2, scope_shape=(1, 4))
+    weight = sparsifier._dense(sparsifier.groups[1]).clone()
+    with pytest.warns(UserWarning, match="experts.1.weight; they are pruned without .*by magnitude"):
+        one_shot(sparsifier, correlated(), compensate="least_squares")
+    assert torch.equal(sparsifier.mask("experts.1.weight"), two_of_four(weight)) and sparsifier.check()
+
+
+def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    names = [{"tensor_fqn": "lstm.weight_ih_l0"}, {"tensor_fqn": "head.weight"}]
+    report = one_shot(prepared(Recurrent(), config=names), correlated())
+    assert {r.tensor: r.note for r in report} == {
+        "head.weight": "",
+        "lstm.weight_ih_l0": "no inputs recorded: not compensated",
+    }

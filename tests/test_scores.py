@@ -267,3 +267,25 @@ def test_scores_are_rules_of_a_dynamic_sparsifier(grow):
 def test_an_unknown_rule_names_rules_and_scores():
     with pytest.raises(SparsityError, match="prune must be one of 'magnitude', .* got 'wand'; or a score, .*'wanda'"):
         DynamicSparsifier(0.5, prune="wand")
+
+
+def test_a_score_of_blocks_is_a_rule():
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 6, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"init": "uniform", "update_every": 1, "prune": "obs_block", "grow": "random", "block_shape": (1, 2)}
+    sparsifier = DynamicSparsifier(0.5, optimizer, **options)
+    sparsifier.prepare(model)
+    optimizer.step()
+    sparsifier.calibrate([torch.randn(16, 8)])
+    sparsifier.step()
+    assert sparsifier.last_update.pruned["0.weight"] > 0 and sparsifier.check()
+    assert sparsifier.statistics["0.weight"].blocks is None
+
+
+def test_elements_in_no_block_are_blocks_of_their_own():
+    torch.manual_seed(0)
+    weight, inverse = torch.randn(2, 6), torch.linalg.inv(torch.cov(torch.randn(6, 40)))
+    found = scores.joint_saliency(weight, inverse, torch.tensor([[0, 0, -1, 1, 1, -1]] * 2))
+    expected = weight.square() / (2 * inverse.diagonal())
+    torch.testing.assert_close(found[:, [2, 5]], expected[:, [2, 5]])

@@ -56,6 +56,7 @@ class Calibration:
         return any(n in GRADIENTS for t in self._targets for n in t.needs)
 
     def __enter__(self) -> Self:
+        self.statistics = {}
         try:
             for target in self._targets:
                 self._observe(target)
@@ -102,12 +103,18 @@ class Calibration:
 
     def _take_inputs(self, target: Target, form: Form, x: Tensor, need: str) -> None:
         """Layers that read one tensor, one after the other, share its sums."""
-        last = self._last
-        if last is None or last[0] is not x or last[1] != x._version or last[2] is not self.where:
-            last = self._last = (x, x._version, self.where, {})
+        if x.is_nested:
+            raise SparsityError(
+                f"{target.name}: inputs of this layer are a nested tensor, of which nothing can be recorded; build "
+                "nn.TransformerEncoder with enable_nested_tensor=False"
+            )
+        last, version = self._last, -1 if x.is_inference() else x._version  # inference tensors have none
+        if last is None or last[0] is not x or last[1] != version or version < 0 or last[2] is not self.where:
+            last = self._last = (x, version, self.where, {})
         shared = last[3] if form.reads_rows else {}
         if need not in shared:
-            found, tokens = (form.gram if need == "input_gram" else form.squares)(x.detach(), self.where)
+            with torch.autocast(x.device.type, enabled=False):  # sums are float32
+                found, tokens = (form.gram if need == "input_gram" else form.squares)(x.detach(), self.where)
             if not bool(torch.isfinite(found).all()):
                 raise SparsityError(f"{target.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
             shared[need] = (found, tokens)

@@ -198,9 +198,10 @@ class _Attention(_Linear):
             return torch.stack(found)
         twin = object.__new__(type(self.module))  # not a copy, which parametrized modules refuse
         width = self.module.embed_dim
-        plain = nn.Linear(width, width, device=args[0].device, dtype=args[0].dtype)
-        plain.weight.data.copy_(torch.eye(width))
-        plain.bias.data.zero_()
+        query = given["query"]
+        plain = nn.utils.skip_init(nn.Linear, width, width, device=query.device, dtype=query.dtype)
+        nn.init.eye_(plain.weight)
+        nn.init.zeros_(plain.bias)
         twin.__dict__ = {**self.module.__dict__, "_modules": {**self.module._modules, "out_proj": plain}}
         with torch.no_grad():
             return type(self.module).forward(twin, *args, **kwargs)[0]
@@ -217,14 +218,17 @@ class _Attention(_Linear):
 def tokens_of(x: Tensor, where: Tensor | None) -> Tensor:
     """[..., inputs] as [tokens, inputs], without those for which `where`, of the leading shape, is False.
 
-    Inputs of another leading shape (a pooled token, say) are taken whole.
+    Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Those of another leading shape (a
+    pooled token, say) are taken whole.
     """
-    if where is not None and where.shape == x.shape[:-1]:
-        return x[where.bool().to(x.device)]
-    rows = x.reshape(-1, x.shape[-1])
-    if where is not None and where.numel() == rows.shape[0] and where.ndim > 1:
-        return rows[where.reshape(-1).bool().to(x.device)]
-    return rows
+    if where is not None:
+        keep, leading = where.bool().to(x.device), x.shape[:-1]
+        for own in (keep, keep.mT) if keep.ndim == 2 else (keep,):
+            if own.shape == leading:
+                return x[own]
+        if x.ndim == 2 and keep.ndim > 1 and keep.numel() == len(x):
+            return x[keep.reshape(-1)]
+    return x.reshape(-1, x.shape[-1])
 
 
 def unfolded(

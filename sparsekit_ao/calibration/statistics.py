@@ -56,9 +56,12 @@ class Statistics:
     @property
     def input_square(self) -> Tensor:
         """Each weight's sum of squares of its input, G_jj; in the weight's shape."""
-        if "input_gram" in self.sums:
-            return self.from_matrix(self.sums["input_gram"].diagonal(dim1=1, dim2=2)[:, None, :])
-        return self.from_matrix(self._sum("input_square")[:, None, :])
+        if "input_gram" not in self.sums:
+            return self.from_matrix(self._sum("input_square")[:, None, :])
+        diagonal = self.sums["input_gram"].diagonal(dim1=1, dim2=2)
+        if "input_square" in self.sums:  # of other tokens: a calibration records one of the two
+            diagonal = diagonal + self.sums["input_square"]
+        return self.from_matrix(diagonal[:, None, :])
 
     @property
     def input_gram(self) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import scores
 from ..errors import SparsityError
 from ..scores import BuiltInScore, Score, needs_of, parse_score, saliency_of
+from ..sparsifiers.component import labels_of
 from .slots import Slots
 
 __all__ = [
@@ -175,7 +176,11 @@ def _by_score(score: Score, slots: Slots) -> Tensor:
     found = {}
     for spec, weight in slots.weights.items():
         own = slots.statistics.get(spec)
+        if own is not None:
+            own.blocks = labels_of(spec).to(weight.device) if getattr(score, "uses_blocks", False) else None
         found[spec] = saliency_of(score, weight, slots.name if own is None else own.name, own)
+        if own is not None:
+            own.blocks = None
     return slots.scores(found, None, signed=True)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import distributed
 from ..algebra import MaskUpdate
-from ..calibration import Statistics, Target
+from ..calibration import INPUTS, Statistics, Target
 from ..errors import SparsityError
-from ..scores import damped_inverse, joint_saliency
+from ..scores import damped_inverse, joint_saliency, needs_of
 from ..selection import keep_mask
 from ..sparsifiers.component import Component, labels_of
 from ..sparsifiers.planned import PlannedSparsifier
@@ -115,9 +115,16 @@ def compensate(sparsifier: PlannedSparsifier, layers: Sequence[Layer], method: s
 
 
 def _by_score(sparsifier: PlannedSparsifier, layer: Layer) -> Tensor:
+    """A mask by the layer's scores, or by magnitude if they need inputs and no batch reached it."""
     own = layer.statistics or Statistics(name=layer.target.name, shape=layer.target.shape, form=layer.target.form)
-    mask = torch.ones_like(layer.weight, dtype=torch.bool)
-    fill_masks(sparsifier, layer.components, scored_by(lambda at: layer.weight, lambda at: own), {layer.at: mask})
+    mask, by_score = torch.ones_like(layer.weight, dtype=torch.bool), scored_by(lambda at: layer.weight, lambda at: own)
+
+    def values(component: Component) -> tuple[dict[Tensor, Tensor], float | None]:
+        if any(n in INPUTS for n in own.missing(needs_of(component.score))):
+            return dict.fromkeys(_params(component), layer.weight), 2
+        return by_score(component)
+
+    fill_masks(sparsifier, layer.components, values, {layer.at: mask})
     return mask
 
 
@@ -171,13 +178,12 @@ def _prune_from_left(sparsifier: PlannedSparsifier, layer: Layer, method: str) -
     own, gram = layer.statistics, layer.gram
     assert own is not None and gram is not None
     inverse = damped_inverse(gram, DAMP, layer.target.name).to(layer.weight.dtype)
-    scopes, blocks = (own.matrix(t) for t in scope_labels(layer))
+    scopes, blocks = (own.matrix(t.to(layer.weight.device)) for t in scope_labels(layer))
     if method == "sparsegpt":
         budget = _sparsegpt_budget(sparsifier, layer, scopes, blocks)
         parts = [sparsegpt(w, c, *budget) for w, c in zip(own.matrix(layer.weight), inverse, strict=True)]
     else:
-        chunks = column_chunks(scopes.flatten(0, 1))
-        parts = _obs_parts(sparsifier, layer, inverse, chunks, scopes, blocks)
+        parts = _obs_parts(sparsifier, layer, inverse, scopes, blocks)
     layer.mask = own.from_matrix(torch.stack([mask for mask, _ in parts]))
     layer.found = own.from_matrix(torch.stack([found for _, found in parts]))
 
@@ -186,7 +192,6 @@ def _obs_parts(
     sparsifier: PlannedSparsifier,
     layer: Layer,
     inverse: Tensor,
-    chunks: list[tuple[int, int]],
     scopes: Tensor,
     blocks: Tensor,
 ) -> list[tuple[Tensor, Tensor]]:
@@ -195,13 +200,16 @@ def _obs_parts(
     assert own is not None
     rows = own.matrix(layer.weight)
     component = layer.components[0]
-    is_wide = max(stop - start for start, stop in chunks) > WIDEST
-    if is_wide or component.scope.is_partial or len(rows) > 1 or len(layer.components) > 1:
+    covers = bool((blocks >= 0).all())  # a view may leave elements out
+    chunks = column_chunks(scopes.flatten(0, 1)) if covers else []
+    is_wide = max((stop - start for start, stop in chunks), default=0) > WIDEST
+    if is_wide or not covers or component.scope.is_partial or len(rows) > 1 or len(layer.components) > 1:
         joint = [joint_saliency(w, c, b) for w, c, b in zip(rows, inverse, blocks, strict=True)]
         project = _projection(sparsifier, layer, None)
         return [(m, w * m) for m, w in zip(project(torch.stack(joint)), rows, strict=True)]
     keep = component.budget(sparsifier.groups, sparsifier._level_given)
-    budgets = torch.as_tensor(keep, dtype=torch.int64).expand(component.scope.grid_shape).reshape(-1)
+    budgets = torch.as_tensor(keep, dtype=torch.int64, device=rows.device)
+    budgets = budgets.expand(component.scope.grid_shape).reshape(-1)
 
     def choose(weight: Tensor, left: Tensor, start: int, stop: int) -> Tensor:
         labels = blocks[0, :, start:stop]
@@ -237,6 +245,7 @@ def _sparsegpt_budget(
     component = layer.components[-1]
     keep, width = component.budget(sparsifier.groups, sparsifier._level_given), component.scope.numblk_per_scope()
     single = int((blocks == blocks.flatten()[0]).sum()) == 1 and len(layer.components) == 1
+    single = single and bool((blocks >= 0).all())
     if single and component.scope.numscp() == 1 and len(scopes) == 1:
         return 1 - int(keep if isinstance(keep, int) else keep.reshape(-1)[0]) / width, None
     runs = scopes.unflatten(2, (-1, width)) if scopes.shape[2] % width == 0 else scopes[..., None]

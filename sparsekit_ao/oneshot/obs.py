@@ -23,7 +23,7 @@ def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
     >>> column_chunks(torch.tensor([[0, 0, 1, 1], [2, 2, 3, 3]]))
     [(0, 2), (2, 4)]
     """
-    columns = labels.shape[1]
+    labels, columns = labels.cpu(), labels.shape[1]
     last = torch.zeros(int(labels.max()) + 1, dtype=torch.long)
     position = torch.arange(columns).expand_as(labels)
     last.scatter_reduce_(0, labels.reshape(-1), position.reshape(-1), "amax", include_self=False)

@@ -35,7 +35,8 @@ def one_shot(
     """Prune a trained model in one pass: layer after layer, masks are chosen and the kept weights make up for the rest.
 
     Each layer is solved for the inputs that it gets from the layers already pruned. The model keeps its masks, and its
-    dropped weights are zero; `squash_mask()` ends it, and `step()` chooses the same masks again.
+    dropped weights are zero; `squash_mask()` ends it. `step()` chooses masks anew by the score (the same ones as
+    long as that is the size of the weights).
 
     Args:
         sparsifier: prepared on the model; any config.
@@ -154,19 +155,22 @@ def _pass(state: _Pass, progress: bool) -> Iterator[LayerRow]:
     walk = state.walk(state.needs)
     unreached = [t.name for t in walk.unreached]
     if unreached:
-        text = f"one_shot: no batch reached {', '.join(unreached)}; they are pruned without statistics, not compensated"
-        warnings.warn(text, stacklevel=4)
+        text = (
+            f"one_shot: no batch reached {', '.join(unreached)}; they are pruned without statistics (by magnitude where"
+        )
+        warnings.warn(f"{text} the score needs inputs), not compensated", stacklevel=4)
     units = walk.units()
     recorded = {t.name for u in units for t in u.targets}
     rest = [sparsifier._target(g, ()) for g in state.groups if g["tensor_fqn"] not in recorded]
     with _bar(len(state.groups), progress) as bar:
         for layers in chain(_units(state, walk, units), ([state.layer(t, None)] for t in rest)):
             fresh = [layer for layer in layers if layer.target.name not in state.done]
-            compensate(sparsifier, fresh, state.method)
-            for layer in fresh:
-                row = _row(layer, layer.target.name in unreached)
-                _write(sparsifier, layer)
-                state.done[layer.target.name] = row
+            with torch.autocast(layers[0].weight.device.type, enabled=False):
+                compensate(sparsifier, fresh, state.method)
+                for layer in fresh:
+                    row = _row(layer, layer.target.name in unreached)
+                    _write(sparsifier, layer)
+                    state.done[layer.target.name] = row
             bar.update(len(layers))
     yield from (state.done[t.name] for t in (*(t for u in units for t in u.targets), *rest))
 
@@ -216,6 +220,8 @@ def _row(layer: Layer, unreached: bool) -> LayerRow:
     assert layer.mask is not None
     before, after = layer.errors()
     note = "not reached by any batch" if unreached else ""
+    if layer.gram is None and not unreached:
+        note = "no inputs recorded: not compensated"
     if layer.gram is not None and layer.statistics is not None and layer.statistics.tokens < layer.gram.shape[1]:
         note = f"{layer.statistics.tokens} tokens for {layer.gram.shape[1]} inputs"
     density = float(layer.mask.float().mean())

@@ -68,7 +68,8 @@ class Component:
     def value_of(self, leaf: BlockSpec, weight: Tensor, statistics: Statistics) -> Tensor:
         """What is scored of one tensor: its weight, or its saliency."""
         if self.score is not None:
-            statistics.blocks = labels_of(leaf) if getattr(self.score, "uses_blocks", False) else None
+            uses_blocks = getattr(self.score, "uses_blocks", False)
+            statistics.blocks = labels_of(leaf).to(weight.device) if uses_blocks else None
             weight = placed_saliency(self.score, weight, statistics)
             statistics.blocks = None
         return self._weighed(leaf, weight)
