@@ -422,3 +422,16 @@ def test_sums_of_squares_and_gram_matrices_of_several_calibrations_add_up():
     sparsifier.calibrate([torch.ones(2, 4)], needs=["input_gram"])
     found = sparsifier.statistics["0.weight"]
     assert found.tokens == 5 and (found.input_square == 5).all() and (found.input_gram == 2).all()
+
+
+def test_statistics_are_those_of_the_model_that_was_prepared_last():
+    sparsifier = ScopeSparsifier(score="wanda")
+    for factor in (1, 2):
+        model = nn.Sequential(nn.Linear(4, 4))
+        sparsifier.prepare(model)
+        assert not sparsifier.statistics
+        sparsifier.calibrate([torch.full((3, 4), float(factor))])
+        found = sparsifier.statistics["0.weight"]
+        assert found.form.module is model[0] and (found.input_square == 3 * factor**2).all()
+        sparsifier.step()
+        sparsifier.squash_mask()

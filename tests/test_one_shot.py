@@ -723,3 +723,21 @@ def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
         "head.weight": "",
         "lstm.weight_ih_l0": "no inputs recorded: not compensated",
     }
+
+
+def test_another_model_does_not_go_on_where_an_interrupted_one_stopped():
+    sparsifier, batches, calls = prepared(), correlated(2), []
+
+    def forward(model, batch):
+        calls.append(0)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return model(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        one_shot(sparsifier, batches, forward)
+    assert not sparsifier.mask("first.weight").all()
+    sparsifier.squash_mask()
+    sparsifier.prepare(Model())
+    one_shot(sparsifier, batches, resume=True)
+    assert sparsifier.check()

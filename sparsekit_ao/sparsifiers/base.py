@@ -132,6 +132,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
         self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state, self._phase, self._chosen_at = defaultdict(dict), "prepared", None
+        self._forget_model()
         try:
             with masking.installed(masks):
                 if saved is not None:
@@ -141,6 +142,9 @@ class MaskSparsifier(Copies, BaseSparsifier):
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
+
+    def _forget_model(self) -> None:
+        """Drop what was found out about the model that was prepared before; called in `prepare`."""
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Register the optimizers that train the model; does nothing where masks depend on weights alone."""

@@ -77,6 +77,10 @@ class CalibratedSparsifier(MaskSparsifier):
         """Free all statistics; the next calibration starts anew."""
         self._statistics = {}
 
+    def _forget_model(self) -> None:
+        super()._forget_model()
+        self._forms, self._statistics = {}, {}
+
     def _targets(self, own: Mapping[str, Sequence[str]], more: Sequence[str] = ()) -> list[Target]:
         for need in more:
             if need not in NEEDS:

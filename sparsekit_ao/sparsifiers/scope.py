@@ -85,5 +85,10 @@ class ScopeSparsifier(PlannedSparsifier):
         structure = {k: v for k, v in locals().items() if k not in ("self", "sparsity_level", "nnz", "__class__")}
         super().__init__(sparsity_level, nnz=nnz, **structure)
 
+    def _forget_model(self) -> None:
+        super()._forget_model()
+        if not self._resumes:  # else it goes on with a copy of the same model
+            self._one_shot = None
+
     def _update_all(self) -> None:
         self._update_components(self._planned(self.groups).components, self.groups)
