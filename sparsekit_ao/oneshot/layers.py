@@ -19,7 +19,7 @@ from .obs import column_chunks, sparsegpt, structured_obs
 from .solve import admm_mask, least_squares, relative_error
 
 METHODS = (None, "least_squares", "sparsegpt", "obs", "admm")
-DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted
+DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
 WIDEST = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
 Values = Callable[[Component], tuple[dict[Tensor, Tensor], float | None]]
 
@@ -51,6 +51,14 @@ class Layer:
     def gram(self) -> Tensor | None:
         """G of its inputs, or None where there is none."""
         return None if self.statistics is None else self.statistics.sums.get("input_gram")
+
+    @property
+    def damped_gram(self) -> Tensor:
+        """G + DAMP * mean(diag G) I in the weight's dtype, without which few tokens would be fitted too closely."""
+        assert self.gram is not None
+        gram = self.gram.to(self.weight.dtype)
+        scale = DAMP * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        return gram + scale * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """[groups, outputs, inputs]; see `Statistics.matrix`."""
@@ -107,8 +115,7 @@ def compensate(sparsifier: PlannedSparsifier, layers: Sequence[Layer], method: s
         if layer.found is None:
             layer.found = layer.weight * mask
         if method is not None and layer.gram is not None and method != "sparsegpt":
-            own, gram = layer.matrix(layer.weight), layer.gram.to(layer.weight.dtype)
-            solved = least_squares(own, gram, layer.matrix(mask))
+            solved = least_squares(layer.matrix(layer.weight), layer.damped_gram, layer.matrix(mask))
             assert layer.statistics is not None
             layer.found = layer.statistics.from_matrix(solved)
         layer.seconds += time.perf_counter() - start
@@ -152,7 +159,7 @@ def _admm_together(sparsifier: PlannedSparsifier, layers: Sequence[Layer]) -> No
     while left:
         first = left[0]
         assert first.gram is not None
-        start, gram = time.perf_counter(), first.gram.to(first.weight.dtype)
+        start, gram = time.perf_counter(), first.damped_gram
         together = [x for x in left if x.gram is not None and _is_same(x.gram, first.gram)]
         left = [x for x in left if x not in together]
         rows = [layer.matrix(layer.weight) for layer in together]
