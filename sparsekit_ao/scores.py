@@ -220,6 +220,8 @@ def parse_score(given: object, where: str) -> Score | None:
             f"{where}score must be one of {', '.join(map(repr, NAMES))}, a function (weight, name) -> saliency or an "
             f"object with `needs`, got {given!r}"
         )
+    if isinstance(getattr(given, "needs", ()), str):
+        raise SparsityError(f"{where}score: needs must be a tuple of names, got {given.needs!r}")  # type: ignore[attr-defined]
     for need in needs_of(given):
         if need not in NEEDS:
             raise SparsityError(f"{where}score: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")

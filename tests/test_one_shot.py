@@ -535,7 +535,9 @@ def test_bad_calls_change_nothing():
 def test_scores_of_gradients_are_collected_before():
     batches = correlated()
     sparsifier = prepared(score="fisher", nnz=2, scope_shape=(1, 4))
-    with pytest.raises(SparsityError, match=r"first.weight: fisher\(\) needs gradient_square"):
+    with pytest.raises(
+        SparsityError, match=r"one_shot: first.weight: fisher\(\) needs gradient_square; run sparsifier.calibrate"
+    ):
         one_shot(sparsifier, batches, compensate="least_squares")
     sparsifier.calibrate(batches, lambda model, x: model(x)["logits"].square().sum())
     report = one_shot(sparsifier, batches, compensate="least_squares")
@@ -545,7 +547,7 @@ def test_scores_of_gradients_are_collected_before():
 def test_the_report_prints_and_plots(tmp_path):
     report = one_shot(prepared(), correlated(), progress=False)
     assert str(report).splitlines()[0].split()[:3] == ["tensor", "error", "before"]
-    assert f"{len(report)} layers in" in str(report) and len(report) == 6
+    assert f"{len(report)} layers in" in str(report) and len(report) == 6 and str(report).endswith(", 2 blocks")
     assert set(report.metrics()) == {"seconds", *(f"output_error/{r.tensor}" for r in report)}
     report.plot(tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000

@@ -187,6 +187,9 @@ def test_bad_scores():
     with pytest.raises(SparsityError, match=r"score=ria is a class; call it, score=ria\(\)"):
         ScopeSparsifier(score=scores.ria)
     bad = Activation()
+    bad.needs = "input_square"
+    with pytest.raises(SparsityError, match="score: needs must be a tuple of names, got 'input_square'"):
+        ScopeSparsifier(score=bad)
     bad.needs = ("hessian",)
     with pytest.raises(SparsityError, match="score: needs are some of .*, got 'hessian'"):
         ScopeSparsifier(score=bad)

@@ -33,10 +33,12 @@ class OneShotReport(Sequence[LayerRow]):
     Attributes:
         rows: one per layer, in the order of the forward pass.
         seconds: of the whole pass, recording included.
+        blocks: repeated blocks that were walked one by one; 0 where the model ran once for each layer.
     """
 
     rows: tuple[LayerRow, ...]
     seconds: float
+    blocks: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,7 +66,11 @@ class OneShotReport(Sequence[LayerRow]):
             )
             for line in lines
         ]
-        return "\n".join([*(line.rstrip() for line in table), f"{len(self.rows)} layers in {self.seconds:.1f} s"])
+        return "\n".join([*(line.rstrip() for line in table), self._last_line()])
+
+    def _last_line(self) -> str:
+        how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
+        return f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"
 
     def plot(self, path: str | Path) -> None:
         """Save a picture of the errors before and after, layer by layer; needs matplotlib."""

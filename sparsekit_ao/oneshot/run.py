@@ -78,12 +78,13 @@ def one_shot(
     try:
         model.eval()
         with torch.no_grad():
-            rows = list(_pass(_Pass(sparsifier, data, compensate, blocks, resume), progress))
+            state = _Pass(sparsifier, data, compensate, blocks, resume)
+            rows = _pass(state, progress)
     finally:
         for module, mode in modes:
             module.training = mode
     sparsifier._one_shot = None
-    return OneShotReport(rows=tuple(rows), seconds=time.perf_counter() - start)
+    return OneShotReport(rows=tuple(rows), seconds=time.perf_counter() - start, blocks=state.walked)
 
 
 class _Pass:
@@ -104,6 +105,7 @@ class _Pass:
             self.done, self.chosen = sparsifier._one_shot
         else:
             self.done, self.chosen = {}, {}
+        self.walked = 0  # blocks
         self.resumes = resume and bool(self.chosen or self.done)
 
     def needs(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -147,12 +149,14 @@ class _Pass:
         )
 
 
-def _pass(state: _Pass, progress: bool) -> Iterator[LayerRow]:
+def _pass(state: _Pass, progress: bool) -> list[LayerRow]:
     sparsifier = state.sparsifier
+    _check_gradients(state)
     if state.joint and not state.resumes:
         state.chosen.update(_joint_masks(state))
     sparsifier._one_shot = (state.done, state.chosen)
     walk = state.walk(state.needs)
+    state.walked = walk.blocks
     unreached = [t.name for t in walk.unreached]
     if unreached:
         text = (
@@ -172,7 +176,24 @@ def _pass(state: _Pass, progress: bool) -> Iterator[LayerRow]:
                     _write(sparsifier, layer)
                     state.done[layer.target.name] = row
             bar.update(len(layers))
-    yield from (state.done[t.name] for t in (*(t for u in units for t in u.targets), *rest))
+    return [state.done[t.name] for t in (*(t for u in units for t in u.targets), *rest)]
+
+
+def _check_gradients(state: _Pass) -> None:
+    """Raise if gradients that a score needs were not recorded before."""
+
+    def statistics(at: int) -> Statistics:
+        return state.sparsifier._statistics_of(state.groups[at])
+
+    for component in state.sparsifier._planned(state.groups).components:
+        needs = [n for n in needs_of(component.score) if n in GRADIENTS]
+        for _, at in component.scored(statistics) if needs else ():
+            missing = statistics(at).missing(needs)
+            if missing:
+                raise SparsityError(
+                    f"one_shot: {state.groups[at]['tensor_fqn']}: {component.score} needs {', '.join(missing)}; run "
+                    "sparsifier.calibrate(batches, forward) first, with a forward that returns the loss"
+                )
 
 
 def _units(state: _Pass, walk: Walk, units: Sequence[Unit]) -> Iterator[list[Layer]]:

@@ -20,7 +20,7 @@ Forward = Callable[[nn.Module, Any], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Stop(Exception):
+class _Stop(BaseException):  # not caught by `except Exception` in the user's forward
     """Raised by a hook when the rest of a forward pass is not needed."""
 
 
@@ -71,6 +71,11 @@ class Walk:
         self._blocks = _chained_blocks(model, data, _find_blocks(model, self._order, blocks), self._order, blocks)
         self._inputs: list[Arguments] = []
         self._at = 0  # the block whose inputs these are
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that are walked; 0 where the model runs once for each layer."""
+        return len(self._blocks)
 
     def units(self) -> list[Unit]:
         """Blocks, and single layers (those that read one tensor together) before, between and after them."""
