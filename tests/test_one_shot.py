@@ -385,6 +385,25 @@ def test_where_leaves_out_padding():
     assert torch.equal(padded.mask("0.weight"), clean.mask("0.weight"))
 
 
+def test_a_block_that_some_batches_skip(monkeypatch):
+    class Skips(Model):
+        def forward(self, x):
+            x = self.first(x)
+            for k, block in enumerate(self.blocks):
+                x = x if k == 1 and len(x) < 20 else block(x)
+            return self.head(x)
+
+    batches, masks = [*correlated(), *correlated(2, 10, seed=1)], []
+    for blocks in (None, []):
+        if blocks is not None:
+            monkeypatch.setattr(walk, "_find_blocks", lambda *_: [])
+        torch.manual_seed(0)
+        sparsifier = prepared(Skips(blocks=3))
+        assert one_shot(sparsifier, batches).blocks == 0
+        masks.append({n: s["mask"].clone() for n, s in sparsifier.state.items()})
+    assert all(torch.equal(masks[0][n], masks[1][n]) for n in masks[0])
+
+
 # couplings
 
 
@@ -663,13 +682,16 @@ def test_both_calls_of_a_layer_that_is_called_twice_count(monkeypatch):
     assert tokens == {"layer.weight": 128, "head.weight": 64}
 
 
-def test_a_batch_that_skips_the_blocks_is_named():
+def test_a_batch_that_skips_all_blocks():
     class Skips(Model):
         def forward(self, x):
             return super().forward(x) if len(x) > 1 else self.head(self.first(x))
 
-    with pytest.raises(SparsityError, match="batch 1 does not run the repeated blocks as batch 0 does"):
-        one_shot(prepared(Skips()), [torch.randn(4, 8), torch.randn(1, 8)])
+    batches = [*correlated(), torch.randn(1, 8)]
+    report = one_shot(prepared(Skips()), batches)
+    assert report.blocks == 0 and all(r.after < r.before for r in report)
+    with pytest.raises(SparsityError, match="blocks='blocks' do not form a chain"):
+        one_shot(prepared(Skips()), batches, blocks="blocks")
 
 
 def test_autocast_is_for_the_model_alone():

@@ -204,6 +204,8 @@ def _chained_blocks(
 ) -> list[nn.Module]:
     """The blocks, if on the first batch each one's input is the output of the one before; else none of them.
 
+    None either if some batch skips a block.
+
     None either if a layer is part of several blocks, whose inputs are not known together.
     """
     if not blocks:
@@ -236,7 +238,8 @@ def _chained_blocks(
                 output = _output(block, given)
                 given, shown = _next(given, output), _next(shown, output)
         else:
-            return list(blocks)
+            if all(_called(model, data, blocks, at) == list(range(len(blocks))) for at in range(1, len(data.batches))):
+                return list(blocks)
     if name is not None:
         raise SparsityError(
             f"one_shot: blocks={name!r} do not form a chain: each must be called once, in order, with the first output "
@@ -244,6 +247,20 @@ def _chained_blocks(
             "out to run the model once for each layer"
         )
     return []
+
+
+def _called(model: nn.Module, data: Batches, blocks: Sequence[nn.Module], at: int) -> list[int]:
+    """The blocks that the forward pass of one batch calls, in order."""
+    found: list[int] = []
+    handles = [
+        block.register_forward_pre_hook(lambda module, args, k=k: found.append(k)) for k, block in enumerate(blocks)
+    ]
+    try:
+        data.run(model, at)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _captured(model: nn.Module, data: Batches, block: nn.Module, at: int) -> Arguments:
@@ -259,11 +276,6 @@ def _captured(model: nn.Module, data: Batches, block: nn.Module, at: int) -> Arg
         data.run(model, at)
     finally:
         handle.remove()
-    if not found:
-        raise SparsityError(
-            f"one_shot: batch {at} does not run the repeated blocks as batch 0 does; leave it out, or prune with "
-            "batches that all pass through every block"
-        )
     return _copied(found[0])
 
 
