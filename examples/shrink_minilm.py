@@ -216,7 +216,7 @@ def check_onnx(model: nn.Module, path: Path, batches: Sequence[Mapping[str, Tens
         found = session.run(None, {name: batch[name].numpy() for name in names})[0]
         want = wrapped(*(batch[name] for name in names))
         difference = max(difference, float((torch.from_numpy(found) - want).abs().max()))
-    if not difference < 1e-4:
+    if not difference < 1e-3:  # of unit vectors; float32 sums in another order
         raise SystemExit(f"onnxruntime gives other outputs: they differ by {difference:.1e}")
     return difference
 

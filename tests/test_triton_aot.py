@@ -4,16 +4,12 @@ Runs in a child process without the interpreter's variable; needs no GPU.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import background
 import pytest
-from grids import EXHAUSTIVE
+from background import ARCHES
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
-ARCHES = (80, 90, 100)
 REGISTERS = 128  # so that an SM holds 16 warps
 SECONDS = 5  # of a processor, to compile one kernel; the slowest takes about one
 KERNELS = {
@@ -23,13 +19,9 @@ KERNELS = {
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory):
+def lines():
     """What the child process printed: one dict a kernel and architecture."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))  # compile, whatever was compiled before
-    command = [sys.executable, str(Path(__file__).parent / "aot_child.py"), *map(str, ARCHES)]
-    command += ["--every"] if EXHAUSTIVE else []
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = background.result("test_triton_aot.py")
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

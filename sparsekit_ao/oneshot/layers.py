@@ -16,7 +16,7 @@ from ..selection import keep_mask
 from ..sparsifiers.component import Component, labels_of
 from ..sparsifiers.planned import PlannedSparsifier
 from .obs import column_chunks, sparsegpt, structured_obs
-from .solve import admm_mask, least_squares, relative_error
+from .solve import CG_STEPS, FEW_STEPS, admm, least_squares, relative_error
 
 METHODS = (None, "least_squares", "sparsegpt", "obs", "admm")
 DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
@@ -36,6 +36,7 @@ class Layer:
         components: those of this tensor alone, stage by stage; empty where its mask is given.
         mask: its mask, once that is chosen.
         found: its compensated weight, once that is computed.
+        start: weights near the compensated ones, as a matrix, if a method gave them.
     """
 
     at: int
@@ -45,6 +46,7 @@ class Layer:
     components: Sequence[Component]
     mask: Tensor | None = None
     found: Tensor | None = None
+    start: Tensor | None = None
     seconds: float = 0.0
 
     @property
@@ -115,7 +117,9 @@ def compensate(sparsifier: PlannedSparsifier, layers: Sequence[Layer], method: s
         if layer.found is None:
             layer.found = layer.weight * mask
         if method is not None and layer.gram is not None and method != "sparsegpt":
-            solved = least_squares(layer.matrix(layer.weight), layer.damped_gram, layer.matrix(mask))
+            steps = CG_STEPS if layer.start is None else FEW_STEPS
+            own, kept = layer.matrix(layer.weight), layer.matrix(mask)
+            solved = least_squares(own, layer.damped_gram, kept, steps, layer.start)
             assert layer.statistics is not None
             layer.found = layer.statistics.from_matrix(solved)
         layer.seconds += time.perf_counter() - start
@@ -169,11 +173,11 @@ def _admm_together(sparsifier: PlannedSparsifier, layers: Sequence[Layer]) -> No
         def project(z: Tensor) -> Tensor:
             return torch.cat([p(part) for p, part in zip(projections, z.split(sizes, 1), strict=True)], 1)  # noqa: B023
 
-        masks = admm_mask(torch.cat(rows, 1), gram, project).split(sizes, 1)
+        masks, starts = (t.split(sizes, 1) for t in admm(torch.cat(rows, 1), gram, project))
         share = (time.perf_counter() - start) / len(together)
-        for layer, mask in zip(together, masks, strict=True):
+        for layer, mask, begin in zip(together, masks, starts, strict=True):
             assert layer.statistics is not None
-            layer.mask, layer.seconds = layer.statistics.from_matrix(mask), share
+            layer.mask, layer.start, layer.seconds = layer.statistics.from_matrix(mask), begin, share
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
