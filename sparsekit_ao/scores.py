@@ -276,16 +276,21 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
     return found.detach()
 
 
+def damped_gram(gram: Tensor, damp: float) -> Tensor:
+    """G + damp * mean(diag G) I of each group."""
+    scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    return gram + scale * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+
+
 def damped_inverse(gram: Tensor, damp: float, name: str) -> Tensor:
     """(G + damp * mean(diag G) I)^-1 of each group, float32; in float64 where the Cholesky factor of float32 fails.
 
     Raises:
         SparsityError: all inputs are zero.
     """
-    scale = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    if bool((scale <= 0).any()):
+    if not bool((gram.diagonal(dim1=1, dim2=2).mean(1) > 0).all()):
         raise SparsityError(f"{name}: all inputs of this layer are zero in the calibration data")
-    damped = gram + damp * scale * torch.eye(gram.shape[1], device=gram.device)
+    damped = damped_gram(gram, damp)
     factor, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed.any()):
         factor, failed = torch.linalg.cholesky_ex(damped.double())

@@ -70,6 +70,26 @@ def test_the_benchmark_table_equals_the_csv():
         assert cells == expected + memory
 
 
+def test_the_factors_beside_the_speed_table_equal_the_csv():
+    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    text = " ".join(README.split())
+
+    def span(kind, column):
+        found = [float(r[column]) for r in rows if r["kind"] == kind]
+        return min(found), max(found)
+
+    jit, plain = (span(kind, "times faster than stock") for kind in ("WeightNorm", "WeightNorm, plain"))
+    copies = span("WeightNorm", "times one copy")
+    assert f"is {jit[0]:.0f} to {jit[1]:.0f} times faster than stock with the JIT extra" in text
+    assert f"({plain[0]:.0f} to {plain[1]:.0f} times without), at {copies[0]} to {copies[1]} copies" in text
+    ours = {r["pattern"]: float(r["ms"]) for r in rows if r["kind"] == "ours"}
+    of = {k: [float(r["ms"]) / ours[r["pattern"]] for r in rows if r["kind"] == k] for k in {r["kind"] for r in rows}}
+    pat, l1 = of["PAT MinSparsityConstraint"], of["prune.l1_unstructured"]
+    assert f"`MinSparsityConstraint` {min(pat):.0f} to {max(pat):.0f} times" in text
+    assert f"`prune.l1_unstructured` {min(l1):.0f} to {max(l1):.0f} times" in text
+
+
 def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
     with (ROOT / "examples/benchmarks/results/cpu_patterns.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -11,7 +11,7 @@ from .. import distributed
 from ..algebra import MaskUpdate
 from ..calibration import INPUTS, Statistics, Target
 from ..errors import SparsityError
-from ..scores import damped_inverse, joint_saliency, needs_of
+from ..scores import damped_gram, damped_inverse, joint_saliency, needs_of
 from ..selection import keep_mask
 from ..sparsifiers.component import Component, labels_of
 from ..sparsifiers.planned import PlannedSparsifier
@@ -58,9 +58,7 @@ class Layer:
     def damped_gram(self) -> Tensor:
         """G + DAMP * mean(diag G) I in the weight's dtype, without which few tokens would be fitted too closely."""
         assert self.gram is not None
-        gram = self.gram.to(self.weight.dtype)
-        scale = DAMP * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        return gram + scale * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        return damped_gram(self.gram.to(self.weight.dtype), DAMP)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """[groups, outputs, inputs]; see `Statistics.matrix`."""
