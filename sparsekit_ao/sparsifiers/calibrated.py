@@ -33,8 +33,8 @@ class CalibratedSparsifier(MaskSparsifier):
     ) -> Calibration | None:
         """Record the statistics that scores need while the model runs; they add to those recorded before.
 
-        The sums do not depend on how tokens are split into batches, up to float32 rounding. Over ranks each one runs its
-        own batches, and all statistics are summed at the end.
+        The sums do not depend on how tokens are split into batches, up to float32 rounding. Over ranks each one runs
+        its own batches, and all statistics are summed at the end.
 
         Args:
             batches: each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
