@@ -3,6 +3,7 @@
 from .axes import AxisPattern, dimensions_of
 from .block import BlockCoupling, BlockSpec, SparseBlock, block_windows
 from .budget import checked_level, is_number, sparsity_to_nnz
+from .elements import elements_of
 from .scope import ScopeCoupling, ScopeSpec
 from .sparse_scope import MaskUpdate, ScopeMember, SparseScope, scope_windows, update_masks, write_back
 from .view import View

@@ -8,16 +8,18 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
+from ..selection import Blocks, Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
 from ..selection.strides import Shape, grid_of
 from ..selection.tiling import real_slots, tile_volumes
 from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
+from .elements import finite_norms
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
@@ -131,15 +133,16 @@ class SparseScope(Thresholded):
 
     @torch.no_grad()
     def get_masks(
-        self, nnz: Budget, values: Values = None, block_scores: BlockValues = None, block_mask: BlockValues = None
+        self, nnz: Budget, values: Values = None, block_scores: BlockValues = None, candidates: BlockValues = None
     ) -> dict[BlockSpec, Tensor]:
         """Keep exactly nnz blocks in every scope.
 
         Args:
             nnz: blocks kept in each scope.
             values: what is scored (by 2-norm); not together with `block_scores`.
-            block_scores: scores of the block grid's shape instead of norms; a mapping {block: tensor} for several.
-            block_mask: bool of the block grid's shape, True where a block may compete; the others are dropped.
+            block_scores: scores instead of norms: of the block grid's shape, a mapping {block: tensor} for several; or
+                (*scope grid, blocks per scope), as `block_norms` returns them.
+            candidates: bool of either shape, True where a block may compete; the others are dropped.
 
         Returns:
             {block: parameter-shaped bool mask}, True = keep; elements outside a view are kept.
@@ -152,7 +155,7 @@ class SparseScope(Thresholded):
         if values is not None and block_scores is not None:
             raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values, block_scores)
-        allowed = self._rows_of(block_mask, "block_mask")
+        allowed = self._rows_of(candidates, "candidates")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
         return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}
 
@@ -209,7 +212,12 @@ class SparseScope(Thresholded):
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
-        return torch.cat([scope_scores(w, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
+        windows = scope_windows(self, values)
+        rows = [finite_norms(partial(self._norms, w), w.members) for w in windows]
+        return torch.cat(rows, dim=1)
+
+    def _norms(self, scopes: Scopes, members: tuple[Blocks, ...]) -> Tensor:
+        return scope_scores(scopes.with_members(members), as_mean=self.as_mean)
 
     @property
     def as_mean(self) -> bool:
@@ -219,15 +227,22 @@ class SparseScope(Thresholded):
     def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
         if per_block is None:
             return None
-        members = self.members()
+        members, in_rows = self.members(), (*self.grid_shape, self.numblk_per_scope())
         if isinstance(per_block, Tensor):
+            if tuple(per_block.shape) == in_rows:
+                return per_block.reshape(self.numscp(), in_rows[-1])
             if len(members) > 1:
-                raise SparsityError(f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes")
+                raise SparsityError(
+                    f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes, or of the shape "
+                    f"{in_rows}, got {tuple(per_block.shape)}"
+                )
             per_block = {members[0].block: per_block}
         for m in members:
             if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
                 where = f"{m.name}: " if m.name else ""
-                raise SparsityError(f"{where}{what} must have the block grid's shape {m.block.grid_shape}")
+                raise SparsityError(
+                    f"{where}{what} must have the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
+                )
         rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
 
@@ -295,12 +310,19 @@ def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
     """
     windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
     chosen = [
-        Update(scopes=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept, masked=u.masked)
+        Update(
+            scopes=w, keep=_as_first(u.scope.budget(u.keep), w), norm=u.norm, among_kept=u.among_kept, masked=u.masked
+        )
         for u, w in zip(updates, windows, strict=True)
     ]
     scope_masks(chosen, impl=impl)
     for update, w in zip(updates, windows, strict=True):
         write_back(w, update.scope, update.masks)
+
+
+def _as_first(keep: Budget, windows: Sequence[Scopes]) -> Budget:
+    """A budget in the shape of the first member's scopes, which may lack dimensions of one scope."""
+    return keep.reshape(windows[0].scope_grid) if isinstance(keep, Tensor) else keep
 
 
 def scope_windows(

@@ -14,5 +14,5 @@ from .parametrization import (
     remove_mask,
     squash,
 )
-from .product import FROM, select
+from .product import FROM, marked, select
 from .saved import is_intercepted, keep_saved, saving
