@@ -15,41 +15,14 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection import Blocks, Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
-from ..selection.strides import Shape, grid_of
 from ..selection.tiling import real_slots, tile_volumes
 from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
 from .elements import finite_norms
+from .member import ScopeMember
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScopeMember:
-    """One block grid of a `SparseScope`, tiled into scopes.
-
-    Attributes:
-        block: the blocks that compete.
-        shape: blocks of a scope along each dimension of the block grid.
-        order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-        name: opening words of error messages.
-    """
-
-    block: SparseBlock
-    shape: Shape
-    order: Shape = ()
-    name: str | None = None
-
-    @property
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the block grid."""
-        return grid_of(self.block.grid_shape, self.shape)
-
-    @property
-    def width(self) -> int:
-        """Blocks of a full scope."""
-        return math.prod(self.shape)
 
 
 class SparseScope(Thresholded):
@@ -130,6 +103,21 @@ class SparseScope(Thresholded):
         scores = self._scores(values, None)
         low, high = self._kth(scores, keep + 1), self._kth(scores, keep)
         return ((high + k_weight * low) / (1 + k_weight)).reshape(self.grid_shape)
+
+    @torch.no_grad()
+    def keep_thresholds(self, nnz: Budget, values: Values = None) -> dict[SparseBlock, Tensor]:
+        """Thresholds of `soft_threshold` for each block that leave exactly nnz blocks in every scope.
+
+        They are the mean of the norms of the last block kept and the first dropped, inf for blocks that are dropped
+        (ties included), and below the block's own norm for those kept. Of each member's block grid shape.
+        """
+        rows = self._scores(values, None)
+        kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
+        dropped = ~kept if real is None else real & ~kept
+        low = torch.where(dropped, rows, 0).amax(1, keepdim=True)
+        high = torch.where(kept & ~rows.isnan(), rows, math.inf).amin(1, keepdim=True)
+        middle = torch.where(dropped.any(1, keepdim=True), low / 2 + high / 2, 0)
+        return dict(self._grids_of(torch.where(kept, torch.minimum(middle, rows * (1 - 2**-18)), math.inf)))
 
     @torch.no_grad()
     def get_masks(
@@ -254,7 +242,7 @@ class SparseScope(Thresholded):
 
     def _select(self, rows: Tensor, keep: Budget, allowed: Tensor | None = None) -> Tensor:
         """The selection rule on these rows; slots without a block never compete."""
-        real = real_slots(scope_windows(self))
+        real = real_slots(scope_windows(self), rows.device)
         candidates = allowed if real is None else real if allowed is None else real & allowed
         return keep_mask(rows, keep.reshape(-1) if isinstance(keep, Tensor) else keep, candidates=candidates)
 

@@ -88,11 +88,16 @@ class Thresholded(ABC):
             steps = 50 if max_iter is None else max_iter
             newton = Newton(eps=eps, atol=1e-6 if atol is None else atol, max_iter=steps)
         self._check_signs(t, scopes, newton)
-        if not _by_kernels(scopes, t, impl, soft=True, scale=scale, newton=newton, where=self._where()):
-            limit = newton if is_limited else None
-            if limit is not None and atol is None and any(_dtype(s.members) == torch.float64 for s in scopes):
-                limit = replace(limit, atol=1e-12)
-            shrink_windows(scopes, t, scale=scale, is_conditioned=newton is not None, eps=eps, limit=limit)
+        if (
+            is_limited
+            and newton is not None
+            and atol is None
+            and all(_dtype(s.members) == torch.float64 for s in scopes)
+        ):
+            newton = replace(newton, atol=1e-12)
+        soft_threshold_windows(
+            scopes, t, newton=newton, is_limited=is_limited, scale=scale, impl=impl, where=self._where()
+        )
 
     def _thresholds(self, thresholds: Tensor | float) -> Tensor | float:
         """A number or a single element as it is, other tensors expanded to the grid."""
@@ -145,23 +150,28 @@ def zero_below(
         _zero(s.members, drop)
 
 
-def shrink_windows(
+def soft_threshold_windows(
     scopes: Sequence[Scopes],
     thresholds: Tensor | float,
     *,
-    is_conditioned: bool,
+    newton: Newton | None = None,
+    is_limited: bool = False,
     scale: bool = False,
-    eps: float = 0.0,
-    limit: Newton | None = None,
+    impl: str = "auto",
+    where: str = "",
 ) -> None:
-    """Shrink blocks in place, in plain torch; a part of them at a time.
+    """Shrink blocks in place: by kernels where they can, else in plain torch, a part of them at a time.
 
     Args:
-        scopes: windows on the values, which have diagonals in place of masks if `is_conditioned`.
+        scopes: windows on the values; with `newton` they have positive diagonals in place of masks.
         thresholds: t >= 0: a number, or a tensor with one element or of the scope grid's shape.
-        is_conditioned, scale, eps: see `Thresholded.soft_threshold`.
-        limit: of Newton's steps; nothing is written before all blocks have converged.
+        newton: for the conditioned variant.
+        is_limited: keep to the limits of `newton` in plain torch too, and write nothing before all have converged.
+        scale, impl: see `Thresholded.soft_threshold`.
+        where: opening words of an error.
     """
+    if _by_kernels(scopes, thresholds, impl, soft=True, scale=scale, newton=newton, where=where):
+        return
     if not isinstance(thresholds, Tensor) and thresholds == 0:
         return
     parts = []
@@ -169,8 +179,8 @@ def shrink_windows(
         t = _block_thresholds(thresholds, s, scale)
         most = PART if s.members[0].window.device.type == "cpu" else s.members[0].window.numel()
         for place, own in parts_of(s.members, s.grid, most) if math.prod(s.grid) else ():
-            parts.append(partial(_shrunk, own, t[place] if t.ndim else t, place, is_conditioned, eps, limit))
-    if limit is None:
+            parts.append(partial(_shrunk, own, t[place] if t.ndim else t, place, newton, is_limited))
+    if not is_limited:
         run_apart([partial(_shrink_part, part) for part in parts])
         return
     for members, blocks, grid, dim in [part() for part in parts]:
@@ -185,19 +195,18 @@ def _shrunk(
     members: Sequence[Blocks],
     thresholds: Tensor,
     place: tuple[slice, ...],
-    is_conditioned: bool,
-    eps: float,
-    limit: Newton | None,
+    newton: Newton | None,
+    is_limited: bool,
 ) -> tuple[Sequence[Blocks], Tensor, Shape, int]:
     """What soft thresholding writes of one part: its members, blocks, grid and the dimension of elements."""
     grid, dim, dtype = tuple(at.stop - at.start for at in place), element_dim(members), _dtype(members)
     t = thresholds.reshape(-1) if thresholds.ndim else thresholds
     v = read_blocks(members, grid, dim, 0.0, dtype)
-    if not is_conditioned:
+    if newton is None:
         return members, shrink(v, t, dim), grid, dim
     h = read_blocks([replace(m, values=m.mask) for m in members], grid, dim, 1.0, dtype)
-    h = h.add_(eps) if eps else h
-    atol, most = (math.inf, None) if limit is None else (limit.atol, limit.max_iter)
+    h = h.add_(newton.eps) if newton.eps else h
+    atol, most = (newton.atol, newton.max_iter) if is_limited else (math.inf, None)
     return members, shrink_conditioned(v, h, t, dim, atol=atol, max_iter=most), grid, dim
 
 
