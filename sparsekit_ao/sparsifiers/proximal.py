@@ -41,14 +41,14 @@ class ProximalSparsifier(PlannedSparsifier):
     plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel every rank computes the same.
 
     Args:
-        strength: >= 0: a number, or a function of the number of steps so far, such as `schedules.linear`. A config entry
-            may give its own.
+        strength: >= 0: a number, or a function of the number of steps so far, such as `schedules.linear`. An entry
+            of the config may give its own.
         sparsity_level, nnz: instead, the fraction of blocks dropped, or the number kept, in each scope. Schedulers
             change the level.
         optimizer: what trains the sparsified parameters, or several; or `attach` it later. Budgets with
             `conditioner=None` need none.
-        conditioner: "auto" (SGD, Adam, AdamW, RMSprop, Adagrad); None for `D = 1 / lr` with any optimizer; or a function
-            `(optimizer, parameter) -> D`, positive, a number or of the parameter's shape.
+        conditioner: "auto" (SGD, Adam, AdamW, RMSprop, Adagrad); None for `D = 1 / lr` with any optimizer; or a
+            function `(optimizer, parameter) -> D`, positive, a number or of the parameter's shape.
         structure: pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, edge, block_coupling,
             coupling_order, scope_coupling, stages: as for `ScopeSparsifier`.
 
