@@ -1,4 +1,4 @@
-"""The report of a compaction, as numbers and as text."""
+"""Reports of a compaction and of a conversion to another format, as numbers and as text."""
 
 import json
 from collections.abc import Mapping
@@ -88,3 +88,33 @@ class Compaction:
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
         lines += [UNLISTED + text for text in self.unlisted]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What an export did; `print(report)` shows it as text.
+
+    Attributes:
+        target: the function that converted.
+        converted: names of the tensors that are stored, or run, sparse.
+        left: {tensor: why} of all other weights.
+        before, after: bytes of what was converted; of the whole files where files are written.
+        difference: largest difference of an output on the user's inputs, relative to the largest value that differs;
+            None where no model is run, because values are equal bit for bit.
+        notes: what else a user must know.
+    """
+
+    target: str
+    converted: tuple[str, ...]
+    left: Mapping[str, str]
+    before: int
+    after: int
+    difference: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.target}: {len(self.converted)} of {len(self.converted) + len(self.left)} weights"]
+        lines += [f"bytes: {self.before:,} -> {self.after:,} ({self.after / max(self.before, 1):.3f})"]
+        lines += [] if self.difference is None else [f"largest relative difference of outputs: {self.difference:.1e}"]
+        lines += [f"left: {name} ({why})" for name, why in self.left.items()]
+        return "\n".join([*lines, *(f"note: {text}" for text in self.notes)])
