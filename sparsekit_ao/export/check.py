@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from ..errors import SparsityError
-from . import two_four
+from . import coreml, sparse_file, two_four
 from .layers import Layer, Reasons, checked_layers
 
 # Each target by the name of its function in `export`. A target's own file imports its library only when it is called.
 TARGETS: Mapping[str, Reasons] = {
+    "coreml_metadata": coreml.reasons,
     "pack_2_4": two_four.reasons,
+    "save_sparse": sparse_file.reasons,
 }
 
 

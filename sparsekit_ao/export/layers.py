@@ -43,6 +43,11 @@ class Layer:
         return used_weight(self.module, self.tensor_name)
 
     @property
+    def kind(self) -> str:
+        """The class of the module."""
+        return type(self.module).__name__.removeprefix("Parametrized")
+
+    @property
     def fqn(self) -> str:
         """The weight's (first) name in the model."""
         return self.names[0]
@@ -137,12 +142,18 @@ def checked_layers(
     Raises:
         SparsityError: with every layer that is not taken, and the reasons.
     """
+    if squashed:
+        refuse_masks(model, target)
     chosen, left = choose_layers(model, tensors, target)
     wrong = [(layer.fqn, text) for layer in chosen for text in reasons(layer)]
     if wrong:
         hint = "" if tensors is not None else "\nPass tensors=[...] to convert only others."
         raise SparsityError(f"{target} does not take\n  " + "\n  ".join(f"{n}: {text}" for n, text in wrong) + hint)
-    masked = [layer.fqn for layer in chosen if layer.masked]
-    if squashed and masked:
-        raise SparsityError(f"{target}: {masked[0]} still has its mask; call sparsifier.squash_mask() first")
     return chosen, left
+
+
+def refuse_masks(model: nn.Module, target: str) -> None:
+    """Raise a SparsityError if any weight still has its mask."""
+    masked = next((layer.fqn for layer in layers_of(model) if layer.masked), None)
+    if masked is not None:
+        raise SparsityError(f"{target}: {masked} still has its mask; call sparsifier.squash_mask() first")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..masking import WeightMask
 from ..patterns import is_of_transformers
 from .layers import Layer
 
@@ -21,8 +22,7 @@ def is_a(layer: Layer, *kinds: type[nn.Module]) -> Found:
     if isinstance(layer.module, kinds) and layer.tensor_name == "weight":
         return []
     hint = "; Conv1D stores its weight transposed" if is_of_transformers(layer.module, "Conv1D") else ""
-    kind = type(layer.module).__name__.removeprefix("Parametrized")
-    return [f"needs the weight of {' or '.join(k.__name__ for k in kinds)}, got {layer.tensor_name} of {kind}{hint}"]
+    return [f"needs the weight of {' or '.join(k.__name__ for k in kinds)}, got {layer.tensor_name} of {layer.kind}{hint}"]
 
 
 def has_dtype(layer: Layer, dtypes: Iterable[torch.dtype]) -> Found:
@@ -58,11 +58,11 @@ def is_not_shared(layer: Layer) -> Found:
 def is_not_parametrized(layer: Layer) -> Found:
     """Nothing but the mask may compute the weight."""
     chain = getattr(layer.module, "parametrizations", {})
-    names = [type(p).__name__ for p in chain[layer.tensor_name]] if layer.tensor_name in chain else []
-    if len(names) <= layer.masked:
+    all_ = chain[layer.tensor_name] if layer.tensor_name in chain else []
+    others = [type(p).__name__ for p in all_ if not isinstance(p, WeightMask)]
+    if not others:
         return []
-    other = ", ".join(n for n in names if n != "WeightMask") or names[0]
-    return [f"is computed by {other}; call torch.nn.utils.parametrize.remove_parametrizations first"]
+    return [f"is computed by {', '.join(others)}; call torch.nn.utils.parametrize.remove_parametrizations first"]
 
 
 def keeps_n_of_m(layer: Layer, n: int, m: int, dim: int = 1) -> Found:
