@@ -137,7 +137,7 @@ def _check_zeros(layers: Sequence[Layer], converted: nn.Module) -> None:
         if not _is_quantized(found):
             raise SparsityError(
                 f"quantize: torchao left {layer.fqn} of shape {tuple(layer.weight.shape)} as it is with this "
-                "config; its kernel may need other multiples. Take another config, or name those that fit (tensors=[...])."
+                "config; its kernel may need other multiples. Take another config, or name others (tensors=[...])."
             )
         changed = ((layer.weight == 0) & (found.dequantize().to(layer.weight.device) != 0)).nonzero()
         if len(changed):
