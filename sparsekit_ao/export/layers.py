@@ -53,10 +53,17 @@ class Layer:
         return self.names[0]
 
     @property
-    def density(self) -> float:
-        """The fraction of elements that are not zero; nan is not zero, -0.0 is."""
+    def kept(self) -> Tensor:
+        """Bool, of the weight's shape: values that are not zero. nan is not zero, -0.0 is."""
         weight = self.weight
-        return int(weight.ne(0).sum()) / max(weight.numel(), 1)
+        is_float8 = weight.is_floating_point() and weight.itemsize == 1  # without comparisons on the CPU
+        return (weight.float() if is_float8 else weight) != 0
+
+    @property
+    def density(self) -> float:
+        """The fraction of values that are not zero."""
+        kept = self.kept
+        return int(kept.sum()) / max(kept.numel(), 1)
 
 
 def layers_of(model: nn.Module) -> list[Layer]:

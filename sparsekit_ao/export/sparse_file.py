@@ -13,7 +13,19 @@ from ..errors import SparsityError
 from .encoding import CODES, bits_of, flat, kept_of, smaller_code
 from .layers import Layer, refuse_masks
 from .results import Conversion
-from .tensor_file import DTYPES, Stored, StrPath, distinct, file_bytes, has_form, open_file, read_json, refuse_same_names, write_file
+from .tensor_file import (
+    DTYPES,
+    Stored,
+    StrPath,
+    distinct,
+    fields_of,
+    file_bytes,
+    has_form,
+    open_file,
+    read_json,
+    refuse_same_names,
+    write_file,
+)
 
 _KEY = "sparsekit_ao.sparse"
 _ZLIB = 0.2  # up to this density zlib makes int8 files smaller than bits do: examples/benchmarks/sparse_files.py
@@ -164,13 +176,15 @@ def _parts(row: _Row, state: Mapping[str, Tensor]) -> list[Stored]:
 
 def _notes(sparse: list[_Row]) -> tuple[str, ...]:
     small = [row.name for row in sparse if row.dtype.itemsize == 1 and row.n - row.zeros <= _ZLIB * row.n]
-    text = f"zlib on a dense file is about as small or smaller for one-byte elements at 80 % and more ({', '.join(small)})"
+    text = (
+        f"zlib on a dense file is about as small or smaller for one-byte elements at 80 % and more ({', '.join(small)})"
+    )
     return (text,) if small else ()
 
 
 def _checked(file: Any, about: Any, path: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The entries of a file's metadata, all of which fit its tensors."""
-    tensors, aliases = (about.get(k) if isinstance(about, dict) else None for k in ("tensors", "aliases"))
+    tensors, aliases = fields_of(about, "tensors", "aliases")
     if not isinstance(tensors, dict) or not isinstance(aliases, dict):
         raise SparsityError(f"{path}: {_KEY!r} in its metadata must hold 'tensors' and 'aliases', got {about!r:.80}")
     keys = set(file.keys())
@@ -185,9 +199,9 @@ def _checked(file: Any, about: Any, path: str) -> tuple[dict[str, dict[str, Any]
 
 
 def _check_entry(file: Any, keys: set[str], name: str, t: Any, where: str) -> None:
-    shape, code, kept = (t.get(k) if isinstance(t, dict) else None for k in ("shape", "code", "kept"))
-    counts = [kept, *shape] if isinstance(shape, list) else [None]
-    if code not in CODES or not all(type(n) is int and n >= 0 for n in counts):
+    shape, code, kept = fields_of(t, "shape", "code", "kept")
+    is_form = isinstance(code, str) and code in CODES and isinstance(shape, list)
+    if not is_form or not all(type(n) is int and n >= 0 for n in (kept, *shape)):
         raise SparsityError(f"{where}needs a shape, a code of {list(CODES)} and a count of kept values, got {t!r:.80}")
     n, values, coded = math.prod(shape), f"{name}.values", f"{name}.{code}"
     missing = {values, coded} - keys
@@ -198,8 +212,12 @@ def _check_entry(file: Any, keys: set[str], name: str, t: Any, where: str) -> No
         found = file.get_slice(values).get_shape()
         raise SparsityError(f"{where}{kept} values of {n} elements are to be stored, got shape {found}")
     size = file.get_slice(coded).get_shape()
-    if len(size) != 1 or not has_form(file, coded, torch.uint8, tuple(size)) or not _is_possible(code, size[0], n, kept):
-        raise SparsityError(f"{where}a {code} of {size} bytes does not fit {kept} of {n} elements")
+    if (
+        len(size) != 1
+        or not has_form(file, coded, torch.uint8, tuple(size))
+        or not _is_possible(code, size[0], n, kept)
+    ):
+        raise SparsityError(f"{where}a {code} of shape {size} does not fit {kept} of {n} elements")
 
 
 def _is_possible(code: str, size: int, n: int, kept: int) -> bool:
@@ -219,4 +237,3 @@ def _decode(file: Any, name: str, t: Mapping[str, Any]) -> Tensor:
     bits = torch.zeros(n, dtype=bits_of(values).dtype)
     bits[at] = bits_of(values)
     return bits.view(values.dtype).reshape(t["shape"])
-

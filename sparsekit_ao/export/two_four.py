@@ -19,6 +19,7 @@ from .tensor_file import (
     StrPath,
     as_stored,
     distinct,
+    fields_of,
     file_bytes,
     has_form,
     open_file,
@@ -147,12 +148,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _names(about: Any, path: str) -> tuple[list[str], dict[str, str]]:
     """Names of packed tensors, and {name: first name} of tied ones, from a file's metadata."""
-    names, aliases = (about.get(k) if isinstance(about, dict) else None for k in ("packed", "aliases"))
-    texts = [*names, *aliases.values()] if isinstance(names, list) and isinstance(aliases, dict) else [None]
-    if not all(isinstance(text, str) for text in texts):
+    names, aliases = fields_of(about, "packed", "aliases")
+    is_form = isinstance(names, list) and isinstance(aliases, dict)
+    if not is_form or not all(isinstance(text, str) for text in [*names, *aliases.values()]):
         raise SparsityError(f"{path}: {_KEY!r} in its metadata must hold 'packed' and 'aliases', got {about!r:.80}")
-    if aliases.keys() & set(aliases.values()):
-        raise SparsityError(f"{path}: {min(aliases.keys() & set(aliases.values()))!r} is the same tensor as itself")
+    both = aliases.keys() & set(aliases.values())
+    if both:
+        raise SparsityError(f"{path}: {min(both)!r} is the same tensor as itself")
     return names, aliases
 
 
