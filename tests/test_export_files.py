@@ -56,9 +56,9 @@ def test_sizes_of_a_layer(tmp_path):
         report = export.save_sparse({"w": weight}, tmp_path / "x")
         assert report.after <= (density + 1 / (8 * dtype.itemsize) + 0.01) * report.before
         assert report.after <= (bound + 0.01) * report.before
-    assert not report.notes
-    weight[torch.rand(256, 512) < 0.8] = 0
-    assert "zlib on a dense file" in export.save_sparse({"w": weight}, tmp_path / "x").notes[0]
+        assert not report.notes or dtype == torch.bfloat16
+    weight = torch.randint(-3, 4, (256, 512), dtype=torch.int8)  # few levels, which zlib codes in few bits
+    assert "zlib would leave about 0.4" in export.save_sparse({"w": weight}, tmp_path / "x").notes[0]
 
 
 def test_tied_tensors_are_stored_once_and_other_layouts_are_kept(tmp_path):

@@ -2,10 +2,11 @@
 
     python examples/benchmarks/sparse_files.py      # the table, and a CSV under examples/benchmarks/results/
 
-The tensors are the weights of the attention and feed-forward layers of MiniLM, pruned by magnitude, so values are those
-of a trained model; int8 ones are rounded with one scale for each output. `of dense` is the size of a file relative to a
-dense safetensors file (of Core ML, to its dense float16 weights), `zlib` and `zstd` those of the dense file compressed
-at the default level; they are empty where the library is not installed. Nothing is timed.
+The tensors are the weights of the attention and feed-forward layers of MiniLM (for Core ML its square ones), pruned by
+magnitude, so values are those of a trained model; int8 ones are rounded with one scale for each output, or one for the
+whole tensor. `of dense` is the size of a file relative to a dense safetensors file (of Core ML, to its dense float16
+weights), `zlib` and `zstd` those of the dense file compressed at the default level; they are empty where the library is
+not installed. Nothing is timed.
 """
 
 import argparse
@@ -25,7 +26,13 @@ PATTERNS = {
     "80 %": {"sparsity_level": 0.8},
     "90 %": {"sparsity_level": 0.9},
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "int8, one scale": torch.int8,
+}
 PACKED = ("bfloat16", "float16", "int8")
 
 
@@ -44,7 +51,7 @@ def layers(is_tiny: bool) -> nn.ModuleDict:
     return nn.ModuleDict(found)
 
 
-def pruned(is_tiny: bool, config: dict, dtype: torch.dtype) -> nn.ModuleDict:
+def pruned(is_tiny: bool, config: dict, dtype: str) -> nn.ModuleDict:
     """Squashed layers of a dtype."""
     model = layers(is_tiny)
     sparsifier = ScopeSparsifier(**config)
@@ -56,10 +63,11 @@ def pruned(is_tiny: bool, config: dict, dtype: torch.dtype) -> nn.ModuleDict:
     return model
 
 
-def as_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype != torch.int8:
-        return weight.to(dtype)
-    return (weight * 127 / weight.abs().amax(1, keepdim=True)).round().to(dtype)
+def as_dtype(weight: Tensor, dtype: str) -> Tensor:
+    if DTYPES[dtype] != torch.int8:
+        return weight.to(DTYPES[dtype])
+    largest = weight.abs().amax(1, keepdim=True) if dtype == "int8" else weight.abs().amax()
+    return (weight * 127 / largest).round().to(torch.int8)
 
 
 def compressed(data: bytes) -> dict[str, str]:
@@ -76,7 +84,7 @@ def measure(folder: Path, dtype: str, pattern: str, is_tiny: bool) -> list[dict]
     """A row of each target for one dtype and one pattern."""
     from safetensors.torch import save_file
 
-    model = pruned(is_tiny, PATTERNS[pattern], DTYPES[dtype])
+    model = pruned(is_tiny, PATTERNS[pattern], dtype)
     path = folder / "file"
     save_file(model.state_dict(), path)
     data = path.read_bytes()
@@ -103,7 +111,7 @@ def coreml(folder: Path, pattern: str, is_tiny: bool) -> list[dict]:
     import coremltools as ct
 
     model = nn.Sequential(
-        *(m for m in pruned(is_tiny, PATTERNS[pattern], torch.float32).values() if m.in_features == m.out_features)
+        *(m for m in pruned(is_tiny, PATTERNS[pattern], "float32").values() if m.in_features == m.out_features)
     )
     x = torch.randn(1, model[0].in_features)
     rows = []
