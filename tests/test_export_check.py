@@ -154,6 +154,30 @@ def test_unknown_targets_and_weights_without_values():
             layers_of(model)
 
 
+def test_weights_that_are_no_plain_tensors(monkeypatch):
+    from sparsekit_ao.export import layers
+
+    model = linear()
+    monkeypatch.setattr(layers, "is_sharded", lambda parameter: True)
+    with pytest.raises(SparsityError, match="0.weight is sharded over ranks; export a model that holds whole weights"):
+        export.report(model)
+    monkeypatch.undo()
+    model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse_coo(), requires_grad=False)
+    with pytest.raises(SparsityError, match="0.weight is a torch.sparse_coo, and only plain weights can be exported"):
+        export.report(model)
+
+
+def test_a_model_of_one_layer_and_another_library_s(tmp_path):
+    layer = squashed(linear(), HALF)[0]
+    assert export.pack_2_4(layer, tmp_path / "x").converted == ("weight",)
+    assert export.coreml_metadata(layer.float())[1].converted == ("weight",)
+    kind = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})
+    model = nn.Sequential(kind())
+    model[0].weight = layer.weight
+    with pytest.raises(SparsityError, match="got weight of Conv1D; Conv1D stores its weight transposed"):
+        export.check(model, "pack_2_4")
+
+
 def test_every_target_is_a_function_of_export():
     assert all(callable(getattr(export, name)) for name in TARGETS)
 

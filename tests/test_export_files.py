@@ -2,14 +2,18 @@
 
 import json
 import struct
+import weakref
 
 import pytest
 import torch
 from export_models import Tied, linear, same_bits, squashed, with_value
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparsekit_ao import SparsityError, export, patterns
 from sparsekit_ao.export.encoding import CODES, smaller_code
+from sparsekit_ao.export.tensor_file import Stored, file_bytes, write_file
+from sparsekit_ao.export.two_four import _on_cuda
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.complex64, torch.int64, torch.int8, torch.bool]
@@ -78,6 +82,30 @@ def test_tied_tensors_are_stored_once_and_other_layouts_are_kept(tmp_path):
     assert same_bits(export.load_sparse(tmp_path / "x")["0.weight"], conv[0].weight)
 
 
+def test_no_more_than_one_tensor_is_made_at_a_time(tmp_path):
+    made = []
+
+    def make():
+        assert all(earlier() is None for earlier in made)
+        tensor = torch.ones(3, 2)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    stored = [Stored(name=str(k), dtype=torch.float32, shape=(3, 2), make=make) for k in range(5)]
+    assert write_file(tmp_path / "x", stored, {}) == file_bytes(stored, {}) == (tmp_path / "x").stat().st_size
+    assert len(made) == 5
+
+
+def test_a_file_is_replaced_only_by_a_complete_one(tmp_path):
+    def fail():
+        raise RuntimeError("out of memory")
+
+    (tmp_path / "x").write_text("before")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        write_file(tmp_path / "x", [Stored(name="w", dtype=torch.float32, shape=(1,), make=fail)], {})
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x", "before")]
+
+
 def test_what_cannot_be_saved(tmp_path):
     zeros = torch.zeros(64, 64)
     for state, text in (
@@ -128,6 +156,8 @@ FOREIGN = [
     (put("tensors", "w", "shape", [10**6, 10**6]), "a mask of shape .375. does not fit"),
     (put("tensors", "w", "shape", [3, -1000]), "needs a shape, a code of .* and a count of kept values"),
     (put("tensors", "w", "shape", "1"), "needs a shape"),
+    (put("tensors", "w", "shape", [0, 2**40, 2**40]), "needs a shape"),
+    (put("tensors", "w", "code", ["mask"]), "needs a shape"),
     (put("tensors", "w", "kept", 7), "w: 7 values of 3000 elements are to be stored, got shape"),
     (put("tensors", "w", "kept", True), "needs a shape"),
     (put("tensors", "w", "code", "zip"), r"needs a shape, a code of \['mask', 'gaps'\]"),
@@ -165,8 +195,6 @@ def test_a_code_that_places_other_elements(level, tmp_path):
 
 
 def test_files_of_others(tmp_path):
-    from safetensors.torch import save_file
-
     save_file({"w": torch.ones(3)}, tmp_path / "x")
     with pytest.raises(SparsityError, match="was not written by save_sparse"):
         export.load_sparse(tmp_path / "x")
@@ -187,11 +215,7 @@ def test_packed_weights_are_the_same_after_loading(dtype, share, tmp_path):
     again[0].weight = nn.Parameter(torch.ones_like(model[0].weight), requires_grad=False)
     export.load_2_4(again, tmp_path / "x")
     assert same_bits(again[0].weight, model[0].weight)
-    import safetensors
-
-    with safetensors.safe_open(tmp_path / "x", "pt") as file:
-        parts = [file.get_tensor(name) for name in ("0.weight.values", "0.weight.metadata")]
-    assert sum(p.nbytes for p in parts) == share * model[0].weight.nbytes
+    assert sum(part.nbytes for part in load_file(tmp_path / "x").values()) == share * model[0].weight.nbytes
 
 
 def test_negative_zeros_are_zeros_when_packed(tmp_path):
@@ -240,6 +264,12 @@ def test_models_that_a_packed_file_does_not_fit(make, text, tmp_path):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+def test_a_packed_file_needs_a_model_with_values(tmp_path):
+    export.pack_2_4(squashed(linear(), torch.float16), tmp_path / "x")
+    with pytest.raises(SparsityError, match="load_2_4: the model is on the meta device; model.to_empty"):
+        export.load_2_4(linear(dtype=torch.float16, device="meta"), tmp_path / "x")
+
+
 PACKED = [
     (put("packed", ["1.weight"]), "1.weight is packed, but no weight"),
     (put("packed", 3), "must hold 'packed' and 'aliases'"),
@@ -263,6 +293,17 @@ def test_metadata_that_are_not_2_4(tmp_path):
     (tmp_path / "x").write_bytes(data[:-2] + b"\0\0")  # both values of a group at its first place
     with pytest.raises(SparsityError, match="0.weight: its metadata are not those of a 2:4 weight"):
         export.load_2_4(linear(dtype=torch.float16), tmp_path / "x")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
+def test_the_tensor_of_cutlass_holds_the_file_s_values_and_metadata(monkeypatch, tmp_path):
+    model = squashed(linear(), torch.float16)
+    export.pack_2_4(model, tmp_path / "x")
+    parts = [load_file(tmp_path / "x")[f"0.weight.{part}"] for part in ("values", "metadata")]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    found = _on_cuda(model[0].weight, model[0].weight, *parts)
+    assert isinstance(found, torch.sparse.SparseSemiStructuredTensorCUTLASS) and found.shape == model[0].weight.shape
+    assert torch.equal(found.packed, parts[0]) and torch.equal(found.meta, parts[1])
 
 
 @pytest.mark.gpu

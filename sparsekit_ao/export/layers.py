@@ -6,9 +6,11 @@ Works on masked and on squashed models; nothing is changed.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..masking import find_mask, used_weight
 from ..sparsifiers.names import matcher, parameter_of
@@ -72,7 +74,8 @@ def layers_of(model: nn.Module) -> list[Layer]:
     A parameter that several modules share is listed once, with all its names.
 
     Raises:
-        SparsityError: a weight has no values yet, as in lazy modules or on the meta device.
+        SparsityError: a weight has no values yet, as in lazy modules or on the meta device; or it is sharded,
+            quantized, or sparse already.
     """
     found: dict[int, Layer] = {}
     names: dict[int, list[str]] = {}
@@ -82,8 +85,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
         own = [n for n, p in module._parameters.items() if p is not None]
         for name in [*own, *getattr(module, "parametrizations", ())]:
             fqn, parameter = f"{path}.{name}".removeprefix("."), parameter_of(module, name)
-            if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-                raise SparsityError(f"{fqn} has no values yet: run a lazy module once, or load a checkpoint first")
+            _refuse_special(fqn, parameter)
             masked = find_mask(module, name) is not None
             if masked or parameter.ndim > 1:
                 names.setdefault(id(parameter), []).append(fqn)
@@ -93,6 +95,16 @@ def layers_of(model: nn.Module) -> list[Layer]:
         Layer(name=a.name, module=a.module, tensor_name=a.tensor_name, masked=a.masked, names=tuple(names[key]))
         for key, a in found.items()
     ]
+
+
+def _refuse_special(fqn: str, parameter: Tensor) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+        raise SparsityError(f"{fqn} has no values yet: run a lazy module once, or load a checkpoint first")
+    if is_sharded(parameter):
+        raise SparsityError(f"{fqn} is sharded over ranks; export a model that holds whole weights")
+    if type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
+        kind = type(parameter).__name__ if parameter.layout == torch.strided else str(parameter.layout)
+        raise SparsityError(f"{fqn} is a {kind}, and only plain weights can be exported; export before converting them")
 
 
 def choose_layers(model: nn.Module, tensors: Sequence[str] | None, target: str) -> tuple[list[Layer], dict[str, str]]:

@@ -221,7 +221,8 @@ def _checked(file: Any, about: Any, path: str) -> tuple[dict[str, dict[str, Any]
 def _check_entry(file: Any, keys: set[str], name: str, t: Any, where: str) -> None:
     shape, code, kept = fields_of(t, "shape", "code", "kept")
     is_form = isinstance(code, str) and code in CODES and isinstance(shape, list)
-    if not is_form or not all(type(n) is int and n >= 0 for n in (kept, *shape)):
+    is_form = is_form and all(type(n) is int and n >= 0 for n in (kept, *shape))
+    if not is_form or math.prod(max(n, 1) for n in shape) >= 2**63:
         raise SparsityError(f"{where}needs a shape, a code of {list(CODES)} and a count of kept values, got {t!r:.80}")
     n, values, coded = math.prod(shape), f"{name}.values", f"{name}.{code}"
     missing = {values, coded} - keys

@@ -100,6 +100,8 @@ def load_2_4(model: nn.Module, path: StrPath) -> None:
     with open_file(path) as file:
         names, aliases = _names(read_json(path, file, _KEY, "pack_2_4"), str(path))
         state = model.state_dict()
+        if any(tensor.is_meta for tensor in state.values()):
+            raise SparsityError("load_2_4: the model is on the meta device; model.to_empty(device=...) first")
         _check_forms(file, names, aliases, state, str(path))
         packed = {n: (file.get_tensor(f"{n}.values"), file.get_tensor(f"{n}.metadata")) for n in names}
         dense = {name: _unpack(name, *parts) for name, parts in packed.items()}
