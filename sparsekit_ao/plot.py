@@ -93,12 +93,13 @@ def plot_layers(
         raise SparsityError("plot_layers needs a report with at least one weight")
     ax = _new_axes(max(2.0, min(_ROW_INCHES * len(report), _MOST_INCHES))) if ax is None else ax
     names = [row.patterns[0] if row.patterns else "dense" for row in report]
-    for at, name in enumerate(dict.fromkeys(names)):
+    pruned = list(dict.fromkeys(name for name in names if name != "dense"))
+    colors = {"dense": "0.8"} | {name: f"C{at % 10}" for at, name in enumerate(pruned)}
+    for name in dict.fromkeys(names):
         places = [k for k, own in enumerate(names) if own == name]
-        ax.barh(places, [report[k].density for k in places], color=f"C{at % 10}", label=name)
+        ax.barh(places, [report[k].density for k in places], color=colors[name], label=name)
     ax.set_yticks(range(len(report)), [row.tensor for row in report], fontsize="x-small")
-    ax.invert_yaxis()
-    ax.set(xlim=(0, 1), xlabel="density")
+    ax.set(xlim=(0, 1), ylim=(len(report) - 0.5, -0.5), xlabel="density")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="x-small")
     _save(ax, path, _DPI[0])
     return ax

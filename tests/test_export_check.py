@@ -49,7 +49,7 @@ REFUSED = [
      r" every 4 along dimension 1, got [34] at \[\d+, \d+:\d+\]"),
     ("pack_2_4", lambda: squashed(linear(), HALF, block_shape=(1, 1), scope_shape=(4, 1), nnz=2), r"along dimension 1, "
      r"got [34] at \[0, \d+:\d+\]; it is 2:4 along dimension 0"),
-    ("pack_2_4", lambda: squashed(linear(), torch.float32), "0.weight: needs float16, bfloat16, int8, got float32"),
+    ("pack_2_4", lambda: squashed(linear(), torch.float32), "0.weight: needs float16 or bfloat16 or int8, got float32"),
     ("pack_2_4", lambda: squashed(linear(48), HALF), "0.weight: needs dimension 0 to be a multiple of 32, got 48"),
     ("pack_2_4", lambda: squashed(linear(16, 64), torch.int8), "dimension 1 to be a multiple of 128, got 64"),
     ("pack_2_4", lambda: tied().half(), r"a\.weight: needs a weight of its own, but it is shared with b\.weight"),

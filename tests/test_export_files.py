@@ -1,6 +1,8 @@
 """Files of sparse models: packed 2:4 weights, and kept values with bits or gaps; the same bits after loading."""
 
+import contextlib
 import json
+import random
 import struct
 import weakref
 
@@ -192,6 +194,23 @@ def test_a_code_that_places_other_elements(level, tmp_path):
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(SparsityError, match=r"w: its (mask|gaps) must place \d+ values in 3000 elements, got"):
         export.load_sparse(tmp_path / "x")
+
+
+def test_damaged_files_are_loaded_or_refused(tmp_path):
+    path, random_ = tmp_path / "x", random.Random(0)
+    for level in (0.5, 0.97, None):
+        if level is None:
+            export.pack_2_4(squashed(linear(), torch.float16), path)
+        else:
+            export.save_sparse(state_dict(torch.float32, level, 3000), path)
+        data = path.read_bytes()
+        for _ in range(100):
+            damaged = bytearray(data[: random_.choice((len(data), random_.randrange(len(data))))])
+            for _ in range(2):
+                damaged[random_.randrange(len(damaged))] ^= 1 << random_.randrange(8)
+            path.write_bytes(damaged)
+            with contextlib.suppress(SparsityError):
+                export.load_sparse(path) if level else export.load_2_4(linear(dtype=torch.float16), path)
 
 
 def test_files_of_others(tmp_path):

@@ -30,7 +30,7 @@ def is_a(layer: Layer, *kinds: type[nn.Module]) -> Found:
 def has_dtype(layer: Layer, dtypes: Iterable[torch.dtype]) -> Found:
     """The weight must have one of these dtypes."""
     dtypes, found = list(dtypes), layer.weight.dtype
-    return [] if found in dtypes else [f"needs {', '.join(map(_short, dtypes))}, got {_short(found)}"]
+    return [] if found in dtypes else [f"needs {' or '.join(map(_short, dtypes))}, got {_short(found)}"]
 
 
 def has_multiples(layer: Layer, *sizes: int) -> Found:
