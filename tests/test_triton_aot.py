@@ -21,7 +21,7 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def lines():
     """What the child process printed: one dict a kernel and architecture."""
-    done = background.result("test_triton_aot.py")
+    done, _ = background.result("test_triton_aot.py")
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
