@@ -1,4 +1,4 @@
-"""Child processes that take a minute or more: they run one after the other beside the tests, from the start of a session.
+"""Child processes of a minute or more, run one after the other beside the tests, from the start of a session.
 
 Each works on one core; the tests use little more than one themselves. A job has the name of the test or test file that
 reads its result.
