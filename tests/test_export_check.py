@@ -124,6 +124,14 @@ def test_tensors_that_are_named(tensors, text):
         export.check(dense_part(), "pack_2_4", tensors)
 
 
+def test_a_long_list_is_cut():
+    model = nn.Sequential(*(squashed(linear())[0] for _ in range(12)))
+    with pytest.raises(
+        SparsityError, match=r"9.weight: needs .*\n  2 more\nPass tensors=\[...\] to convert only others"
+    ):
+        export.check(model, "pack_2_4")
+
+
 def test_what_is_not_chosen_is_reported(tmp_path):
     report = export.pack_2_4(dense_part(), tmp_path / "x", tensors=["0.*"])
     assert report.converted == ("0.weight",) and report.left == {"1.weight": "not in `tensors`"}

@@ -4,7 +4,7 @@ Works on masked and on squashed models; nothing is changed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from ..masking import find_mask, used_weight
 from ..sparsifiers.names import matcher, parameter_of
 
 ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on
+
+_SHOWN = 10  # lines of an error
 
 Reasons = Callable[["Layer"], list[str]]
 
@@ -78,7 +80,6 @@ def layers_of(model: nn.Module) -> list[Layer]:
             quantized, or sparse already.
     """
     found: dict[int, Layer] = {}
-    names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
             continue
@@ -87,14 +88,11 @@ def layers_of(model: nn.Module) -> list[Layer]:
             fqn, parameter = f"{path}.{name}".removeprefix("."), parameter_of(module, name)
             _refuse_special(fqn, parameter)
             masked = find_mask(module, name) is not None
-            if masked or parameter.ndim > 1:
-                names.setdefault(id(parameter), []).append(fqn)
+            if masked or used_weight(module, name).ndim > 1:
                 layer = Layer(name=path, module=module, tensor_name=name, masked=masked, names=())
-                found.setdefault(id(parameter), layer)
-    return [
-        Layer(name=a.name, module=a.module, tensor_name=a.tensor_name, masked=a.masked, names=tuple(names[key]))
-        for key, a in found.items()
-    ]
+                first = found.setdefault(id(parameter), layer)
+                found[id(parameter)] = replace(first, names=(*first.names, fqn))
+    return list(found.values())
 
 
 def _refuse_special(fqn: str, parameter: Tensor) -> None:
@@ -159,15 +157,16 @@ def checked_layers(
         squashed: masks that are still there are an error, as they must be when weights are converted.
 
     Raises:
-        SparsityError: with every layer that is not taken, and the reasons.
+        SparsityError: with the layers that are not taken, and the reasons.
     """
     if squashed:
         refuse_masks(model, target)
     chosen, left = choose_layers(model, tensors, target)
-    wrong = [(layer.fqn, text) for layer in chosen for text in reasons(layer)]
+    wrong = [f"{layer.fqn}: {text}" for layer in chosen for text in reasons(layer)]
     if wrong:
+        lines = wrong[:_SHOWN] + ([f"{len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
         hint = "" if tensors is not None else "\nPass tensors=[...] to convert only others."
-        raise SparsityError(f"{target} does not take\n  " + "\n  ".join(f"{n}: {text}" for n, text in wrong) + hint)
+        raise SparsityError(f"{target} does not take\n  " + "\n  ".join(lines) + hint)
     return chosen, left
 
 

@@ -46,7 +46,7 @@ def save_sparse(model: nn.Module | Mapping[str, Tensor], path: StrPath) -> Conve
     """Save a squashed model without its zeros, as a safetensors file that `load_sparse` reads.
 
     Any pattern and any dtype: a tensor is stored as its kept values, in row-major order, and a bit for each element
-    that tells which are kept, or, where that is smaller, a byte for each kept element (the zeros before it). Tensors
+    that marks which are kept, or, where that is smaller, a byte for each kept element (the zeros before it). Tensors
     for which this is not smaller are stored dense. Values are the same bits after loading; -0.0 and nan count as kept.
     Tied tensors are stored once. Tensors are encoded one at a time, when they are written.
 

@@ -63,8 +63,8 @@ def pack_2_4(model: nn.Module, path: StrPath, tensors: Sequence[str] | None = No
         What was packed and what was not; bytes are those of this file and of a dense one.
 
     Raises:
-        SparsityError: a weight cannot be packed (as `export.check(model, "pack_2_4")` tells), or has a mask. No file is
-            written.
+        SparsityError: a weight cannot be packed (`export.check(model, "pack_2_4")` finds the same), or has a mask. No
+            file is written.
     """
     chosen, left = checked_layers(model, "pack_2_4", reasons, tensors, squashed=True)
     dense, aliases = distinct(model.state_dict())
