@@ -1,4 +1,4 @@
-"""A masked model handed on: dense state dicts, smaller models, files and other libraries' formats; what takes it."""
+"""A masked or pruned model for use elsewhere: dense state dicts, smaller models, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
 from .check import check

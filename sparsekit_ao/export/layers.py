@@ -4,16 +4,20 @@ Works on masked and on squashed models; nothing is changed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..masking import find_mask, used_weight
 from ..sparsifiers.names import matcher, parameter_of
 
 ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on
+
+_SHOWN = 10  # lines of an error
 
 Reasons = Callable[["Layer"], list[str]]
 
@@ -53,10 +57,17 @@ class Layer:
         return self.names[0]
 
     @property
-    def density(self) -> float:
-        """The fraction of elements that are not zero; nan is not zero, -0.0 is."""
+    def kept(self) -> Tensor:
+        """Bool, of the weight's shape: values that are not zero. nan is not zero, -0.0 is."""
         weight = self.weight
-        return int(weight.ne(0).sum()) / max(weight.numel(), 1)
+        is_float8 = weight.is_floating_point() and weight.itemsize == 1  # without comparisons on the CPU
+        return (weight.float() if is_float8 else weight) != 0
+
+    @property
+    def density(self) -> float:
+        """The fraction of values that are not zero."""
+        kept = self.kept
+        return int(kept.sum()) / max(kept.numel(), 1)
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
@@ -65,27 +76,33 @@ def layers_of(model: nn.Module) -> list[Layer]:
     A parameter that several modules share is listed once, with all its names.
 
     Raises:
-        SparsityError: a weight has no values yet, as in lazy modules or on the meta device.
+        SparsityError: a weight has no values yet, as in lazy modules or on the meta device; or it is sharded,
+            quantized, or sparse already.
     """
     found: dict[int, Layer] = {}
-    names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
             continue
         own = [n for n, p in module._parameters.items() if p is not None]
         for name in [*own, *getattr(module, "parametrizations", ())]:
             fqn, parameter = f"{path}.{name}".removeprefix("."), parameter_of(module, name)
-            if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-                raise SparsityError(f"{fqn} has no values yet: run a lazy module once, or load a checkpoint first")
+            _refuse_special(fqn, parameter)
             masked = find_mask(module, name) is not None
-            if masked or parameter.ndim > 1:
-                names.setdefault(id(parameter), []).append(fqn)
+            if masked or used_weight(module, name).ndim > 1:
                 layer = Layer(name=path, module=module, tensor_name=name, masked=masked, names=())
-                found.setdefault(id(parameter), layer)
-    return [
-        Layer(name=a.name, module=a.module, tensor_name=a.tensor_name, masked=a.masked, names=tuple(names[key]))
-        for key, a in found.items()
-    ]
+                first = found.setdefault(id(parameter), layer)
+                found[id(parameter)] = replace(first, names=(*first.names, fqn))
+    return list(found.values())
+
+
+def _refuse_special(fqn: str, parameter: Tensor) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+        raise SparsityError(f"{fqn} has no values yet: run a lazy module once, or load a checkpoint first")
+    if is_sharded(parameter):
+        raise SparsityError(f"{fqn} is sharded over ranks; export a model that holds whole weights")
+    if type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
+        kind = type(parameter).__name__ if parameter.layout == torch.strided else str(parameter.layout)
+        raise SparsityError(f"{fqn} is a {kind}, and only plain weights can be exported; export before converting them")
 
 
 def choose_layers(model: nn.Module, tensors: Sequence[str] | None, target: str) -> tuple[list[Layer], dict[str, str]]:
@@ -140,15 +157,16 @@ def checked_layers(
         squashed: masks that are still there are an error, as they must be when weights are converted.
 
     Raises:
-        SparsityError: with every layer that is not taken, and the reasons.
+        SparsityError: with the layers that are not taken, and the reasons.
     """
     if squashed:
         refuse_masks(model, target)
     chosen, left = choose_layers(model, tensors, target)
-    wrong = [(layer.fqn, text) for layer in chosen for text in reasons(layer)]
+    wrong = [f"{layer.fqn}: {text}" for layer in chosen for text in reasons(layer)]
     if wrong:
+        lines = wrong[:_SHOWN] + ([f"{len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
         hint = "" if tensors is not None else "\nPass tensors=[...] to convert only others."
-        raise SparsityError(f"{target} does not take\n  " + "\n  ".join(f"{n}: {text}" for n, text in wrong) + hint)
+        raise SparsityError(f"{target} does not take\n  " + "\n  ".join(lines) + hint)
     return chosen, left
 
 

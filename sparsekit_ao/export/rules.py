@@ -22,13 +22,15 @@ def is_a(layer: Layer, *kinds: type[nn.Module]) -> Found:
     if isinstance(layer.module, kinds) and layer.tensor_name == "weight":
         return []
     hint = "; Conv1D stores its weight transposed" if is_of_transformers(layer.module, "Conv1D") else ""
-    return [f"needs the weight of {' or '.join(k.__name__ for k in kinds)}, got {layer.tensor_name} of {layer.kind}{hint}"]
+    return [
+        f"needs the weight of {' or '.join(k.__name__ for k in kinds)}, got {layer.tensor_name} of {layer.kind}{hint}"
+    ]
 
 
 def has_dtype(layer: Layer, dtypes: Iterable[torch.dtype]) -> Found:
     """The weight must have one of these dtypes."""
     dtypes, found = list(dtypes), layer.weight.dtype
-    return [] if found in dtypes else [f"needs {', '.join(map(_short, dtypes))}, got {_short(found)}"]
+    return [] if found in dtypes else [f"needs {' or '.join(map(_short, dtypes))}, got {_short(found)}"]
 
 
 def has_multiples(layer: Layer, *sizes: int) -> Found:
@@ -58,8 +60,8 @@ def is_not_shared(layer: Layer) -> Found:
 def is_not_parametrized(layer: Layer) -> Found:
     """Nothing but the mask may compute the weight."""
     chain = getattr(layer.module, "parametrizations", {})
-    all_ = chain[layer.tensor_name] if layer.tensor_name in chain else []
-    others = [type(p).__name__ for p in all_ if not isinstance(p, WeightMask)]
+    found = [p for name in chain if name == layer.tensor_name for p in chain[name]]
+    others = [type(p).__name__ for p in found if not isinstance(p, WeightMask)]
     if not others:
         return []
     return [f"is computed by {', '.join(others)}; call torch.nn.utils.parametrize.remove_parametrizations first"]
@@ -67,7 +69,7 @@ def is_not_parametrized(layer: Layer) -> Found:
 
 def keeps_n_of_m(layer: Layer, n: int, m: int, dim: int = 1) -> Found:
     """At most n of every m consecutive elements of a dimension are not zero."""
-    kept, shape = layer.weight != 0, tuple(layer.weight.shape)
+    kept, shape = layer.kept, tuple(layer.weight.shape)
     if not -kept.ndim <= dim < kept.ndim or shape[dim] % m:
         return [f"needs dimension {dim} in groups of {m}, got shape {shape}"]
     counts = _counts(kept, m, dim)
@@ -75,8 +77,12 @@ def keeps_n_of_m(layer: Layer, n: int, m: int, dim: int = 1) -> Found:
     if at is None:
         return []
     place = [f"{i * m}:{i * m + m}" if k == dim else str(i) for k, i in enumerate(at)]
-    text = f"needs at most {n} nonzeros in every {m} along dimension {dim}, got {int(counts[at])} at [{', '.join(place)}]"
-    others = [k for k, size in enumerate(shape) if k != dim and size % m == 0 and bool((_counts(kept, m, k) <= n).all())]
+    text = (
+        f"needs at most {n} nonzeros in every {m} along dimension {dim}, got {int(counts[at])} at [{', '.join(place)}]"
+    )
+    others = [
+        k for k, size in enumerate(shape) if k != dim and size % m == 0 and bool((_counts(kept, m, k) <= n).all())
+    ]
     if float(kept.float().mean()) > 1 - _DENSE:
         return [f"{text}: the weight is dense"]
     return [text + "".join(f"; it is {n}:{m} along dimension {k}" for k in others[:1])]

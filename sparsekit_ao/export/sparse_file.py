@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,22 @@ from ..errors import SparsityError
 from .encoding import CODES, bits_of, flat, kept_of, smaller_code
 from .layers import Layer, refuse_masks
 from .results import Conversion
-from .tensor_file import DTYPES, Stored, StrPath, distinct, file_bytes, has_form, open_file, read_json, refuse_same_names, write_file
+from .tensor_file import (
+    DTYPES,
+    Stored,
+    StrPath,
+    distinct,
+    fields_of,
+    file_bytes,
+    has_form,
+    open_file,
+    read_json,
+    refuse_same_names,
+    write_file,
+)
 
 _KEY = "sparsekit_ao.sparse"
-_ZLIB = 0.2  # up to this density zlib makes int8 files smaller than bits do: examples/benchmarks/sparse_files.py
+_SAMPLE = 2**16  # bytes of a tensor that are compressed to estimate what zlib would do
 _ENTRY = 200  # bytes that a tensor in two parts adds to the header, about
 
 
@@ -33,7 +46,7 @@ def save_sparse(model: nn.Module | Mapping[str, Tensor], path: StrPath) -> Conve
     """Save a squashed model without its zeros, as a safetensors file that `load_sparse` reads.
 
     Any pattern and any dtype: a tensor is stored as its kept values, in row-major order, and a bit for each element
-    that tells which are kept, or, where that is smaller, a byte for each kept element (the zeros before it). Tensors
+    that marks which are kept, or, where that is smaller, a byte for each kept element (the zeros before it). Tensors
     for which this is not smaller are stored dense. Values are the same bits after loading; -0.0 and nan count as kept.
     Tied tensors are stored once. Tensors are encoded one at a time, when they are written.
 
@@ -108,7 +121,7 @@ def load_sparse(path: StrPath, device: str | torch.device = "cpu") -> dict[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """How a tensor is stored; `code` is "mask", "gaps", or None for dense."""
+    """How a tensor is stored; `code` is "mask", "gaps", or None for dense, `zlib` what zlib leaves of a sample."""
 
     name: str
     dtype: torch.dtype
@@ -116,6 +129,7 @@ class _Row:
     zeros: int
     code: str | None
     code_bytes: int
+    zlib: float
 
     @property
     def n(self) -> int:
@@ -124,7 +138,8 @@ class _Row:
 
 def _encode(name: str, tensor: Tensor) -> _Row:
     """Counts only: the code itself is made when it is written."""
-    kept = kept_of(flat(tensor))
+    elements = flat(tensor)
+    kept = kept_of(elements)
     count = int(kept.sum())
     code, size = smaller_code(kept)
     is_smaller = count * tensor.element_size() + size + _ENTRY < tensor.numel() * tensor.element_size()
@@ -135,6 +150,7 @@ def _encode(name: str, tensor: Tensor) -> _Row:
         zeros=tensor.numel() - count,
         code=code if is_smaller else None,
         code_bytes=size,
+        zlib=_zlib(elements),
     )
 
 
@@ -162,15 +178,33 @@ def _parts(row: _Row, state: Mapping[str, Tensor]) -> list[Stored]:
     ]
 
 
+def _zlib(elements: Tensor) -> float:
+    """The size to which zlib compresses bytes from the middle of a tensor, relative to them."""
+    data = elements.view(torch.uint8).numpy()
+    start = max(0, (len(data) - _SAMPLE) // 2)
+    sample = data[start : start + _SAMPLE].tobytes()
+    return len(zlib.compress(sample)) / max(len(sample), 1)
+
+
 def _notes(sparse: list[_Row]) -> tuple[str, ...]:
-    small = [row.name for row in sparse if row.dtype.itemsize == 1 and row.n - row.zeros <= _ZLIB * row.n]
-    text = f"zlib on a dense file is about as small or smaller for one-byte elements at 80 % and more ({', '.join(small)})"
-    return (text,) if small else ()
+    """Where a dense file that is compressed would be smaller."""
+    dense, own, other = (sum(column) for column in zip(*(_sizes(row) for row in sparse), strict=True))
+    if other >= own:
+        return ()
+    return (
+        f"zlib would leave about {other / dense:.2f} of a dense file of these tensors; here it is {own / dense:.2f}",
+    )
+
+
+def _sizes(row: _Row) -> tuple[int, int, float]:
+    """Bytes of a tensor dense, without its zeros, and, estimated, with zlib."""
+    dense = row.n * row.dtype.itemsize
+    return dense, (row.n - row.zeros) * row.dtype.itemsize + row.code_bytes, row.zlib * dense
 
 
 def _checked(file: Any, about: Any, path: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The entries of a file's metadata, all of which fit its tensors."""
-    tensors, aliases = (about.get(k) if isinstance(about, dict) else None for k in ("tensors", "aliases"))
+    tensors, aliases = fields_of(about, "tensors", "aliases")
     if not isinstance(tensors, dict) or not isinstance(aliases, dict):
         raise SparsityError(f"{path}: {_KEY!r} in its metadata must hold 'tensors' and 'aliases', got {about!r:.80}")
     keys = set(file.keys())
@@ -185,9 +219,10 @@ def _checked(file: Any, about: Any, path: str) -> tuple[dict[str, dict[str, Any]
 
 
 def _check_entry(file: Any, keys: set[str], name: str, t: Any, where: str) -> None:
-    shape, code, kept = (t.get(k) if isinstance(t, dict) else None for k in ("shape", "code", "kept"))
-    counts = [kept, *shape] if isinstance(shape, list) else [None]
-    if code not in CODES or not all(type(n) is int and n >= 0 for n in counts):
+    shape, code, kept = fields_of(t, "shape", "code", "kept")
+    is_form = isinstance(code, str) and code in CODES and isinstance(shape, list)
+    is_form = is_form and all(type(n) is int and n >= 0 for n in (kept, *shape))
+    if not is_form or math.prod(max(n, 1) for n in shape) >= 2**63:
         raise SparsityError(f"{where}needs a shape, a code of {list(CODES)} and a count of kept values, got {t!r:.80}")
     n, values, coded = math.prod(shape), f"{name}.values", f"{name}.{code}"
     missing = {values, coded} - keys
@@ -198,8 +233,12 @@ def _check_entry(file: Any, keys: set[str], name: str, t: Any, where: str) -> No
         found = file.get_slice(values).get_shape()
         raise SparsityError(f"{where}{kept} values of {n} elements are to be stored, got shape {found}")
     size = file.get_slice(coded).get_shape()
-    if len(size) != 1 or not has_form(file, coded, torch.uint8, tuple(size)) or not _is_possible(code, size[0], n, kept):
-        raise SparsityError(f"{where}a {code} of {size} bytes does not fit {kept} of {n} elements")
+    if (
+        len(size) != 1
+        or not has_form(file, coded, torch.uint8, tuple(size))
+        or not _is_possible(code, size[0], n, kept)
+    ):
+        raise SparsityError(f"{where}a {code} of shape {size} does not fit {kept} of {n} elements")
 
 
 def _is_possible(code: str, size: int, n: int, kept: int) -> bool:
@@ -219,4 +258,3 @@ def _decode(file: Any, name: str, t: Mapping[str, Any]) -> Tensor:
     bits = torch.zeros(n, dtype=bits_of(values).dtype)
     bits[at] = bits_of(values)
     return bits.view(values.dtype).reshape(t["shape"])
-

@@ -15,17 +15,17 @@ _DENSE = 0.01  # a weight with a smaller fraction of zeros is called dense
 
 
 def satisfied(layer: Layer) -> list[str]:
-    """Names of the structures that a weight satisfies: at most one of n:m, the largest blocks, rows, columns.
+    """Names of the structures that a weight satisfies: rows, columns, the strictest n:m; else the largest blocks.
 
-    "n:m" is along the inputs of the module. In blocks, rows and columns no zero is outside of one that is all zero.
-    "unstructured" stands for none of these, and there is none for a dense weight.
+    "n:m" is along the inputs of the module. In rows, columns and blocks no zero is outside of one that is all zero.
     """
-    kept = layer.weight != 0
+    kept = layer.kept
     if int(kept.sum()) > (1 - _DENSE) * kept.numel():
         return []
-    found = [f"{n}:{m}" for n, m in _N_M if _is_n_m(layer, kept, n, m)][:1]
-    found += [f"{a}x{b} blocks" for a, b in _BLOCKS if _is_blocks(layer, kept, patterns.blocks(a, b))][:1]
-    found += [p.kind for p in (patterns.rows(), patterns.columns()) if _is_blocks(layer, kept, p)]
+    found = [p.kind for p in (patterns.rows(), patterns.columns()) if _is_blocks(layer, kept, p)]
+    found += [f"{n}:{m}" for n, m in _N_M if _is_n_m(layer, kept, n, m)][:1]
+    if not found:
+        found = [f"{a}x{b} blocks" for a, b in _BLOCKS if _is_blocks(layer, kept, patterns.blocks(a, b))][:1]
     return found or ["unstructured"]
 
 

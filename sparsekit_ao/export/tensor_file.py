@@ -146,6 +146,11 @@ def read_json(path: StrPath, file: Any, key: str, writer: str) -> Any:
         raise SparsityError(f"{os.fspath(path)}: {key!r} in its metadata is not JSON: {e}") from e
 
 
+def fields_of(about: Any, *keys: str) -> list[Any]:
+    """Values of an object that was read as JSON; None for what it does not have."""
+    return [about.get(key) if isinstance(about, dict) else None for key in keys]
+
+
 def has_form(file: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     """Whether a file has a tensor of this dtype and shape; its values are not read."""
     if name not in file.keys():  # noqa: SIM118 (an open file is no mapping)

@@ -19,6 +19,7 @@ from .tensor_file import (
     StrPath,
     as_stored,
     distinct,
+    fields_of,
     file_bytes,
     has_form,
     open_file,
@@ -62,8 +63,8 @@ def pack_2_4(model: nn.Module, path: StrPath, tensors: Sequence[str] | None = No
         What was packed and what was not; bytes are those of this file and of a dense one.
 
     Raises:
-        SparsityError: a weight cannot be packed (as `export.check(model, "pack_2_4")` tells), or has a mask. No file is
-            written.
+        SparsityError: a weight cannot be packed (`export.check(model, "pack_2_4")` finds the same), or has a mask. No
+            file is written.
     """
     chosen, left = checked_layers(model, "pack_2_4", reasons, tensors, squashed=True)
     dense, aliases = distinct(model.state_dict())
@@ -99,6 +100,8 @@ def load_2_4(model: nn.Module, path: StrPath) -> None:
     with open_file(path) as file:
         names, aliases = _names(read_json(path, file, _KEY, "pack_2_4"), str(path))
         state = model.state_dict()
+        if any(tensor.is_meta for tensor in state.values()):
+            raise SparsityError("load_2_4: the model is on the meta device; model.to_empty(device=...) first")
         _check_forms(file, names, aliases, state, str(path))
         packed = {n: (file.get_tensor(f"{n}.values"), file.get_tensor(f"{n}.metadata")) for n in names}
         dense = {name: _unpack(name, *parts) for name, parts in packed.items()}
@@ -147,12 +150,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _names(about: Any, path: str) -> tuple[list[str], dict[str, str]]:
     """Names of packed tensors, and {name: first name} of tied ones, from a file's metadata."""
-    names, aliases = (about.get(k) if isinstance(about, dict) else None for k in ("packed", "aliases"))
-    texts = [*names, *aliases.values()] if isinstance(names, list) and isinstance(aliases, dict) else [None]
-    if not all(isinstance(text, str) for text in texts):
+    names, aliases = fields_of(about, "packed", "aliases")
+    is_form = isinstance(names, list) and isinstance(aliases, dict)
+    if not is_form or not all(isinstance(text, str) for text in [*names, *aliases.values()]):
         raise SparsityError(f"{path}: {_KEY!r} in its metadata must hold 'packed' and 'aliases', got {about!r:.80}")
-    if aliases.keys() & set(aliases.values()):
-        raise SparsityError(f"{path}: {min(aliases.keys() & set(aliases.values()))!r} is the same tensor as itself")
+    both = aliases.keys() & set(aliases.values())
+    if both:
+        raise SparsityError(f"{path}: {min(both)!r} is the same tensor as itself")
     return names, aliases
 
 
