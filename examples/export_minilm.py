@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer, dense = load_model()
+    if args.tiny:
+        dense.encoder.layer = dense.encoder.layer[:1]
     train, held_out = split_sentences(limit=16 if args.tiny else None)
     train = shuffled(train)
     batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = [Exported("dense", "float32", dense, saved(dense.state_dict(), args.out / "dense"), "-")]
     models.append(dense_int8(dense, args.out))
     for name, pattern in {level: patterns.blocks(1, 4, args.level), "2:4": patterns.n_m(2, 4)}.items():
-        pruned, sparsifier = prune(dense, pattern, calibration)
+        pruned, sparsifier = prune(dense, pattern, calibration, None if args.tiny else "least_squares")
         export.save_pretrained(pruned, sparsifier, args.out / "hugging_face")
         models += convert(name, pruned, calibration, args.out)
         print(f"{name}: pruned and converted, {time.perf_counter() - start:.0f} s", flush=True)
@@ -77,15 +79,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calibration", type=int, default=192, help="sentences to calibrate on (default: 192)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/export_minilm"), help="folder (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="16 sentences, 2 runs")
+    parser.add_argument("--tiny", action="store_true", help="16 sentences, one layer, 2 runs")
     return parser.parse_args(argv)
 
 
-def prune(dense: nn.Module, pattern: Any, calibration: Sequence[Any]) -> tuple[nn.Module, ScopeSparsifier]:
-    """A copy of the model, pruned in one pass: Wanda's score, kept weights fitted by least squares."""
+def prune(
+    dense: nn.Module, pattern: Any, calibration: Sequence[Any], compensate: str | None
+) -> tuple[nn.Module, ScopeSparsifier]:
+    """A copy of the model, pruned in one pass by Wanda's score; kept weights make up for the others."""
     model, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score="wanda", pattern=pattern)
     sparsifier.prepare(model, [{"tensor_fqn": ENCODER_LINEARS}])
-    one_shot(sparsifier, calibration, compensate="least_squares", where="attention_mask")
+    one_shot(sparsifier, calibration, compensate=compensate, where="attention_mask")
     sparsifier.squash_mask()
     return model, sparsifier
 

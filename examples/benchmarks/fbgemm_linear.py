@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a smoke test: a small size, once, without CSV")
     parser.add_argument("--no-csv", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     size, repeat, sizes = (64, 1, (1, 16)) if args.tiny else (2048, 201, (1, 16, 128))
