@@ -67,7 +67,9 @@ class DynamicMask(WeightMask):
         if torch.compiler.is_compiling():
             return _compilable(x, mask != 0, self.opened if backward is None else backward)
         with saving(self, [self.mask, self.backward_mask], x):
-            return select(x, mask) if backward is None and not self.is_open else _TwoMasks.apply(x, mask, backward)
+            if backward is None and not self.is_open:
+                return marked(select(x, mask))
+            return marked(_TwoMasks.apply(x, mask, backward))
 
     def shard_like(self, weight: Tensor) -> None:
         """Shard both masks as the weight is; as bool (one byte), because they are gathered in every forward pass."""
