@@ -84,6 +84,25 @@ def test_tied_tensors_are_stored_once_and_other_layouts_are_kept(tmp_path):
     assert same_bits(export.load_sparse(tmp_path / "x")["0.weight"], conv[0].weight)
 
 
+def test_views_of_one_memory_that_read_other_values_are_not_tied(tmp_path):
+    plain = torch.view_as_complex(torch.eye(64)[..., None] * torch.tensor([1.0, 2.0]))
+    state = {"a": plain, "b": plain.conj(), "c": plain.T, "d": plain.imag, "e": plain.conj().imag, "f": plain[:]}
+    export.save_sparse(state, tmp_path / "x")
+    found = export.load_sparse(tmp_path / "x")
+    assert all(torch.equal(found[k], state[k]) for k in state) and found["f"] is found["a"]
+
+
+def test_a_default_device_does_not_matter(tmp_path):
+    model = squashed(linear(), torch.float16)
+    again = linear(dtype=torch.float16)
+    with torch.device("meta"):
+        export.save_sparse(model, tmp_path / "x")
+        assert same_bits(export.load_sparse(tmp_path / "x")["0.weight"], model[0].weight)
+        export.pack_2_4(model, tmp_path / "x")
+        export.load_2_4(again, tmp_path / "x")
+    assert same_bits(again[0].weight, model[0].weight)
+
+
 def test_no_more_than_one_tensor_is_made_at_a_time(tmp_path):
     made = []
 
@@ -116,6 +135,9 @@ def test_what_cannot_be_saved(tmp_path):
         ({"w": zeros, "extra": 3}, "extra: only tensors with values can be saved, got int"),
         ({"w": zeros, "m": torch.ones(2, device="meta")}, "m: only tensors with values"),
         ({"w": zeros.to_sparse()}, "torch.sparse_coo cannot be saved"),
+        ({"w": zeros, "__metadata__": zeros}, "'__metadata__' cannot be the name of a tensor"),
+        ({"w": zeros, 3: zeros}, "3 cannot be the name of a tensor"),
+        ({"w" * 5000: torch.eye(30)}, "no tensor is smaller"),
         ({"w": zeros, "w.gaps": torch.ones(2)}, "'w.gaps' names a tensor and a part of another one"),
     ):
         with pytest.raises(SparsityError, match=text):
@@ -167,6 +189,8 @@ FOREIGN = [
     (put("tensors", "v", {"shape": [1], "code": "mask", "kept": 1}), "v: the file has no v.mask"),
     (put("tensors", 3), "must hold 'tensors' and 'aliases', got"),
     (put("aliases", "a", "b"), "a is to be the same tensor as 'b', which the file does not have"),
+    (put("aliases", "a", ["w"]), "a is to be the same tensor as .'w'., which the file does not have"),
+    (put("aliases", "a", "w.mask"), "a is to be the same tensor as 'w.mask', which the file does not have"),
     (put("aliases", "step", "w"), "step is stored, and is to be the same tensor as 'w'"),
     (lambda about, header: [1], "must hold 'tensors' and 'aliases'"),
     (rename("w.mask", "w.bits"), "the file has no w.mask"),
@@ -222,6 +246,13 @@ def test_files_of_others(tmp_path):
         export.load_sparse(tmp_path / "x")
     with pytest.raises(FileNotFoundError):
         export.load_sparse(tmp_path / "y")
+    for call in (export.load_sparse, lambda path: export.save_sparse({"w": torch.zeros(64, 64)}, path)):
+        with pytest.raises(IsADirectoryError, match="is a folder; pass the path of a file"):
+            call(tmp_path)
+    for text in ("[" * 100_000, "9" * 5000, "{"):
+        save_file({"w": torch.ones(3)}, tmp_path / "x", {"sparsekit_ao.sparse": text})
+        with pytest.raises(SparsityError, match="'sparsekit_ao.sparse' in its metadata is not JSON"):
+            export.load_sparse(tmp_path / "x")
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float16, 0.5625), (torch.bfloat16, 0.5625), (torch.int8, 0.625)])
@@ -292,7 +323,8 @@ def test_a_packed_file_needs_a_model_with_values(tmp_path):
 PACKED = [
     (put("packed", ["1.weight"]), "1.weight is packed, but no weight"),
     (put("packed", 3), "must hold 'packed' and 'aliases'"),
-    (put("aliases", "0.weight", "0.weight"), "is the same tensor as itself"),
+    (put("aliases", "0.weight", "0.weight"), "'0.weight' is stored, and is to be the same tensor as another one"),
+    (put("aliases", "0.weight", "1.weight"), "'0.weight' is stored, and is to be the same tensor as another one"),
     (put("aliases", "a", "0.weight"), "a is to be the same tensor as 0.weight, but they differ in the model"),
     (rename("0.weight.metadata", "m"), "has no tensor '0.weight.metadata'"),
 ]
@@ -320,9 +352,16 @@ def test_the_tensor_of_cutlass_holds_the_file_s_values_and_metadata(monkeypatch,
     export.pack_2_4(model, tmp_path / "x")
     parts = [load_file(tmp_path / "x")[f"0.weight.{part}"] for part in ("values", "metadata")]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    found = _on_cuda(model[0].weight, model[0].weight, *parts)
+    found = _on_cuda("0.weight", model[0].weight, model[0].weight, *parts)
     assert isinstance(found, torch.sparse.SparseSemiStructuredTensorCUTLASS) and found.shape == model[0].weight.shape
     assert torch.equal(found.packed, parts[0]) and torch.equal(found.meta, parts[1])
+    model[0].weight = nn.Parameter(found, requires_grad=False)
+    with pytest.raises(SparsityError, match="0.weight is packed, but no weight of the model that pack_2_4 could pack"):
+        export.load_2_4(model, tmp_path / "x")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    dense = linear(dtype=torch.float16)[0].weight
+    with pytest.raises(SparsityError, match="torch cannot pack 0.weight for cpu: .*Only CUDA tensors"):
+        _on_cuda("0.weight", dense, dense, *parts)
 
 
 @pytest.mark.gpu
