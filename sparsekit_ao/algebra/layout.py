@@ -112,11 +112,7 @@ def _check_window(
         )
     if 0 in shape:
         return
-    if not is_injective(param_shape, param_stride):
-        raise SparsityError(
-            f"{where}the parameter {param_shape}:{param_stride} is expanded: several of its elements share memory. "
-            "Make it contiguous first."
-        )
+    refuse_expanded(param_shape, param_stride, where)
     end, last = cosize(shape, stride, offset) - 1, cosize(param_shape, param_stride) - 1
     view = f"{where}view {shape}:{stride}"
     if end > last:
@@ -134,6 +130,15 @@ def _check_window(
         raise SparsityError(
             f"{view}: strides overlap: indices {first} and {second} map to one element. Use strides under which every "
             "index has its own element."
+        )
+
+
+def refuse_expanded(shape: Shape, stride: Shape, where: str = "") -> None:
+    """Raise where elements of a parameter share memory, so that a mask cannot drop one of them alone."""
+    if 0 not in shape and not is_injective(shape, stride):
+        raise SparsityError(
+            f"{where}the parameter {shape}:{stride} is expanded: several of its elements share memory. Make it "
+            "contiguous first."
         )
 
 
