@@ -248,8 +248,8 @@ class View:
         start = window.storage_offset() - self.offset
         full = window.as_strided(self.param.shape, self._strides, start)
         if self.numel() < self.param.numel():  # another view may have written the rest of the target
-            inside = self.new_mask().logical_not_().to(window.device)
-            self.window(inside).fill_(True)
+            inside = torch.empty_strided(self.param.shape, self._strides, dtype=torch.bool, device=window.device)
+            self.window(inside.fill_(False)).fill_(True)
             full = torch.where(inside, full, target)
         target.detach().copy_(full)
 
