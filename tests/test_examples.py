@@ -54,6 +54,7 @@ def test_every_example_has_a_test():
         "rigl_digits.py",
         "dst_language_model.py",
         "one_shot_language_model.py",
+        "proximal.py",
         "fsdp2.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
