@@ -10,9 +10,9 @@ from .parametrization import (
     is_on_parameter,
     live_mask,
     parameter_under,
-    rebuilt_originals,
+    parameters_under,
     remove_mask,
-    squash,
 )
 from .product import FROM, select
 from .saved import is_intercepted, keep_saved, saving
+from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import distributed
 from ..algebra import MaskUpdate
 from ..calibration import INPUTS, Statistics, Target
 from ..errors import SparsityError
 from ..scores import damped_gram, damped_inverse, joint_saliency, needs_of
 from ..selection import keep_mask
 from ..sparsifiers.component import Component, labels_of
+from ..sparsifiers.minimum import update_masks
 from ..sparsifiers.planned import PlannedSparsifier
 from .obs import column_chunks, sparsegpt, structured_obs
 from .solve import CG_STEPS, FEW_STEPS, admm, least_squares, relative_error
@@ -90,7 +90,7 @@ def fill_masks(
             norm=norm,
             among_kept=component.stage > 0,
         )
-        distributed.update_masks([update])
+        update_masks([(component, update)])
 
 
 def scored_by(dense: Callable[[int], Tensor], statistics: Callable[[int], Statistics]) -> Values:

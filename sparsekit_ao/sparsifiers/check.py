@@ -1,7 +1,8 @@
 """Check masks against their budgets: every scope is counted, every block must be kept whole or dropped whole."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -9,12 +10,12 @@ from torch import Tensor
 from ..algebra import BlockSpec, scope_windows
 from ..distributed import full_tensor
 from ..errors import SparsityError
-from ..selection import fill_mask
-from ..selection.reference import candidates_of
-from ..selection.tiling import to_scopes
+from ..selection.counts import kept_blocks, kept_elements
+from ..selection.tiling import tile_volumes, to_aligned
 from .component import Component
 from .config import TensorGroup
 from .plan import Plan
+from .progress import shown
 
 
 def check_masks(
@@ -23,7 +24,7 @@ def check_masks(
     """Count every scope; see `ScopeSparsifier.check`."""
     wrong: list[str] = []
     checked = 0
-    for component in plan.components:
+    for component in shown(plan.components, "check", plan.elements):
         exact = all(masks[at][1] for _, at in component.leaves)
         own = {leaf: full_tensor(masks[at][0]) for leaf, at in component.leaves}
         budget = component.budget(groups, level_given)
@@ -78,12 +79,14 @@ def _certain(
 
 def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
     for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
-        kept = candidates_of(group.members, len(group.shape))
-        for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
-            assert member.mask is not None
-            whole = member.mask.clone()
-            fill_mask((replace(member, mask=whole),), kept)
-            if not torch.equal(whole, member.mask):
+        if len(group.members) == 1 and all(n == 1 for n in group.members[0].shape):
+            continue
+        counts = [kept_elements(m) for m in group.members]
+        kept = [to_aligned(c != 0, m.order, len(group.shape)) for c, m in zip(counts, group.members, strict=True)]
+        present = reduce(torch.logical_or, kept)
+        for m, count, own_kept, leaf in zip(group.members, counts, kept, spec.block.blocks(), strict=True):
+            full = tile_volumes(m.window.shape, m.shape, count.device) if m.is_partial else math.prod(m.shape)
+            if bool(((count != 0) & (count != full)).any()) or not torch.equal(own_kept, present):
                 yield f"{leaf.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
 
 
@@ -91,15 +94,18 @@ def _miscounted(
     component: Component, own: Mapping[BlockSpec, Tensor], budget: int | Tensor, low: int | None
 ) -> Iterator[str]:
     """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
-    kept = torch.zeros((), dtype=torch.int64)
-    for group in scope_windows(component.scope, None, own):
-        kept = kept + to_scopes(candidates_of(group.members, len(group.shape)), group, False).sum(1).cpu()
-    want = torch.as_tensor(budget).expand(component.scope.grid_shape)
-    want = torch.minimum(want, component.scope.blocks_per_scope()).reshape(-1)
-    bad = (kept > want) | (kept < (want if low is None else low))
+    scope = component.scope
+    counts = [kept_blocks(w).reshape(scope.grid_shape) for w in scope_windows(scope, None, own)]
+    kept = counts[0] if len(counts) == 1 else torch.stack([c.cpu().long() for c in counts]).sum(0)
+    want: int | Tensor = budget
+    if scope.is_partial or isinstance(budget, Tensor):
+        kept = kept.cpu()
+        want = torch.minimum(torch.as_tensor(budget).expand(scope.grid_shape), scope.blocks_per_scope())
+    bad = ((kept > want) | (kept < (want if low is None else low))).reshape(-1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0, 0])
+        required = want if isinstance(want, int) else int(want.reshape(-1)[first])
         yield (
-            f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(kept[first])} blocks, "
-            f"its budget is {int(want[first])} (as the levels are now; step() again if a scheduler changed them)"
+            f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(kept.reshape(-1)[first])} "
+            f"blocks, its budget is {required} (as the levels are now; step() again if a scheduler changed them)"
         )
