@@ -8,9 +8,7 @@ from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 
-TEXT = (
-    r"0.weight: adapters were added to its masked layer.*export.merge_lora\(model\) and call squash_mask then, or call"
-)
+TEXT = r"0.weight: adapters were added to its masked layer.*export.merge_lora\(model\) and call squash_mask then, or"
 
 
 class LoRA(nn.Module):

@@ -1,4 +1,4 @@
-"""Compiled loops are used when their machine code is there or pays; damaged caches and the switch in the environment."""
+"""Compiled loops are used where their machine code exists or pays; damaged caches; the switch in the environment."""
 
 import logging
 

@@ -1,6 +1,5 @@
 """Check masks against their budgets: every scope is counted, every block must be kept whole or dropped whole."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 
@@ -10,8 +9,8 @@ from torch import Tensor
 from ..algebra import BlockSpec, scope_windows
 from ..distributed import full_tensor
 from ..errors import SparsityError
-from ..selection.counts import kept_blocks, kept_elements
-from ..selection.tiling import tile_volumes, to_aligned
+from ..selection.counts import are_whole, kept_blocks, kept_flags
+from ..selection.tiling import to_aligned
 from .component import Component
 from .config import TensorGroup
 from .plan import Plan
@@ -79,14 +78,11 @@ def _certain(
 
 def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
     for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
-        if len(group.members) == 1 and all(n == 1 for n in group.members[0].shape):
-            continue
-        counts = [kept_elements(m) for m in group.members]
-        kept = [to_aligned(c != 0, m.order, len(group.shape)) for c, m in zip(counts, group.members, strict=True)]
-        present = reduce(torch.logical_or, kept)
-        for m, count, own_kept, leaf in zip(group.members, counts, kept, spec.block.blocks(), strict=True):
-            full = tile_volumes(m.window.shape, m.shape, count.device) if m.is_partial else math.prod(m.shape)
-            if bool(((count != 0) & (count != full)).any()) or not torch.equal(own_kept, present):
+        coupled = group.members if len(group.members) > 1 else ()
+        kept = [to_aligned(kept_flags(m), m.order, len(group.shape)) for m in coupled]
+        present = reduce(torch.bitwise_or, kept) if kept else None
+        for at, (m, leaf) in enumerate(zip(group.members, spec.block.blocks(), strict=True)):
+            if not are_whole(m) or (present is not None and not torch.equal(kept[at], present)):
                 yield f"{leaf.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
 
 
@@ -97,15 +93,17 @@ def _miscounted(
     scope = component.scope
     counts = [kept_blocks(w).reshape(scope.grid_shape) for w in scope_windows(scope, None, own)]
     kept = counts[0] if len(counts) == 1 else torch.stack([c.cpu().long() for c in counts]).sum(0)
-    want: int | Tensor = budget
-    if scope.is_partial or isinstance(budget, Tensor):
-        kept = kept.cpu()
-        want = torch.minimum(torch.as_tensor(budget).expand(scope.grid_shape), scope.blocks_per_scope())
+    if isinstance(budget, int) and not scope.is_partial and kept.numel():
+        least, most = map(int, kept.aminmax())
+        if most <= budget and least >= (budget if low is None else low):
+            return
+    kept = kept.cpu().long()
+    want = torch.minimum(torch.as_tensor(budget).expand(scope.grid_shape), scope.blocks_per_scope())
     bad = ((kept > want) | (kept < (want if low is None else low))).reshape(-1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0, 0])
-        required = want if isinstance(want, int) else int(want.reshape(-1)[first])
         yield (
             f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(kept.reshape(-1)[first])} "
-            f"blocks, its budget is {required} (as the levels are now; step() again if a scheduler changed them)"
+            f"blocks, its budget is {int(want.reshape(-1)[first])} (as the levels are now; step() again if a scheduler "
+            "changed them)"
         )

@@ -15,7 +15,7 @@ from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
 from ..selection import fill_mask
-from ..selection.counts import kept_elements
+from ..selection.counts import kept_flags
 from .config import TensorGroup
 from .structure import stage_budgets
 
@@ -158,7 +158,7 @@ class Component:
 
 def kept_in(leaf: BlockSpec, mask: Tensor) -> int:
     """Blocks of which a whole mask keeps any element."""
-    return sum(int(torch.count_nonzero(kept_elements(m))) for m in block_windows(leaf, None, {leaf: mask}))
+    return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(leaf, None, {leaf: mask}))
 
 
 def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
