@@ -11,6 +11,7 @@ from torch import nn
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, StraightThrough, WeightNormSparsifier, patterns
 from sparsekit_ao.selection import backend
+from sparsekit_ao.selection.cpu import masks as cpu_masks
 from sparsekit_ao.selection.numba import launch
 
 PATTERNS = {
@@ -26,6 +27,7 @@ PATTERNS = {
     "columns": patterns.columns(0.5),
     "heads": patterns.heads(4, 0.5),
     "32:2:8": patterns.v_n_m(32, 2, 8),
+    "partial scope": {"scope_shape": (1, 10), "edge": "partial"},
     "partial": {"block_shape": (3, 5), "edge": "partial"},
     "view": {"view": ((64, 2, 8, 4), (64, 32, 1, 8)), "block_shape": (1, 1, 1, 2), "scope_shape": (1, 1, 4, 1)},
     "global": {"scope_coupling": "all", "norm": 1},
@@ -100,6 +102,8 @@ def masks_of(name, dtype, setting):
             for layer in model:
                 layer.weight = nn.Parameter(layer.weight.detach().clone())
         sparsifier = OTHERS[name]() if name in OTHERS else ScopeSparsifier()
+        if name == "dynamic":
+            sparsifier.attach(torch.optim.SGD(model.parameters()))
         sparsifier.prepare(model, [{"tensor_fqn": "*", **PATTERNS.get(name, {})}])
         sparsifier.step()
         said = [(row.kept, row.blocks, row.sparsity) for row in sparsifier.report()]
@@ -113,14 +117,17 @@ def masks_of(name, dtype, setting):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "setting", "switch"),
-    grid([*PATTERNS, *OTHERS], [torch.float32, torch.bfloat16], list(SETTINGS)[1:], ["off", "always"]),
+    grid([*PATTERNS, *OTHERS], [torch.float32, torch.bfloat16], list(SETTINGS)[1:], ["off", "always", "wide"]),
 )
 def test_masks_are_the_same_under_every_default(name, dtype, setting, switch, monkeypatch):
-    if switch == "always":
+    if switch != "off":
         pytest.importorskip("numba")
         monkeypatch.setattr(backend, "LEAST", {})  # small tensors too
         monkeypatch.setattr(launch, "_layout_reasons", lambda *_: [])
-    monkeypatch.setenv("SPARSEKIT_AO_NUMBA", switch)
+    for limit in ("SHORT", "COLUMNS", "ROW") if switch == "wide" else ():
+        monkeypatch.setattr(launch, limit, 0)
+    monkeypatch.setattr(cpu_masks, "WIDE", 1024)  # the plain path too takes long scopes in parts
+    monkeypatch.setenv("SPARSEKIT_AO_NUMBA", "off" if switch == "off" else "always")
     expected, found = (masks_of(name, dtype, s) for s in ("none", setting))
     assert expected[1] == found[1]
     assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))

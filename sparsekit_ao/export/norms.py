@@ -125,7 +125,7 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
     needed = [p for p in inspect.signature(norm.forward).parameters.values() if p.default is p.empty]
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        (torch.randn(4, keep.numel(), generator=generator) * keep).to(like)
+        (torch.randn(4, keep.numel(), generator=generator, dtype=torch.float32, device="cpu") * keep).to(like)
         for _ in range(max(1, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)))
     ]
     out: Tensor = norm(*(x if whole else x[..., keep.to(like.device)] for x in inputs))

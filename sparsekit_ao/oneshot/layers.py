@@ -241,7 +241,8 @@ def scope_labels(layer: Layer) -> tuple[Tensor, Tensor]:
     member = component.scope.members()[0]
     blocks = labels_of(leaf)
     grid = [-(-s // b) for s, b in zip(leaf.view.shape, leaf.shape, strict=True)]
-    index, scope = torch.unravel_index(torch.arange(leaf.numblk()), grid), torch.zeros(leaf.numblk(), dtype=torch.long)
+    places = torch.arange(leaf.numblk(), device="cpu")
+    index, scope = torch.unravel_index(places, grid), torch.zeros_like(places)
     for at, own, size in zip(index, grid, member.shape, strict=True):
         scope = scope * -(-own // size) + at // size
     return torch.where(blocks >= 0, scope[blocks.clamp(min=0)], -1), blocks

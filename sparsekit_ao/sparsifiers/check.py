@@ -98,7 +98,7 @@ def _miscounted(
         if most <= budget and least >= (budget if low is None else low):
             return
     kept = kept.cpu().long()
-    want = torch.minimum(torch.as_tensor(budget).expand(scope.grid_shape), scope.blocks_per_scope())
+    want = torch.minimum(torch.as_tensor(budget, device="cpu").expand(scope.grid_shape), scope.blocks_per_scope())
     bad = ((kept > want) | (kept < (want if low is None else low))).reshape(-1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0, 0])

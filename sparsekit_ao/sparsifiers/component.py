@@ -125,9 +125,9 @@ class Component:
                 )
         what, number = first
         found = self.scope.sparsity_to_nnz(number) if what == "sparsity_level" else self.scope.budget(number)
-        if self.least and int(torch.as_tensor(found).sum()) < sum(self.least):
+        if self.least and total_of(found) < sum(self.least):
             raise CouplingError(
-                f"{self.label}: {what}={number} keeps {int(torch.as_tensor(found).sum())} blocks of all tensors, but "
+                f"{self.label}: {what}={number} keeps {total_of(found)} blocks of all tensors, but "
                 f"max_sparsity requires {sum(self.least)}, rounded up for each tensor; keep more, or raise max_sparsity"
             )
         return found
@@ -156,6 +156,11 @@ class Component:
         return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
 
 
+def total_of(budget: int | Tensor) -> int:
+    """Blocks that all scopes keep, where there is a budget for each of them or a single scope."""
+    return int(budget.sum()) if isinstance(budget, Tensor) else budget
+
+
 def kept_in(leaf: BlockSpec, mask: Tensor) -> int:
     """Blocks of which a whole mask keeps any element."""
     return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(leaf, None, {leaf: mask}))
@@ -168,9 +173,9 @@ def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Ten
 
 def labels_of(leaf: BlockSpec) -> Tensor:
     """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
-    labels = torch.full(tuple(leaf.view.param.shape), -1)
+    labels = torch.full(tuple(leaf.view.param.shape), -1, device="cpu")
     windows = block_windows(leaf, None, {leaf: labels})
-    fill_mask(windows, torch.arange(leaf.numblk()).view(windows[0].grid))
+    fill_mask(windows, torch.arange(leaf.numblk(), device="cpu").view(windows[0].grid))
     return labels
 
 

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from .. import distributed
 from ..algebra import MaskUpdate, ScopeCoupling, ScopeSpec
-from .component import Component, kept_in
+from .component import Component, kept_in, total_of
 
 
 def update_masks(updates: Sequence[tuple[Component, MaskUpdate]]) -> None:
@@ -25,7 +23,7 @@ def _keep_least(component: Component, update: MaskUpdate) -> None:
     than before: these are the masks that keep the best blocks of all under these limits.
     """
     free = {k: ScopeSpec(m.block, m.shape) for k, m in enumerate(component.scope.members())}
-    left = int(torch.as_tensor(update.keep).sum())
+    left = total_of(update.keep)
     while True:
         short = [k for k, s in free.items() if _kept(s, update) < component.least[k]]
         if not short:
