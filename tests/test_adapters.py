@@ -1,6 +1,8 @@
 """Adapters that are added to masked layers, as peft does: what is lost is said, with the order that works."""
 
 import warnings
+from collections import OrderedDict
+from types import FunctionType
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 
-TEXT = r"0.weight: adapters were added to its masked layer.*export.merge_lora\(model\) and call squash_mask then, or"
+TEXT = r"first.weight: adapters were added to its masked layer.*export.merge_lora\(peft_model, sparsifier\) and"
 
 
 class LoRA(nn.Module):
@@ -28,7 +30,7 @@ class LoRA(nn.Module):
 
 
 def masked():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = nn.Sequential(OrderedDict(first=nn.Linear(8, 8), act=nn.ReLU(), last=nn.Linear(8, 8)))
     sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
     sparsifier.prepare(model)
     sparsifier.step()
@@ -70,14 +72,33 @@ def test_other_wrappers_are_no_adapters():
     assert (model[0].weight == 0).sum() == 32
 
 
+def merge(layer):
+    layer.weight.data += 1
+
+
+def test_a_merge_that_would_lose_the_adapter_is_an_error():
+    model, _ = masked()
+    of_peft = FunctionType(merge.__code__, {"__name__": "peft.tuners.lora.layer"})
+    with pytest.raises(SparsityError, match=r"peft cannot merge adapters.*export.merge_lora\(peft_model, sparsifier\)"):
+        of_peft(model[0])
+    merge(model[0])  # another function of that name
+
+
 def test_peft():
     peft = pytest.importorskip("peft")
     model, sparsifier = masked()
+    x = torch.randn(2, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
-    with pytest.warns(UserWarning, match="step: " + TEXT):
-        sparsifier.step()
-    with pytest.raises(SparsityError, match="squash_mask: " + TEXT):
-        sparsifier.squash_mask()
-    assert torch.isfinite(adapted(torch.randn(2, 8))).all()
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["first"], init_lora_weights=False))
+        with pytest.raises(SparsityError, match="squash_mask: " + TEXT):
+            sparsifier.squash_mask()
+        with pytest.raises(SparsityError, match="peft cannot merge adapters into masked weights"):
+            adapted.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other, squashed = masked()
+        squashed.squash_mask()  # before adapters are added
+        adapted = peft.get_peft_model(other, peft.LoraConfig(target_modules=["first"], init_lora_weights=False))
+        expected = adapted(x)
+        assert torch.allclose(adapted.merge_and_unload()(x), expected, atol=1e-5)

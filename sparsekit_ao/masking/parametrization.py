@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError
+from .merging import refuse_merge
 from .product import select
 from .saved import keep_saved, saving
 
@@ -28,6 +29,8 @@ class WeightMask(FakeSparsity):
 
     def forward(self, x: Tensor) -> Tensor:
         """The weight with dropped elements exactly zero; shape and dtype as given."""
+        if not torch.compiler.is_compiling():
+            refuse_merge()
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
         with saving(self, [self.mask], x):

@@ -121,8 +121,8 @@ def _is_in_place(model: nn.Module, group: TensorGroup) -> bool:
 
 _ADAPTERS = (
     "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
-    "the weight and lose them: merge them by export.merge_lora(model) and call squash_mask then, or call squash_mask "
-    "before adapters are added"
+    "the weight and lose them: merge them by export.merge_lora(peft_model, sparsifier) and call squash_mask then, or "
+    "call squash_mask before adapters are added"
 )
 
 
