@@ -17,7 +17,7 @@ from ..sparsifiers.names import owner_of
 from .attributes import Change
 from .removal import Removal, kept_elements
 
-_EPS = ("eps", "variance_epsilon", "epsilon")
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 _CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
@@ -51,7 +51,7 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
     assert isinstance(weight, nn.Parameter)
     if isinstance(dense, nn.LayerNorm):
         return [], f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
-    eps_name = next(name for name in _EPS if name in vars(dense))
+    eps_name = next(name for name in EPS_NAMES if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = keep.numel() / int(keep.sum())
     eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
@@ -92,7 +92,7 @@ def change_config_eps(model: nn.Module, small: nn.Module, folded: Sequence[Chang
     if field is not None:
         was = getattr(config, field)
         pairs = zip(model.modules(), small.modules(), strict=True)
-        now = {getattr(s, e) for m, s in pairs for e in _EPS if vars(m).get(e) == was and _takes_statistics(m)}
+        now = {getattr(s, e) for m, s in pairs for e in EPS_NAMES if vars(m).get(e) == was and _takes_statistics(m)}
         if len(now) == 1:
             setattr(config, field, now.pop())
             return [Change(path=f"config.{field}", was=was, now=getattr(config, field))], []
@@ -105,7 +105,7 @@ def change_config_eps(model: nn.Module, small: nn.Module, folded: Sequence[Chang
 def _takes_statistics(module: nn.Module) -> bool:
     if hasattr(module, "running_mean") or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return False  # their statistics are of single channels, or of groups that are removed as a whole
-    return any(isinstance(vars(module).get(name), float) for name in _EPS) or isinstance(module, nn.RMSNorm)
+    return any(isinstance(vars(module).get(name), float) for name in EPS_NAMES) or isinstance(module, nn.RMSNorm)
 
 
 def narrowed_group_norms(model: nn.Module, small: nn.Module) -> list[str]:

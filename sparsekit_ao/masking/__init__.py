@@ -13,7 +13,8 @@ from .parametrization import (
     parameter_under,
     parameters_under,
     remove_mask,
+    used_weight,
 )
-from .product import FROM, select
+from .product import FROM, marked, select
 from .saved import is_intercepted, keep_saved, saving
 from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError
 from .merging import refuse_merge
-from .product import select
+from .product import marked, select
 from .saved import keep_saved, saving
 
 
@@ -34,7 +34,7 @@ class WeightMask(FakeSparsity):
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
         with saving(self, [self.mask], x):
-            return select(x, placed_like(self.mask, x))
+            return marked(select(x, placed_like(self.mask, x)))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
@@ -151,6 +151,14 @@ def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
 def parameters_under(module: nn.Module, tensor_name: str) -> list[Tensor]:
     """The parameters of a parametrized tensor; several only where parametrizations below the mask have them."""
     return _originals(_chain(module, tensor_name))
+
+
+def used_weight(module: nn.Module, tensor_name: str) -> Tensor:
+    """The values that the forward pass uses: masked, and through all other parametrizations; without gradient."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return getattr(module, tensor_name).detach()
+    chain = _chain(module, tensor_name)
+    return through(list(chain), _originals(chain)).detach()
 
 
 def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Check masks against their budgets: every scope is counted, every block must be kept whole or dropped whole."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from ..algebra import BlockSpec, scope_windows
 from ..distributed import full_tensor
 from ..errors import SparsityError
+from ..selection import Blocks, Scopes, fill_mask
 from ..selection.counts import are_whole, kept_blocks, kept_flags
 from ..selection.tiling import to_aligned
-from .component import Component
+from .component import Component, labels_of
 from .config import TensorGroup
 from .plan import Plan
 from .progress import shown
@@ -33,7 +35,7 @@ def check_masks(
         else:
             low = None if not earlier else _certain(earlier, component, groups, level_given)
             if exact:
-                wrong += [f"{component.label}: {text}" for text in _broken_blocks(component, own)]
+                wrong += [f"{component.label}: {text}" for text in _broken_blocks(component, own, earlier)]
         low = low if exact else 0
         wrong += [f"{component.label}: {text}" for text in _miscounted(component, own, budget, low)]
         checked += component.scope.numscp()
@@ -59,11 +61,13 @@ def _certain(
     """
     specs = [c.scope.members()[0] for c in (*earlier, last)]
     leaves = [s.block.blocks()[0] for s in specs]
+    views = [(v.shape, v.stride, v.offset, v.param.stride()) for v in (leaf.view for leaf in leaves)]
     budgets = [c.budget(groups, level_given) for c in (*earlier, last)]
     plain = len(specs) == 2 and all(len(c.leaves) == 1 and not c.scope.is_partial for c in (*earlier, last))
     if not plain or any(isinstance(b, Tensor) for b in budgets):
         return 0
-    if leaves[0].view.shape != leaves[1].view.shape or any(b != 1 for b in leaves[1].shape):
+    is_partial = any(n % b for n, b in zip(leaves[0].view.shape, leaves[0].shape, strict=True))
+    if is_partial or views[0] != views[1] or any(b != 1 for b in leaves[1].shape):
         return 0
     left = int(budgets[0])
     for block, blocks, reach in zip(leaves[0].shape, specs[0].shape, specs[1].shape, strict=True):
@@ -76,14 +80,47 @@ def _certain(
     return min(left, int(budgets[1]))
 
 
-def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
-    for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
-        coupled = group.members if len(group.members) > 1 else ()
-        kept = [to_aligned(kept_flags(m), m.order, len(group.shape)) for m in coupled]
-        present = reduce(torch.bitwise_or, kept) if kept else None
-        for at, (m, leaf) in enumerate(zip(group.members, spec.block.blocks(), strict=True)):
-            if not are_whole(m) or (present is not None and not torch.equal(kept[at], present)):
+def _broken_blocks(
+    component: Component, own: Mapping[BlockSpec, Tensor], earlier: Sequence[Component]
+) -> Iterator[str]:
+    """Tensors with a block that is kept in part, though no earlier stage may have dropped the rest of it."""
+    indices = dict(component.leaves)
+    for scopes, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
+        agree = _agree(scopes) if not earlier else [True] * len(scopes.members)
+        for member, leaf, agrees in zip(scopes.members, spec.block.blocks(), agree, strict=True):
+            before = [c.leaf(indices[leaf]) for c in earlier if any(at == indices[leaf] for _, at in c.leaves)]
+            if not agrees or not (_are_whole_but(member, leaf, before) if before else are_whole(member)):
                 yield f"{leaf.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
+
+
+def _agree(scopes: Scopes) -> list[bool]:
+    """Whether each of coupled members keeps every block of which another one keeps anything."""
+    if len(scopes.members) == 1:
+        return [True]
+    kept = [to_aligned(kept_flags(m), m.order, len(scopes.shape)) for m in scopes.members]
+    together = reduce(torch.bitwise_or, kept)
+    return [torch.equal(one, together) for one in kept]
+
+
+def _are_whole_but(member: Blocks, leaf: BlockSpec, before: Sequence[BlockSpec]) -> bool:
+    """Whether blocks are kept whole or dropped whole, but for those that blocks of earlier stages cut."""
+    assert member.mask is not None
+    whole = member.mask.clone()
+    fill_mask((replace(member, mask=whole, order=()),), kept_flags(member) != 0)
+    wrong = whole != member.mask
+    return not bool((wrong & ~leaf.view.window(_cut(leaf, before).to(wrong.device))).any())
+
+
+def _cut(leaf: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
+    """The elements, bool in the tensor's shape, of blocks that are in several blocks of another spec of the tensor."""
+    own = labels_of(leaf).reshape(-1) + 1  # 0 is outside the view
+    found = torch.zeros(leaf.numblk() + 1, dtype=torch.bool, device="cpu")
+    for other in others:
+        labels = labels_of(other).reshape(-1)
+        empty = torch.full(found.shape, -1, device="cpu")
+        low, high = (empty.scatter_reduce(0, own, labels, how, include_self=False) for how in ("amin", "amax"))
+        found |= low != high
+    return found[own].reshape(tuple(leaf.view.param.shape))
 
 
 def _miscounted(

@@ -102,7 +102,7 @@ def _call_without_work(kind: Kind) -> None:
     keys, flags = np.zeros(1, np.int32), np.zeros(1, np.uint8)
     values, under = (np.zeros(1, INTS[n]) for n in (kind.value_bytes, kind.under_bytes))
     elements = np.zeros((2, 1), np.int64)
-    window = Window(values, flags, under, step, step, elements, 1, one, 2, 0, False, False, False)
+    window = Window(values, flags, under, step, step, elements, 1, one, 2, 0, False, False, False, flags)
     if kind.method == "lanes":
         select_side_by_side(window, one, 1, 1, 1, 0, 0)
     elif kind.method == "rows":
