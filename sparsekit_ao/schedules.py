@@ -197,6 +197,12 @@ class ScheduleSL(BaseScheduler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned: counters, the groups' levels, and whether masks may be updated."""
+        where, known = "ScheduleSL.load_state_dict: ", self.state_dict()
+        if not isinstance(state_dict, Mapping) or not {"last_epoch", "_last_sl"} <= set(state_dict) <= set(known):
+            raise SparsityError(f"{where}expected a dict with {', '.join(map(repr, sorted(known)))}")
+        for key, value in state_dict.items():
+            if not _is_like(value, known[key]) or (key == "interval" and value < 1):
+                raise SparsityError(f"{where}{key!r} must be of the kind of {known[key]!r}, got {value!r}")
         own = {k: list(v) if isinstance(v, list) else v for k, v in state_dict.items()}
         levels = own["_last_sl"]
         if len(levels) != len(self.sparsifier.groups):
@@ -207,3 +213,12 @@ class ScheduleSL(BaseScheduler):
         for group, level in zip(self.sparsifier.groups, levels, strict=True):
             group["sparsity_level"] = level
         self.sparsifier.enable_mask_update = self.last_epoch % self.interval == 0
+
+
+def _is_like(value: object, known: object) -> bool:
+    """Whether a saved value is of the kind of the present one: a bool, an int, a number or a list of numbers."""
+    if isinstance(known, list):
+        return isinstance(value, list) and all(_is_like(v, 0.0) for v in value)
+    if isinstance(known, float):
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return type(value) is type(known)

@@ -17,7 +17,7 @@ from ..sparsifiers.names import owner_of
 from .attributes import Change
 from .removal import Removal, kept_elements
 
-_EPS = ("eps", "variance_epsilon", "epsilon")
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
 def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
     assert isinstance(weight, nn.Parameter)
     if isinstance(dense, nn.LayerNorm):
         return [], f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
-    eps_name = next(name for name in _EPS if name in vars(dense))
+    eps_name = next(name for name in EPS_NAMES if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = keep.numel() / int(keep.sum())
     eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
@@ -75,7 +75,7 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
 def _takes_statistics(module: nn.Module) -> bool:
     if hasattr(module, "running_mean") or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return False  # their statistics are of single channels, or of groups that are removed as a whole
-    return any(isinstance(vars(module).get(name), float) for name in _EPS) or isinstance(module, nn.RMSNorm)
+    return any(isinstance(vars(module).get(name), float) for name in EPS_NAMES) or isinstance(module, nn.RMSNorm)
 
 
 def narrowed_group_norms(model: nn.Module, small: nn.Module) -> list[str]:

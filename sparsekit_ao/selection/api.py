@@ -66,7 +66,7 @@ def keep_mask(
         mask.copy_(candidates)
     if mask.numel():
         if isinstance(keep, Tensor):
-            keep = keep.to(scores.device, torch.int64, non_blocking=True).expand(rows).reshape(rows, 1)
+            keep = keep.to(scores.device, torch.int64, non_blocking=True).reshape(-1).expand(rows).reshape(rows, 1)
         row = Scopes(members=(Blocks(shape=(1, 1), values=scores.detach(), mask=mask),), shape=(1, members))
         norm = 1 if magnitude else None
         update = Update(scopes=(row,), keep=keep, norm=norm, among_kept=candidates is not None)
@@ -217,7 +217,8 @@ def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int) -> No
     """Refuse a budget of a wrong kind, shape or size (where reading it needs no wait for a device)."""
     shape = list(grid)
     if isinstance(keep, Tensor):
-        if tuple(keep.shape) not in ((), grid) or keep.is_floating_point() or keep.dtype == torch.bool:
+        fits = keep.ndim == 0 or _without_ones(tuple(keep.shape)) == _without_ones(grid)
+        if not fits or keep.is_floating_point() or keep.dtype == torch.bool:
             raise SparsityError(
                 f"keep must be an int or an integer tensor {shape}, got {keep.dtype} {tuple(keep.shape)}"
             )

@@ -33,7 +33,7 @@ class Update(_OnWindows):
     Attributes:
         scopes: windows with values and masks; at one aligned scope index the blocks of all entries compete.
         keep: blocks kept in each scope: an int, or an integer tensor of the shape of the aligned scope grid (or of
-            no dimension).
+            no dimension); members may lack dimensions of one scope.
         norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
             score is their signed sum (their mean where some block is partial).
         among_kept: choose only among blocks that the masks still keep, scored as with `masked`.
@@ -58,10 +58,11 @@ class Update(_OnWindows):
 
     @property
     def budget(self) -> int | Tensor:
-        """`keep` as an int, or int64 of the scope grid's shape on the windows' device."""
+        """`keep` as an int, or int64 of the shape of the first scope grid on the windows' device."""
         if not isinstance(self.keep, Tensor):
             return self.keep
-        return self.keep.to(self.device, torch.int64, non_blocking=True).expand(self.scopes[0].scope_grid)
+        keep, grid = self.keep.to(self.device, torch.int64, non_blocking=True), self.scopes[0].scope_grid
+        return keep.reshape(grid) if keep.ndim else keep.expand(grid)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

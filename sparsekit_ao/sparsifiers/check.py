@@ -12,7 +12,7 @@ from ..errors import SparsityError
 from ..selection import fill_mask
 from ..selection.reference import candidates_of
 from ..selection.tiling import to_scopes
-from .component import Component
+from .component import Component, labels_of
 from .config import TensorGroup
 from .plan import Plan
 
@@ -33,7 +33,7 @@ def check_masks(
         else:
             low = None if not earlier else _certain(earlier, component, groups, level_given)
             if exact:
-                wrong += [f"{component.label}: {text}" for text in _broken_blocks(component, own)]
+                wrong += [f"{component.label}: {text}" for text in _broken_blocks(component, own, earlier)]
         low = low if exact else 0
         wrong += [f"{component.label}: {text}" for text in _miscounted(component, own, budget, low)]
         checked += component.scope.numscp()
@@ -59,11 +59,13 @@ def _certain(
     """
     specs = [c.scope.members()[0] for c in (*earlier, last)]
     leaves = [s.block.blocks()[0] for s in specs]
+    views = [(v.shape, v.stride, v.offset, v.param.stride()) for v in (leaf.view for leaf in leaves)]
     budgets = [c.budget(groups, level_given) for c in (*earlier, last)]
     plain = len(specs) == 2 and all(len(c.leaves) == 1 and not c.scope.is_partial for c in (*earlier, last))
     if not plain or any(isinstance(b, Tensor) for b in budgets):
         return 0
-    if leaves[0].view.shape != leaves[1].view.shape or any(b != 1 for b in leaves[1].shape):
+    is_partial = any(n % b for n, b in zip(leaves[0].view.shape, leaves[0].shape, strict=True))
+    if is_partial or views[0] != views[1] or any(b != 1 for b in leaves[1].shape):
         return 0
     left = int(budgets[0])
     for block, blocks, reach in zip(leaves[0].shape, specs[0].shape, specs[1].shape, strict=True):
@@ -76,15 +78,36 @@ def _certain(
     return min(left, int(budgets[1]))
 
 
-def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
-    for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
-        kept = candidates_of(group.members, len(group.shape))
-        for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
+def _broken_blocks(
+    component: Component, own: Mapping[BlockSpec, Tensor], earlier: Sequence[Component]
+) -> Iterator[str]:
+    """Tensors with a block that is kept in part, though no earlier stage may have dropped the rest of it."""
+    indices = dict(component.leaves)
+    for scopes, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
+        ndim = len(scopes.shape)
+        together = None if earlier else candidates_of(scopes.members, ndim)
+        for member, leaf in zip(scopes.members, spec.block.blocks(), strict=True):
             assert member.mask is not None
             whole = member.mask.clone()
-            fill_mask((replace(member, mask=whole),), kept)
-            if not torch.equal(whole, member.mask):
+            fill_mask((replace(member, mask=whole),), candidates_of((member,), ndim) if together is None else together)
+            before = [c.leaf(indices[leaf]) for c in earlier if any(at == indices[leaf] for _, at in c.leaves)]
+            wrong = whole != member.mask
+            if before:
+                wrong &= ~leaf.view.window(_cut(leaf, before).to(wrong.device))
+            if bool(wrong.any()):
                 yield f"{leaf.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
+
+
+def _cut(leaf: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
+    """The elements, bool in the tensor's shape, of blocks that are in several blocks of another spec of the tensor."""
+    own = labels_of(leaf).reshape(-1) + 1  # 0 is outside the view
+    found = torch.zeros(leaf.numblk() + 1, dtype=torch.bool, device="cpu")
+    for other in others:
+        labels = labels_of(other).reshape(-1)
+        empty = torch.full(found.shape, -1, device="cpu")
+        low, high = (empty.scatter_reduce(0, own, labels, how, include_self=False) for how in ("amin", "amax"))
+        found |= low != high
+    return found[own].reshape(tuple(leaf.view.param.shape))
 
 
 def _miscounted(

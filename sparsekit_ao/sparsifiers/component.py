@@ -113,10 +113,11 @@ class Component:
             level_given: {tensor_fqn: the level that a group's `nnz` amounts to}; a `sparsity_level` that differs was
                 written by a scheduler and overrules the `nnz`.
         """
-        asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
+        scheduled = any(_is_scheduled(groups[at], level_given) for _, at in self.leaves)
+        asked = {groups[at]["tensor_fqn"]: _asked(groups[at], self.stage, scheduled) for _, at in self.leaves}
         first = next(iter(asked.values()))
         for fqn, ask in asked.items():
-            if ask != first:
+            if not _same(ask, first):
                 raise CouplingError(
                     f"{self.label}: members share one budget, but {next(iter(asked))} asks for {first[0]}={first[1]} "
                     f"and {fqn} for {ask[0]}={ask[1]}"
@@ -147,9 +148,6 @@ class Component:
         view = "" if leaf.view.shape == tuple(leaf.view.param.shape) else f"view {_by(leaf.view.shape)} "
         return f"{view}block {_by(leaf.shape)} scope {_by(scope.shape)}"
 
-    def _members(self, groups: Sequence[TensorGroup]) -> list[tuple[str, int]]:
-        return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
-
 
 def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
     """The saliency of a weight, sharded as the weight is; a score sees the whole weight."""
@@ -158,7 +156,8 @@ def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Ten
 
 def labels_of(leaf: BlockSpec) -> Tensor:
     """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
-    labels = torch.full(tuple(leaf.view.param.shape), -1)
+    param = leaf.view.param  # of its strides, so that the window is no copy
+    labels = torch.empty_strided(param.shape, param.stride(), dtype=torch.int64, device="cpu").fill_(-1)
     windows = block_windows(leaf, None, {leaf: labels})
     fill_mask(windows, torch.arange(leaf.numblk()).view(windows[0].grid))
     return labels
@@ -177,14 +176,18 @@ def _is_magnitude(values: Tensor) -> bool:
     return own.device.type == "cpu" and not is_sharded(values) and bool((own >= 0).all())
 
 
-def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
+def _is_scheduled(group: TensorGroup, level_given: Mapping[str, float]) -> bool:
+    """Whether a scheduler has changed the level of a group."""
+    return bool(group["sparsity_level"] != level_given.get(group["tensor_fqn"], group["sparsity_level"]))
+
+
+def _asked(group: TensorGroup, stage: int, scheduled: bool) -> tuple[str, Any]:
     """The budget that a group asks for in a stage, as ("nnz", n) or ("sparsity_level", s)."""
-    fqn, budgets = group["tensor_fqn"], stage_budgets(group)
-    scheduled = group["sparsity_level"] != level_given.get(fqn, group["sparsity_level"])
+    budgets = stage_budgets(group)
     if scheduled and None not in budgets:
         raise SparsityError(
-            f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
-            "Leave the budget out of the stage that a scheduler is to change."
+            f"{group['tensor_fqn']}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget "
+            "of its own. Leave the budget out of the stage that a scheduler is to change."
         )
     own = budgets[stage]
     if own is not None:
@@ -192,6 +195,14 @@ def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> 
     if group.get("nnz") is not None and not scheduled:
         return "nnz", group["nnz"]
     return "sparsity_level", group["sparsity_level"]
+
+
+def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    """Whether two members ask for the same; budgets may be tensors."""
+    (what, number), (other_what, other_number) = one, other
+    if isinstance(number, Tensor) and isinstance(other_number, Tensor):
+        return what == other_what and torch.equal(number, other_number)
+    return not isinstance(number, Tensor) and not isinstance(other_number, Tensor) and one == other
 
 
 def _by(shape: Sequence[int]) -> str:

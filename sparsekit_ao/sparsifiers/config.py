@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..algebra.layout import refuse_expanded
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
@@ -286,6 +287,7 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
         raise SparsityError(
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
+    refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
     own = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(own, Place(module, prefix, name, fqn, tensor, where)), **found}
 

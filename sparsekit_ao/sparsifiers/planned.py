@@ -145,12 +145,14 @@ class PlannedSparsifier(CalibratedSparsifier):
         if self._phase not in ("prepared", "squashed"):
             self._need_prepared("check")
         distributed.reshard(self.model if model is None else model)
-        if self._phase == "prepared" and model is None and self._chosen_at is None:
-            levels = [g["sparsity_level"] for g in self.groups]
-            if max(levels) > 0 and all(bool(self._live_mask(g).all()) for g in self.groups):
-                raise SparsityError("check: every mask keeps everything, as step was never called; call step() first")
-        plan = self._planned(self.groups, model)
-        return check_masks(plan, self.groups, self._masks(model), self._level_given)
+        plan, masks = self._planned(self.groups, model), self._masks(model)
+        try:
+            return check_masks(plan, self.groups, masks, self._level_given)
+        except SparsityError:
+            if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks):
+                hint = "check: every mask keeps everything, as step was never called; call step() first"
+                raise SparsityError(hint) from None
+            raise
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
         return self._over(copied(self.defaults), own, place)
@@ -195,7 +197,7 @@ class PlannedSparsifier(CalibratedSparsifier):
         plan = self._planned(groups)
         prepared = self._phase == "prepared"
         levels = {}
-        for component in plan.components:
+        for component in sorted(plan.components, key=lambda c: len(c.leaves)):  # coupled tensors need one level
             keep = component.budget(groups, self._level_given if prepared else {})
             for _, at in component.leaves:
                 if stage_budgets(groups[at])[component.stage] is None:
@@ -255,6 +257,10 @@ class PlannedSparsifier(CalibratedSparsifier):
                     among_kept=component.stage > 0,
                 )
             )
+        first = [u.masks for c, u in zip(components, updates, strict=True) if c.stage == 0]
+        for leaf, mask in (pair for masks in first for pair in masks.items()):
+            if leaf.view.numel() < leaf.view.param.numel():  # a later stage may have dropped what is outside the view
+                distributed.local(mask).fill_(True)
         distributed.update_masks(updates)
 
     def _needs(self) -> dict[str, tuple[str, ...]]:

@@ -162,6 +162,9 @@ def fill(update: Update) -> None:
         each = budget.tolist() * (scopes if budget.size == 1 else 1)
         if not all(select_wide(windows, blocks, scope, keep) for scope, keep in enumerate(each)):
             cpu.fill(update)  # the sample misled: the digits of all keys must be counted
+            return
+    if any(window.extreme[0] for window in windows):
+        cpu.fill(update)  # which scores such blocks anew, see `extremes`
 
 
 def _is_one_number(keep: int | Tensor) -> bool:
