@@ -295,7 +295,7 @@ BENCHMARKS = {
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
-    "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16",
+    "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16  caches: cold",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",

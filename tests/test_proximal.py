@@ -258,7 +258,7 @@ def test_levels_follow_a_scheduler():
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     sparsifier = ProximalSparsifier(sparsity_level=0.75, optimizer=optimizer)
     sparsifier.prepare(model)
-    scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 8, end=0.75))
+    scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 0.75, 8))
     left = []
     for _ in range(9):
         train(model, optimizer, 1, sparsifier)
@@ -273,7 +273,7 @@ def test_levels_follow_a_scheduler():
 def test_a_strength_may_be_a_schedule_and_an_entry_may_have_its_own():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier = ProximalSparsifier(strength=schedules.linear(0.0, 4, end=2.0), optimizer=optimizer)
+    sparsifier = ProximalSparsifier(strength=schedules.linear(0.0, 2.0, 4), optimizer=optimizer)
     sparsifier.prepare(
         model,
         [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "1.weight", "strength": 0.5}, {"tensor_fqn": "2.weight", "nnz": 9}],
@@ -411,7 +411,7 @@ def run_of(strength):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one():
-    strength = schedules.linear(0.1, 20, end=1.0)
+    strength = schedules.linear(0.1, 1.0, 20)
     model, optimizer, sparsifier = run_of(strength)
     train(model, optimizer, 8, sparsifier)
     file = io.BytesIO()

@@ -171,9 +171,10 @@ class View:
         (1, 2)
         """
         address = self.linear_offset(idx)
-        at = coordinates_of(torch.as_tensor(address), tuple(self.param.shape), self._strides)
+        own = address if isinstance(address, Tensor) else torch.tensor(address, device="cpu")
+        at = coordinates_of(own, tuple(self.param.shape), self._strides)
         columns = [c * d for c, d in zip(at[1:], row_major(self.param.shape[1:]), strict=True)]
-        none = torch.zeros_like(torch.as_tensor(address))
+        none = torch.zeros_like(own)
         row, column = (at[0] if at else none), sum(columns, none)
         return (row, column) if isinstance(address, Tensor) else (int(row), int(column))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed import fill, is_sharded, placed_like
 from ..errors import SparsityError
-from ..masking import WeightMask, find_mask, marked, saving, select
+from ..masking import WeightMask, find_mask, marked, refuse_merge, saving, select
 
 
 class DynamicMask(WeightMask):
@@ -53,6 +53,8 @@ class DynamicMask(WeightMask):
         Raises:
             SparsityError: the mask is not initialized, or has another shape than the weight.
         """
+        if not torch.compiler.is_compiling():
+            refuse_merge()
         if not self.is_initialized:
             raise SparsityError(
                 f"the mask of a weight {tuple(x.shape)} was prepared on the meta device and is not initialized yet. "

@@ -183,6 +183,6 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
     coupling = BoundCoupling(
         name=data["name"], captured=(), members=members, unit=unit, scope=scope, sizes=data["sizes"], attrs={}
     )
-    keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool)
-    keep.scatter_(1, torch.tensor(data["kept"]), True)
+    keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool, device="cpu")
+    keep.scatter_(1, torch.tensor(data["kept"], device="cpu"), True)
     return Removal(coupling=coupling, keep=keep.reshape(coupling.grid))
