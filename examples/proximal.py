@@ -4,8 +4,8 @@
     python examples/proximal.py --tiny          # every method, in seconds
 
 Of 64 inputs of different scales 6 determine the target. The blocks are the columns of the first layer, one for each
-input. The strength of each method is the largest whose error on held-out data is within 5 % of the lowest; the test error
-is on other data. Writes one row for each run (CSV) and a plot of inputs left and test error over training.
+input. The strength of each method is the largest whose error on held-out data is within 5 % of the lowest; the test
+error is on other data. Writes one row for each run (CSV) and a plot of inputs left and test error over training.
 """
 
 import argparse
