@@ -123,6 +123,19 @@ def test_proximal_trains_every_method(run, tmp_path):
     assert (tmp_path / "proximal.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_committed_proximal_results_are_as_the_readme_has_them():
+    with (EXAMPLES / "results" / "proximal.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    own = {m: [r for r in rows if r["method"] == m] for m in dict.fromkeys(r["method"] for r in rows)}
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    for method, runs in own.items():
+        cells = [", ".join(r[k] for r in runs) for k in ("inputs left", "relevant left")]
+        mean = sum(float(r["test error"]) for r in runs) / 3
+        assert f"| {method} | {cells[0]} | {cells[1]} | {mean:.2f} |" in readme
+    errors = {m: [float(r["test error"]) for r in runs] for m, runs in own.items()}
+    assert all(min(e[k] for e in errors.values()) == errors["Adam, conditioned"][k] for k in range(3))
+
+
 def test_the_committed_digits_results_have_the_expected_order():
     with (EXAMPLES / "results" / "rigl_digits.csv").open() as file:
         rows = [r for r in csv.DictReader(file) if r["level"] == "0.95"]
