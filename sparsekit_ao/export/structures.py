@@ -19,7 +19,7 @@ def satisfied(layer: Layer) -> list[str]:
     "n:m" is along the inputs of the module. In rows, columns and blocks no zero is outside of one that is all zero.
     """
     kept = layer.kept
-    if layer.density > DENSE:
+    if int(kept.sum()) >= DENSE * kept.numel():  # an empty one, too
         return []
     found = [p.kind for p in (patterns.rows(), patterns.columns()) if _is_blocks(layer, kept, p)]
     found += [f"{n}:{m}" for n, m in _N_M if _is_n_m(layer, kept, n, m)][:1]

@@ -4,7 +4,7 @@ Packing and unpacking run on the CPU; the packed form runs on CUDA, as `torch.sp
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import SparsityError
 from . import rules
-from .encoding import bits_of
+from .encoding import bits_of, memory_of
 from .layers import Layer, checked_layers
 from .results import Conversion
 from .tensor_file import (
@@ -110,6 +110,7 @@ def load_2_4(model: nn.Module, path: StrPath) -> None:
         dense = {name: _unpack(name, *parts) for name, parts in packed.items()}
         dense |= {n: file.get_tensor(n) for n in state if n not in dense and n not in aliases}
     dense |= {name: dense[first] for name, first in aliases.items()}
+    _refuse_ties(state, dense, str(path))
     sparse = {n: _on_cuda(n, state[n], dense[n], *packed[n]) for n in names if state[n].is_cuda}
     model.load_state_dict(dense)
     for name, weight in sparse.items():
@@ -185,6 +186,15 @@ def _check_forms(file: Any, names: list[str], aliases: dict[str, str], state: Ma
                 f"{path}: {part} must be {dtype} of shape {shape} for this model, got {got.get_dtype()} of shape "
                 f"{tuple(got.get_shape())}"
             )
+
+
+def _refuse_ties(state: Mapping[str, Tensor], dense: Mapping[str, Tensor], path: str) -> None:
+    """Tensors that are one in the model must be equal in the file, since the last one would replace the others."""
+    firsts: dict[Hashable, str] = {}
+    for name, tensor in state.items():
+        first = firsts.setdefault(memory_of(tensor) or name, name)
+        if first != name and not _same_bits(dense[first], dense[name]):
+            raise SparsityError(f"{path}: {first} and {name} differ, but the model ties them; untie them first")
 
 
 def _is_packable(tensor: Tensor | None) -> bool:
