@@ -103,8 +103,8 @@ class Coupling:
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
         """Config dicts for a sparsifier, one for each parameter of the coupling; they can be mixed with any others.
 
-        Buffers have no mask and no entry. A tensor may be named once in a config, so couplings that share one (the
-        heads and the residual stream, in a query projection) are pruned one after the other.
+        Buffers have no mask and no entry. A tensor may be named once in a config: for couplings that share one (the
+        heads and the residual stream, in a query projection) use `joint_entries`.
 
         Args:
             model: where the names are looked up.
@@ -113,10 +113,14 @@ class Coupling:
         Raises:
             SparsityError: as `bind`; a key that follows from the coupling; no member is a parameter.
         """
+        return [entry for entries in self.bound_entries(model, **keys) for entry in entries]
+
+    def bound_entries(self, model: nn.Module, **keys: Any) -> list[list[dict[str, Any]]]:
+        """`entries`, as one list for each coupling that `bind` returns."""
         for key in keys:
             if key in _OWN_KEYS:
                 raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")
-        return [entry for bound in self.bind(model) for entry in self._entries(bound, keys)]
+        return [list(self._entries(bound, keys)) for bound in self.bind(model)]
 
     @property
     def _where(self) -> str:

@@ -22,6 +22,7 @@ from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape
 from ..sparsifiers.names import owner_of
+from .attention import fit_attention
 
 _Removed = Sequence[tuple[AxisPattern, int]]
 
@@ -142,6 +143,9 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
         tensors_of[name] = smaller[key]  # type: ignore[assignment]
         for attribute, size in own_sizes.items():
             setattr(module, attribute, size)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and any(module is m for m, *_ in held):
+            fit_attention(module, path)
 
 
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:

@@ -28,15 +28,15 @@ def check_masks(
         own = {leaf: full_tensor(masks[at][0]) for leaf, at in component.leaves}
         budget = component.budget(groups, level_given)
         earlier, later = _neighbours(plan, component)
-        if later:  # blocks of which a later stage dropped a part may be kept in part, or not at all
+        if later:  # a later stage may have dropped all that is left of a block
             low: int | None = 0
         else:
             low = None if not earlier else _certain(earlier, component, groups, level_given)
-            if exact:
-                wrong += [f"{component.label}: {text}" for text in _broken_blocks(component, own)]
         low = low if exact else 0
         wrong += [f"{component.label}: {text}" for text in _miscounted(component, own, budget, low)]
         checked += component.scope.numscp()
+    if all(is_mask for _, is_mask in masks):
+        wrong += _broken_blocks(plan, groups, [full_tensor(mask) for mask, _ in masks])
     if wrong:
         raise SparsityError("masks do not hold their budgets:\n  " + "\n  ".join(wrong))
     return checked
@@ -76,15 +76,26 @@ def _certain(
     return min(left, int(budgets[1]))
 
 
-def _broken_blocks(component: Component, own: Mapping[BlockSpec, Tensor]) -> Iterator[str]:
-    for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
-        kept = candidates_of(group.members, len(group.shape))
-        for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
-            assert member.mask is not None
-            whole = member.mask.clone()
-            fill_mask((replace(member, mask=whole),), kept)
-            if not torch.equal(whole, member.mask):
-                yield f"{leaf.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
+def _broken_blocks(plan: Plan, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> Iterator[str]:
+    """Tensors whose mask is not what the kept blocks of all of their stages have in common.
+
+    A stage keeps the blocks of which any element is kept, in any coupled tensor.
+    """
+    wanted, labels = [torch.ones_like(mask) for mask in masks], dict[int, str]()
+    for component in plan.components:
+        own, index = {leaf: masks[at] for leaf, at in component.leaves}, dict(component.leaves)
+        for group, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
+            kept = candidates_of(group.members, len(group.shape))
+            for member, leaf in zip(group.members, spec.block.blocks(), strict=True):
+                at = index[leaf]
+                window, labels[at] = leaf.view.window(wanted[at]), component.label
+                fill_mask((replace(member, mask=window),), kept, among_kept=True)
+                if not leaf.view.is_aligned(wanted[at]):
+                    leaf.view.write_back(window, wanted[at])
+    for at, label in labels.items():
+        if not torch.equal(wanted[at], masks[at]):
+            name = groups[at]["tensor_fqn"]
+            yield f"{label}: {name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
 
 
 def _miscounted(

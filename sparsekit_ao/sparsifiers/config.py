@@ -101,7 +101,7 @@ def resolve_groups(
     if not config:
         raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
     names = dict(named_tensors(model))
-    excluded = _excluded(model, exclude, names)
+    excluded = excluded_names(model, exclude, names)
     owners, labels = _owners(model, config, keys, names)
     skipped = {fqn: excluded[fqn] for fqn in owners if fqn in excluded}
     if is_default:
@@ -222,7 +222,7 @@ def _matches(
     return kept
 
 
-def _excluded(model: nn.Module, exclude: Sequence[str | type], names: Collection[str]) -> dict[str, str]:
+def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Collection[str]) -> dict[str, str]:
     """{tensor_fqn: why}; a module, by name, glob or class, is left out with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs and module classes, got {exclude!r}")
