@@ -1,4 +1,4 @@
-"""Small networks of many architectures: {name: (make the model, make its inputs)}, with the constructs that pruning meets.
+"""Small networks of many architectures: {name: (make the model, make its inputs)}.
 
 Concatenations, branches, skips, gates, groups, shuffles, recurrent cells, attention in several forms.
 """

@@ -7,6 +7,7 @@ from string import ascii_letters
 from torch import nn
 
 from ..algebra import dimensions_of
+from ..errors import SparsityError
 from .bound import BoundCoupling, count_stars
 from .coupling import Coupling
 
@@ -26,9 +27,12 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
     >>> merged_couplings(pairs, single, model).members
     {'q.weight': '(d u) i', 'v.weight': '(a u) i'}
     """
-    if count_stars(next(iter(first.members))) != count_stars(next(iter(second.members))):
+    if len({count_stars(next(iter(one.members))) for one in (first, second)}) > 1:
+        first, second = _of_all_layers(first), _of_all_layers(second)
+    try:
+        ours, theirs = first.bind(model), second.bind(model)
+    except SparsityError:  # layers of different sizes
         return None
-    ours, theirs = first.bind(model), second.bind(model)
     names = {member.fqn for one in ours for member in one.members}
     if [one.captured for one in ours] != [one.captured for one in theirs]:
         return None
@@ -42,6 +46,15 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
     if ours[0].grid[:-1] != theirs[0].grid[:-1]:
         first, second = (_without_scope(one, bound[0]) for one, bound in ((first, ours), (second, theirs)))
     return _joined(first, second, int(each))
+
+
+def _of_all_layers(coupling: Coupling) -> Coupling:
+    """The coupling with the same units in all layers."""
+
+    def joined(texts: Mapping[str, str]) -> dict[str, str]:
+        return {text.replace("**", "*").replace("*", "**"): axes for text, axes in texts.items()}
+
+    return replace(coupling, members=joined(coupling.members), attrs=joined(coupling.attrs))
 
 
 def _without_scope(coupling: Coupling, bound: BoundCoupling) -> Coupling:

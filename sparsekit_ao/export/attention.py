@@ -1,6 +1,5 @@
 """torch.nn.MultiheadAttention with fewer heads than its embedding holds, which torch's own forward refuses."""
 
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

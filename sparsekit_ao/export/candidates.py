@@ -62,7 +62,7 @@ def _holds(model: nn.Module, bound: BoundCoupling, path: str, axes: str) -> bool
 
 
 def _integers(model: nn.Module, coupling: Coupling, first: BoundCoupling) -> Iterator[tuple[str, int]]:
-    """(path with stars, value for the first binding), modules that hold members first, the model and its config last."""
+    """(path with stars, value for the first binding): modules that hold members first, the model and configs last."""
     depth: dict[str, int] = {}
     for member in coupling.members:
         parts = member.split(".")

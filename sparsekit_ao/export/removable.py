@@ -26,8 +26,7 @@ from .removal import Removal, kept_elements, plain_tensors
 from .trial import compacted, compared, find_removals
 from .verify import Reference
 
-_TRIES = 60  # of the attributes of one coupling
-_TOGETHER = 3  # so many of them at most, where all candidates at once are wrong
+_NEAREST = 7  # candidates for attributes of one coupling that are tried by themselves
 
 
 def removable(
@@ -77,17 +76,22 @@ def removable(
     found = _listed(couplings) if couplings is not None else discover(model, example_inputs)
     own, left = _tried(model, _named(found.couplings), ratio, exclude)
     trials = functools.partial(Trials, inputs=example_inputs, multiple_of=multiple_of, tolerance=tolerance)
-    good, bad = trials(zeroed(model, own, ratio)).sort(own) if own else ([], {})
-    merged: list[tuple[Coupling, list[Coupling]]] = []
+    first = trials(zeroed(model, own, ratio))
+    good, bad = first.sort(own)
+    found_since: dict[Coupling, list[Coupling]] = {}  # with what each replaces
     for coupling, parts in _merges(model, good, bad):
-        if not any(part in used for _, used in merged for part in parts):
-            fitted = trials(zeroed(model, [coupling], ratio)).fitted(coupling)
-            merged += [] if fitted is None else [(fitted, parts)]
-    if merged:
-        parts = [part for _, some in merged for part in some]
-        together = [*(one for one in good if one not in parts), *(one for one, _ in merged)]
-        good, more = trials(zeroed(model, together, ratio)).sort(together)
-        bad = {one: why for one, why in bad.items() if one not in parts} | more
+        if not any(part in used for used in found_since.values() for part in parts):
+            one = trials(zeroed(model, [coupling], ratio)).fitted(coupling)
+            found_since |= {} if one is None else {one: parts}
+    for coupling in bad:
+        if not any(coupling in used for used in found_since.values()):
+            one = first.fitted(coupling, together=2)
+            found_since |= {} if one is None else {one: [coupling]}
+    if found_since:
+        replaced = [part for parts in found_since.values() for part in parts]
+        good = [*(one for one in good if one not in replaced), *found_since]
+        good, more = trials(zeroed(model, good, ratio)).sort(good)
+        bad = {one: why for one, why in bad.items() if one not in replaced} | more
     names = [coupling.name for coupling in own]
     good.sort(key=lambda coupling: names.index(coupling.name))
     bound = [coupling.bind(model) for coupling in good]
@@ -122,7 +126,7 @@ class Trials:
             result = compacted(self._masked, find_removals(self._masked, couplings, multiple))
         except SparsityError as e:
             return str(e)
-        found = compared(self._reference, result, self._tolerance)
+        found = compared(self._reference, result, self._tolerance, discarded=True)
         return found if isinstance(found, str) else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
@@ -138,8 +142,11 @@ class Trials:
         good, more = self._extended(good, fitted)
         return good, bad | more
 
-    def fitted(self, coupling: Coupling) -> Coupling | None:
-        """The coupling with the fewest further `attrs` with which it can be removed; None if there are none."""
+    def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
+        """The coupling with the fewest further `attrs` with which it can be removed; None if none were found.
+
+        Tried are all candidates, those that are not of a config, and so many of the nearest ones together.
+        """
         if not self.problem([coupling]):
             return coupling
         found = {p: a for p, a in candidate_attrs(self._masked, coupling).items() if p not in coupling.attrs}
@@ -147,14 +154,15 @@ class Trials:
         def with_attrs(paths: Sequence[str]) -> Coupling:
             return replace(coupling, attrs={**coupling.attrs, **{path: found[path] for path in paths}})
 
-        if found and not self.problem([with_attrs(list(found))]):
-            kept = list(found)
-            for path in reversed(found):  # the farthest first
-                fewer = [one for one in kept if one != path]
-                kept = kept if self.problem([with_attrs(fewer)]) else fewer
-            return with_attrs(kept)
-        some = itertools.chain.from_iterable(itertools.combinations(found, n) for n in range(1, _TOGETHER + 1))
-        return next((one for one in map(with_attrs, itertools.islice(some, _TRIES)) if not self.problem([one])), None)
+        near = [path for path in found if "config" not in path.split(".")]
+        for paths in (list(found), near) if together == 1 else ():
+            if paths and not self.problem([with_attrs(paths)]):
+                for path in reversed(paths):  # the farthest first
+                    fewer = [one for one in paths if one != path]
+                    paths = paths if self.problem([with_attrs(fewer)]) else fewer
+                return with_attrs(paths)
+        some = itertools.combinations(list(found)[:_NEAREST], together)
+        return next((one for one in map(with_attrs, some) if not self.problem([one])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
@@ -239,9 +247,9 @@ def _merges(
     for coupling in bad:
         for path in candidate_attrs(model, coupling):
             if "config" not in path.split("."):  # shared by all layers
-                found.setdefault(path, []).append(coupling)
+                found.setdefault(path.replace("**", "*"), []).append(coupling)
     for coupling in good:
-        for path in found.keys() & coupling.attrs.keys():
+        for path in found.keys() & {path.replace("**", "*") for path in coupling.attrs}:
             found[path].append(coupling)
     merges: dict[tuple[Coupling, ...], Coupling | None] = {}
     for parts in map(tuple, found.values()):

@@ -39,7 +39,7 @@ def shrink(
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; see `compact`.
         ratio: fraction of the units of every coupling that is dropped, in each scope.
         score: one of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
-            on the example inputs.
+            on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
             tensor are left out.
         couplings: those to be considered; None takes what `discover` finds.
@@ -104,10 +104,13 @@ def _pruned(
 ) -> nn.Module:
     """A copy in which the lowest units of all couplings are zero, without masks."""
     masked = copy.deepcopy(model)
+    needs = needs_of(parse_score(score, "shrink: "))
+    if any(need.startswith("input") for need in needs):
+        couplings = [replace(coupling, scores="consumers") for coupling in couplings]
     if couplings:
         sparsifier = ScopeSparsifier(ratio, score=score)  # type: ignore[arg-type]
         sparsifier.prepare(masked, joint_entries(couplings, masked))
-        if needs_of(parse_score(score, "shrink: ")):
+        if needs:
             sparsifier.calibrate([inputs], forward)
         sparsifier.step()
         sparsifier.squash_mask()

@@ -57,10 +57,10 @@ def compacted(model: nn.Module, removals: Sequence[Removal]) -> Compacted:
     return Compacted(model=small, removals=removals, changes=changes, notes=notes, shapes=shapes)
 
 
-def compared(reference: Reference, result: Compacted, tolerance: float) -> Comparison | str:
-    """How a compacted model compares, or a description of what is wrong with it."""
+def compared(reference: Reference, result: Compacted, tolerance: float, *, discarded: bool = False) -> Comparison | str:
+    """How a compacted model compares, or a description of what is wrong with it; see `Reference.compare`."""
     try:
-        found = reference.compare(result.model, tolerance)
+        found = reference.compare(result.model, tolerance, discarded=discarded)
     except Exception as e:
         return f"does not run: {e}"
     if found.decisive <= tolerance:
