@@ -179,17 +179,28 @@ class Coupling:
         scope = tuple(self.scope.split())
         sizes = solve_sizes(name, rows, {*scope, self.unit}, self.sizes)
         members: tuple[Member, ...] = ()
+        first: dict[int, Member] = {}
         for fqn, axes, shape in rows:
             own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
             pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
             pattern.check_shape(shape)
-            members += (Member(fqn=fqn, pattern=pattern, is_parameter=tensors[fqn][1]),)
+            same = first.get(id(tensors[fqn][0]))
+            bound = Member(
+                fqn=fqn, pattern=pattern, is_parameter=tensors[fqn][1], tied_to=same.fqn if same is not None else ""
+            )
+            first.setdefault(id(tensors[fqn][0]), bound)
+            if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
+                raise SparsityError(
+                    f"{self._where}{fqn} and {same.fqn} are one tensor, but have the unit in other dimensions: "
+                    f"{axes!r} and {same.pattern.axes!r}"
+                )
+            members += (bound,)
         return BoundCoupling(
             name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
         )
 
     def _entries(self, bound: BoundCoupling, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        masked = [member for member in bound.members if member.is_parameter]
+        masked = [member for member in bound.members if member.is_parameter and not member.tied_to]
         if not masked:
             raise SparsityError(f"{self._where}no member is a parameter, so there is nothing to put a mask on")
         for member in masked:

@@ -52,13 +52,16 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     whole: dict[str, Any] = {key: keys[key] for key in ("sparsity_level", "nnz") if key in keys and key not in budgets}
     rest = {key: value for key, value in keys.items() if key not in whole and key not in budgets}
     found: dict[str, dict[int, dict[str, Any]]] = {}
+    first: dict[int, str] = {}  # a tied parameter has the name that comes first
     for coupling in couplings:
         own = {key: value[coupling.name] for key, value in budgets.items() if coupling.name in value}
         for rows in coupling.bound_entries(model, **rest, **own):
-            taken = {stage for row in rows for stage in found.get(row["tensor_fqn"], ())}
+            fqns = [row.pop("tensor_fqn") for row in rows]
+            fqns = [first.setdefault(id(parameter_of(*owner_of(model, fqn))), fqn) for fqn in fqns]
+            taken = {stage for fqn in fqns for stage in found.get(fqn, ())}
             stage = next(k for k in itertools.count() if k not in taken)
-            for row in rows:
-                found.setdefault(row.pop("tensor_fqn"), {})[stage] = row
+            for fqn, row in zip(fqns, rows, strict=True):
+                found.setdefault(fqn, {})[stage] = row
     return [{"tensor_fqn": fqn, **_structure(model, fqn, stages), **whole} for fqn, stages in found.items()]
 
 

@@ -9,10 +9,12 @@ from .parametrization import (
     installed,
     is_on_parameter,
     live_mask,
+    other_names,
     parameter_under,
     rebuilt_originals,
     remove_mask,
     squash,
+    under_all_names,
 )
 from .product import FROM, select
 from .saved import is_intercepted, keep_saved, saving
