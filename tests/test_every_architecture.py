@@ -34,13 +34,15 @@ ALWAYS = (  # each has constructs that no other one of them has
     "decoder with RMSNorm",
     "LSTM",
     "GPT-NeoX",
-    "DistilBERT",
+    "OPT",
+    "DeepSeek-V3",
+    "Mamba",
 )
-NOTHING = {"RepVGG", "gMLP", "LSTM", "bidirectional LSTM", "highway", "maxout"}  # in one coupling or none
+NOTHING = {"RepVGG", "gMLP", "LSTM", "bidirectional LSTM", "highway", "maxout", "ConvNeXt-V2"}
 
 
 def make(name):
-    if name in hf_models.NAMES:
+    if name not in NETWORKS:
         return hf_models.make(name)
     torch.manual_seed(0)
     network, inputs = NETWORKS[name]
@@ -53,7 +55,7 @@ def tensors(model, inputs):
         return [leaf for leaf in _pytree.tree_leaves({"out": model(*args, **keys)}) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, *hf_models.NAMES] if EXHAUSTIVE else ALWAYS)
+@pytest.mark.parametrize("name", [*NETWORKS, *hf_models.NAMES, *hf_models.FAMILIES] if EXHAUSTIVE else ALWAYS)
 def test_what_is_suggested_is_pruned_at_once_and_removed(name):
     model, inputs = make(name)
     found = removable(model, inputs)

@@ -58,7 +58,8 @@ def _holds(model: nn.Module, bound: BoundCoupling, path: str, axes: str) -> bool
     """Whether all that a path names for this binding is the product of these axes, and can be set."""
     product = math.prod(bound.sizes[axis] for axis in axes.split())
     found = list(holders(model, fill_stars(path, bound.captured)))
-    return bool(found) and all(value_of(holder, name) == product for _, holder, name in found)
+    values = [value_of(holder, name) for _, holder, name in found]
+    return bool(found) and all(_is_size(value) and value == product for value in values)
 
 
 def _integers(model: nn.Module, coupling: Coupling, first: BoundCoupling) -> Iterator[tuple[str, int]]:

@@ -218,7 +218,9 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             memo[id(tensor)] = fake = _fake(tensor, mode)
             found.name(name, fake)
-        copied = _copied(model, memo).eval()
+        copied: Any = _copied(model, memo).eval()
+        if hasattr(copied, "set_experts_implementation"):  # transformers' experts, else with shapes that values decide
+            copied.set_experts_implementation("batched_mm")
         found.watch(copied)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
         found.fix(args or kwargs, "input")  # one of both is empty
