@@ -8,23 +8,26 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection.strides import Shape, addresses, cosize
 
 
-def coordinate_of(address: int, shape: Shape, stride: Shape) -> Shape:
-    """The index of the tensor's element at an address; the inverse of `sum(i_k * stride_k)`.
+def coordinates_of(address: Tensor, shape: Shape, stride: Shape) -> list[Tensor]:
+    """The index of the tensor's element at each address; the inverse of `sum(i_k * stride_k)`.
 
-    >>> coordinate_of(5, (3, 4), (1, 3))
-    (2, 1)
+    >>> [at.tolist() for at in coordinates_of(torch.tensor([5, 1]), (3, 4), (1, 3))]
+    [[2, 1], [1, 0]]
     """
-    at, left = [0] * len(shape), address
+    at, left = [torch.zeros_like(address)] * len(shape), address
     for k in sorted((k for k in range(len(shape)) if shape[k] > 1), key=lambda k: -stride[k]):
-        at[k], left = divmod(left, stride[k])
-    if left or any(i >= n for i, n in zip(at, shape, strict=True)):  # strides that are not nested: look it up
-        return _unravel(int((addresses(shape, stride) == address).nonzero()[0, 0]), shape)
-    return tuple(at)
+        at[k], left = left // stride[k], left % stride[k]
+    if bool((left != 0).any()) or any(bool((i >= n).any()) for i, n in zip(at, shape, strict=True)):
+        ordered, order = addresses(shape, stride).sort()  # strides that are not nested: look it up
+        flat = order[torch.searchsorted(ordered, address.cpu())].to(address.device)
+        return list(torch.unravel_index(flat, shape))
+    return at
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -54,7 +57,7 @@ def resolve_tile(
     >>> resolve_tile("scope", (8, 6), ())
     (8, 6)
     """
-    if edge not in ("error", "partial"):
+    if not isinstance(edge, str) or edge not in ("error", "partial"):
         raise SparsityError(f'{where}edge must be "error" or "partial", got {edge!r}')
     if isinstance(tile, (str, int)) or not isinstance(tile, Sequence):
         raise SparsityError(f"{where}{kind} shape must be a tuple of ints, got {tile!r}")
@@ -112,11 +115,7 @@ def _check_window(
         )
     if 0 in shape:
         return
-    if not is_injective(param_shape, param_stride):
-        raise SparsityError(
-            f"{where}the parameter {param_shape}:{param_stride} is expanded: several of its elements share memory. "
-            "Make it contiguous first."
-        )
+    refuse_expanded(param_shape, param_stride, where)
     end, last = cosize(shape, stride, offset) - 1, cosize(param_shape, param_stride) - 1
     view = f"{where}view {shape}:{stride}"
     if end > last:
@@ -134,6 +133,15 @@ def _check_window(
         raise SparsityError(
             f"{view}: strides overlap: indices {first} and {second} map to one element. Use strides under which every "
             "index has its own element."
+        )
+
+
+def refuse_expanded(shape: Shape, stride: Shape, where: str = "") -> None:
+    """Raise where elements of a parameter share memory, so that a mask cannot drop one of them alone."""
+    if 0 not in shape and not is_injective(shape, stride):
+        raise SparsityError(
+            f"{where}the parameter {shape}:{stride} is expanded: several of its elements share memory. Make it "
+            "contiguous first."
         )
 
 
@@ -164,18 +172,37 @@ def is_injective(shape: Shape, stride: Shape) -> bool:
         if d == 0:
             return False
         if d <= end:  # strides that are not nested: count the addresses
-            return int(addresses(shape, stride).unique().numel()) == math.prod(shape)
+            fits = math.prod(shape) <= cosize(shape, stride)  # else some address has two indices
+            return fits and int(addresses(shape, stride).unique().numel()) == math.prod(shape)
         end += (n - 1) * d
     return True
 
 
 def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
     """Two indices with one address, where there are such."""
-    small = tuple(min(n, 2) if d == 0 else n for n, d in zip(shape, stride, strict=True))
-    ordered, order = addresses(small, stride).sort(stable=True)
+    most = cosize(shape, stride)
+    small: list[int] = []
+    for n, d in zip(shape, stride, strict=True):  # few, but more than there are addresses if all of them are more
+        left = most // math.prod(small) + 1
+        small.append(min(n, 2 if d == 0 else left) if left > 1 else 1)
+    ordered, order = addresses(tuple(small), stride).sort(stable=True)
     at = int((ordered[1:] == ordered[:-1]).nonzero()[0, 0])
-    return _unravel(int(order[at]), small), _unravel(int(order[at + 1]), small)
+    return _unravel(int(order[at]), tuple(small)), _unravel(int(order[at + 1]), tuple(small))
 
 
 def _unravel(flat: int, shape: Shape) -> Shape:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), shape))
+
+
+def refuse_computed(param: Tensor, where: str) -> None:
+    """Raise for a tensor that is computed at every access, such as the weight of a parametrized layer.
+
+    Views of a parameter share its memory, so that they may be changed.
+    """
+    is_temporary = not param.is_leaf and (param._base is None or not param._base.is_leaf)
+    if is_temporary or getattr(param, "is_masked_weight", False):
+        raise SparsityError(
+            f"{where}this tensor is computed from others, so that changes of it would be lost. For the weight of a "
+            "prepared (parametrized) layer give the parameter behind it, layer.parametrizations.weight.original; "
+            "else a parameter or a detached tensor."
+        )

@@ -14,7 +14,7 @@ from ..errors import SparsityError
 from .attributes import Change, assign_attrs, unlisted_sizes
 from .manifest import make_manifest
 from .removal import Removal
-from .report import UNLISTED, Compaction, KeptUnits, Size
+from .results import UNLISTED, Compaction, KeptUnits, Size
 from .trial import Compacted, compacted, compared, find_removals
 from .verify import Reference
 

@@ -12,7 +12,7 @@ from ..scores import Score, needs_of, parse_score
 from ..sparsifiers import ScopeSparsifier
 from .compact import verified
 from .removable import Trials, removable
-from .report import Compaction
+from .results import Compaction
 from .trial import find_removals
 
 

@@ -1,5 +1,6 @@
 """The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
 
+from .merging import refuse_merge
 from .parametrization import (
     WeightMask,
     collector_paused,
@@ -11,10 +12,11 @@ from .parametrization import (
     live_mask,
     other_names,
     parameter_under,
-    rebuilt_originals,
+    parameters_under,
     remove_mask,
-    squash,
     under_all_names,
+    used_weight,
 )
-from .product import FROM, select
+from .product import FROM, marked, select
 from .saved import is_intercepted, keep_saved, saving
+from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros
