@@ -635,6 +635,19 @@ def test_tensors_of_any_size_share_what_was_compiled():
     assert len({b.length for b in plans}) == 3 and len({b.form for b in plans}) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype):
+    for height in (3, 8):
+        rows = [scores_like(kind, height, 24, dtype) for kind in ("special", "few values", "bit patterns", "random")]
+        values, keep = torch.cat(rows), budgets(4 * 24, height).view(4, 24)
+        for among_kept, limits in ((False, FUSED), (True, Limits(big=True))):
+            kept = torch.rand(values.shape, generator=generator(3)) < 0.6
+            group = scopes(values, (1, 1), (height, 1), mask=kept)
+            (batch,) = make_plan([Update(scopes=(group,), keep=keep, among_kept=among_kept)], limits).fused
+            assert batch.form.apart
+            agree([group], keep, limits, among_kept=among_kept)
+
+
 def test_scopes_go_in_memory_order_unless_they_have_budgets():
     straight, turned = (make_plan([by_row((64, 32), 4, s)], FUSED).fused[0] for s in (None, (1, 64)))
     assert straight.form.contiguous and not turned.form.unit_strides[4]

@@ -4,14 +4,17 @@ import triton
 import triton.language as tl
 
 from .device import (
+    BLOCK,
     MEMBER_FIELDS,
     ROWS,
+    SCOPE,
     block_offsets,
     block_tile,
     budget,
     count_field,
     elements_of,
     mask_of,
+    offset_of,
     part_of_program,
     scope_tile,
     slots_of,
@@ -24,7 +27,7 @@ from .ranking import (
     block_sums,
     combine,
     keep_bisected,
-    keep_pairs,
+    keep_slots,
     keep_sorted,
     magnitude_bits,
     order_key,
@@ -33,7 +36,7 @@ from .ranking import (
     unique_keys,
 )
 
-PAIRS = tl.constexpr(16)  # widest scope that is ranked by comparing every pair
+SORTED = tl.constexpr(16)  # widest scope whose keys are sorted by a network
 
 
 @triton.jit
@@ -42,18 +45,67 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
 
     With FORM.stored rows of `scores` are selected and `kept` is written.
     """
-    NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
-    SORTED: tl.constexpr = FORM.single and FORM.bits <= 16 and FORM.padded <= PAIRS
-    SPARE: tl.constexpr = FORM.among_kept or FORM.padded > FORM.width  # slots that must not be kept
     index, part, first = part_of_program(starts, parts, PARTS, FORM.big)
     scope = first * FORM.tile + tl.arange(0, FORM.tile)
     valid = scope < count_field(part, ROWS, FORM)
+    keep = tl.full([FORM.tile], 0, tl.int32) + budget(part, scope, valid, FORM.per_scope).to(tl.int32)
+    own = members + index * FORM.members * MEMBER_FIELDS
+    if FORM.apart:
+        select_slots(part, own, scope, valid, keep, FORM)
+    else:
+        select_tile(part, own, scores, kept, first, scope, valid, keep, FORM)
+
+
+@triton.jit
+def select_slots(part, member, scope, valid, keep, FORM: tl.constexpr):
+    """Masks of scopes of single elements that are neighbours in memory: each of their slots is read as one vector."""
+    UNIQUE: tl.constexpr = FORM.bits <= 16
+    COUNT: tl.constexpr = FORM.padded
+    WIDTH: tl.constexpr = FORM.width
+    values = values_of(member, FORM) + offset_of(part, member, scope, SCOPE, False, FORM)
+    mask = mask_of(member, FORM) + offset_of(part, member, scope, SCOPE, True, FORM)
+    keys = ()
+    for i in tl.static_range(COUNT):
+        keys += (key_of_slot(part, member, values, mask, valid, i, UNIQUE, FORM),)
+    chosen = keep_slots(keys, keep, COUNT, UNIQUE)
+    for i in tl.static_range(WIDTH):
+        write_mask(mask + slot_offset(part, member, i, True, FORM), chosen[i], valid, FORM)
+
+
+@triton.jit
+def key_of_slot(part, member, values, mask, valid, i: tl.constexpr, UNIQUE: tl.constexpr, FORM: tl.constexpr):
+    """Keys of slot i of every scope; 0 where there is none or an earlier stage pruned it."""
+    found = tl.full([FORM.tile], 0, tl.uint32)
+    if i < FORM.width:
+        x = tl.load(values + slot_offset(part, member, i, False, FORM), mask=valid, other=0.0)
+        if FORM.among_kept or FORM.masked:
+            left = tl.load(mask + slot_offset(part, member, i, True, FORM), mask=valid, other=0) != 0
+            x = tl.where(left, x, 0.0).to(FORM.dtype)
+        found = unique_keys(x, i, FORM.padded, FORM.signed) if UNIQUE else order_key(x, FORM.signed)
+        if FORM.among_kept:
+            found = tl.where(left, found, 0).to(tl.uint32)
+    return found
+
+
+@triton.jit
+def slot_offset(part, member, i: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """How far slot i of a scope is from its first one, in values or mask."""
+    slot = tl.full((), i, tl.int64 if FORM.big else tl.int32)
+    return offset_of(part, member, slot, BLOCK, MASKED, FORM)
+
+
+@triton.jit
+def select_tile(part, own, scores, kept, first, scope, valid, keep, FORM: tl.constexpr):
+    """Masks of scopes of any kind, read as one tile."""
+    NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
+    UNIQUE: tl.constexpr = FORM.single and FORM.bits <= 16 and FORM.padded <= SORTED
+    SPARE: tl.constexpr = FORM.among_kept or FORM.padded > FORM.width  # slots that must not be kept
     real = valid[:, None] & (tl.arange(0, FORM.padded) < FORM.width)[None, :]
     total = tl.full([FORM.tile, FORM.padded], 0, tl.int32 if NORM == "inf" else tl.float32)
     keys = tl.full([FORM.tile, FORM.padded], 0, tl.uint32)
     remaining = tl.full([FORM.tile, FORM.padded], 0, tl.int32)
     for m in range(FORM.members):
-        member = members + (index * FORM.members + m) * MEMBER_FIELDS
+        member = own + m * MEMBER_FIELDS
         values, mask = values_and_mask(part, member, scores, kept, FORM)
         at, exists = scope_tile(part, member, first, scope, real, False, FORM)
         x = tl.load(values + at, mask=exists, other=0.0)
@@ -62,7 +114,7 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
             left = tl.load(mask + mask_at, mask=exists, other=0) != 0
             x = tl.where(left, x, 0.0).to(FORM.dtype)
             remaining += tl.sum(tl.reshape(left.to(tl.int32), [FORM.tile, FORM.padded, FORM.chunk]), axis=2)
-        if SORTED:
+        if UNIQUE:
             x = tl.reshape(x, [FORM.tile, FORM.padded])
             keys = unique_keys(x, tl.arange(0, FORM.padded)[None, :], FORM.padded, FORM.signed)
         elif FORM.single:
@@ -74,13 +126,12 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
         keys = order_key(root(total, NORM), False)
     if SPARE:
         keys = tl.where(real & (remaining > 0) if FORM.among_kept else real, keys, 0).to(tl.uint32)
-    keep = tl.full([FORM.tile], 0, tl.int32) + budget(part, scope, valid, FORM.per_scope).to(tl.int32)
-    if SORTED:
-        chosen = keep_sorted(keys, keep, FORM.padded, SPARE)
+    if FORM.padded <= SORTED:
+        chosen = keep_sorted(keys, keep, FORM.padded, UNIQUE, SPARE)
     else:
-        chosen = keep_pairs(keys, keep, FORM.width) if FORM.padded <= PAIRS else keep_bisected(keys, keep, FORM.bits)
+        chosen = keep_bisected(keys, keep, FORM.bits)
     for m in range(FORM.members):
-        member = members + (index * FORM.members + m) * MEMBER_FIELDS
+        member = own + m * MEMBER_FIELDS
         _, mask = values_and_mask(part, member, scores, kept, FORM)
         at, exists = scope_tile(part, member, first, scope, real, True, FORM)
         spread = tl.broadcast_to(chosen[:, :, None], [FORM.tile, FORM.padded, FORM.chunk])

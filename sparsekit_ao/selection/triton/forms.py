@@ -17,6 +17,7 @@ from ..work import Update
 from .parts import Part, power_of_two
 
 REGISTERS = 128  # of a thread, so that an SM holds 16 warps; without a limit the assembler uses fewer, and spills
+APART = 16  # most blocks of a scope whose slots are read as one vector each
 SECTOR = 32  # bytes that one memory transaction reads
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
@@ -71,6 +72,7 @@ class Form:
         masked: score values under the mask, but choose among all.
         stored: rows of stored scores, not weights.
         contiguous: a tile is contiguous in values and mask alike.
+        apart: scopes are neighbours in memory, so that a program reads each of their slots as one vector.
         chunked, whole_chunks: blocks take more than one chunk; block sizes are multiples of the chunk.
         per_scope: every scope has its own budget (or threshold).
         counts_16: counts are multiples of 16, so that accesses stay vectors.
@@ -98,6 +100,7 @@ class Form:
     masked: bool = False
     stored: bool = False
     contiguous: bool = False
+    apart: bool = False
     chunked: bool = False
     whole_chunks: bool = False
     per_scope: bool = False
@@ -127,10 +130,12 @@ def fused_form(
 ) -> Form:
     """What the fused kernel is specialised on."""
     padded, (chunk, sides) = power_of_two(part.width), tree_of(part, limits)
+    contiguous = part.contiguous and part.width == padded and part.elements == chunk
     return _form(
         part,
         among_kept,
-        part.contiguous and part.width == padded and part.elements == chunk,
+        contiguous,
+        apart=not contiguous and part.single and padded <= APART and all(part.unit_strides[:2]),
         tile=max(1, limits.tile // (padded * chunk)),
         width=part.width,
         padded=padded,
@@ -247,9 +252,8 @@ def options_of(kernel: str, form: Form) -> dict[str, Any]:
     """
     warps = 8
     if kernel == "fused_kernel":
-        warps = _warps(
-            form.tile * form.padded * form.chunk, 1024 if form.contiguous else 512 if form.whole_chunks else 256
-        )
+        spread = not (form.contiguous or form.apart)
+        warps = _warps(form.tile * form.padded * form.chunk, 1024 if not spread else 512 if form.whole_chunks else 256)
     elif kernel in ("score_kernel", "fill_kernel", "threshold_kernel"):
         spread = form.big or form.members > 1 or kernel == "threshold_kernel"
         warps = _warps(form.tile * form.chunk, 1024 if not spread else 256 if form.big and form.members > 1 else 512)

@@ -76,18 +76,6 @@ def root(total, NORM: tl.constexpr):
 
 
 @triton.jit
-def keep_pairs(keys, keep, WIDTH: tl.constexpr):
-    """Exactly `keep` of each row of keys [S, M] by comparing pairs; slot i precedes a later j unless j is higher."""
-    slot = tl.arange(0, keys.shape[1])[None, :]
-    ahead = tl.zeros(keys.shape, tl.int32)
-    for j in tl.static_range(WIDTH):
-        # j is known at compile time, so the sum below is one register where a thread holds the whole row
-        other = tl.sum(tl.where(slot == j, keys, 0), axis=1).to(tl.uint32)[:, None]
-        ahead += tl.where(slot > j, other >= keys, other > keys).to(tl.int32)
-    return (ahead < keep[:, None]) & (keys > 0)
-
-
-@triton.jit
 def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
     """uint32 keys of 16-bit values as of `order_key`, with the slot's number below, so that no two of a row are equal.
 
@@ -103,13 +91,48 @@ def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def keep_sorted(keys, keep, COUNT: tl.constexpr, SPARE: tl.constexpr):
-    """Exactly `keep` of each row of unique keys [S, COUNT]; with SPARE some are 0, and never kept.
+def keep_sorted(keys, keep, COUNT: tl.constexpr, UNIQUE: tl.constexpr, SPARE: tl.constexpr):
+    """Exactly `keep` of each row of keys [S, COUNT], of which with UNIQUE no two are equal; with SPARE some are 0.
 
     What is kept reaches the row's k-th largest key, which a sorting network finds in registers.
     """
-    least = kth_largest(sorted_slots(slots_apart(keys, COUNT), COUNT), keep, COUNT)[:, None]
-    return (keys >= least) & (keys > 0) if SPARE else keys >= least
+    slots = sorted_slots(slots_apart(keys, COUNT), COUNT)
+    least = kth_largest(slots, keep, COUNT)
+    if SPARE:
+        least = tl.maximum(least, 1)
+    if not UNIQUE:
+        following = kth_largest(slots, keep + 1, COUNT)
+        if tl.max((following == least).to(tl.int32)) > 0:  # equal values on both sides of the cut: rare
+            keys = tl.where(cut_ties(keys, least, keep), keys, 0).to(tl.uint32)
+    return keys >= least[:, None]
+
+
+@triton.jit
+def keep_slots(keys, keep, COUNT: tl.constexpr, UNIQUE: tl.constexpr):
+    """As `keep_sorted`, of COUNT vectors of keys, one for each slot of a row; returns a vector for each."""
+    least = tl.maximum(kth_largest(sorted_slots(keys, COUNT), keep, COUNT), 1)
+    found = ()
+    if UNIQUE:
+        for i in tl.static_range(COUNT):
+            found += (keys[i] >= least,)
+    else:
+        need = keep
+        for i in tl.static_range(COUNT):
+            need -= (keys[i] > least).to(tl.int32)
+        for i in tl.static_range(COUNT):
+            tied = (keys[i] == least) & (need > 0)
+            need -= tied.to(tl.int32)
+            found += ((keys[i] > least) | tied,)
+    return found
+
+
+@triton.jit
+def cut_ties(keys, limit, keep):
+    """Of each row of keys [S, M] those above the k-th largest, and of those equal to it the first ones; never 0."""
+    above = keys > limit[:, None]
+    tied = (keys == limit[:, None]).to(tl.int32)
+    need = keep - tl.sum(above.to(tl.int32), axis=1)
+    return (above | ((tied > 0) & (tl.cumsum(tied, axis=1) <= need[:, None]))) & (keys > 0)
 
 
 @triton.jit
@@ -183,10 +206,7 @@ def keep_bisected(keys, keep, BITS: tl.constexpr):
         count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
         limit = tl.where(count >= keep, candidate, limit)
         bit = bit >> 1
-    above = keys > limit[:, None]
-    tied = (keys == limit[:, None]).to(tl.int32)
-    need = keep - tl.sum(above.to(tl.int32), axis=1)
-    return (above | ((tied > 0) & (tl.cumsum(tied, axis=1) <= need[:, None]))) & (keys > 0)
+    return cut_ties(keys, limit, keep)
 
 
 @triton.jit
