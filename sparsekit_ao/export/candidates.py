@@ -108,7 +108,7 @@ def _own_sizes(model: nn.Module, bound: BoundCoupling) -> dict[int, set[str]]:
 def _of(prefix: str, holder: Any, own: set[str]) -> Iterator[tuple[str, int]]:
     for name, value in vars(holder).items():
         path = f"{prefix}.{name}".removeprefix(".")
-        if name in own or name in _OF_ANY_MODULE:
+        if name in own or name in _OF_ANY_MODULE or name.startswith("_"):  # no manifest sets what is private
             continue
         if _is_size(value):
             yield path, value

@@ -6,6 +6,7 @@ It contains numbers and names, no weights: those are saved as a state dict.
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def _is_attribute(value: object) -> bool:
     if not _is_dict(value, ("path", "was", "now")):
         return False
     path, was, now = value["path"], value["was"], value["now"]  # type: ignore[index]
-    names = path.split(".") if isinstance(path, str) else []
+    names = re.sub(r"\[\d+\]$", "", path).split(".") if isinstance(path, str) else []  # an entry of a tuple: shape[1]
     plain = bool(names) and all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in names)
     if plain and names[-1] in (*EPS_NAMES, *CONFIG_EPS):
         return isinstance(now, float) and 0 < now < math.inf and (was is None or isinstance(was, float))

@@ -75,6 +75,7 @@ class ProximalSparsifier(PlannedSparsifier):
         k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("norm", "score", "member_scores")
     }
     optional_keys = (*PlannedSparsifier.optional_keys, "strength")
+    takes_tied = False  # the optimizer steps on one mask of a parameter
 
     def __init__(
         self,
