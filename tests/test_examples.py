@@ -299,6 +299,7 @@ BENCHMARKS = {
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
+    "sparse_files.py": "target: save_sparse  dtype: int8",
     "selection_bytes.py": "way: histograms  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
 }
