@@ -313,6 +313,7 @@ BENCHMARKS = {
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "proximal_map.py": "block: the whole  size: 64",
+    "sparse_files.py": "target: save_sparse  dtype: int8",
     "selection_bytes.py": "way: histograms  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
 }
