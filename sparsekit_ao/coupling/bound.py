@@ -24,6 +24,11 @@ class Member:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
         is_parameter: False for a buffer, which cannot have a mask.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    >>> bound = sparsekit_ao.Coupling({"0.weight": "u i", "0.bias": "u"}).bind(model)[0]
+    >>> [(member.fqn, member.pattern.axes, member.is_parameter) for member in bound.members]
+    [('0.weight', 'u i', True), ('0.bias', 'u', True)]
     """
 
     fqn: str
@@ -43,6 +48,10 @@ class BoundCoupling:
         scope: axes of independent budgets.
         sizes: length of every scope axis, of the unit axis, and of the axes whose sizes were given.
         attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
+    >>> [(b.name, b.grid) for b in sparsekit_ao.Coupling({"*.weight": "u i", "*.bias": "u"}).bind(model)]
+    [('0.weight', (3,)), ('1.weight', (5,))]
     """
 
     name: str

@@ -17,6 +17,9 @@ class Size:
         parameters: elements of all parameters; a shared one counts once.
         bytes: of parameters and buffers.
         flops: of one forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
+
+    >>> Size(parameters=10, bytes=40, flops=16).bytes
+    40
     """
 
     parameters: int
@@ -33,6 +36,9 @@ class KeptUnits:
         kept, of: units of a scope after and before.
         scopes: number of independent sets of units.
         partly: kept units, over all scopes, where some members hold only zeros, but not all.
+
+    >>> print(KeptUnits(name="heads", kept=2, of=4, scopes=3))
+    2 of 4 units in each of 3 scopes
     """
 
     name: str
@@ -60,6 +66,14 @@ class Compaction:
         not_compared: objects in the output that were not inspected, so tensors in them were not compared.
         unlisted: integers that seem to hold a removed size and are in no coupling's `attrs`.
         manifest: plain data for `cut_to`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[1:].zero_(), model[1].weight[:, 1:].zero_()
+    >>> hidden = sparsekit_ao.Coupling({"0.weight": "u i", "1.weight": "o u"})
+    >>> report = sparsekit_ao.export.compact(model, hidden, torch.ones(1, 2))[1]
+    >>> report.before.parameters, report.after.parameters, str(report.couplings[0])
+    (18, 6, '1 of 4 units')
     """
 
     couplings: tuple[KeptUnits, ...]

@@ -32,6 +32,17 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
     Args:
         defaults: the config keys with their defaults.
+
+    >>> class Checkerboard(MaskSparsifier):
+    ...     def update_mask(self, module, tensor_name, **group):
+    ...         mask = self.mask(group["tensor_fqn"])
+    ...         mask.copy_((torch.arange(mask.shape[0])[:, None] + torch.arange(mask.shape[1])) % 2)
+    >>> sparsifier = Checkerboard()
+    >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    >>> sparsifier.step()
+    >>> sparsifier.mask("0.weight")
+    tensor([[0., 1., 0., 1.],
+            [1., 0., 1., 0.]])
     """
 
     #: config keys that need no default
