@@ -5,6 +5,7 @@ Before Sphinx reads the pages, the pictures, the gallery of patterns and the pag
 """
 
 import pathlib
+import re
 import sys
 
 HERE = pathlib.Path(__file__).parent
@@ -60,7 +61,7 @@ LINKS = {  # from files that are read in the repository, too, to their pages
 def _relink(app, relative_path, parent_docname, content):  # type: ignore[no-untyped-def]
     """Point links between the package's README files to the pages that include them."""
     for link, page in LINKS.items():
-        content[0] = content[0].replace(f"]({link})", f"]({page})")
+        content[0] = re.sub(rf"\]\({re.escape(link)}(#[^)]*)?\)", rf"]({page}\1)", content[0])
 
 
 def _escape(text: str) -> str:

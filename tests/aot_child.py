@@ -66,9 +66,9 @@ def update(shape, dtype, block, scope, norm=2, among_kept=False, stride=None, bi
     )
 
 
-def many(count):
-    """2:4 over as many tensors as one launch takes."""
-    groups = [Scopes(members=(blocks((512, 512), (1, 1), BF16),), shape=(1, 4)) for _ in range(count)]
+def many(count, shape=(512, 512), scope=(1, 4)):
+    """2:4, or another scope, over several tensors in one launch."""
+    groups = [Scopes(members=(blocks(shape, (1, 1), BF16),), shape=scope) for _ in range(count)]
     return lambda: gpu.scope_masks([Update(scopes=(scoped,), keep=2) for scoped in groups])
 
 
@@ -124,7 +124,8 @@ FURTHER = {
     "inputs": update(WHOLE, BF16, (8192, 1), (1, 8192)),
     "2:4 of 3x3 kernels": update((512, 512, 3, 3), F32, (1, 1, 3, 3), (1, 4, 1, 1)),
     "4:8 of 3 elements": update((8192, 768 * 8), BF16, (1, 3), (1, 8), norm=math.inf),
-    "2:4 of 512 tensors": many(512),
+    **{f"2:4 of {n} tensors": many(n) for n in (1, 2, 3, 4, 5, 6, 16, 17, 20, 512)},
+    **{f"1x1 over each of {n} tensors": many(n, (1024, 1024), (1024, 1024)) for n in (2, 3, 4, 5, 16)},
     "rows of 8,192, float32": update(WHOLE, F32, (1, 1), (1, 8192)),
     "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),
     "1x1 over a tensor beyond 2^31": update((65536, 65536), BF16, (1, 1), (65536, 65536)),

@@ -492,6 +492,16 @@ def test_the_cache_of_plans_is_bounded_by_bytes(plans, monkeypatch):
         gpu.scope_masks([one_of(integers((2, 8), seed=k), 2)])
     held = [8 * r.memory.numel() for r in plans.values()]
     assert 2 <= len(held) < 20 and sum(held) <= 4000 < sum(held) + held[0]
+    assert plans.bytes == sum(held)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_tables_start_at_multiples_of_16_bytes_whatever_the_number_of_updates(count, plans):
+    """Else kernels would be compiled again by the parity of that number."""
+    gpu.scope_masks([one_of(integers((2, 8), seed=k), 2) for k in range(count)])
+    (plan,) = plans.values()
+    tables = [t for launch in plan.fused for t in launch.tables]
+    assert tables and all(t.data_ptr() % 16 == 0 for t in tables)
 
 
 def test_two_threads_make_one_table(plans):

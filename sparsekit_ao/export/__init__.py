@@ -1,8 +1,30 @@
-"""Dense state dicts of masked models; units removed from a model, and its outputs compared with the masked one's."""
+"""A masked or pruned model for use elsewhere: dense state dicts, smaller models, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
+from .check import check
 from .compact import compact
+from .coreml import coreml_metadata
 from .manifest import cut_to
-from .report import Compaction, KeptUnits, Size
+from .report import LayerReport, LayerRow, report
+from .results import Compaction, Conversion, KeptUnits, Size
+from .sparse_file import load_sparse, save_sparse
+from .two_four import load_2_4, pack_2_4
 
-__all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "dense_state_dict"]
+__all__ = [
+    "Compaction",
+    "Conversion",
+    "KeptUnits",
+    "LayerReport",
+    "LayerRow",
+    "Size",
+    "check",
+    "compact",
+    "coreml_metadata",
+    "cut_to",
+    "dense_state_dict",
+    "load_2_4",
+    "load_sparse",
+    "pack_2_4",
+    "report",
+    "save_sparse",
+]

@@ -16,7 +16,7 @@ from .attributes import Change, apply_changes, assign_attrs, find_changes, unlis
 from .manifest import make_manifest
 from .norms import fold_norm, narrowed_group_norms, pruned_norms
 from .removal import Removal, find_removal, plain_tensors, remove_units
-from .report import UNLISTED, Compaction, KeptUnits, Size
+from .results import UNLISTED, Compaction, KeptUnits, Size
 from .verify import Comparison, Reference
 
 

@@ -13,6 +13,7 @@ from .parametrization import (
     rebuilt_originals,
     remove_mask,
     squash,
+    used_weight,
 )
 from .product import FROM, select
 from .saved import is_intercepted, keep_saved, saving

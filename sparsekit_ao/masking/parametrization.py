@@ -152,6 +152,14 @@ def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
     return _through(below, _originals(chain)).detach()
 
 
+def used_weight(module: nn.Module, tensor_name: str) -> Tensor:
+    """The values that the forward pass uses: masked, and through all other parametrizations; without gradient."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return getattr(module, tensor_name).detach()
+    chain = _chain(module, tensor_name)
+    return _through(list(chain), _originals(chain)).detach()
+
+
 def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
     """The parameter of a masked tensor; the first one where parametrizations below the mask have several."""
     return _originals(_chain(module, tensor_name))[0]

@@ -157,7 +157,7 @@ def _params(component: Component) -> list[Tensor]:
 
 
 def _admm_together(sparsifier: PlannedSparsifier, layers: Sequence[Layer]) -> None:
-    """ADMM masks; layers with one G (query, key and value, say) share its eigenvectors."""
+    """ADMM masks; layers with one G (query, key and value, say) share its inverses."""
     left = list(layers)
     while left:
         first = left[0]
