@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec, View, patterns
 
 DENSE = "Everywhere, once [`compact`](compact.md) has removed what was dropped: the layer is dense and smaller."
-BLOCKS = "Block-sparse (BSR) kernels, such as those of `torch.sparse` on CUDA, from about 80 % sparsity on."
+BLOCKS = (
+    "Square blocks of 16 and more, from about 80 % sparsity on: torch's BSR kernels on CUDA. See [Export](export.md)."
+)
 NOWHERE = "No kernel in wide use; it is for accuracy studies, or as a step towards another pattern."
 EXPORT = "See [Export](export.md)."
 
@@ -55,7 +57,8 @@ ENTRIES = (
         pattern="patterns.unstructured(0.5)",
         shapes='{"block_shape": (), "scope_shape": (), "sparsity_level": 0.5}',
         axes='{"axes": "o i", "unit": "o i", "sparsity_level": 0.5}',
-        fast="CPU engines with unstructured sparse kernels, and files after compression; not on tensor cores.",
+        fast="Smaller files (`export.save_sparse`, Core ML); CPU engines with kernels for sparse weights. Nothing on tensor "
+        f"cores. {EXPORT}",
     ),
     Entry(
         name="per_row",
@@ -72,8 +75,8 @@ ENTRIES = (
         pattern="patterns.n_m(2, 4)",
         shapes='{"block_shape": (1, 1), "scope_shape": (1, 4), "nnz": 2}',
         axes='{"axes": "o (s m)", "unit": "o s m", "scope": "o s", "sizes": {"m": 4}, "nnz": 2}',
-        fast="2:4: NVIDIA GPUs since Ampere, through `torch.sparse.to_sparse_semi_structured` in fp16, bf16 and int8; "
-        f"4:8 and wider need kernels of their own. {EXPORT}",
+        fast="2:4: NVIDIA GPUs since Ampere, in fp16, bf16 and int8 (`export.pack_2_4`); others need kernels of their own. "
+        f"{EXPORT}",
     ),
     Entry(
         name="n_m_conv",
@@ -83,7 +86,7 @@ ENTRIES = (
         pattern="patterns.n_m(2, 4)",
         shapes='{"block_shape": (1, 1, 1, 1), "scope_shape": (1, 4, 1, 1), "nnz": 2}',
         axes='{"axes": "o (s m) h w", "unit": "o s m h w", "scope": "o s h w", "sizes": {"m": 4}, "nnz": 2}',
-        fast=f"NVIDIA GPUs since Ampere, through TensorRT. {EXPORT}",
+        fast="TensorRT reads 2:4 over input channels on NVIDIA GPUs since Ampere.",
         module="nn.Conv2d(8, 8, 2)",
     ),
     Entry(
