@@ -57,7 +57,7 @@ ENTRIES = (
         pattern="patterns.unstructured(0.5)",
         shapes='{"block_shape": (), "scope_shape": (), "sparsity_level": 0.5}',
         axes='{"axes": "o i", "unit": "o i", "sparsity_level": 0.5}',
-        fast="Smaller files (`export.save_sparse`, Core ML); CPU engines with kernels for sparse weights. Nothing on tensor "
+        fast="Smaller files (`export.save_sparse`, Core ML); CPU engines with sparse kernels. Nothing on tensor "
         f"cores. {EXPORT}",
     ),
     Entry(
@@ -75,7 +75,7 @@ ENTRIES = (
         pattern="patterns.n_m(2, 4)",
         shapes='{"block_shape": (1, 1), "scope_shape": (1, 4), "nnz": 2}',
         axes='{"axes": "o (s m)", "unit": "o s m", "scope": "o s", "sizes": {"m": 4}, "nnz": 2}',
-        fast="2:4: NVIDIA GPUs since Ampere, in fp16, bf16 and int8 (`export.pack_2_4`); others need kernels of their own. "
+        fast="2:4: NVIDIA GPUs since Ampere, in fp16, bf16 and int8 (`export.pack_2_4`); others need other kernels. "
         f"{EXPORT}",
     ),
     Entry(
