@@ -66,7 +66,13 @@ def test_every_tutorial_runs(name, text, run, tmp_path):
 
 def test_every_example_has_a_test():
     pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
-    run_here = pruned | {"rigl_digits.py", "dst_language_model.py", "one_shot_language_model.py", "fsdp2.py"}
+    run_here = pruned | {
+        "export_minilm.py",
+        "rigl_digits.py",
+        "dst_language_model.py",
+        "one_shot_language_model.py",
+        "fsdp2.py",
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
     assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
 
@@ -89,6 +95,21 @@ def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes(tmp_path):
     assert "held on this rank: 6,656 bytes of masks" in done.stdout
     sent = re.search(r"sent for one selection: ([\d,]+) bytes; gathering would take 53,248", done.stdout)
     assert sent is not None and int(sent[1].replace(",", "")) < 150_000
+
+
+def test_minilm_is_exported_to_every_target(run, tmp_path):
+    done = run(EXAMPLES / "export_minilm.py", "--tiny", "--threads", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out/export_minilm/export_minilm.csv").open() as file:
+        rows = {(r["pattern"], r["target"]): r for r in csv.DictReader(file)}
+    blocks = "1x4 blocks at 80%"
+    assert {pattern for pattern, _ in rows} == {"dense", blocks, "2:4"} and len(rows) == 14
+    assert rows[blocks, "fbgemm"]["ran sparse"] == "6 layers, int8"
+    assert "needs at least 60% of its 1x4 blocks" in rows["2:4", "fbgemm"]["ran sparse"]
+    assert rows["2:4", "pack_2_4, bfloat16"]["ran sparse"] == "6 layers on CUDA"
+    for pattern in (blocks, "2:4"):
+        assert float(rows[pattern, "save_sparse"]["MB"]) < float(rows[pattern, "float32"]["MB"])
+    assert abs(float(rows[blocks, "fbgemm"]["cosine"]) - float(rows[blocks, "float32"]["cosine"])) < 0.1
 
 
 def test_quickstart_stays_short():
@@ -280,6 +301,7 @@ BENCHMARKS = {
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
+    "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "selection_bytes.py": "way: histograms  weights: 4096",

@@ -2,7 +2,10 @@
 
 from .axes import AxisPattern, dimensions_of
 from .block import BlockCoupling, BlockSpec, SparseBlock, block_windows
-from .budget import checked_level, is_number, sparsity_to_nnz
+from .budget import Budget, checked_level, is_number, sparsity_to_nnz
+from .elements import elements_of
+from .member import ScopeMember
 from .scope import ScopeCoupling, ScopeSpec
-from .sparse_scope import MaskUpdate, ScopeMember, SparseScope, scope_windows, update_masks, write_back
+from .sparse_scope import MaskUpdate, SparseScope, scope_windows, update_masks, write_back
+from .threshold import soft_threshold_windows
 from .view import View

@@ -17,7 +17,7 @@ from ..errors import CouplingError, SparsityError
 from ..selection import Blocks, Scopes, block_scores, fill_mask
 from ..selection.strides import Shape, grid_of
 from ..selection.tiling import aligned_grid, from_aligned
-from .elements import elements_of
+from .elements import elements_of, finite_norms
 from .layout import is_dense, resolve_tile
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 from .view import View
@@ -61,6 +61,15 @@ class SparseBlock(Thresholded):
         return sum(math.prod(b.shape) for b in self.blocks())
 
     def nnz(self, eps: float = 1e-8) -> int:
+        """Elements larger than eps in magnitude (or NaN).
+
+        >>> block = BlockSpec(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), (1, 2))
+        >>> block.nnz(), block.nnz_blocks()
+        (1, 1)
+        """
+        return sum(int((~(b.view.window(b.view.param).abs() <= eps)).sum()) for b in self.blocks())
+
+    def nnz_blocks(self, eps: float = 1e-8) -> int:
         """Blocks with any element larger than eps in magnitude (or NaN)."""
         return int((~(self.norms(p=float("inf")) <= eps)).sum())
 
@@ -75,7 +84,7 @@ class SparseBlock(Thresholded):
         """
         if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in (1, 2, math.inf):
             raise SparsityError(f"{self._where()}norms: p must be 1, 2 or inf, got {p!r}")
-        return block_scores(block_windows(self, values), p, ndim=self.grid_ndim)
+        return finite_norms(lambda given: block_scores(given, p, ndim=self.grid_ndim), block_windows(self, values))
 
     def min(self, values: Values = None) -> Tensor:
         """Smallest (signed) element of every block, of the grid's shape."""

@@ -8,46 +8,21 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
-from ..selection.strides import Shape, grid_of
+from ..selection import Blocks, Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
 from ..selection.tiling import real_slots, tile_volumes
 from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
+from .elements import finite_norms
+from .member import ScopeMember
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScopeMember:
-    """One block grid of a `SparseScope`, tiled into scopes.
-
-    Attributes:
-        block: the blocks that compete.
-        shape: blocks of a scope along each dimension of the block grid.
-        order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-        name: opening words of error messages.
-    """
-
-    block: SparseBlock
-    shape: Shape
-    order: Shape = ()
-    name: str | None = None
-
-    @property
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the block grid."""
-        return grid_of(self.block.grid_shape, self.shape)
-
-    @property
-    def width(self) -> int:
-        """Blocks of a full scope."""
-        return math.prod(self.shape)
 
 
 class SparseScope(Thresholded):
@@ -130,16 +105,32 @@ class SparseScope(Thresholded):
         return ((high + k_weight * low) / (1 + k_weight)).reshape(self.grid_shape)
 
     @torch.no_grad()
+    def keep_thresholds(self, nnz: Budget, values: Values = None) -> dict[SparseBlock, Tensor]:
+        """Thresholds of `soft_threshold` for each block that leave exactly nnz blocks in every scope.
+
+        They are the mean of the norms of the last block kept and the first dropped, inf for blocks that are dropped
+        (ties included), and below the block's own norm for those kept. Of each member's block grid shape.
+        """
+        rows = self._scores(values, None)
+        kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
+        dropped = ~kept if real is None else real & ~kept
+        low = torch.where(dropped, rows, 0).amax(1, keepdim=True)
+        high = torch.where(kept & ~rows.isnan(), rows, math.inf).amin(1, keepdim=True)
+        middle = torch.where(dropped.any(1, keepdim=True), low / 2 + high / 2, 0)
+        return dict(self._grids_of(torch.where(kept, torch.minimum(middle, rows * (1 - 2**-18)), math.inf)))
+
+    @torch.no_grad()
     def get_masks(
-        self, nnz: Budget, values: Values = None, block_scores: BlockValues = None, block_mask: BlockValues = None
+        self, nnz: Budget, values: Values = None, block_scores: BlockValues = None, candidates: BlockValues = None
     ) -> dict[BlockSpec, Tensor]:
         """Keep exactly nnz blocks in every scope.
 
         Args:
             nnz: blocks kept in each scope.
             values: what is scored (by 2-norm); not together with `block_scores`.
-            block_scores: scores of the block grid's shape instead of norms; a mapping {block: tensor} for several.
-            block_mask: bool of the block grid's shape, True where a block may compete; the others are dropped.
+            block_scores: scores instead of norms: of the block grid's shape, a mapping {block: tensor} for several; or
+                (*scope grid, blocks per scope), as `block_norms` returns them.
+            candidates: bool of either shape, True where a block may compete; the others are dropped.
 
         Returns:
             {block: parameter-shaped bool mask}, True = keep; elements outside a view are kept.
@@ -152,7 +143,7 @@ class SparseScope(Thresholded):
         if values is not None and block_scores is not None:
             raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values, block_scores)
-        allowed = self._rows_of(block_mask, "block_mask")
+        allowed = self._rows_of(candidates, "candidates")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
         return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}
 
@@ -209,7 +200,12 @@ class SparseScope(Thresholded):
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
-        return torch.cat([scope_scores(w, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
+        windows = scope_windows(self, values)
+        rows = [finite_norms(partial(self._norms, w), w.members) for w in windows]
+        return torch.cat(rows, dim=1)
+
+    def _norms(self, scopes: Scopes, members: tuple[Blocks, ...]) -> Tensor:
+        return scope_scores(scopes.with_members(members), as_mean=self.as_mean)
 
     @property
     def as_mean(self) -> bool:
@@ -219,15 +215,22 @@ class SparseScope(Thresholded):
     def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
         if per_block is None:
             return None
-        members = self.members()
+        members, in_rows = self.members(), (*self.grid_shape, self.numblk_per_scope())
         if isinstance(per_block, Tensor):
+            if tuple(per_block.shape) == in_rows:
+                return per_block.reshape(self.numscp(), in_rows[-1])
             if len(members) > 1:
-                raise SparsityError(f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes")
+                raise SparsityError(
+                    f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes, or of the shape "
+                    f"{in_rows}, got {tuple(per_block.shape)}"
+                )
             per_block = {members[0].block: per_block}
         for m in members:
             if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
                 where = f"{m.name}: " if m.name else ""
-                raise SparsityError(f"{where}{what} must have the block grid's shape {m.block.grid_shape}")
+                raise SparsityError(
+                    f"{where}{what} must have the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
+                )
         rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
 
@@ -239,7 +242,7 @@ class SparseScope(Thresholded):
 
     def _select(self, rows: Tensor, keep: Budget, allowed: Tensor | None = None) -> Tensor:
         """The selection rule on these rows; slots without a block never compete."""
-        real = real_slots(scope_windows(self))
+        real = real_slots(scope_windows(self), rows.device)
         candidates = allowed if real is None else real if allowed is None else real & allowed
         return keep_mask(rows, keep.reshape(-1) if isinstance(keep, Tensor) else keep, candidates=candidates)
 
@@ -295,12 +298,19 @@ def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
     """
     windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
     chosen = [
-        Update(scopes=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept, masked=u.masked)
+        Update(
+            scopes=w, keep=_as_first(u.scope.budget(u.keep), w), norm=u.norm, among_kept=u.among_kept, masked=u.masked
+        )
         for u, w in zip(updates, windows, strict=True)
     ]
     scope_masks(chosen, impl=impl)
     for update, w in zip(updates, windows, strict=True):
         write_back(w, update.scope, update.masks)
+
+
+def _as_first(keep: Budget, windows: Sequence[Scopes]) -> Budget:
+    """A budget in the shape of the first member's scopes, which may lack dimensions of one scope."""
+    return keep.reshape(windows[0].scope_grid) if isinstance(keep, Tensor) else keep
 
 
 def scope_windows(

@@ -17,8 +17,9 @@ from ..distributed import all_agree, from_local, local, placed_like
 from ..errors import SparsityError
 from ..masking import select
 from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.optimizers import unwrap_optimizer
 from .mask import DynamicMask, find_dynamic
-from .optimizers import groups_of, momentum_of, original, placed_gradient, unwrap_optimizer
+from .optimizers import groups_of, momentum_of, original, placed_gradient
 
 Version = tuple[int, int] | None
 

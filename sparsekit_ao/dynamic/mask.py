@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed import fill, is_sharded, placed_like
 from ..errors import SparsityError
-from ..masking import WeightMask, find_mask, saving, select
+from ..masking import WeightMask, find_mask, marked, saving, select
 
 
 class DynamicMask(WeightMask):
@@ -69,7 +69,7 @@ class DynamicMask(WeightMask):
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
         mask = placed_like(self.mask, x)
         if not torch.is_grad_enabled():
-            return select(x, mask)
+            return marked(select(x, mask))
         backward = None if self.backward_mask is None or self.is_open else placed_like(self.backward_mask, x)
         if torch.compiler.is_compiling():
             return _compilable(x, mask != 0, self.opened if backward is None else backward)

@@ -16,10 +16,11 @@ from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.optimizers import unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
 from .gradients import DecayHooks
 from .mask import DynamicMask, find_dynamic
-from .optimizers import refuse_replaced, unwrap_optimizers
+from .optimizers import refuse_replaced
 
 
 @final

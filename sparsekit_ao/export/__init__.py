@@ -4,7 +4,11 @@ from ..masking import dense_state_dict
 from .check import check
 from .compact import compact
 from .coreml import coreml_metadata
+from .fbgemm import fbgemm, load_fbgemm
 from .manifest import cut_to
+from .openvino import openvino
+from .pretrained import load_masks, merge_lora, save_pretrained
+from .quantization import quantize
 from .report import LayerReport, LayerRow, report
 from .results import Compaction, Conversion, KeptUnits, Size
 from .sparse_file import load_sparse, save_sparse
@@ -22,9 +26,16 @@ __all__ = [
     "coreml_metadata",
     "cut_to",
     "dense_state_dict",
+    "fbgemm",
     "load_2_4",
+    "load_fbgemm",
+    "load_masks",
     "load_sparse",
+    "merge_lora",
+    "openvino",
     "pack_2_4",
+    "quantize",
     "report",
+    "save_pretrained",
     "save_sparse",
 ]

@@ -5,13 +5,18 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from ..errors import SparsityError
-from . import coreml, sparse_file, two_four
+from . import coreml, quantization, sparse_file, two_four
+from .fbgemm import reasons as fbgemm_reasons
 from .layers import Layer, Reasons, checked_layers
+from .openvino import reasons as openvino_reasons
 
 # Each target by the name of its function in `export`. A target's own file imports its library only when it is called.
 TARGETS: Mapping[str, Reasons] = {
     "coreml_metadata": coreml.reasons,
+    "fbgemm": fbgemm_reasons,
+    "openvino": openvino_reasons,
     "pack_2_4": two_four.reasons,
+    "quantize": quantization.reasons,
     "save_sparse": sparse_file.reasons,
 }
 

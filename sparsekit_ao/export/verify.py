@@ -165,3 +165,18 @@ def _is_rounding(want: Tensor, found: Tensor, exact: Tensor) -> bool:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
+
+
+def largest_difference(want: list[Outputs], found: list[Outputs], target: str) -> float:
+    """The largest relative difference of outputs over several batches.
+
+    Raises:
+        SparsityError: shapes or integers differ, a value is not finite in one of the models only, or nothing was
+            returned; `target` is the first word.
+    """
+    if not any(want):
+        raise SparsityError(f"{target}: the model returned no tensor, so there is nothing to compare")
+    worst = max((_difference(a, b) for a, b in zip(want, found, strict=True) if a or b), default=0.0)
+    if worst == float("inf"):
+        raise SparsityError(f"{target}: the converted model returns other shapes, other integers, inf or nan")
+    return worst

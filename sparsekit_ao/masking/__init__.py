@@ -15,5 +15,5 @@ from .parametrization import (
     squash,
     used_weight,
 )
-from .product import FROM, select
+from .product import FROM, marked, select
 from .saved import is_intercepted, keep_saved, saving

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError
-from .product import select
+from .product import marked, select
 from .saved import keep_saved, saving
 
 
@@ -45,7 +45,7 @@ class WeightMask(FakeSparsity):
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
         with saving(self, [self.mask], x):
-            return select(x, placed_like(self.mask, x))
+            return marked(select(x, placed_like(self.mask, x)))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""

@@ -137,7 +137,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
         distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
+        masks = self._new_masks(found.groups)
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
@@ -278,6 +278,10 @@ class MaskSparsifier(Copies, BaseSparsifier):
             own = ", ".join(f"{k}={group[k]!r}" for k in self.keys if k in group)
             lines.append(f"  {group['tensor_fqn']}: {own}")
         return "\n".join(lines)
+
+    def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, masking.WeightMask]]:
+        """What `prepare` registers: (module, tensor name, mask) for each group."""
+        return [(g["module"], g["tensor_name"], self._new_mask(g)) for g in groups]
 
     def _new_mask(self, group: TensorGroup) -> masking.WeightMask:
         """The parametrization of one tensor, with the mask that it starts with."""

@@ -116,7 +116,7 @@ class Component:
         asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
         first = next(iter(asked.values()))
         for fqn, ask in asked.items():
-            if ask != first:
+            if not _same(ask, first):
                 raise CouplingError(
                     f"{self.label}: members share one budget, but {next(iter(asked))} asks for {first[0]}={first[1]} "
                     f"and {fqn} for {ask[0]}={ask[1]}"
@@ -192,6 +192,14 @@ def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> 
     if group.get("nnz") is not None and not scheduled:
         return "nnz", group["nnz"]
     return "sparsity_level", group["sparsity_level"]
+
+
+def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    """Whether two members ask for the same; budgets may be tensors."""
+    (what, number), (other_what, other_number) = one, other
+    if isinstance(number, Tensor) and isinstance(other_number, Tensor):
+        return what == other_what and torch.equal(number, other_number)
+    return not isinstance(number, Tensor) and not isinstance(other_number, Tensor) and one == other
 
 
 def _by(shape: Sequence[int]) -> str:
