@@ -102,9 +102,14 @@ def convert(name: str, model: nn.Module, calibration: Sequence[Any], folder: Pat
         try:
             models.append(function(name, model, [dict(batch) for batch in calibration], path))
         except (SparsityError, ImportError) as e:
-            reason = str(e).replace("\n", " ")
-            models.append(Exported(name, target, None, 0, f"not converted: {reason[:120]}"))
+            models.append(Exported(name, target, None, 0, f"not converted: {reason(e)}"))
     return models
+
+
+def reason(error: Exception) -> str:
+    """The first reason of an error that lists tensors, or else the error."""
+    lines = str(error).splitlines()
+    return lines[1].partition(": ")[2] if len(lines) > 1 else lines[0]
 
 
 def to_fbgemm(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
@@ -125,7 +130,7 @@ def to_openvino(name: str, model: nn.Module, batches: Sequence[Batch], path: Pat
     import openvino
 
     openvino.save_model(converted.graph, f"{path}.xml", compress_to_fp16=False)
-    ran = f"{len(report.ran_sparse)} layers" + "".join(f" ({note})" for note in report.notes)
+    ran = f"{len(report.ran_sparse)} layers" + "".join(f": {note}" for note in report.notes)
     return Exported(name, "openvino", converted, os.path.getsize(f"{path}.bin"), ran)
 
 

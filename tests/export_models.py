@@ -1,4 +1,7 @@
-"""Small pruned models for the tests of export targets."""
+"""Small pruned models, and edited files, for the tests of export targets."""
+
+import json
+import struct
 
 import torch
 from torch import nn
@@ -58,3 +61,34 @@ def same_bits(a, b):
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def rewritten(path, change):
+    """The file with another header, whose `__metadata__` entry is changed as data."""
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    key = next(k for k in header["__metadata__"] if k.startswith("sparsekit_ao"))
+    about = json.loads(header["__metadata__"][key])
+    header["__metadata__"][key] = json.dumps(change(about, header) or about)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def put(*path):
+    """A change of one entry: keys, then the value."""
+
+    def change(about, header):
+        for key in path[:-2]:
+            about = about[key]
+        about[path[-2]] = path[-1]
+
+    return change
+
+
+def rename(old, new):
+    def change(about, header):
+        header[new] = header.pop(old)
+
+    return change

@@ -80,6 +80,18 @@ def test_rows_of_any_width_equal_the_reference(kind, dtype):
             assert torch.equal(keep_mask(scores, keep, magnitude=magnitude, impl="triton"), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_rows_of_16_bits_are_sorted_with_every_budget_and_bit_pattern(dtype):
+    for width in (2, 7, 8, 16):
+        scores = torch.cat([scores_like(kind, 4 * width, width, dtype) for kind in ("special", "bit patterns")])
+        keep = torch.arange(len(scores)) % (width + 1)
+        candidates = torch.rand(scores.shape, generator=generator(2)) < 0.6
+        for magnitude, allowed in ((True, None), (False, None), (False, candidates)):
+            expected = keep_mask(scores, keep, candidates=allowed, magnitude=magnitude, impl="reference")
+            found = keep_mask(scores, keep, candidates=allowed, magnitude=magnitude, impl="triton")
+            assert torch.equal(found, expected), (width, magnitude)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), TURNS)
 def test_long_rows_equal_the_reference(kind, dtype):
     scores, keep = scores_like(kind, 2, 100, dtype), torch.tensor([45, 13])

@@ -396,7 +396,7 @@ def test_gradual_pruning_by_global_magnitude():
 
 @pytest.mark.parametrize("how", ["magnitude", "global"])
 def test_a_target_with_growth_replaces_while_it_shrinks(how):
-    target = schedules.linear(0.5, 40, end=0.9)
+    target = schedules.linear(0.5, 0.9, 40)
     model, optimizer, sparsifier = prepared(sparsity_level=None, target=target, prune=how, update_every=1)
     blocks = sum(sparsifier.mask(g["tensor_fqn"]).numel() for g in sparsifier.groups)
     for step in range(1, 41):

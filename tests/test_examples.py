@@ -303,6 +303,7 @@ BENCHMARKS = {
     "dst_overhead.py": "step: update",
     "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
+    "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "selection_bytes.py": "way: histograms  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
@@ -345,5 +346,5 @@ def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
 
 
 def test_every_benchmark_has_a_test():
-    shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py"}
+    shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py", "sass.py"}
     assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

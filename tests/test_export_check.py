@@ -7,6 +7,7 @@ import pytest
 import torch
 from export_models import TWO_FOUR, Tied, linear, masked, same_bits, squashed, with_value
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, export, patterns
 from sparsekit_ao.export.check import TARGETS
@@ -39,6 +40,13 @@ def double_complex():
     return model
 
 
+def one_memory():
+    """Two parameters of one memory, which are not one object."""
+    model = tied().half()
+    model.b.weight = nn.Parameter(model.a.weight.data)
+    return model
+
+
 def normed():
     return nn.Sequential(nn.utils.parametrizations.weight_norm(squashed(linear(), HALF)[0]))
 
@@ -53,6 +61,7 @@ REFUSED = [
     ("pack_2_4", lambda: squashed(linear(48), HALF), "0.weight: needs dimension 0 to be a multiple of 32, got 48"),
     ("pack_2_4", lambda: squashed(linear(16, 64), torch.int8), "dimension 1 to be a multiple of 128, got 64"),
     ("pack_2_4", lambda: tied().half(), r"a\.weight: needs a weight of its own, but it is shared with b\.weight"),
+    ("pack_2_4", one_memory, r"a\.weight: needs a weight of its own, but it is shared with b\.weight"),
     ("pack_2_4", lambda: with_value(squashed(linear(), HALF), torch.nan, (0, slice(0, 64, 2))), r"got nan at \[0, 0\]"),
     ("pack_2_4", normed, "0.weight: is computed by _WeightNorm; call torch.nn.utils.parametrize.remove_param"),
     ("pack_2_4", lambda: nn.Sequential(squashed(nn.Conv2d(64, 32, 1), HALF)), "Linear, got weight of Conv2d"),
@@ -117,11 +126,26 @@ def test_nan_under_a_mask_is_no_value_of_the_weight():
         ),
         (["fc.weight"], "pack_2_4: 'fc.weight' names no weight of the model. The weights are 0.weight, 1.weight."),
         (["re:("], "is not a regular expression"),
+        ([], "pack_2_4: tensors is empty; name weights, or leave it out"),
+        ([3], "pack_2_4: tensors takes names, globs or re: expressions, got int"),
     ],
 )
 def test_tensors_that_are_named(tensors, text):
     with pytest.raises(SparsityError, match=text):
         export.check(dense_part(), "pack_2_4", tensors)
+
+
+def test_weights_of_another_name_in_the_state_dict(tmp_path):
+    with pytest.raises(SparsityError, match="0._checkpoint_wrapped_module.weight has another name in model.state_dict"):
+        export.pack_2_4(nn.Sequential(checkpoint_wrapper(squashed(linear(), HALF)[0])), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_an_empty_weight_is_not_pruned():
+    model = nn.Sequential(*squashed(linear()), nn.Linear(64, 0), nn.Linear(0, 64))
+    assert [(row.density, row.patterns) for row in export.report(model)] == [(0.5, ("2:4",)), (1, ()), (1, ())]
+    assert [layer.fqn for layer in export.check(model, "coreml_metadata")] == ["0.weight"]
 
 
 def test_a_long_list_is_cut():

@@ -1,4 +1,4 @@
-"""Files of sparse models: packed 2:4 weights, and kept values with bits or gaps; the same bits after loading."""
+"""Files of sparse models: kept values with bits or gaps, the same bits after loading; damaged and foreign files."""
 
 import contextlib
 import json
@@ -8,14 +8,13 @@ import weakref
 
 import pytest
 import torch
-from export_models import Tied, linear, same_bits, squashed, with_value
-from safetensors.torch import load_file, save_file
+from export_models import Tied, linear, put, rename, rewritten, same_bits, squashed
+from safetensors.torch import save_file
 from torch import nn
 
 from sparsekit_ao import SparsityError, export, patterns
 from sparsekit_ao.export.encoding import CODES, smaller_code
 from sparsekit_ao.export.tensor_file import Stored, file_bytes, write_file
-from sparsekit_ao.export.two_four import _on_cuda
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.complex64, torch.int64, torch.int8, torch.bool]
@@ -84,6 +83,25 @@ def test_tied_tensors_are_stored_once_and_other_layouts_are_kept(tmp_path):
     assert same_bits(export.load_sparse(tmp_path / "x")["0.weight"], conv[0].weight)
 
 
+def test_views_of_one_memory_that_read_other_values_are_not_tied(tmp_path):
+    plain = torch.view_as_complex(torch.eye(64)[..., None] * torch.tensor([1.0, 2.0]))
+    state = {"a": plain, "b": plain.conj(), "c": plain.T, "d": plain.imag, "e": plain.conj().imag, "f": plain[:]}
+    export.save_sparse(state, tmp_path / "x")
+    found = export.load_sparse(tmp_path / "x")
+    assert all(torch.equal(found[k], state[k]) for k in state) and found["f"] is found["a"]
+
+
+def test_a_default_device_does_not_matter(tmp_path):
+    model = squashed(linear(), torch.float16)
+    again = linear(dtype=torch.float16)
+    with torch.device("meta"):
+        export.save_sparse(model, tmp_path / "x")
+        assert same_bits(export.load_sparse(tmp_path / "x")["0.weight"], model[0].weight)
+        export.pack_2_4(model, tmp_path / "x")
+        export.load_2_4(again, tmp_path / "x")
+    assert same_bits(again[0].weight, model[0].weight)
+
+
 def test_no_more_than_one_tensor_is_made_at_a_time(tmp_path):
     made = []
 
@@ -116,42 +134,14 @@ def test_what_cannot_be_saved(tmp_path):
         ({"w": zeros, "extra": 3}, "extra: only tensors with values can be saved, got int"),
         ({"w": zeros, "m": torch.ones(2, device="meta")}, "m: only tensors with values"),
         ({"w": zeros.to_sparse()}, "torch.sparse_coo cannot be saved"),
+        ({"w": zeros, "__metadata__": zeros}, "'__metadata__' cannot be the name of a tensor"),
+        ({"w": zeros, 3: zeros}, "3 cannot be the name of a tensor"),
+        ({"w" * 5000: torch.eye(30)}, "no tensor is smaller"),
         ({"w": zeros, "w.gaps": torch.ones(2)}, "'w.gaps' names a tensor and a part of another one"),
     ):
         with pytest.raises(SparsityError, match=text):
             export.save_sparse(state, tmp_path / "x")
     assert not list(tmp_path.iterdir())
-
-
-def rewritten(path, change):
-    """The file with another header, whose `__metadata__` entry is changed as data."""
-    data = path.read_bytes()
-    size = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + size])
-    key = next(k for k in header["__metadata__"] if k.startswith("sparsekit_ao"))
-    about = json.loads(header["__metadata__"][key])
-    header["__metadata__"][key] = json.dumps(change(about, header) or about)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
-
-
-def put(*path):
-    """A change of one entry: keys, then the value."""
-
-    def change(about, header):
-        for key in path[:-2]:
-            about = about[key]
-        about[path[-2]] = path[-1]
-
-    return change
-
-
-def rename(old, new):
-    def change(about, header):
-        header[new] = header.pop(old)
-
-    return change
 
 
 FOREIGN = [
@@ -167,6 +157,8 @@ FOREIGN = [
     (put("tensors", "v", {"shape": [1], "code": "mask", "kept": 1}), "v: the file has no v.mask"),
     (put("tensors", 3), "must hold 'tensors' and 'aliases', got"),
     (put("aliases", "a", "b"), "a is to be the same tensor as 'b', which the file does not have"),
+    (put("aliases", "a", ["w"]), "a is to be the same tensor as .'w'., which the file does not have"),
+    (put("aliases", "a", "w.mask"), "a is to be the same tensor as 'w.mask', which the file does not have"),
     (put("aliases", "step", "w"), "step is stored, and is to be the same tensor as 'w'"),
     (lambda about, header: [1], "must hold 'tensors' and 'aliases'"),
     (rename("w.mask", "w.bits"), "the file has no w.mask"),
@@ -222,119 +214,10 @@ def test_files_of_others(tmp_path):
         export.load_sparse(tmp_path / "x")
     with pytest.raises(FileNotFoundError):
         export.load_sparse(tmp_path / "y")
-
-
-@pytest.mark.parametrize(("dtype", "share"), [(torch.float16, 0.5625), (torch.bfloat16, 0.5625), (torch.int8, 0.625)])
-def test_packed_weights_are_the_same_after_loading(dtype, share, tmp_path):
-    model = squashed(linear(64, 256), dtype)
-    with torch.no_grad():
-        model[0].weight[5, 4:8] = 0  # fewer than two of four
-    export.pack_2_4(model, tmp_path / "x")
-    again = linear(64, 256)
-    again[0].weight = nn.Parameter(torch.ones_like(model[0].weight), requires_grad=False)
-    export.load_2_4(again, tmp_path / "x")
-    assert same_bits(again[0].weight, model[0].weight)
-    assert sum(part.nbytes for part in load_file(tmp_path / "x").values()) == share * model[0].weight.nbytes
-
-
-def test_negative_zeros_are_zeros_when_packed(tmp_path):
-    model = with_value(squashed(linear(), torch.float16), -0.0, at=linear()[0].weight > 9)
-    with torch.no_grad():
-        model[0].weight[model[0].weight == 0] = -0.0
-    export.pack_2_4(model, tmp_path / "x")
-    again = linear(dtype=torch.float16)
-    export.load_2_4(again, tmp_path / "x")
-    assert torch.equal(again[0].weight, model[0].weight) and not again[0].weight[model[0].weight == 0].signbit().any()
-
-
-def mixed():
-    """A packed layer, a dense one, a bias, a buffer, and a weight that two others share."""
-    model = nn.ModuleDict({"tied": Tied(8, 8), "norm": nn.BatchNorm1d(4), "fc": squashed(linear(), torch.float16)})
-    with torch.no_grad():
-        model["tied"].a.weight.normal_()
-    return model
-
-
-def test_everything_else_is_loaded_too(tmp_path):
-    model = mixed()
-    export.pack_2_4(model, tmp_path / "x")
-    again = mixed()
-    export.load_2_4(again, tmp_path / "x")
-    assert all(same_bits(v, model.state_dict()[k]) for k, v in again.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: nn.Sequential(linear()), "0.weight is packed, but no weight of the model that pack_2_4 could pack"),
-        (lambda: linear(64, 64, dtype=torch.float16), r"0.weight.values must be torch.float16 of shape \(64, 32\) for"),
-        (lambda: linear(dtype=torch.bfloat16), r"must be torch.bfloat16 of shape \(32, 32\) for this model, got F16"),
-        (lambda: linear(), "0.weight is packed, but no weight"),
-        (lambda: nn.Sequential(*linear(dtype=torch.float16), nn.Linear(2, 2)), "has no tensor '1.bias'"),
-    ],
-    ids=range(5),
-)
-def test_models_that_a_packed_file_does_not_fit(make, text, tmp_path):
-    export.pack_2_4(squashed(linear(), torch.float16), tmp_path / "x")
-    model = make()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(SparsityError, match=text):
-        export.load_2_4(model, tmp_path / "x")
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
-def test_a_packed_file_needs_a_model_with_values(tmp_path):
-    export.pack_2_4(squashed(linear(), torch.float16), tmp_path / "x")
-    with pytest.raises(SparsityError, match="load_2_4: the model is on the meta device; model.to_empty"):
-        export.load_2_4(linear(dtype=torch.float16, device="meta"), tmp_path / "x")
-
-
-PACKED = [
-    (put("packed", ["1.weight"]), "1.weight is packed, but no weight"),
-    (put("packed", 3), "must hold 'packed' and 'aliases'"),
-    (put("aliases", "0.weight", "0.weight"), "is the same tensor as itself"),
-    (put("aliases", "a", "0.weight"), "a is to be the same tensor as 0.weight, but they differ in the model"),
-    (rename("0.weight.metadata", "m"), "has no tensor '0.weight.metadata'"),
-]
-
-
-@pytest.mark.parametrize(("change", "text"), PACKED, ids=range(len(PACKED)))
-def test_packed_files_that_contradict_themselves(change, text, tmp_path):
-    export.pack_2_4(squashed(linear(), torch.float16), tmp_path / "x")
-    rewritten(tmp_path / "x", change)
-    with pytest.raises(SparsityError, match=text):
-        export.load_2_4(linear(dtype=torch.float16), tmp_path / "x")
-
-
-def test_metadata_that_are_not_2_4(tmp_path):
-    export.pack_2_4(squashed(linear(), torch.float16), tmp_path / "x")
-    data = (tmp_path / "x").read_bytes()
-    (tmp_path / "x").write_bytes(data[:-2] + b"\0\0")  # both values of a group at its first place
-    with pytest.raises(SparsityError, match="0.weight: its metadata are not those of a 2:4 weight"):
-        export.load_2_4(linear(dtype=torch.float16), tmp_path / "x")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-def test_the_tensor_of_cutlass_holds_the_file_s_values_and_metadata(monkeypatch, tmp_path):
-    model = squashed(linear(), torch.float16)
-    export.pack_2_4(model, tmp_path / "x")
-    parts = [load_file(tmp_path / "x")[f"0.weight.{part}"] for part in ("values", "metadata")]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    found = _on_cuda(model[0].weight, model[0].weight, *parts)
-    assert isinstance(found, torch.sparse.SparseSemiStructuredTensorCUTLASS) and found.shape == model[0].weight.shape
-    assert torch.equal(found.packed, parts[0]) and torch.equal(found.meta, parts[1])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_loaded_on_a_gpu_weights_are_semi_structured(dtype, tmp_path):
-    model = squashed(linear(128, 256), dtype)
-    export.pack_2_4(model, tmp_path / "x")
-    sparse = linear(128, 256, dtype=dtype).cuda()
-    export.load_2_4(sparse, tmp_path / "x")
-    assert isinstance(sparse[0].weight, torch.sparse.SparseSemiStructuredTensor)
-    x = torch.randn(64, 256).to(dtype)
-    with torch.no_grad():
-        torch.testing.assert_close(sparse(x.cuda()).cpu().float(), model.float()(x.float()), rtol=2e-2, atol=2e-2)
+    for call in (export.load_sparse, lambda path: export.save_sparse({"w": torch.zeros(64, 64)}, path)):
+        with pytest.raises(IsADirectoryError, match="is a folder; pass the path of a file"):
+            call(tmp_path)
+    for text in ("[" * 100_000, "9" * 5000, "{"):
+        save_file({"w": torch.ones(3)}, tmp_path / "x", {"sparsekit_ao.sparse": text})
+        with pytest.raises(SparsityError, match="'sparsekit_ao.sparse' in its metadata is not JSON"):
+            export.load_sparse(tmp_path / "x")

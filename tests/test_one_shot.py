@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-import gc
 import itertools
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, export, one_shot, patterns
-from sparsekit_ao.calibration import Statistics
+from sparsekit_ao.calibration import Statistics, collect
 from sparsekit_ao.oneshot import layers, run, walk
 from sparsekit_ao.oneshot.obs import column_chunks, sparsegpt, structured_obs
 from sparsekit_ao.oneshot.solve import admm, least_squares, relative_error
@@ -771,21 +771,23 @@ def test_another_model_does_not_go_on_where_an_interrupted_one_stopped():
     assert sparsifier.check()
 
 
-def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time():
+def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):
     class Watched(nn.Sequential):
         def forward(self, x):
-            live.append(len(grams() - before))
+            held = [s() for s in recorded if s() is not None]
+            live.append(len({id(s.sums["input_gram"]) for s in held if "input_gram" in s.sums}))
             return super().forward(x)
 
-    def grams():
-        found = [o for o in gc.get_objects() if type(o) is Statistics]
-        return {id(g) for s in found for n, g in s.sums.items() if n == "input_gram"}
+    def statistics(**arguments):
+        found = Statistics(**arguments)
+        recorded.append(weakref.ref(found))
+        return found
 
-    gc.collect()
-    live, before = [], grams()
+    live, recorded = [], []
+    monkeypatch.setattr(collect, "Statistics", statistics)
     blocks = [Watched(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(6)]
     report = one_shot(prepared(Stack(blocks)), correlated())
-    assert report.blocks == 6
+    assert report.blocks == 6 and len(recorded) == 12
     assert 2 <= max(live) <= 4  # two layers in a block
 
 

@@ -57,7 +57,7 @@ def resolve_tile(
     >>> resolve_tile("scope", (8, 6), ())
     (8, 6)
     """
-    if edge not in ("error", "partial"):
+    if not isinstance(edge, str) or edge not in ("error", "partial"):
         raise SparsityError(f'{where}edge must be "error" or "partial", got {edge!r}')
     if isinstance(tile, (str, int)) or not isinstance(tile, Sequence):
         raise SparsityError(f"{where}{kind} shape must be a tuple of ints, got {tile!r}")
@@ -115,11 +115,7 @@ def _check_window(
         )
     if 0 in shape:
         return
-    if not is_injective(param_shape, param_stride):
-        raise SparsityError(
-            f"{where}the parameter {param_shape}:{param_stride} is expanded: several of its elements share memory. "
-            "Make it contiguous first."
-        )
+    refuse_expanded(param_shape, param_stride, where)
     end, last = cosize(shape, stride, offset) - 1, cosize(param_shape, param_stride) - 1
     view = f"{where}view {shape}:{stride}"
     if end > last:
@@ -137,6 +133,15 @@ def _check_window(
         raise SparsityError(
             f"{view}: strides overlap: indices {first} and {second} map to one element. Use strides under which every "
             "index has its own element."
+        )
+
+
+def refuse_expanded(shape: Shape, stride: Shape, where: str = "") -> None:
+    """Raise where elements of a parameter share memory, so that a mask cannot drop one of them alone."""
+    if 0 not in shape and not is_injective(shape, stride):
+        raise SparsityError(
+            f"{where}the parameter {shape}:{stride} is expanded: several of its elements share memory. Make it "
+            "contiguous first."
         )
 
 
@@ -167,17 +172,22 @@ def is_injective(shape: Shape, stride: Shape) -> bool:
         if d == 0:
             return False
         if d <= end:  # strides that are not nested: count the addresses
-            return int(addresses(shape, stride).unique().numel()) == math.prod(shape)
+            fits = math.prod(shape) <= cosize(shape, stride)  # else some address has two indices
+            return fits and int(addresses(shape, stride).unique().numel()) == math.prod(shape)
         end += (n - 1) * d
     return True
 
 
 def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
     """Two indices with one address, where there are such."""
-    small = tuple(min(n, 2) if d == 0 else n for n, d in zip(shape, stride, strict=True))
-    ordered, order = addresses(small, stride).sort(stable=True)
+    most = cosize(shape, stride)
+    small: list[int] = []
+    for n, d in zip(shape, stride, strict=True):  # few, but more than there are addresses if all of them are more
+        left = most // math.prod(small) + 1
+        small.append(min(n, 2 if d == 0 else left) if left > 1 else 1)
+    ordered, order = addresses(tuple(small), stride).sort(stable=True)
     at = int((ordered[1:] == ordered[:-1]).nonzero()[0, 0])
-    return _unravel(int(order[at]), small), _unravel(int(order[at + 1]), small)
+    return _unravel(int(order[at]), tuple(small)), _unravel(int(order[at + 1]), tuple(small))
 
 
 def _unravel(flat: int, shape: Shape) -> Shape:

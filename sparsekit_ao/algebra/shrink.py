@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..errors import SparsityError
 
-LONG = 64  # blocks of more elements have float64 numbers
-SEGMENT = 1024  # elements that are added in their own dtype
+SEGMENT = 64  # elements that are added in their own dtype; longer blocks have float64 numbers
 STEPS = 64  # Newton steps at most, if no limit is given; some four are usual
 FIXED = 3  # Newton steps that all blocks make before it is asked whether any needs more
 _FAR = 2.0  # Newton steps that multiply s by more than this are lengthened
@@ -84,8 +83,7 @@ def sums(x: Tensor, dim: int) -> Tensor:
     """Sums over `dim` (negative): pairwise in segments, which are added in float64 where there are several."""
     size = x.shape[dim]
     if size <= SEGMENT:
-        total = x.sum(dim)
-        return total if size <= LONG else total.double()
+        return x.sum(dim)
     whole = size // SEGMENT * SEGMENT
     parts = x.narrow(dim, 0, whole).unflatten(dim, (-1, SEGMENT)).sum(dim)
     total = parts.sum(dim, dtype=torch.float64)

@@ -83,7 +83,7 @@ class SparseScope(Thresholded):
         if isinstance(nnz, int) and not self.is_partial:
             return 1 - nnz / self.numblk_per_scope()
         counts = self.blocks_per_scope()
-        return 1 - int(torch.minimum(torch.as_tensor(nnz), counts).sum()) / max(int(counts.sum()), 1)
+        return 1 - int(torch.minimum(torch.as_tensor(nnz, device="cpu"), counts).sum()) / max(int(counts.sum()), 1)
 
     def block_norms(self, values: Values = None) -> Tensor:
         """2-norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""

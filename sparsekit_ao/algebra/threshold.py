@@ -31,7 +31,7 @@ from ..selection.threads import run_apart
 from .elements import counts_of, element_dim, parts_of, read_blocks, write_blocks
 from .shrink import shrink, shrink_conditioned
 
-PART = 1 << 16  # elements on CPU that are shrunk together, so that their intermediate values stay in cache
+PART = 1 << 17  # elements on CPU that are shrunk together, so that their intermediate values stay in cache
 
 Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
 

@@ -171,9 +171,10 @@ class View:
         (1, 2)
         """
         address = self.linear_offset(idx)
-        at = coordinates_of(torch.as_tensor(address), tuple(self.param.shape), self._strides)
+        own = address if isinstance(address, Tensor) else torch.tensor(address, device="cpu")
+        at = coordinates_of(own, tuple(self.param.shape), self._strides)
         columns = [c * d for c, d in zip(at[1:], row_major(self.param.shape[1:]), strict=True)]
-        none = torch.zeros_like(torch.as_tensor(address))
+        none = torch.zeros_like(own)
         row, column = (at[0] if at else none), sum(columns, none)
         return (row, column) if isinstance(address, Tensor) else (int(row), int(column))
 
@@ -248,8 +249,8 @@ class View:
         start = window.storage_offset() - self.offset
         full = window.as_strided(self.param.shape, self._strides, start)
         if self.numel() < self.param.numel():  # another view may have written the rest of the target
-            inside = self.new_mask().logical_not_().to(window.device)
-            self.window(inside).fill_(True)
+            inside = torch.empty_strided(self.param.shape, self._strides, dtype=torch.bool, device=window.device)
+            self.window(inside.fill_(False)).fill_(True)
             full = torch.where(inside, full, target)
         target.detach().copy_(full)
 

@@ -2,7 +2,7 @@
 
 from .collect import Calibration, Target, call, run_batches, shown
 from .forms import Form, form_of
-from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics
+from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics, check_statistics
 
 __all__ = [
     "GRADIENTS",
@@ -13,6 +13,7 @@ __all__ = [
     "Statistics",
     "Target",
     "call",
+    "check_statistics",
     "form_of",
     "run_batches",
     "shown",

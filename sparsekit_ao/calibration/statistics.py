@@ -53,6 +53,15 @@ class Statistics:
         outputs, inputs = self.form.matrix(torch.empty(self.shape, device="meta")).shape[1:]
         return self.form.weight(matrix.expand(-1, outputs, inputs), self.shape)
 
+    def shape_of(self, need: str) -> tuple[int, ...] | None:
+        """The shape of a sum; None where the weight has no inputs that can be recorded."""
+        if need in GRADIENTS:
+            return self.shape
+        if self.form is None:
+            return None
+        groups, _, inputs = self.matrix(torch.empty(self.shape, device="meta")).shape
+        return (groups, inputs) if need == "input_square" else (groups, inputs, inputs)
+
     @property
     def input_square(self) -> Tensor:
         """Each weight's sum of squares of its input, G_jj; in the weight's shape."""
@@ -104,3 +113,20 @@ class Statistics:
         if need not in self.sums:
             raise SparsityError(f"{self.name}: {need} was not collected; list it in the score's `needs` and calibrate")
         return self.sums[need]
+
+
+def check_statistics(saved: object, own: Mapping[str, Statistics], where: str) -> None:
+    """Raise unless this is {tensor name: what `Statistics.saved` gives}, of the shapes of `own` for tensors in it."""
+    if not isinstance(saved, Mapping):
+        raise SparsityError(f"{where}'statistics' must be a dict, got {type(saved).__name__}")
+    for name, found in saved.items():
+        counts = [found.get(key) for key in ("tokens", "passes")] if isinstance(found, Mapping) else []
+        sums = found.get("sums") if isinstance(found, Mapping) else None
+        if not isinstance(sums, Mapping) or not all(type(n) is int and n >= 0 for n in counts):
+            raise SparsityError(f"{where}{name}: statistics need counts 'tokens' and 'passes' and a dict 'sums'")
+        for need, value in sums.items():
+            is_known = need in NEEDS and isinstance(value, Tensor) and value.is_floating_point()
+            if not is_known or (name in own and tuple(value.shape) != own[name].shape_of(need)):
+                raise SparsityError(
+                    f"{where}{name}: statistics have an unknown entry, or one of a wrong shape: {need!r}"
+                )

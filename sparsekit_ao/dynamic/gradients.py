@@ -282,7 +282,7 @@ class GradientCapture(StepHooks):
         skipped = getattr(optimizer, "found_inf", None)
         skipped = skipped if self.keep else None  # reading it waits for the device
         at = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
-        self.stepped[at] = skipped is None or not bool(torch.as_tensor(skipped) > 0)
+        self.stepped[at] = skipped is None or not bool(skipped > 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k not in ("_before_open", "_before_closure")}

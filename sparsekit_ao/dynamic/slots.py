@@ -147,7 +147,7 @@ class Slots:
     def random(self, purpose: str) -> Tensor:
         """Uniform numbers in [0, 1), the same on every rank, on every device and after a resume; float64 rows."""
         source = keyed_generator(self.seed, self.name, self.step, purpose)
-        return torch.rand(self.shape, generator=source, dtype=torch.float64).to(self.device)
+        return torch.rand(self.shape, generator=source, dtype=torch.float64, device="cpu").to(self.device)
 
     def mean_active(self, scores: Tensor) -> float:
         """The mean of float rows over the active slots."""

@@ -138,6 +138,7 @@ class DynamicSparsifier(PlannedSparsifier):
         weights, and initial masks are chosen that `prepare` could not choose (meta device).
         """
         optimizers = unwrap_optimizers(optimizer)
+        super().attach(optimizers)
         is_prepared = self._phase == "prepared"
         if is_prepared:
             self._need_prepared("attach")

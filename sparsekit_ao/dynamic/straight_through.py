@@ -64,6 +64,7 @@ class StraightThrough(PlannedSparsifier):
         Over ranks: call it after `fully_shard`, with an optimizer made after that.
         """
         given = unwrap_optimizers(optimizer)
+        super().attach(given)
         if self.decay and self._phase == "prepared":
             self._need_prepared("attach")
             refuse_replaced(given, self.groups)
@@ -102,8 +103,8 @@ class StraightThrough(PlannedSparsifier):
             return
         given = self._level_given
         for component in self._planned(groups).components:
-            forward = torch.as_tensor(component.budget(groups, given))
-            backward = torch.as_tensor(component.scope.sparsity_to_nnz(self.backward_level))
+            forward = torch.as_tensor(component.budget(groups, given), device="cpu")
+            backward = torch.as_tensor(component.scope.sparsity_to_nnz(self.backward_level), device="cpu")
             if component.stage or bool((forward > backward).any()):
                 raise SparsityError(
                     f"{component.label}: the backward mask must keep all that the forward mask keeps, in one stage, "

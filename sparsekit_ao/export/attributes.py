@@ -112,14 +112,19 @@ def _tensor_ids(model: nn.Module, removal: Removal) -> set[int]:
 
 
 def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
-    """Check that every attribute has the value from which it was changed.
+    """Check that every attribute is an integer of a module, or of a module's config, of the value that it had.
 
     Raises:
-        SparsityError: there is no such attribute, or it has another value.
+        SparsityError: there is no such attribute, it is none that can be set, or it has another value.
     """
     for change in changes:
         for full, holder, name in _holders(model, change.path, "cut_to: "):
-            if getattr(holder, name) != change.was:
+            is_config = change.path.rpartition(".")[0].rpartition(".")[2] == "config"
+            descriptor = getattr(type(holder), name, None)
+            is_fixed = isinstance(descriptor, property) and descriptor.fset is None
+            if not (isinstance(holder, nn.Module) or is_config) or is_fixed:
+                raise SparsityError(f"cut_to: {full!r} is no integer of a module or its config that can be set")
+            if type(getattr(holder, name)) is not type(change.was) or getattr(holder, name) != change.was:
                 raise SparsityError(
                     f"cut_to: {full!r} is {getattr(holder, name)!r}, but was {change.was!r} in the dense model; "
                     "construct the model as the dense one was constructed"

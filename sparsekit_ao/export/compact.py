@@ -14,7 +14,7 @@ from ..coupling import Coupling
 from ..errors import SparsityError
 from .attributes import Change, apply_changes, assign_attrs, find_changes, unlisted_sizes
 from .manifest import make_manifest
-from .norms import fold_norm, narrowed_group_norms, pruned_norms
+from .norms import change_config_eps, fold_norm, narrowed_group_norms, pruned_norms
 from .removal import Removal, find_removal, plain_tensors, remove_units
 from .results import UNLISTED, Compaction, KeptUnits, Size
 from .verify import Comparison, Reference
@@ -135,10 +135,14 @@ def _compact(model: nn.Module, removals: Sequence[Removal]) -> _Compacted:
     remove_units(small, removals)
     apply_changes(small, changes)
     notes = narrowed_group_norms(model, small)
+    folded: list[Change] = []
     for fqn, keep in pruned_norms(model, removals).items():
-        folded, note = fold_norm(model, small, fqn, keep)
-        changes += folded
+        own, note = fold_norm(model, small, fqn, keep)
+        folded += own
         notes += [note] if note else []
+    of_config, lost = change_config_eps(model, small, folded)
+    changes += folded + of_config
+    notes += lost
     fqns = [m.fqn for removal in removals for m in removal.coupling.members]
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
     return _Compacted(model=small, removals=removals, changes=changes, notes=notes, shapes=shapes)

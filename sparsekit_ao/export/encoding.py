@@ -4,12 +4,22 @@ An element is kept unless all its bits are zero: -0.0 and nan are kept, so that 
 is numbered in row-major order.
 """
 
+from collections.abc import Hashable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SKIP = 255  # a byte of the gaps: so many zeros, and no kept element after them
+
+
+def memory_of(tensor: Tensor) -> Hashable | None:
+    """Equal for tensors that read the same values from the same memory; None for an empty tensor."""
+    if not tensor.numel():
+        return None
+    kind = (tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), *kind)
 
 
 def flat(tensor: Tensor) -> Tensor:

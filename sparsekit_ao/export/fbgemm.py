@@ -86,9 +86,9 @@ def fbgemm(
         raise SparsityError(
             f"fbgemm: bits must be 1 to {BITS}, got {bits!r}: with 8 bits the kernel's 16-bit sums overflow silently"
         )
+    layers, left = checked_layers(model, "fbgemm", reasons, tensors, squashed=True)
     if _ENGINE not in torch.backends.quantized.supported_engines:
         raise SparsityError("fbgemm: this build of torch, or this CPU, has no fbgemm kernels; they need x86 with AVX2")
-    layers, left = checked_layers(model, "fbgemm", reasons, tensors, squashed=True)
     batches = list(batches)
     ranges, outputs = record_ranges(model, layers, batches, forward, "fbgemm")
     converted = _converted(model, {a.name: SparseInt8Linear.of(a.module, ranges[a.fqn], bits) for a in layers})

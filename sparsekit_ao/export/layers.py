@@ -3,7 +3,7 @@
 Works on masked and on squashed models; nothing is changed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,9 @@ from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..masking import find_mask, used_weight
 from ..sparsifiers.names import matcher, parameter_of
+from .encoding import memory_of
 
+DENSE = 0.99  # a weight of a larger density is called dense
 ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on
 
 _SHOWN = 10  # lines of an error
@@ -31,8 +33,8 @@ class Layer:
         module: that holds the weight.
         tensor_name: of the weight in the module.
         masked: whether it has a mask, that is, was not squashed yet.
-        names: every name of the weight in the model, the first one first; several if it is tied, or its module is used
-            in several places.
+        names: every name of the weight in the model, the first one first; several if it is tied (one parameter, or
+            several in the same memory), or its module is used in several places.
     """
 
     name: str
@@ -65,9 +67,9 @@ class Layer:
 
     @property
     def density(self) -> float:
-        """The fraction of values that are not zero."""
+        """The fraction of values that are not zero; 1 for an empty weight."""
         kept = self.kept
-        return int(kept.sum()) / max(kept.numel(), 1)
+        return int(kept.sum()) / kept.numel() if kept.numel() else 1.0
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
@@ -79,7 +81,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
         SparsityError: a weight has no values yet, as in lazy modules or on the meta device; or it is sharded,
             quantized, or sparse already.
     """
-    found: dict[int, Layer] = {}
+    found: dict[Hashable, Layer] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
             continue
@@ -90,8 +92,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
             masked = find_mask(module, name) is not None
             if masked or used_weight(module, name).ndim > 1:
                 layer = Layer(name=path, module=module, tensor_name=name, masked=masked, names=())
-                first = found.setdefault(id(parameter), layer)
-                found[id(parameter)] = replace(first, names=(*first.names, fqn))
+                key = memory_of(parameter) or id(parameter)
+                first = found.setdefault(key, layer)
+                found[key] = replace(first, names=(*first.names, fqn))
     return list(found.values())
 
 
@@ -124,6 +127,8 @@ def choose_layers(model: nn.Module, tensors: Sequence[str] | None, target: str) 
         why = "not masked" if any_masked else f"less than {ZEROS:.0%} of it is zero"
     else:
         chosen, why = _named(layers, [tensors] if isinstance(tensors, str) else tensors, target), "not in `tensors`"
+    if not chosen and tensors is not None:
+        raise SparsityError(f"{target}: tensors is empty; name weights, or leave it out to take the pruned ones")
     if not chosen:
         raise SparsityError(
             f"{target}: no weight is masked, and in none a tenth is zero. Prune the model first, or pass tensors=[...]"
@@ -136,10 +141,12 @@ def _named(layers: Sequence[Layer], rules: Sequence[str], target: str) -> list[L
     every = [name for layer in layers for name in layer.names]
     chosen: set[int] = set()
     for rule in rules:
+        if not isinstance(rule, str):
+            raise SparsityError(f"{target}: tensors takes names, globs or re: expressions, got {type(rule).__name__}")
         matches = matcher(rule, f"{target}: ")
         found = {id(layer) for layer in layers if any(map(matches, layer.names))}
         if not found:
-            hint = f" The weights are {', '.join(every[:5])}{', ...' if len(every) > 5 else ''}."
+            hint = f" The weights are {', '.join(every[:5]) or 'none'}{', ...' if len(every) > 5 else ''}."
             raise SparsityError(f"{target}: {rule!r} names no weight of the model.{hint}")
         chosen |= found
     return [layer for layer in layers if id(layer) in chosen]

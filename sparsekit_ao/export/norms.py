@@ -17,7 +17,8 @@ from ..sparsifiers.names import owner_of
 from .attributes import Change
 from .removal import Removal, kept_elements
 
-_EPS = ("eps", "variance_epsilon", "epsilon")
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+_CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
 def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Tensor]:
@@ -50,7 +51,7 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
     assert isinstance(weight, nn.Parameter)
     if isinstance(dense, nn.LayerNorm):
         return [], f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
-    eps_name = next(name for name in _EPS if name in vars(dense))
+    eps_name = next(name for name in EPS_NAMES if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = keep.numel() / int(keep.sum())
     eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
@@ -72,10 +73,39 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
     return [], f"{fqn}: a {type(dense).__name__} over a pruned axis has statistics of fewer values"
 
 
+def change_config_eps(model: nn.Module, small: nn.Module, folded: Sequence[Change]) -> tuple[list[Change], list[str]]:
+    """Set the field of the smaller model's config that holds its norms' eps, since `save_pretrained` saves no other.
+
+    Args:
+        model: the dense model.
+        small: the smaller one, whose config is changed.
+        folded: the changes of `fold_norm`.
+
+    Returns:
+        The change, if one number is right for all norms that the field is for, and descriptions of what is not.
+    """
+    if not folded or not hasattr(small, "config"):
+        return [], []
+    config, olds = small.config, {change.was for change in folded}
+    fields = [name for name in _CONFIG_EPS if isinstance(getattr(config, name, None), float)]
+    field = next((name for name in fields if {getattr(config, name)} == olds), None)
+    if field is not None:
+        was = getattr(config, field)
+        pairs = zip(model.modules(), small.modules(), strict=True)
+        now = {getattr(s, e) for m, s in pairs for e in EPS_NAMES if vars(m).get(e) == was and _takes_statistics(m)}
+        if len(now) == 1:
+            setattr(config, field, now.pop())
+            return [Change(path=f"config.{field}", was=was, now=getattr(config, field))], []
+    where = f"config.{field}" if field is not None else "its config"
+    return [], [
+        f"{where} cannot hold the different epsilons of folded norms, so save_pretrained loses them; use the manifest"
+    ]
+
+
 def _takes_statistics(module: nn.Module) -> bool:
     if hasattr(module, "running_mean") or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return False  # their statistics are of single channels, or of groups that are removed as a whole
-    return any(isinstance(vars(module).get(name), float) for name in _EPS) or isinstance(module, nn.RMSNorm)
+    return any(isinstance(vars(module).get(name), float) for name in EPS_NAMES) or isinstance(module, nn.RMSNorm)
 
 
 def narrowed_group_norms(model: nn.Module, small: nn.Module) -> list[str]:
@@ -95,7 +125,7 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
     needed = [p for p in inspect.signature(norm.forward).parameters.values() if p.default is p.empty]
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        (torch.randn(4, keep.numel(), generator=generator) * keep).to(like)
+        (torch.randn(4, keep.numel(), generator=generator, dtype=torch.float32, device="cpu") * keep).to(like)
         for _ in range(max(1, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)))
     ]
     out: Tensor = norm(*(x if whole else x[..., keep.to(like.device)] for x in inputs))

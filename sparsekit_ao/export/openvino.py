@@ -233,4 +233,6 @@ def _check_bits(sparse: Sequence[Outputs], dense: Sequence[Outputs]) -> None:
 
 
 def _has_amx() -> bool:
-    return bool(torch.cpu.get_capabilities().get("amx_int8", False))
+    if hasattr(torch.cpu, "get_capabilities"):
+        return bool(torch.cpu.get_capabilities().get("amx_int8", False))
+    return bool(torch.cpu._is_amx_tile_supported())  # of earlier versions of torch

@@ -175,7 +175,7 @@ def _without_units(tensor: Tensor, member: Member, removal: Removal) -> Tensor:
 
 def _without_all(tensor: Tensor, own: Sequence[tuple[Member, Removal]], shape: Sequence[int]) -> Tensor:
     """What all removals keep, in the tensor's own order: right where no unit varies more slowly than its scopes."""
-    keep = torch.ones(tensor.shape, dtype=torch.bool)
+    keep = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     for member, removal in own:
         keep &= kept_elements(member, removal, tuple(tensor.shape))
     where = f"{own[0][0].fqn}: the couplings {', '.join(repr(removal.coupling.name) for _, removal in own)} "

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from ..masking import WeightMask
 from ..patterns import is_of_transformers
-from .layers import Layer
+from .layers import DENSE, Layer
 
 Found = list[str]
-
-_DENSE = 0.01  # a weight with a smaller fraction of zeros is called dense
 
 
 def is_a(layer: Layer, *kinds: type[nn.Module]) -> Found:
@@ -83,7 +81,7 @@ def keeps_n_of_m(layer: Layer, n: int, m: int, dim: int = 1) -> Found:
     others = [
         k for k, size in enumerate(shape) if k != dim and size % m == 0 and bool((_counts(kept, m, k) <= n).all())
     ]
-    if float(kept.float().mean()) > 1 - _DENSE:
+    if layer.density > DENSE:
         return [f"{text}: the weight is dense"]
     return [text + "".join(f"; it is {n}:{m} along dimension {k}" for k in others[:1])]
 

@@ -30,7 +30,7 @@ from .tensor_file import (
 
 _KEY = "sparsekit_ao.sparse"
 _SAMPLE = 2**16  # bytes of a tensor that are compressed to estimate what zlib would do
-_ENTRY = 200  # bytes that a tensor in two parts adds to the header, about
+_ENTRY = 200  # bytes that a tensor in two parts adds to the header, about, and its name twice more
 
 
 def reasons(layer: Layer) -> list[str]:
@@ -118,8 +118,8 @@ def load_sparse(path: StrPath, device: str | torch.device = "cpu") -> dict[str, 
     with open_file(path) as file:
         about = read_json(path, file, _KEY, "save_sparse")
         tensors, aliases = _checked(file, about, str(path))
-        owned = {f"{name}.{part}" for name, t in tensors.items() for part in ("values", t["code"])}
-        names = [name for name in file.keys() if name not in owned]  # noqa: SIM118 (an open file is no mapping)
+        parts = _parts_of(tensors)
+        names = [name for name in file.keys() if name not in parts]  # noqa: SIM118 (an open file is no mapping)
         state = {name: _decode(file, name, t).to(device) for name, t in tensors.items()}
         state |= {name: file.get_tensor(name).clone().to(device) for name in names}
     return state | {name: state[first] for name, first in aliases.items()}
@@ -148,7 +148,8 @@ def _encode(name: str, tensor: Tensor) -> _Row:
     kept = kept_of(elements)
     count = int(kept.sum())
     code, size = smaller_code(kept)
-    is_smaller = count * tensor.element_size() + size + _ENTRY < tensor.numel() * tensor.element_size()
+    entry = _ENTRY + 2 * len(name)
+    is_smaller = count * tensor.element_size() + size + entry < tensor.numel() * tensor.element_size()
     return _Row(
         name=name,
         dtype=tensor.dtype,
@@ -216,12 +217,18 @@ def _checked(file: Any, about: Any, path: str) -> tuple[dict[str, dict[str, Any]
     keys = set(file.keys())
     for name, t in tensors.items():
         _check_entry(file, keys, name, t, f"{path}: {name}: ")
+    named = {*tensors, *keys} - _parts_of(tensors)
     for name, first in aliases.items():
-        if first not in tensors and first not in keys:
+        if not isinstance(first, str) or first not in named:
             raise SparsityError(f"{path}: {name} is to be the same tensor as {first!r}, which the file does not have")
         if name in tensors or name in keys:
             raise SparsityError(f"{path}: {name} is stored, and is to be the same tensor as {first!r}")
     return tensors, aliases
+
+
+def _parts_of(tensors: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Names in the file that are parts of sparse tensors."""
+    return {f"{name}.{part}" for name, t in tensors.items() for part in ("values", t["code"])}
 
 
 def _check_entry(file: Any, keys: set[str], name: str, t: Any, where: str) -> None:
@@ -261,6 +268,6 @@ def _decode(file: Any, name: str, t: Mapping[str, Any]) -> Tensor:
         found = "elements outside of the tensor" if at is None else f"{len(at)}"
         raise SparsityError(f"{name}: its {code} must place {t['kept']} values in {n} elements, got {found}")
     values = file.get_tensor(f"{name}.values")
-    bits = torch.zeros(n, dtype=bits_of(values).dtype)
+    bits = torch.zeros(n, dtype=bits_of(values).dtype, device="cpu")
     bits[at] = bits_of(values)
     return bits.view(values.dtype).reshape(t["shape"])

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from .. import patterns
 from ..errors import SparsityError
-from .layers import Layer
+from .layers import DENSE, Layer
 
 _N_M = ((1, 8), (1, 4), (2, 4), (4, 8), (8, 16))  # the first that fits implies those after it
 _BLOCKS = ((32, 32), (16, 16), (8, 8), (4, 4), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1))  # the largest first
-_DENSE = 0.01  # a weight with a smaller fraction of zeros is called dense
 
 
 def satisfied(layer: Layer) -> list[str]:
@@ -20,7 +19,7 @@ def satisfied(layer: Layer) -> list[str]:
     "n:m" is along the inputs of the module. In rows, columns and blocks no zero is outside of one that is all zero.
     """
     kept = layer.kept
-    if int(kept.sum()) > (1 - _DENSE) * kept.numel():
+    if int(kept.sum()) >= DENSE * kept.numel():  # an empty one, too
         return []
     found = [p.kind for p in (patterns.rows(), patterns.columns()) if _is_blocks(layer, kept, p)]
     found += [f"{n}:{m}" for n, m in _N_M if _is_n_m(layer, kept, n, m)][:1]

@@ -5,7 +5,7 @@ safetensors' own `save_file` needs all tensors in memory at once; reading, where
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
+from .encoding import memory_of
 
 StrPath = str | os.PathLike[str]
 
@@ -59,8 +60,10 @@ def as_stored(name: str, tensor: Tensor) -> Stored:
     """A tensor that is written as it is.
 
     Raises:
-        SparsityError: it is no plain tensor with values, or of a dtype that the format does not have.
+        SparsityError: it is no plain tensor with values, or the format does not have its dtype, or forbids its name.
     """
+    if not isinstance(name, str) or name == "__metadata__":
+        raise SparsityError(f"{name!r} cannot be the name of a tensor in a safetensors file; rename it")
     if not isinstance(tensor, Tensor) or tensor.is_meta:
         raise SparsityError(f"{name}: only tensors with values can be saved, got {type(tensor).__name__}")
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
@@ -70,11 +73,11 @@ def as_stored(name: str, tensor: Tensor) -> Stored:
 
 def distinct(state: Mapping[str, Tensor]) -> tuple[list[Stored], dict[str, str]]:
     """Every tensor once, and {name: first name} of those that are the same memory."""
-    first: dict[Any, str] = {}
+    first: dict[Hashable, str] = {}
     stored, aliases = [], {}
     for name, tensor in state.items():
         one = as_stored(name, tensor)
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        key = memory_of(tensor) or name
         if first.setdefault(key, name) == name:
             stored.append(one)
         else:
@@ -99,7 +102,8 @@ def write_file(path: StrPath, tensors: Sequence[Stored], metadata: Mapping[str, 
 
     A file that exists is replaced when the new one is complete.
     """
-    partial = Path(f"{os.fspath(path)}.partial")
+    _refuse_folder(path)
+    partial = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             file.write(_header(tensors, metadata))
@@ -114,6 +118,11 @@ def write_file(path: StrPath, tensors: Sequence[Stored], metadata: Mapping[str, 
     return size
 
 
+def _refuse_folder(path: StrPath) -> None:
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{path} is a folder; pass the path of a file")
+
+
 def open_file(path: StrPath) -> AbstractContextManager[Any]:
     """A safetensors file, whose header is read and checked.
 
@@ -125,6 +134,7 @@ def open_file(path: StrPath) -> AbstractContextManager[Any]:
         from safetensors import SafetensorError, safe_open
     except ImportError as e:
         raise ImportError("reading the file needs safetensors: pip install 'sparsekit_ao[export]'") from e
+    _refuse_folder(path)
     try:
         return safe_open(os.fspath(path), framework="pt")
     except SafetensorError as e:
@@ -135,14 +145,14 @@ def read_json(path: StrPath, file: Any, key: str, writer: str) -> Any:
     """What an entry of a file's metadata holds.
 
     Raises:
-        SparsityError: there is no such entry, or it is not JSON.
+        SparsityError: there is no such entry, or it is not JSON that can be read.
     """
     text = (file.metadata() or {}).get(key)
     if text is None:
         raise SparsityError(f"{os.fspath(path)} was not written by {writer}: its metadata has no {key!r}")
     try:
         return json.loads(text)
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:  # also of huge integers and deep nesting
         raise SparsityError(f"{os.fspath(path)}: {key!r} in its metadata is not JSON: {e}") from e
 
 

@@ -4,7 +4,7 @@ Packing and unpacking run on the CPU; the packed form runs on CUDA, as `torch.sp
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import SparsityError
 from . import rules
-from .encoding import bits_of
+from .encoding import bits_of, memory_of
 from .layers import Layer, checked_layers
 from .results import Conversion
 from .tensor_file import (
@@ -77,6 +77,9 @@ def pack_2_4(model: nn.Module, path: StrPath, tensors: Sequence[str] | None = No
     chosen, left = checked_layers(model, "pack_2_4", reasons, tensors, squashed=True)
     dense, aliases = distinct(model.state_dict())
     packed = {layer.fqn: _pack(layer.fqn, layer.weight) for layer in chosen}
+    unnamed = next((n for n in packed if all(n != one.name for one in dense)), None)
+    if unnamed is not None:
+        raise SparsityError(f"pack_2_4: {unnamed} has another name in model.state_dict(); unwrap its module first")
     stored = [as_stored(f"{n}.{part}", t) for n, p in packed.items() for part, t in zip(_PARTS, p, strict=True)]
     stored += [one for one in dense if one.name not in packed]
     refuse_same_names([one.name for one in stored] + list(aliases), "pack_2_4")
@@ -94,15 +97,15 @@ def load_2_4(model: nn.Module, path: StrPath) -> None:
 
     Where the model is on a GPU, packed weights become `SparseSemiStructuredTensor` parameters without gradient, which
     run in torch's sparse kernels: CUTLASS on compute capability 8.x, as packed; cuSPARSELt on later ones. Elsewhere
-    they are unpacked to dense weights, the same bits as before.
+    they are unpacked to dense weights, the same bits as were packed.
 
     Args:
         model: not masked; of the dtypes that were saved.
         path: of the file.
 
     Raises:
-        SparsityError: names, dtypes or shapes do not fit the model, or metadata are none of `pack_2_4`. The model is
-            not changed.
+        SparsityError: names, dtypes or shapes do not fit the model, metadata are none of `pack_2_4`, or torch has no
+            sparse kernel for a weight on this GPU. The model is not changed.
         ImportError: safetensors is not installed.
 
     >>> import tempfile
@@ -125,7 +128,8 @@ def load_2_4(model: nn.Module, path: StrPath) -> None:
         dense = {name: _unpack(name, *parts) for name, parts in packed.items()}
         dense |= {n: file.get_tensor(n) for n in state if n not in dense and n not in aliases}
     dense |= {name: dense[first] for name, first in aliases.items()}
-    sparse = {n: _on_cuda(state[n], dense[n], *packed[n]) for n in names if state[n].is_cuda}
+    _refuse_ties(state, dense, str(path))
+    sparse = {n: _on_cuda(n, state[n], dense[n], *packed[n]) for n in names if state[n].is_cuda}
     model.load_state_dict(dense)
     for name, weight in sparse.items():
         owner, _, tensor_name = name.rpartition(".")
@@ -172,9 +176,9 @@ def _names(about: Any, path: str) -> tuple[list[str], dict[str, str]]:
     is_form = isinstance(names, list) and isinstance(aliases, dict)
     if not is_form or not all(isinstance(text, str) for text in [*names, *aliases.values()]):
         raise SparsityError(f"{path}: {_KEY!r} in its metadata must hold 'packed' and 'aliases', got {about!r:.80}")
-    both = aliases.keys() & set(aliases.values())
+    both = aliases.keys() & {*aliases.values(), *names}
     if both:
-        raise SparsityError(f"{path}: {min(both)!r} is the same tensor as itself")
+        raise SparsityError(f"{path}: {min(both)!r} is stored, and is to be the same tensor as another one")
     return names, aliases
 
 
@@ -202,8 +206,17 @@ def _check_forms(file: Any, names: list[str], aliases: dict[str, str], state: Ma
             )
 
 
+def _refuse_ties(state: Mapping[str, Tensor], dense: Mapping[str, Tensor], path: str) -> None:
+    """Tensors that are one in the model must be equal in the file, since the last one would replace the others."""
+    firsts: dict[Hashable, str] = {}
+    for name, tensor in state.items():
+        first = firsts.setdefault(memory_of(tensor) or name, name)
+        if first != name and not _same_bits(dense[first], dense[name]):
+            raise SparsityError(f"{path}: {first} and {name} differ, but the model ties them; untie them first")
+
+
 def _is_packable(tensor: Tensor | None) -> bool:
-    if tensor is None or tensor.dtype not in MULTIPLES or tensor.ndim != 2:
+    if tensor is None or type(tensor) is not Tensor or tensor.dtype not in MULTIPLES or tensor.ndim != 2:
         return False
     return not any(n % size for n, size in zip(tensor.shape, MULTIPLES[tensor.dtype], strict=True))
 
@@ -218,11 +231,14 @@ def _forms(name: str, tensor: Tensor, is_packed: bool) -> dict[str, tuple[torch.
     return {f"{name}.values": (tensor.dtype, (rows, columns // 2)), f"{name}.metadata": metadata}
 
 
-def _on_cuda(like: Tensor, dense: Tensor, values: Tensor, metadata: Tensor) -> Tensor:
+def _on_cuda(name: str, like: Tensor, dense: Tensor, values: Tensor, metadata: Tensor) -> Tensor:
     """The sparse tensor for a GPU; torch's CUTLASS kernels are for compute capability 8.x only."""
     from torch import sparse
 
     if torch.cuda.get_device_capability(like.device)[0] != 8:
-        return sparse.to_sparse_semi_structured(dense.to(like.device))
+        try:
+            return sparse.to_sparse_semi_structured(dense.to(like.device))
+        except RuntimeError as e:
+            raise SparsityError(f"load_2_4: torch cannot pack {name} for {like.device}: {e}") from e
     parts = (values.to(like.device), metadata.to(like.device))
     return sparse.SparseSemiStructuredTensorCUTLASS(dense.shape, *parts, None, None, None)

@@ -1,5 +1,6 @@
 """The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
 
+from .merging import refuse_merge
 from .parametrization import (
     WeightMask,
     collector_paused,
@@ -10,10 +11,10 @@ from .parametrization import (
     is_on_parameter,
     live_mask,
     parameter_under,
-    rebuilt_originals,
+    parameters_under,
     remove_mask,
-    squash,
     used_weight,
 )
 from .product import FROM, marked, select
 from .saved import is_intercepted, keep_saved, saving
+from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros

@@ -152,7 +152,7 @@ def _order(
 
     def hook(target: Target) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0))
+            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu"))
             version = -1 if x.is_inference() else x._version  # a layer after a change in place reads something else
             if not read or read[-1][0] is not x or read[-1][1] != version or version < 0:
                 read.append((x, version))

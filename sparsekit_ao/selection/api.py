@@ -15,7 +15,7 @@ from . import reference
 from .backend import Backend, check_impl, choose, find
 from .keys import KEY_DTYPES
 from .tiling import Blocks, Scopes, aligned_grid, to_scopes
-from .work import Norm, Scores, Threshold, Update
+from .work import Norm, Scores, Threshold, Update, one_step
 
 
 def keep_mask(
@@ -66,7 +66,7 @@ def keep_mask(
         mask.copy_(candidates)
     if mask.numel():
         if isinstance(keep, Tensor):
-            keep = keep.to(scores.device, torch.int64, non_blocking=True).expand(rows).reshape(rows, 1)
+            keep = keep.to(scores.device, torch.int64, non_blocking=True).reshape(-1).expand(rows).reshape(rows, 1)
         row = Scopes(members=(Blocks(shape=(1, 1), values=scores.detach(), mask=mask),), shape=(1, members))
         norm = 1 if magnitude else None
         update = Update(scopes=(row,), keep=keep, norm=norm, among_kept=candidates is not None)
@@ -151,14 +151,16 @@ def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
         updates: see `Update`; a tensor appears in one of them at most.
         impl: as in `keep_mask`.
     """
-    shared: dict[tuple[str, torch.device], tuple[Backend, list[Update]]] = {}
+    check_impl(impl)
     for update in updates:
-        check_impl(impl)
         _check_norm(update.norm)
         _check_windows(update.scopes)
         _check_budget(update.keep, update.scopes[0].scope_grid, sum(math.prod(s.shape) for s in update.scopes))
-        backend = choose(update, impl)
-        shared.setdefault((backend.name, update.device), (backend, []))[1].append(update)
+    shared: dict[tuple[str, torch.device], tuple[Backend, list[Update]]] = {}
+    with one_step(sum(update.numel for update in updates)):
+        for update in updates:
+            backend = choose(update, impl)
+            shared.setdefault((backend.name, update.device), (backend, []))[1].append(update)
     for backend, found in shared.values():
         if impl == "auto" and backend.name == reference.name:  # others may still take the single steps
             for update in found:
@@ -217,7 +219,8 @@ def _check_budget(keep: int | Tensor, grid: tuple[int, ...], members: int) -> No
     """Refuse a budget of a wrong kind, shape or size (where reading it needs no wait for a device)."""
     shape = list(grid)
     if isinstance(keep, Tensor):
-        if tuple(keep.shape) not in ((), grid) or keep.is_floating_point() or keep.dtype == torch.bool:
+        fits = keep.ndim == 0 or _without_ones(tuple(keep.shape)) == _without_ones(grid)
+        if not fits or keep.is_floating_point() or keep.dtype == torch.bool:
             raise SparsityError(
                 f"keep must be an int or an integer tensor {shape}, got {keep.dtype} {tuple(keep.shape)}"
             )

@@ -8,10 +8,13 @@ elementwise operations only, so it does not depend on chunking, threads or devic
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .extremes import rescored, suspects
 from .keys import absent, order_keys
 from .tiling import (
     Blocks,
@@ -94,22 +97,20 @@ def keep_mask(scores: Tensor, keep: int | Tensor, candidates: Tensor | None) -> 
 
 
 def root(t: Tensor) -> Tensor:
-    """The correctly rounded root: torch's own of float32 may be a bit off, depending on the machine."""
-    return t.double().sqrt().to(t.dtype)
+    """The correctly rounded root; on the CPU in place, by the processor's own instruction, since torch's may be off."""
+    if t.device.type != "cpu":
+        return t.double().sqrt().to(t.dtype)
+    array = t.detach().numpy()
+    np.sqrt(array, out=array)
+    return t.detach()
 
 
-def block_scores(
-    members: Sequence[Blocks],
-    norm: Norm,
-    ndim: int,
-    as_mean: bool | None = None,
-    root: Callable[[Tensor], Tensor] = root,
-) -> Tensor:
+def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """One score for each block of the aligned grid: the norm of the union of the members' blocks.
 
     With `as_mean` (by default: where some block is partial) a score is the mean of |x|^p before the root, so that
-    blocks of fewer elements compare. For `norm=None` it is the signed sum, or the mean. A faster `root` must round as
-    this one does.
+    blocks of fewer elements compare. For `norm=None` it is the signed sum, or the mean. Where a sum leaves the range of
+    its dtype, the score is computed anew; see `extremes`.
     """
     as_mean = any(m.is_partial for m in members) if as_mean is None else as_mean
     first = members[0]
@@ -124,9 +125,21 @@ def block_scores(
         if as_mean and norm != float("inf"):
             count = count + to_aligned(element_counts(m), m.order, ndim)
     assert total is not None
-    if as_mean and norm != float("inf"):
-        total = total / count
-    return root(total) if norm == 2 else total
+    if norm == float("inf"):
+        return total
+    anew = suspects(total, norm, lambda: any(map(_loses_squares, members)))
+    total = total / count if as_mean else total
+    scores = root(total) if norm == 2 else total
+    if anew is None:
+        return scores
+    windows = [(m, scored(m)) for m in members]
+    return rescored(scores, anew, windows, norm, count if as_mean else 1, partial(_halve, dim=1, join=torch.add), root)
+
+
+def _loses_squares(m: Blocks) -> bool:
+    """Whether the square of some value that is not zero is zero."""
+    values = _wide(scored(m))
+    return bool(values.count_nonzero() > (values * values).count_nonzero())
 
 
 def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = False) -> None:
@@ -151,7 +164,7 @@ def candidates_of(members: Sequence[Blocks], ndim: int) -> Tensor:
     for m in members:
         assert m.mask is not None, "candidates_of needs masks"
         tiles = split(pad_to(m.mask != 0, m.shape, False), m.shape)
-        grid = to_aligned(_fold(tiles, torch.logical_or), m.order, ndim)
+        grid = to_aligned(fold(tiles, torch.logical_or), m.order, ndim)
         present = grid if present is None else present | grid
     assert present is not None
     return present
@@ -160,10 +173,10 @@ def candidates_of(members: Sequence[Blocks], ndim: int) -> Tensor:
 def reduce_blocks(elements: Tensor, block: Sequence[int], norm: Norm) -> Tensor:
     """Sum (for an infinite norm: maximum) over the elements of each block, in the fixed order."""
     tiles = split(pad_to(elements, block, 0.0), block)
-    return _fold(tiles, torch.maximum if norm == float("inf") else torch.add)
+    return fold(tiles, torch.maximum if norm == float("inf") else torch.add)
 
 
-def _fold(tiles: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def fold(tiles: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Reduce every second dimension of (g0, b0, g1, b1, ...) by a halving tree."""
     for k in range(tiles.ndim // 2):
         tiles = _halve(tiles, k + 1, join)

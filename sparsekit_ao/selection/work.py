@@ -1,5 +1,8 @@
 """The kinds of work that backends take: a mask update, block scores, and thresholding in place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +11,19 @@ from torch import Tensor
 from .tiling import Blocks, Scopes
 
 Norm = float | None
+
+#: elements that the calls of one step update together, inside of `one_step`
+elements_of_step: ContextVar[int] = ContextVar("elements_of_step", default=0)
+
+
+@contextmanager
+def one_step(elements: int) -> Iterator[None]:
+    """Make known that the calls inside update at least so many elements: what is worth compiling depends on it."""
+    token = elements_of_step.set(max(elements, elements_of_step.get()))
+    try:
+        yield
+    finally:
+        elements_of_step.reset(token)
 
 
 class _OnWindows:
@@ -33,7 +49,7 @@ class Update(_OnWindows):
     Attributes:
         scopes: windows with values and masks; at one aligned scope index the blocks of all entries compete.
         keep: blocks kept in each scope: an int, or an integer tensor of the shape of the aligned scope grid (or of
-            no dimension).
+            no dimension); members may lack dimensions of one scope.
         norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
             score is their signed sum (their mean where some block is partial).
         among_kept: choose only among blocks that the masks still keep, scored as with `masked`.
@@ -58,10 +74,11 @@ class Update(_OnWindows):
 
     @property
     def budget(self) -> int | Tensor:
-        """`keep` as an int, or int64 of the scope grid's shape on the windows' device."""
+        """`keep` as an int, or int64 of the shape of the first scope grid on the windows' device."""
         if not isinstance(self.keep, Tensor):
             return self.keep
-        return self.keep.to(self.device, torch.int64, non_blocking=True).expand(self.scopes[0].scope_grid)
+        keep, grid = self.keep.to(self.device, torch.int64, non_blocking=True), self.scopes[0].scope_grid
+        return keep.reshape(grid) if keep.ndim else keep.expand(grid)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,7 +20,8 @@ from ..errors import SparsityError
 from .checkpoint import Copies, check_saved, kept_params
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
-from .usage import warn_of_scheduler, warn_of_stale_masks
+from .squash import squash
+from .usage import refuse_adapters, refuse_misaligned_state, warn_of_adapters, warn_of_scheduler, warn_of_stale_masks
 
 
 class MaskSparsifier(Copies, BaseSparsifier):
@@ -60,6 +61,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
         self._chosen_at: list[Any] | None = None  # the levels of the last update of all masks
+        self._warned = False  # of adapters on masked layers
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = Resolved()
         self._exclude: tuple[str | type[nn.Module], ...] = ()
@@ -158,7 +160,12 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Drop what was found out about the model that was prepared before; called in `prepare`."""
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Register the optimizers that train the model; does nothing where masks depend on weights alone."""
+        """Register the optimizers that train the model; where masks depend on weights alone, it only checks them.
+
+        Raises:
+            SparsityError: an optimizer has state of another model, such as one saved before `prepare`.
+        """
+        refuse_misaligned_state(optimizer, self.model)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Read the gradients as they are now; does nothing where masks depend on weights alone."""
@@ -168,10 +175,16 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
         return False
 
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether `step` will never change masks again."""
+        return False
+
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
+            self._warned = self._warned or warn_of_adapters(self.model, self.groups)
             with torch.no_grad():
                 self._update_all()
             self._chosen_at = [g.get("sparsity_level") for g in self.groups]
@@ -212,27 +225,19 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
         Raises:
             SparsityError: not prepared, unknown names, a mask that another parametrization cannot express, or a model
-                that `fully_shard` wrapped only as a part of another one. Nothing is then changed.
+                that `fully_shard` wrapped only as a part of another one. Nothing is then changed, and after any other
+                exception all masks are still registered, so that the call can be repeated.
         """
         self._need_prepared("squash_mask")
+        refuse_adapters(self.model, self.groups)
         kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
-        if self.enable_mask_update:
+        if self.enable_mask_update and not self._is_frozen:
             warn_of_stale_masks(self.groups, masks, self._chosen_at)
         squashed = self.model if model is None else model
         assert squashed is not None
-        distributed.refuse_wrapped_outside(squashed, [(g["tensor_fqn"], g["module_fqn"]) for g in self.groups])
-        records = distributed.fsdp_records(squashed)
-        modules = [self._module_in(model, g) for g in self.groups]
-        names = [g["tensor_name"] for g in self.groups]
         self._sync_state()
-        rebuilt = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
-        for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
-            masking.squash(module, name, values)
-            if id(module._parameters.get(name)) in records:
-                distributed.move_record(records[id(module._parameters[name])], module, name)
-            if params:
-                module.sparse_params = params  # type: ignore[assignment]
+        squash(squashed, self.groups, [self._module_in(model, g) for g in self.groups], kept)
         if model is None or model is self.model:
             self._phase = "squashed"
 
@@ -262,7 +267,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
                     f"report: {group['tensor_fqn']} is on the meta device, so its mask has no values; give the weights "
                     "memory (to_empty) and initialize them first"
                 )
-        return make_report(list(self._rows()), self._resolved, self.model)
+        return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
         """One row per group; here of single elements, for masks that are not made of scopes."""

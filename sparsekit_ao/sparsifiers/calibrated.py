@@ -7,7 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import masking
-from ..calibration import NEEDS, Calibration, Form, Statistics, Target, form_of, run_batches, shown
+from ..calibration import (
+    NEEDS,
+    Calibration,
+    Form,
+    Statistics,
+    Target,
+    check_statistics,
+    form_of,
+    run_batches,
+    shown,
+)
 from ..errors import SparsityError
 from .base import MaskSparsifier
 from .config import TensorGroup
@@ -150,8 +160,14 @@ class CalibratedSparsifier(MaskSparsifier):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
-        super().load_state_dict(state_dict, strict)
+        self._need_prepared("load_state_dict")
         shapes = {g["tensor_fqn"]: tuple(self._live_mask(g).shape) for g in self.groups}
+        saved = state_dict.get("statistics", {}) if isinstance(state_dict, Mapping) else {}
+        if saved != {}:
+            own = {g["tensor_fqn"]: self._form(g) for g in self.groups}
+            blank = {fqn: Statistics(name=fqn, shape=shapes[fqn], form=form) for fqn, form in own.items()}
+            check_statistics(saved, blank, "load_state_dict: ")
+        super().load_state_dict(state_dict, strict)
         devices = {g["tensor_fqn"]: self._live_mask(g).device for g in self.groups}
         self._statistics = {
             name: Statistics(
@@ -162,6 +178,6 @@ class CalibratedSparsifier(MaskSparsifier):
                 passes=own["passes"],
                 sums={k: v.to(devices[name], copy=True) for k, v in own["sums"].items()},
             )
-            for name, own in state_dict.get("statistics", {}).items()
+            for name, own in saved.items()
             if name in shapes
         }

@@ -97,8 +97,11 @@ class Copies:
         """
         self._need_prepared("load_state_dict")
         masks, saved = check_saved(state_dict, self.groups, strict)
-        groups = [merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
-        self._check_groups(groups)
+        try:
+            groups = [merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
+            self._check_groups(groups)
+        except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as e:
+            raise SparsityError(f"load_state_dict: the saved groups are not valid: {e}") from e
         live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
         for old, new in zip(self.groups, groups, strict=True):
             old.clear()
@@ -148,8 +151,9 @@ def check_saved(
     """
     if not isinstance(state_dict, Mapping) or not {"state", "groups"} <= set(state_dict):
         raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
-    masks = {fqn: s["mask"] for fqn, s in state_dict["state"].items() if s.get("mask") is not None}
-    saved = {g["tensor_fqn"]: g for g in state_dict["groups"]}
+    masks, saved = _saved_masks(state_dict["state"]), _saved_groups(state_dict["groups"])
+    if not isinstance(state_dict.get("enable_mask_update", True), bool):
+        raise SparsityError("load_state_dict: 'enable_mask_update' must be a bool")
     own = {g["tensor_fqn"]: _shape(g) for g in groups}
     if strict and (set(own) != set(masks) or set(own) != set(saved)):
         missing, unexpected = sorted(set(own) - set(masks)), sorted((set(masks) | set(saved)) - set(own))
@@ -160,6 +164,30 @@ def check_saved(
                 f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, the weight {tuple(shape)}"
             )
     return masks, saved
+
+
+def _saved_masks(state: object) -> dict[str, Tensor]:
+    if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
+        raise SparsityError("load_state_dict: 'state' must be a dict {tensor name: {'mask': tensor}}")
+    masks = {fqn: own["mask"] for fqn, own in state.items() if own.get("mask") is not None}
+    for fqn, mask in masks.items():
+        if not isinstance(mask, Tensor) or mask.is_complex() or mask.is_quantized or mask.layout != torch.strided:
+            found = f"{mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise SparsityError(f"load_state_dict: {fqn}: a mask must be a tensor of 0 and 1, got {found}")
+        own = distributed.local(mask)
+        if not mask.is_meta and mask.dtype != torch.bool and not bool(((own == 0) | (own == 1)).all()):
+            raise SparsityError(f"load_state_dict: {fqn}: a mask must hold 0 and 1 only")
+    return masks
+
+
+def _saved_groups(groups: object) -> dict[str, TensorGroup]:
+    is_list = isinstance(groups, Sequence) and not isinstance(groups, str)
+    if not is_list or not all(isinstance(g, Mapping) and isinstance(g.get("tensor_fqn"), str) for g in groups):  # type: ignore[attr-defined]
+        raise SparsityError("load_state_dict: 'groups' must be a list of dicts with a 'tensor_fqn' each")
+    saved = {g["tensor_fqn"]: g for g in groups}  # type: ignore[attr-defined]
+    if len(saved) < len(groups):  # type: ignore[arg-type]
+        raise SparsityError("load_state_dict: 'groups' has several entries for one tensor")
+    return saved
 
 
 def _shape(group: TensorGroup) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
 from ..selection import fill_mask
-from ..selection.reference import candidates_of
+from ..selection.counts import kept_flags
 from .config import TensorGroup
 from .structure import stage_budgets
 
@@ -32,6 +32,7 @@ class Component:
         score: see `scores`; None scores the weight itself.
         member_scores: "sum", or "mean" where every member counts the same however many elements it has, or
             "consumers" where only members count whose blocks are inputs of their layer.
+        least: blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
         label: its name in errors and reports.
     """
 
@@ -42,6 +43,7 @@ class Component:
     score: Score | None
     member_scores: str
     label: str
+    least: tuple[int, ...] = ()
 
     def values(
         self,
@@ -113,7 +115,8 @@ class Component:
             level_given: {tensor_fqn: the level that a group's `nnz` amounts to}; a `sparsity_level` that differs was
                 written by a scheduler and overrules the `nnz`.
         """
-        asked = {fqn: _asked(groups[at], self.stage, level_given) for fqn, at in self._members(groups)}
+        scheduled = any(_is_scheduled(groups[at], level_given) for _, at in self.leaves)
+        asked = {groups[at]["tensor_fqn"]: _asked(groups[at], self.stage, scheduled) for _, at in self.leaves}
         first = next(iter(asked.values()))
         for fqn, ask in asked.items():
             if not _same(ask, first):
@@ -122,9 +125,13 @@ class Component:
                     f"and {fqn} for {ask[0]}={ask[1]}"
                 )
         what, number = first
-        if what == "sparsity_level":
-            return self.scope.sparsity_to_nnz(number)
-        return self.scope.budget(number)
+        found = self.scope.sparsity_to_nnz(number) if what == "sparsity_level" else self.scope.budget(number)
+        if self.least and total_of(found) < sum(self.least):
+            raise CouplingError(
+                f"{self.label}: {what}={number} keeps {total_of(found)} blocks of all tensors, but "
+                f"max_sparsity requires {sum(self.least)}, rounded up for each tensor; keep more, or raise max_sparsity"
+            )
+        return found
 
     def level(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> float:
         """The sparsity level that the budget amounts to, over all scopes."""
@@ -137,8 +144,7 @@ class Component:
     def kept_blocks(self, at: int, mask: Tensor) -> tuple[int, int]:
         """Blocks of a group that a whole mask keeps, and blocks in all."""
         leaf = self.leaf(at)
-        kept = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
-        return int(torch.count_nonzero(kept)), leaf.numblk()
+        return kept_in(leaf, mask), leaf.numblk()
 
     def pattern(self, at: int) -> str:
         """The shapes of a group's view (where it is not the tensor), blocks and scopes, as text."""
@@ -147,8 +153,15 @@ class Component:
         view = "" if leaf.view.shape == tuple(leaf.view.param.shape) else f"view {_by(leaf.view.shape)} "
         return f"{view}block {_by(leaf.shape)} scope {_by(scope.shape)}"
 
-    def _members(self, groups: Sequence[TensorGroup]) -> list[tuple[str, int]]:
-        return [(groups[at]["tensor_fqn"], at) for _, at in self.leaves]
+
+def total_of(budget: int | Tensor) -> int:
+    """Blocks that all scopes keep, where there is a budget for each of them or a single scope."""
+    return int(budget.sum()) if isinstance(budget, Tensor) else budget
+
+
+def kept_in(leaf: BlockSpec, mask: Tensor) -> int:
+    """Blocks of which a whole mask keeps any element."""
+    return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(leaf, None, {leaf: mask}))
 
 
 def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
@@ -158,9 +171,10 @@ def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Ten
 
 def labels_of(leaf: BlockSpec) -> Tensor:
     """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
-    labels = torch.full(tuple(leaf.view.param.shape), -1)
+    param = leaf.view.param  # of its strides, so that the window is no copy
+    labels = torch.empty_strided(param.shape, param.stride(), dtype=torch.int64, device="cpu").fill_(-1)
     windows = block_windows(leaf, None, {leaf: labels})
-    fill_mask(windows, torch.arange(leaf.numblk()).view(windows[0].grid))
+    fill_mask(windows, torch.arange(leaf.numblk(), device="cpu").view(windows[0].grid))
     return labels
 
 
@@ -177,14 +191,18 @@ def _is_magnitude(values: Tensor) -> bool:
     return own.device.type == "cpu" and not is_sharded(values) and bool((own >= 0).all())
 
 
-def _asked(group: TensorGroup, stage: int, level_given: Mapping[str, float]) -> tuple[str, Any]:
+def _is_scheduled(group: TensorGroup, level_given: Mapping[str, float]) -> bool:
+    """Whether a scheduler has changed the level of a group."""
+    return bool(group["sparsity_level"] != level_given.get(group["tensor_fqn"], group["sparsity_level"]))
+
+
+def _asked(group: TensorGroup, stage: int, scheduled: bool) -> tuple[str, Any]:
     """The budget that a group asks for in a stage, as ("nnz", n) or ("sparsity_level", s)."""
-    fqn, budgets = group["tensor_fqn"], stage_budgets(group)
-    scheduled = group["sparsity_level"] != level_given.get(fqn, group["sparsity_level"])
+    budgets = stage_budgets(group)
     if scheduled and None not in budgets:
         raise SparsityError(
-            f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget of its own. "
-            "Leave the budget out of the stage that a scheduler is to change."
+            f"{group['tensor_fqn']}: sparsity_level was set to {group['sparsity_level']}, but every stage has a budget "
+            "of its own. Leave the budget out of the stage that a scheduler is to change."
         )
     own = budgets[stage]
     if own is not None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..algebra.layout import refuse_expanded
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
@@ -277,6 +278,11 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
     tensor = parameter_of(module, name)
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         raise SparsityError(f"{where}{fqn!r} has no shape yet; run one forward of the lazy module first")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise SparsityError(
+            f"{where}{fqn!r} was made in inference mode and cannot be masked outside of it; prepare inside "
+            "torch.inference_mode(), or load the weights into a model made outside of it"
+        )
     if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise SparsityError(
             f"{where}{fqn!r} is of an embedding with sparse=True, whose gradient cannot be masked; construct it with "
@@ -286,6 +292,7 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
         raise SparsityError(
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
+    refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
     own = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(own, Place(module, prefix, name, fqn, tensor, where)), **found}
 

@@ -84,7 +84,7 @@ def _is_none(value: object) -> bool:
 def _kept(component: Component, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> int | Tensor:
     """Blocks that masks keep in each scope; a number where it is the same in all."""
     own = {leaf: masks[groups[at]["tensor_fqn"]] for leaf, at in component.leaves}
-    counts = torch.zeros((), dtype=torch.int64)
+    counts = torch.zeros((), dtype=torch.int64, device="cpu")
     for scopes in scope_windows(component.scope, None, own):
         counts = counts + to_scopes(candidates_of(scopes.members, len(scopes.shape)), scopes, False).sum(1).cpu()
     first = int(counts[0]) if counts.numel() else 0

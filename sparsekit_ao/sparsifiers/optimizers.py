@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -64,7 +63,7 @@ class StepCounts:
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         skipped = getattr(optimizer, "found_inf", None)  # set by GradScaler where the optimizer itself skips
-        if skipped is None or not bool(torch.as_tensor(skipped) > 0):
+        if skipped is None or not bool(skipped > 0):
             self.counts[next(k for k, o in enumerate(self.optimizers) if o is optimizer)] += 1
 
     def __getstate__(self) -> dict[str, Any]:

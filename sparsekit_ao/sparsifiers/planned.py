@@ -15,11 +15,14 @@ from .. import distributed, masking
 from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
 from ..scores import needs_of
+from ..selection import one_step
 from .calibrated import CalibratedSparsifier
 from .check import check_masks
 from .component import Component
 from .config import Place, TensorGroup, copied
-from .plan import Plan, batches, make_plan
+from .minimum import update_masks
+from .plan import Plan, batches, elements_of, make_plan
+from .progress import shown
 from .report import Row, make_row
 from .structure import (
     AXES,
@@ -128,7 +131,7 @@ class PlannedSparsifier(CalibratedSparsifier):
 
     def _rows(self) -> Iterator[Row]:
         plan, rules = self._planned(self.groups), self._resolved.rules
-        for at, group in enumerate(self.groups):
+        for at, group in enumerate(shown(self.groups, "report", plan.elements)):
             own = [c for c in plan.components if any(i == at for _, i in c.leaves)]
             mask, level = self._live_mask(group), own[-1].level(self.groups, self._level_given)
             blocks = own[-1].kept_blocks(at, distributed.full_tensor(mask))
@@ -154,12 +157,14 @@ class PlannedSparsifier(CalibratedSparsifier):
         if self._phase not in ("prepared", "squashed"):
             self._need_prepared("check")
         distributed.reshard(self.model if model is None else model)
-        if self._phase == "prepared" and model is None and self._chosen_at is None:
-            levels = [g["sparsity_level"] for g in self.groups]
-            if max(levels) > 0 and all(bool(self._live_mask(g).all()) for g in self.groups):
-                raise SparsityError("check: every mask keeps everything, as step was never called; call step() first")
-        plan = self._planned(self.groups, model)
-        return check_masks(plan, self.groups, self._masks(model), self._level_given)
+        plan, masks = self._planned(self.groups, model), self._masks(model)
+        try:
+            return check_masks(plan, self.groups, masks, self._level_given)
+        except SparsityError:
+            if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks):
+                hint = "check: every mask keeps everything, as step was never called; call step() first"
+                raise SparsityError(hint) from None
+            raise
 
     def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
         return self._over(copied(self.defaults), own, place)
@@ -204,7 +209,7 @@ class PlannedSparsifier(CalibratedSparsifier):
         plan = self._planned(groups)
         prepared = self._phase == "prepared"
         levels = {}
-        for component in plan.components:
+        for component in sorted(plan.components, key=lambda c: len(c.leaves)):  # coupled tensors need one level
             keep = component.budget(groups, self._level_given if prepared else {})
             for _, at in component.leaves:
                 if stage_budgets(groups[at])[component.stage] is None:
@@ -223,8 +228,10 @@ class PlannedSparsifier(CalibratedSparsifier):
         """Fill the masks of components, earlier stages first."""
         masks = self._check_components(components, groups)
         at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks)
-        for part in batches(components, None if at_once else AT_ONCE):
-            self._choose(part, groups)
+        parts, elements = list(batches(components, None if at_once else AT_ONCE)), elements_of(components)
+        with one_step(elements):
+            for part in shown(parts, "step", elements):
+                self._choose(part, groups)
 
     def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> list[Tensor]:
         """Their masks; raises, before any mask changes, if a budget does not fit or meshes are not the same."""
@@ -254,17 +261,20 @@ class PlannedSparsifier(CalibratedSparsifier):
         updates = []
         for component in components:
             values = component.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
-            updates.append(
-                MaskUpdate(
-                    scope=component.scope,
-                    masks={leaf: mask_of(groups[i]) for leaf, i in component.leaves},
-                    keep=keep_of(component),
-                    values=values,
-                    norm=component.norm_of(values.values()),
-                    among_kept=component.stage > 0,
-                )
+            update = MaskUpdate(
+                scope=component.scope,
+                masks={leaf: mask_of(groups[i]) for leaf, i in component.leaves},
+                keep=keep_of(component),
+                values=values,
+                norm=component.norm_of(values.values()),
+                among_kept=component.stage > 0,
             )
-        distributed.update_masks(updates)
+            updates.append((component, update))
+        first = [u.masks for c, u in updates if c.stage == 0]
+        for leaf, mask in (pair for masks in first for pair in masks.items()):
+            if leaf.view.numel() < leaf.view.param.numel():  # a later stage may have dropped what is outside the view
+                distributed.local(mask).fill_(True)
+        update_masks(updates)
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}

@@ -107,6 +107,7 @@ class ProximalSparsifier(PlannedSparsifier):
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Read learning rates and diagonals of the optimizer, or of several, that train the sparsified parameters."""
         found = unwrap_optimizers(optimizer)
+        super().attach(found)
         before, self._counts = self._counts, StepCounts()
         try:
             self._counts.attach(found)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..algebra import AxisPattern
+from ..algebra import AxisPattern, is_number
 from ..errors import SparsityError
 from ..patterns import Pattern
 from ..scores import Score, parse_score
@@ -35,6 +35,7 @@ class Stage:
     coupling_order: Shape | None = None
     scope_coupling: str | None = None
     member_scores: str = "sum"
+    max_sparsity: float | None = None
 
 
 STRUCTURE = tuple(f.name for f in fields(Stage))
@@ -136,17 +137,19 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
         found |= {"view": pattern, "block_shape": pattern.block_shape, "scope_shape": pattern.scope_shape}
     for key in ("block_shape", "scope_shape", "coupling_order"):
         value = found.get(key)
-        if isinstance(value, str) or (value is not None and not isinstance(value, Sequence)):
+        is_missing = value is None and (key not in found or key == "coupling_order")
+        if isinstance(value, str) or not (is_missing or isinstance(value, Sequence)):
             raise SparsityError(f"{where}{key} must be a tuple of ints, got {value!r}")
         if value is not None:
             found[key] = tuple(value)
-    while found.get("scope_shape", ())[-1:] == (-1,):
+    while (last := found.get("scope_shape", ())[-1:]) and isinstance(last[0], int) and last[0] == -1:
         found["scope_shape"] = found["scope_shape"][:-1]  # the same scope; equal ones then compare equal
     for key in ("block_coupling", "scope_coupling"):
         if found.get(key) is not None and not isinstance(found[key], str):
             raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")
     found["score"] = parse_score(found.get("score"), where)
     _check_scoring(found, where)
+    _check_max_sparsity(found.get("max_sparsity"), where)
     found["view"] = _view_arg(found.get("view"), where)
     return Stage(**found)
 
@@ -154,10 +157,10 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
 def _check_scoring(found: Mapping[str, Any], where: str) -> None:
     """Check `norm`, `score` and `member_scores`."""
     norm, score, how = found.get("norm", 2), found.get("score"), found.get("member_scores", "sum")
-    if isinstance(norm, bool) or norm not in (1, 2, math.inf):
+    if not is_number(norm) or norm not in (1, 2, math.inf):
         hint = " Give a function of the weight as score=." if callable(norm) else ""
         raise SparsityError(f"{where}norm must be 1, 2 or inf, got {norm!r}.{hint}")
-    if how not in ("sum", "mean", "consumers"):
+    if not isinstance(how, str) or how not in ("sum", "mean", "consumers"):
         raise SparsityError(f"{where}member_scores must be 'sum', 'mean' or 'consumers', got {how!r}")
     if how == "consumers" and score is None:
         raise SparsityError(f"{where}member_scores='consumers' needs a score")
@@ -165,6 +168,11 @@ def _check_scoring(found: Mapping[str, Any], where: str) -> None:
         raise SparsityError(
             f"{where}member_scores='mean' needs norm 1 or 2, whose powers add over members, got {norm!r}"
         )
+
+
+def _check_max_sparsity(value: object, where: str) -> None:
+    if value is not None and not (is_number(value) and 0 <= float(value) <= 1):
+        raise SparsityError(f"{where}max_sparsity must be a number in [0, 1] or None, got {value!r}")
 
 
 def _view_arg(view: object, where: str) -> ViewArg:

@@ -76,8 +76,8 @@ def _run(call: Call, zeros: tuple[bool, ...], value: float, flags: Sequence[bool
             return x
         zero, own = next(operands)
         if x.dtype == torch.bool:
-            return torch.tensor(not zero and next(flag))
-        return torch.tensor(0.0 if zero else own).to(x.dtype)
+            return torch.tensor(not zero and next(flag), device="cpu")
+        return torch.tensor(0.0 if zero else own, device="cpu").to(x.dtype)
 
     with unset_fake_temporarily(), torch.no_grad():
         args, kwargs = _pytree.tree_map(number, (call.args, {k: v for k, v in call.kwargs.items() if k != "device"}))

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,7 +63,7 @@ def block_scores(
     """
     first = members[0]
     if len(members) > 1 or first.window.numel() <= CHUNK:
-        found = reference.block_scores(members, norm, ndim, as_mean, root=_root)
+        found = reference.block_scores(members, norm, ndim, as_mean)
         return found if out is None else out.copy_(found)
     as_mean = first.is_partial if as_mean is None else as_mean
     own = replace(first, order=(), mask=None)
@@ -73,17 +72,8 @@ def block_scores(
     else:
         grid = from_aligned(out, first.order, first.grid)
     for place in _places(own):
-        grid[place].copy_(reference.block_scores((_at(own, place),), norm, len(first.grid), as_mean, root=_root))
+        grid[place].copy_(reference.block_scores((_at(own, place),), norm, len(first.grid), as_mean))
     return reference.to_aligned(grid, first.order, ndim)
-
-
-def _root(sums: Tensor) -> Tensor:
-    """The correctly rounded root, in place; numpy uses the processor's instruction, which rounds as IEEE 754 says."""
-    if sums.requires_grad:
-        return reference.root(sums)
-    array = sums.numpy()
-    np.sqrt(array, out=array)
-    return sums
 
 
 def _places(whole: Blocks) -> Iterator[tuple[slice, ...]]:
@@ -181,7 +171,7 @@ def _mask_among_kept(scopes: Scopes, keep: int | Tensor, norm: Norm) -> None:
         part.mask.logical_and_(kept)
         return
     left = replace(part, values=torch.where(part.mask, part.values, 0))
-    rows = to_scopes(reference.block_scores((left,), norm, n, root=_root), scopes, 0.0)
+    rows = to_scopes(reference.block_scores((left,), norm, n), scopes, 0.0)
     candidates = to_scopes(reference.candidates_of((part,), n), scopes, False)
     budget = keep.reshape(-1) if isinstance(keep, Tensor) else keep
     chosen = keep_mask(rows, budget, candidates, magnitude=norm is not None)

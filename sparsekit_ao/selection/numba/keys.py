@@ -11,6 +11,8 @@ from .cache import compiled
 from .memory import ONE, are_packed, deinterleave, gather, gather_under, interleave, scatter
 
 ABSENT = np.int32(-0x80000000)
+LARGE, HUGE = np.int32((61 + 127) << 23), np.int32((122 + 127) << 23)  # 2^61, 2^122: sums of 32 squares, values fit
+SMALL = np.int32((127 - 50) << 23)  # 2^-50: squares from here on are more than extremes.LEAST
 IN_CACHE = 8192  # elements that are scored at a time
 LEAST = 64  # blocks that are scored at a time, however many elements they have
 
@@ -93,6 +95,8 @@ def score(window, bits, keys):
     """The keys of blocks in the first row of [element, block], whose other rows are overwritten."""
     widen(bits, window.kind)
     values, norm = bits.view(np.float32), window.norm
+    if norm != 3 and leaves_range(bits, norm == 2):
+        window.extreme[0] = 1
     if norm == 2:
         for i in range(values.size):
             values[i] *= values[i]
@@ -101,6 +105,16 @@ def score(window, bits, keys):
         for i in range(keys.size):
             values[i] = np.sqrt(values[i])
     rank_bits(bits[: keys.size], 0, False, keys)
+
+
+@compiled
+def leaves_range(bits, squared):
+    """Whether the sum of some |values| of a block, or of their squares, may overflow or lose to underflow."""
+    least, most = np.int32(0x7FFFFFFF), np.int32(0)
+    for i in range(bits.size):
+        most = max(most, bits[i])
+        least = min(least, np.int32(bits[i] - 1) & np.int32(0x7FFFFFFF))  # zero becomes the largest
+    return (most > LARGE or least < SMALL - 1) if squared else most > HUGE
 
 
 @compiled

@@ -37,6 +37,7 @@ class Window(NamedTuple):
         signed: rank single elements by score, not by |score|.
         among_kept: choose only among what the mask still keeps.
         masked: score 0 for the elements that `under` drops.
+        extreme: uint8 [1], set to 1 where sums of powers may leave the range of float32.
     """
 
     bits: Array
@@ -52,6 +53,7 @@ class Window(NamedTuple):
     signed: bool
     among_kept: bool
     masked: bool
+    extreme: Array
 
 
 def make_window(scopes: Scopes, norm: Norm, *, among_kept: bool) -> Window:
@@ -72,6 +74,7 @@ def make_window(scopes: Scopes, norm: Norm, *, among_kept: bool) -> Window:
         signed=norm is None,
         among_kept=among_kept,
         masked=only.under is not None,
+        extreme=np.zeros(1, np.uint8),
     )
 
 

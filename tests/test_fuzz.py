@@ -1,0 +1,113 @@
+"""Random sequences of operations against the oracle (`fuzz.py`), and what they have found.
+
+SPARSEKIT_AO_FUZZ=20000 in the environment runs as many sequences; SPARSEKIT_AO_FUZZ_NUMBA=300 as many of them also on
+the compiled loops, however small the tensors are.
+"""
+
+import copy
+import os
+
+import fuzz
+import pytest
+import torch
+from torch import nn
+
+from sparsekit_ao import BlockSpec, ScopeCoupling, ScopeSparsifier, ScopeSpec, SparsityError, WeightNormSparsifier
+from sparsekit_ao.selection import backend
+
+PLAIN = int(os.environ.get("SPARSEKIT_AO_FUZZ", "200"))
+COMPILED = int(os.environ.get("SPARSEKIT_AO_FUZZ_NUMBA", "0"))
+PARTS = 8
+
+
+@pytest.fixture
+def small_numba(monkeypatch):
+    monkeypatch.setitem(backend.LEAST, "numba", 0)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_masks_are_those_of_the_oracle(part, one_thread):
+    for seed in range(part, PLAIN, PARTS):
+        fuzz.run(seed)
+
+
+@pytest.mark.skipif(not COMPILED, reason="SPARSEKIT_AO_FUZZ_NUMBA is not set")
+def test_masks_of_compiled_loops_are_those_of_the_oracle(small_numba, one_thread):
+    pytest.importorskip("numba")
+    for seed in range(COMPILED):
+        fuzz.run(seed)
+
+
+def one_layer(weight):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    model[0].weight = nn.Parameter(weight)
+    return model
+
+
+ENTRY = {"tensor_fqn": "0.weight"}
+
+
+@pytest.mark.parametrize("weight", [torch.ones(1, 4).expand(3, 4), torch.ones(6).as_strided((3, 4), (1, 1))])
+@pytest.mark.parametrize(
+    "sparsifier",
+    [ScopeSparsifier(), ScopeSparsifier(view=((3, 4), (4, 1)), edge="partial"), WeightNormSparsifier()],
+)
+def test_an_expanded_parameter_is_refused(weight, sparsifier):
+    model = one_layer(weight)
+    with pytest.raises(SparsityError, match=r"config\[0\]: '0.weight': the parameter \(3, 4\):.* is expanded"):
+        copy.copy(sparsifier).prepare(model, [ENTRY])
+    assert not hasattr(model[0], "parametrizations")
+
+
+def test_a_budget_for_each_scope_suits_members_of_any_rank():
+    weights = [torch.arange(1.0, 5), torch.arange(1.0, 9).reshape(4, 2), torch.ones(4, 1, 1)]
+    scopes = [ScopeSpec(BlockSpec(w), (1,), edge="partial") for w in weights]
+    coupling = ScopeCoupling(scopes)
+    masks = {s.block: torch.ones_like(w, dtype=torch.bool) for s, w in zip(scopes, weights, strict=True)}
+    budget = torch.tensor([0, 1, 2, 4])
+    coupling.update_masks(masks, budget.reshape(coupling.grid_shape))
+    assert (sum(m.reshape(4, -1).sum(1) for m in masks.values()) == budget).all()
+
+
+def test_a_view_of_a_part_is_written_to_a_mask_of_other_strides():
+    model = one_layer(torch.arange(12.0).reshape(4, 3).t())
+    sparsifier = ScopeSparsifier(0.5, view=((3, 2), (4, 1)), block_shape=(2, 1), edge="partial")
+    sparsifier.prepare(model, [ENTRY])
+    sparsifier.step()
+    mask = sparsifier.mask("0.weight")
+    assert mask[:, 2:].all() and mask[:, :2].tolist() == [[False, True]] * 3
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [  # blocks of the last stage are cut by the first; views of one shape with other strides; a block at the edge
+        [{"nnz": 5}, {"block_shape": (2, 2), "nnz": 3}],
+        [{"scope_shape": (1, 4), "nnz": 1}, {"view": ((6, 4), (1, 6)), "scope_shape": (1, 4), "nnz": 3}],
+        [{"block_shape": (4, 1), "scope_shape": (-1, 4), "nnz": 2}, {"scope_shape": (2, 4), "nnz": 4}],
+    ],
+)
+def test_check_accepts_what_step_chooses_in_stages(stages):
+    model = one_layer(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
+    sparsifier = ScopeSparsifier(edge="partial")
+    sparsifier.prepare(model, [{**ENTRY, "stages": stages}])
+    sparsifier.step()
+    assert sparsifier.check() > 0
+
+
+def test_check_accepts_masks_that_the_budgets_leave_whole():
+    sparsifier = ScopeSparsifier(0.1, scope_shape=(1, 4))
+    sparsifier.prepare(one_layer(torch.randn(3, 4)), [ENTRY])
+    assert sparsifier.check() == 3
+
+
+@pytest.mark.parametrize("exponent", [125, 62, -70, -149])
+@pytest.mark.parametrize("impl", ["reference", "cpu", "numba"])
+def test_larger_blocks_are_kept_where_squares_leave_the_range(impl, exponent):
+    if impl == "numba":
+        pytest.importorskip("numba")
+    weight = torch.ones(128, 8).mul(2.0**exponent)
+    weight[:, 6] = 2.0**exponent * 2
+    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 4))
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    scope.update_masks({scope.block: mask}, 1, impl=impl)
+    assert mask[:, 6:].all() and not mask[:, :6].any()
