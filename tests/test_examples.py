@@ -129,6 +129,17 @@ def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
     assert (tmp_path / "rigl_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_proximal_trains_every_method(run, tmp_path):
+    done = run(EXAMPLES / "proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| method | inputs left | relevant ones | test error | mean |" in done.stdout
+    with (tmp_path / "proximal.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["method"] for r in rows] == ["Adam, none", "SGD, Euclidean", "Adam, Euclidean", "Adam, conditioned"]
+    assert rows[0]["inputs left"] == "64" and all(0 < float(r["test error"]) < 10 for r in rows)
+    assert (tmp_path / "proximal.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_committed_digits_results_have_the_expected_order():
     with (EXAMPLES / "results" / "rigl_digits.csv").open() as file:
         rows = [r for r in csv.DictReader(file) if r["level"] == "0.95"]
@@ -149,7 +160,7 @@ def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path)
 
 @pytest.mark.slow
 def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
-    done = run(EXAMPLES / "one_shot_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    done = run(EXAMPLES / "one_shot_language_model.py", "proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     methods = "magnitude | wanda | sparsegpt | wanda + least squares | obs | admm"
     assert f"| structure | {methods} |" in done.stdout
@@ -301,7 +312,7 @@ BENCHMARKS = {
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
-    "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16",
+    "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16  caches: cold",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",

@@ -1,7 +1,9 @@
 """export.fbgemm: the kernel's integers are those of dense int8, and converted models can be saved and loaded."""
 
 import copy
+import csv
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 SHAPES = [(1, 4), (3, 16), (16, 4), (33, 100), (64, 64), (130, 516)]
 BATCHES = [1, 2, 17, 64]
 LEVELS = [0.5, 0.9, 1.0]
+KINDS = ("dense", "sparse")
 
 
 def sparse_linear(rows, columns, level, bias=True, extreme=False):
@@ -191,3 +194,17 @@ def test_steps_hold_zero_and_the_ends():
         assert 0 <= steps.zero_point <= 127 and steps.low <= 0 <= steps.high
         if high > 1e-30:
             assert abs(steps.high - max(high, 0)) <= steps.scale and abs(steps.low - min(low, 0)) <= steps.scale
+
+
+def test_the_committed_figures_are_those_of_the_page():
+    root = Path(__file__).parent.parent
+    page = (root / "docs/export.md").read_text()
+    with (root / "examples/benchmarks/results/fbgemm_linear.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for level, batch in {(r["level"], r["batch"]) for r in rows}:
+        own = [r for r in rows if (r["level"], r["batch"]) == (level, batch)]
+        assert [r["caches"] for r in own] == ["warm", "cold"]
+        cells = [c for r in own for c in (*(f"{r[f'{k} int8 ms']} ms" for k in KINDS), r["times dense int8"])]
+        assert f"| {float(level):.0%} | {batch} | {' | '.join(cells)} |" in page
+    best = [float(r["times dense int8"]) for r in rows if (r["level"], r["caches"]) == ("0.9", "warm")]
+    assert max(best) >= 1.8

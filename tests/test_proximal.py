@@ -636,17 +636,33 @@ def test_update_mask_applies_the_operator_to_one_tensor():
     assert model[0].weight.all() and int((model[1].weight != 0).sum()) == 3
 
 
-def test_data_parallel_training_in_one_process_equals_plain_training(tmp_path):
+@pytest.fixture
+def process_group(tmp_path):
     distributed = torch.distributed
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1, timeout=datetime.timedelta(seconds=30)
     )
-    try:
-        weights = []
-        for wrap in (lambda m: m, nn.parallel.DistributedDataParallel):
-            model, optimizer, sparsifier = run_of(0.5)
-            train(wrap(model), optimizer, 4, sparsifier)
-            weights.append(model[0].weight)
-        assert torch.equal(*weights)
-    finally:
-        distributed.destroy_process_group()
+    yield
+    distributed.destroy_process_group()
+
+
+def test_data_parallel_training_in_one_process_equals_plain_training(process_group):
+    weights = []
+    for wrap in (lambda m: m, nn.parallel.DistributedDataParallel):
+        model, optimizer, sparsifier = run_of(0.5)
+        train(wrap(model), optimizer, 4, sparsifier)
+        weights.append(model[0].weight)
+    assert torch.equal(*weights)
+
+
+def test_sharded_weights_are_refused(process_group):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model, optimizer, sparsifier = run_of(0.5)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    train(model, optimizer)
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+    with refuses("0.weight: it is sharded over ranks, and proximal steps need whole tensors"):
+        sparsifier.step()
+    with refuses("0.weight: it is sharded over ranks"):
+        ProximalSparsifier(strength=1.0).prepare(model)

@@ -192,3 +192,10 @@ def test_the_readme_is_short_and_its_factors_equal_the_csv():
     assert f"is {min(plain):.0f} to {max(plain):.0f} times faster than torch.ao's on a plain" in " ".join(
         README.split()
     )
+
+
+def test_the_table_of_export_targets_equals_the_csv():
+    with (ROOT / "examples/results/export_minilm.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for r in rows:
+        assert f"| {' | '.join(list(r.values())[:7])} |" in PAGES["docs/speed.md"]

@@ -1,6 +1,7 @@
 """Mistakes at the edge between the algebra and a model that raised nothing, or gave a wrong value."""
 
 import math
+import pathlib
 import re
 
 import pytest
@@ -258,3 +259,17 @@ def test_a_saved_mask_that_keeps_a_part_of_a_block_is_still_refused():
         sparsifier = DynamicSparsifier(init=inits.resume({"weight": saved}), update_every=None)
         with refuses("the saved mask keeps parts of blocks"):
             sparsifier.prepare(nn.Linear(3, 4, bias=False), [{"tensor_fqn": "weight", "block_shape": (1, -1)}])
+
+
+# 6: the page of names
+
+
+def test_the_names_of_the_algebra_exist():
+    page = (pathlib.Path(__file__).parent.parent / "docs/names.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| (?:the same|`)", page.split("## sparselearning")[0], re.MULTILINE)
+    names = {n for row in rows for n in re.findall(r"`(?:\w+\.)?([a-z_]+)", row)}
+    owners = (View, BlockSpec, ScopeSpec, BlockCoupling, ScopeCoupling)
+    attributes = ("shape", "stride", "offset", "param")
+    assert len(names) > 30
+    for name in sorted(names - set(attributes)):
+        assert any(hasattr(owner, name) or name in vars(owner(torch.ones(2))) for owner in owners[:3]), name

@@ -5,12 +5,13 @@
 
 2048 x 2048, 1x4 blocks. All start and end in float32, as layers of a model do: quantizing the input and dequantizing
 the output are part of the time of both int8 layers. Dense int8 is torch's static kernel on the same integers, on
-whichever engine is faster (fbgemm, or oneDNN behind "x86"). Medians of alternated runs in one process; the outputs are
-compared before anything is timed.
+whichever engine is faster (fbgemm, or oneDNN behind "x86"). Medians of alternated runs in one process: warm, ten calls
+in a row, so that weights are in the caches as far as they fit; cold, one call after 64 MiB of other memory were
+written. Outputs are compared before anything is timed.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def dense_int8(sparse: SparseInt8Linear, engine: str) -> Callable[[Tensor], Tens
     return run
 
 
-def line(size: int, level: float, batch: int, repeat: int) -> dict[str, Any]:
-    """One row of the table."""
+def lines(size: int, level: float, batch: int, repeat: int) -> list[dict[str, Any]]:
+    """The rows of one layer and batch, with warm and with cold caches."""
     linear, x = pruned(size, level), torch.randn(batch, size)
     converted, _ = export.fbgemm(Whole(linear), [x])
     sparse: Any = converted.layer
@@ -77,19 +78,36 @@ def line(size: int, level: float, batch: int, repeat: int) -> dict[str, Any]:
         calls: dict[str, Callable[[], Any]] = {"float32": lambda: linear(x), "sparse": lambda: sparse(x)}
         calls |= {engine: lambda run=run: run(x) for engine, run in dense.items()}
         with torch.no_grad():
-            ms = medians(calls, repeat, before=lambda name: use_engine(name, before))
+            times = {"warm": warm(calls, repeat), "cold": cold(calls, repeat)}
     finally:
         torch.backends.quantized.engine = before
+    about = {"size": size, "blocks": "1x4", "level": level, "batch": batch}
+    return [show({**about, "caches": caches, **figures(ms)}) for caches, ms in times.items()]
+
+
+def warm(calls: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, float]:
+    """Milliseconds of a call, of ten in a row."""
+    found = medians({name: lambda call=call: [call() for _ in range(10)] for name, call in calls.items()}, repeat)
+    return {name: ms / 10 for name, ms in found.items()}
+
+
+def cold(calls: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, float]:
+    """Milliseconds of a call after other memory was written."""
+    other = torch.zeros(1 << 24)
+    return medians(dict(calls), repeat, before=lambda _: flush(other))
+
+
+def flush(other: Tensor) -> None:
+    """Write other memory, so that weights leave the caches."""
+    other.add_(1)
+
+
+def figures(ms: Mapping[str, float]) -> dict[str, Any]:
+    """The columns of a row."""
     best = min(ENGINES, key=ms.__getitem__)
-    found = {"size": size, "blocks": "1x4", "level": level, "batch": batch}
-    found |= {"float32 ms": round(ms["float32"], 3), "dense int8 ms": round(ms[best], 3), "engine": best}
+    found = {"float32 ms": round(ms["float32"], 3), "dense int8 ms": round(ms[best], 3), "engine": best}
     found |= {"sparse int8 ms": round(ms["sparse"], 3), "times dense int8": round(ms[best] / ms["sparse"], 2)}
     return found | {"times float32": round(ms["float32"] / ms["sparse"], 2)}
-
-
-def use_engine(name: str, default: str) -> None:
-    """Select the engine of a dense int8 layer."""
-    torch.backends.quantized.engine = name if name in ENGINES else default
 
 
 def main() -> None:
@@ -100,10 +118,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    size, repeat, sizes = (64, 1, (1, 16)) if args.tiny else (2048, 201, (1, 16, 128))
-    lines = [show(line(size, level, batch, repeat)) for level in (0.7, 0.8, 0.9) for batch in sizes]
+    size, repeat, sizes = (64, 1, (1, 16)) if args.tiny else (2048, 41, (1, 16, 128))
+    rows = [row for level in (0.7, 0.8, 0.9) for batch in sizes for row in lines(size, level, batch, repeat)]
     if not (args.tiny or args.no_csv):
-        write_csv(lines, RESULTS / "fbgemm_linear.csv")
+        write_csv(rows, RESULTS / "fbgemm_linear.csv")
 
 
 if __name__ == "__main__":

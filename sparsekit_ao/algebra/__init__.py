@@ -1,4 +1,7 @@
-"""Views, blocks, scopes and their couplings: which elements are kept or dropped together, and what competes."""
+"""Views, blocks, scopes and their couplings: which elements are kept or dropped together, and what competes.
+
+The algebra is that of the Structured Sparsity Specification (S3, arXiv 2604.11315); docs/names.md compares the names.
+"""
 
 from .axes import AxisPattern, dimensions_of
 from .block import BlockCoupling, BlockSpec, SparseBlock, block_windows

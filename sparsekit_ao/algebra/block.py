@@ -17,7 +17,7 @@ from ..errors import CouplingError, SparsityError
 from ..selection import Blocks, Scopes, block_scores, fill_mask
 from ..selection.strides import Shape, grid_of
 from ..selection.tiling import aligned_grid, from_aligned
-from .elements import elements_of, finite_norms
+from .elements import elements_of
 from .layout import is_dense, resolve_tile
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 from .view import View
@@ -84,7 +84,7 @@ class SparseBlock(Thresholded):
         """
         if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in (1, 2, math.inf):
             raise SparsityError(f"{self._where()}norms: p must be 1, 2 or inf, got {p!r}")
-        return finite_norms(lambda given: block_scores(given, p, ndim=self.grid_ndim), block_windows(self, values))
+        return block_scores(block_windows(self, values), p, ndim=self.grid_ndim)
 
     def min(self, values: Values = None) -> Tensor:
         """Smallest (signed) element of every block, of the grid's shape."""

@@ -1,7 +1,7 @@
 """Tensors cut into tiles; the elements of blocks as one row or column each, read from windows and written back."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,16 +39,6 @@ def elements_of(members: Sequence[Blocks], ndim: int, fill: float) -> Tensor:
     """
     rows = [(tiles_of(pad_to(m.window, m.shape, fill), m.shape, merge=True), m.order) for m in members]
     return torch.cat([to_aligned(elements, order, ndim, trailing=1) for elements, order in rows], dim=-1)
-
-
-def finite_norms(score: Callable[[tuple[Blocks, ...]], Tensor], members: tuple[Blocks, ...]) -> Tensor:
-    """`score(members)`, norms of blocks; where the powers of finite values overflow, of values that are scaled."""
-    found = score(members)
-    if not bool(found.isinf().any()):
-        return found
-    factor = 2.0**-100 if found.dtype == torch.float32 else 2.0**-600
-    scaled = score(tuple(replace(m, values=m.window.to(found.dtype) * factor) for m in members))
-    return torch.where(found.isinf(), scaled / factor, found)
 
 
 def counts_of(members: Sequence[Blocks], ndim: int) -> Tensor:

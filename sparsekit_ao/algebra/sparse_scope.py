@@ -8,17 +8,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Blocks, Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
+from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
 from ..selection.tiling import real_slots, tile_volumes
 from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
-from .elements import finite_norms
 from .member import ScopeMember
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 
@@ -200,12 +198,7 @@ class SparseScope(Thresholded):
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
-        windows = scope_windows(self, values)
-        rows = [finite_norms(partial(self._norms, w), w.members) for w in windows]
-        return torch.cat(rows, dim=1)
-
-    def _norms(self, scopes: Scopes, members: tuple[Blocks, ...]) -> Tensor:
-        return scope_scores(scopes.with_members(members), as_mean=self.as_mean)
+        return torch.cat([scope_scores(w, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
     def as_mean(self) -> bool:
@@ -298,19 +291,12 @@ def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
     """
     windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
     chosen = [
-        Update(
-            scopes=w, keep=_as_first(u.scope.budget(u.keep), w), norm=u.norm, among_kept=u.among_kept, masked=u.masked
-        )
+        Update(scopes=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept, masked=u.masked)
         for u, w in zip(updates, windows, strict=True)
     ]
     scope_masks(chosen, impl=impl)
     for update, w in zip(updates, windows, strict=True):
         write_back(w, update.scope, update.masks)
-
-
-def _as_first(keep: Budget, windows: Sequence[Scopes]) -> Budget:
-    """A budget in the shape of the first member's scopes, which may lack dimensions of one scope."""
-    return keep.reshape(windows[0].scope_grid) if isinstance(keep, Tensor) else keep
 
 
 def scope_windows(
