@@ -71,6 +71,7 @@ def test_every_example_has_a_test():
         "rigl_digits.py",
         "dst_language_model.py",
         "one_shot_language_model.py",
+        "proximal.py",
         "fsdp2.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
@@ -160,7 +161,7 @@ def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path)
 
 @pytest.mark.slow
 def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
-    done = run(EXAMPLES / "one_shot_language_model.py", "proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    done = run(EXAMPLES / "one_shot_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     methods = "magnitude | wanda | sparsegpt | wanda + least squares | obs | admm"
     assert f"| structure | {methods} |" in done.stdout

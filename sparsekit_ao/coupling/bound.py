@@ -24,6 +24,7 @@ class Member:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
         is_parameter: False for a buffer, which cannot have a mask.
+        tied_to: the name of an earlier member that is the same tensor; empty if there is none.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
     >>> bound = sparsekit_ao.Coupling({"0.weight": "u i", "0.bias": "u"}).bind(model)[0]
@@ -34,6 +35,7 @@ class Member:
     fqn: str
     pattern: AxisPattern
     is_parameter: bool
+    tied_to: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,7 @@ class DynamicSparsifier(PlannedSparsifier):
     structure_defaults: Mapping[str, Any] = {  # rules score weights, gradients and momenta by norms of their own
         k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
+    takes_tied = False  # gradients of one mask are read
     optional_keys = tuple(k for k in PlannedSparsifier.optional_keys if k != "stages")
 
     def __init__(

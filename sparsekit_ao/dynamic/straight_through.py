@@ -46,6 +46,8 @@ class StraightThrough(PlannedSparsifier):
     tensor([[1., 1., 1., 1.]])
     """
 
+    takes_tied = False  # a backward mask is of one use of the weight
+
     def __init__(
         self, sparsity_level: float | None = None, *, backward_level: float = 0.0, decay: float = 0.0, **structure: Any
     ) -> None:

@@ -9,8 +9,10 @@ from .manifest import cut_to
 from .openvino import openvino
 from .pretrained import load_masks, merge_lora, save_pretrained
 from .quantization import quantize
+from .removable import removable
 from .report import LayerReport, LayerRow, report
 from .results import Compaction, Conversion, KeptUnits, Size
+from .shrink import shrink
 from .sparse_file import load_sparse, save_sparse
 from .two_four import load_2_4, pack_2_4
 
@@ -35,7 +37,9 @@ __all__ = [
     "openvino",
     "pack_2_4",
     "quantize",
+    "removable",
     "report",
     "save_pretrained",
     "save_sparse",
+    "shrink",
 ]

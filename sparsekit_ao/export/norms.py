@@ -18,7 +18,7 @@ from .attributes import Change
 from .removal import Removal, kept_elements
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
-_CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
 def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def change_config_eps(model: nn.Module, small: nn.Module, folded: Sequence[Chang
     if not folded or not hasattr(small, "config"):
         return [], []
     config, olds = small.config, {change.was for change in folded}
-    fields = [name for name in _CONFIG_EPS if isinstance(getattr(config, name, None), float)]
+    fields = [name for name in CONFIG_EPS if isinstance(getattr(config, name, None), float)]
     field = next((name for name in fields if {getattr(config, name)} == olds), None)
     if field is not None:
         was = getattr(config, field)

@@ -22,6 +22,7 @@ from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape
 from ..sparsifiers.names import owner_of
+from .attention import fit_attention
 
 _Removed = Sequence[tuple[AxisPattern, int]]
 
@@ -142,6 +143,11 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
         tensors_of[name] = smaller[key]  # type: ignore[assignment]
         for attribute, size in own_sizes.items():
             setattr(module, attribute, size)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and any(module is m for m, *_ in held):
+            fit_attention(module, path)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
@@ -213,6 +219,8 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, removed: _Removed) ->
         return {"num_features": shape[0]}
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return {"normalized_shape": shape}
+    if isinstance(module, nn.RNNBase) and name == "weight_ih_l0":
+        return {"input_size": shape[1]}
     if name != "weight":
         return {}
     if isinstance(module, nn.GroupNorm):

@@ -65,6 +65,8 @@ class Compaction:
         notes: descriptions of what is not exact.
         not_compared: objects in the output that were not inspected, so tensors in them were not compared.
         unlisted: integers that seem to hold a removed size and are in no coupling's `attrs`.
+        changed: attributes of modules and configs with their old and new values.
+        left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
         manifest: plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -84,6 +86,8 @@ class Compaction:
     notes: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -98,9 +102,11 @@ class Compaction:
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
         lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
+        lines += [f"changed: {text}" for text in self.changed]
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
         lines += [UNLISTED + text for text in self.unlisted]
+        lines += [f"left out: {text}" for text in self.left_out]
         return "\n".join(lines)
 
 

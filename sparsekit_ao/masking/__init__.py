@@ -10,9 +10,11 @@ from .parametrization import (
     installed,
     is_on_parameter,
     live_mask,
+    other_names,
     parameter_under,
     parameters_under,
     remove_mask,
+    under_all_names,
     used_weight,
 )
 from .product import FROM, marked, select

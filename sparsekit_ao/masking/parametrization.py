@@ -98,6 +98,33 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def under_all_names(
+    model: nn.Module, masks: Sequence[tuple[nn.Module, str, WeightMask]]
+) -> list[tuple[nn.Module, str, WeightMask]]:
+    """Masks, (module, tensor name, mask) each, with those under the other names of tied parameters added."""
+    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            held.setdefault(id(parameter), []).append((module, name))
+    found = list(masks)
+    for module, name, mask in masks:
+        others = held.get(id(module._parameters.get(name)), []) if name in module._parameters else []
+        found += [(m, n, mask) for m, n in others if (m, n) != (module, name)]
+    return found
+
+
+def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
+    """Where the masks of these tensors are registered besides: (module, tensor name) of tied parameters."""
+    own = {(id(module), name) for module, name in tensors}
+    masks = {id(find_mask(*tensor)) for tensor in tensors}
+    return [
+        (module, name)
+        for module in model.modules()
+        for name in getattr(module, "parametrizations", ())
+        if id(find_mask(module, name)) in masks and (id(module), name) not in own
+    ]
+
+
 @contextmanager
 def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[None]:
     """Register masks, (module, tensor name, mask) each, on top of what parametrizes the tensors already.
@@ -224,7 +251,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     >>> sorted(export.dense_state_dict(model)), int((export.dense_state_dict(model)["0.weight"] == 0).sum())
     (['0.bias', '0.weight'], 16)
     """
-    found = model.state_dict()
+    found, masked = model.state_dict(), dict[int, Tensor]()
     for path, module in model.named_modules(remove_duplicate=False):
         for name in list(getattr(module, "parametrizations", ())):
             mask = find_mask(module, name)
@@ -239,7 +266,9 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
             original = found.pop(f"{prefix}parametrizations.{name}.original")
             for key in [k for k in found if k.startswith(f"{prefix}parametrizations.{name}.")]:
                 del found[key]
-            found[f"{prefix}{name}"] = select(original, placed_like(mask.mask, original)).detach()
+            if id(mask) not in masked:  # that of a tied parameter is registered under each of its names
+                masked[id(mask)] = select(original, placed_like(mask.mask, original)).detach()
+            found[f"{prefix}{name}"] = masked[id(mask)]
     return found
 
 

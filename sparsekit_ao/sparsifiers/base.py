@@ -34,22 +34,17 @@ class MaskSparsifier(Copies, BaseSparsifier):
     Args:
         defaults: the config keys with their defaults.
 
-    >>> class Checkerboard(MaskSparsifier):
+    >>> class KeepAll(MaskSparsifier):
     ...     def update_mask(self, module, tensor_name, **group):
-    ...         mask = self.mask(group["tensor_fqn"])
-    ...         mask.copy_((torch.arange(mask.shape[0])[:, None] + torch.arange(mask.shape[1])) % 2)
-    >>> sparsifier = Checkerboard()
-    >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
-    >>> sparsifier.step()
-    >>> sparsifier.mask("0.weight")
-    tensor([[0., 1., 0., 1.],
-            [1., 0., 1., 0.]])
+    ...         self.mask(group["tensor_fqn"]).fill_(True)
     """
 
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
     bool_masks = False
+    #: whether a parameter with several names (a head that is tied to an embedding) may be sparsified
+    takes_tied = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -108,8 +103,9 @@ class MaskSparsifier(Copies, BaseSparsifier):
             model: modified in place; its Parameters stay the same objects, so optimizers stay valid.
             config: a list of dicts with `tensor_fqn` (a name, a glob in which `*` crosses dots, `re:` and a regular
                 expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
-                have precedence, then later entries. None is every Linear and convolution but for adapters and weights
-                tied to another module; after unpickling, it is the pickled config, and pickled masks are restored.
+                have precedence, then later entries. A parameter with several names has one mask, under all of them.
+                None is every Linear and convolution but for adapters and weights tied to another module; after
+                unpickling, it is the pickled config, and pickled masks are restored.
             exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out;
                 modules with all that is inside them.
 
@@ -134,12 +130,20 @@ class MaskSparsifier(Copies, BaseSparsifier):
             config = self.config
             if not config:
                 raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
-        found = resolve_groups(model, config or (), self.keys, self._complete, exclude=exclude, is_default=is_default)
+        found = resolve_groups(
+            model,
+            config or (),
+            self.keys,
+            self._complete,
+            exclude=exclude,
+            is_default=is_default,
+            takes_tied=self.takes_tied,
+        )
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
         distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        masks = self._new_masks(found.groups)
+        masks = masking.under_all_names(model, self._new_masks(found.groups))
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])

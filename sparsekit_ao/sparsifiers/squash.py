@@ -35,7 +35,7 @@ def squash(
     masks = [masking.find_mask(*tensor) for tensor in tensors]
     parameters = [masking.parameters_under(*tensor) for tensor in tensors]
     rebuilt = [masking.rebuilt_originals(*tensor) for tensor in tensors]
-    with masking.removed(tensors):
+    with masking.removed([*tensors, *masking.other_names(model, tensors)]):
         for own, mask, values in zip(parameters, masks, rebuilt, strict=True):
             assert mask is not None
             masking.write_zeros(own, mask.mask, values)

@@ -156,7 +156,7 @@ def _reduce(call: Call) -> Label | list[Label]:
         if call.name in _SUMS or (call.name == "mean" and call.is_norm(call["self"], label[d])):
             _require_zeros(call, label[d])
         else:
-            call.freeze(label[d])
+            call.freeze_value(label[d])
     rest = label if call.name in _KEEP_ZEROS else _nonzero(label)
     keepdim = bool(call.outs) and call.outs[0].dim() == len(label)
     out = tuple(() if d in dims else axis for d, axis in enumerate(rest) if keepdim or d not in dims)
@@ -193,7 +193,7 @@ def _contract(call: Call, a: Axis, b: Axis) -> None:
 
 def _require_zeros(call: Call, axis: Sequence[AxisFactor]) -> None:
     nonzero = [part for part in leaves(axis) if not part.zero]
-    call.freeze(nonzero, what="what it sums over is not zero where a unit is")
+    call.freeze_value(nonzero, what="what it sums over is not zero where a unit is")
 
 
 def _nonzero(label: Label) -> Label:
