@@ -7,8 +7,23 @@ __all__ = ["CouplingError", "SparsityError"]
 
 
 class SparsityError(ValueError):
-    """An argument, a config entry or a call that does not fit; raised before anything is changed."""
+    """An argument, a config entry or a call that does not fit; raised before anything is changed.
+
+    >>> try:
+    ...     sparsekit_ao.ScopeSparsifier(sparsity_level=0.5, nnz=2)
+    ... except ValueError as e:
+    ...     print(e)
+    sparsity_level and nnz are mutually exclusive
+    """
 
 
 class CouplingError(SparsityError):
-    """Tensors that are to be kept or dropped together, or to share one budget, do not line up."""
+    """Tensors that are to be kept or dropped together, or to share one budget, do not line up.
+
+    >>> rows = sparsekit_ao.BlockSpec(torch.ones(4, 2), (1, -1)), sparsekit_ao.BlockSpec(torch.ones(3, 2), (1, -1))
+    >>> try:
+    ...     sparsekit_ao.BlockCoupling(rows)
+    ... except CouplingError as e:
+    ...     print(type(e).__name__)
+    CouplingError
+    """

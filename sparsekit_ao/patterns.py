@@ -36,6 +36,10 @@ class Pattern:
         kind: the name of the function.
         arguments: its whole numbers.
         sparsity_level: fraction of blocks dropped; None takes the entry's or the sparsifier's.
+
+    >>> pattern = unstructured(0.9)
+    >>> pattern.resolve(nn.Linear(8, 4), "weight")
+    {'block_shape': (), 'scope_shape': (), 'sparsity_level': 0.9}
     """
 
     kind: str
@@ -139,12 +143,20 @@ def is_of_transformers(module: nn.Module, name: str) -> bool:
 
 
 def unstructured(sparsity_level: float | None = None) -> Pattern:
-    """Single elements over the whole tensor, of any rank."""
+    """Single elements over the whole tensor, of any rank.
+
+    >>> unstructured(0.9).resolve(nn.Conv2d(3, 8, 3), "weight")
+    {'block_shape': (), 'scope_shape': (), 'sparsity_level': 0.9}
+    """
     return Pattern("unstructured", (), sparsity_level)
 
 
 def n_m(n: int, m: int) -> Pattern:
-    """Keep n of every m consecutive inputs (2:4, 1:4, ...); of a convolution, n of every m input channels."""
+    """Keep n of every m consecutive inputs (2:4, 1:4, ...); of a convolution, n of every m input channels.
+
+    >>> n_m(2, 4).resolve(nn.Linear(8, 4), "weight")
+    {'block_shape': (1, 1), 'scope_shape': (1, 4), 'nnz': 2}
+    """
     found = Pattern("n_m", (n, m))
     if not 0 <= n <= m or m < 1:
         raise SparsityError(f"n_m keeps n of m, so 0 <= n <= m and m >= 1; got n={n}, m={m}")
@@ -152,27 +164,47 @@ def n_m(n: int, m: int) -> Pattern:
 
 
 def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Pattern:
-    """Blocks of rows x columns (outputs x inputs) over the whole tensor; of a convolution, at each kernel position."""
+    """Blocks of rows x columns (outputs x inputs) over the whole tensor; of a convolution, at each kernel position.
+
+    >>> blocks(4, 2).resolve(nn.Linear(8, 4), "weight")
+    {'block_shape': (4, 2), 'scope_shape': ()}
+    """
     return Pattern("blocks", (rows, columns), sparsity_level)
 
 
 def rows(sparsity_level: float | None = None) -> Pattern:
-    """Whole output units: rows of a Linear, filters of a convolution; units compete within each expert."""
+    """Whole output units: rows of a Linear, filters of a convolution; units compete within each expert.
+
+    >>> rows(0.5).resolve(nn.Linear(8, 4), "weight")
+    {'block_shape': (1, -1), 'scope_shape': (), 'sparsity_level': 0.5}
+    """
     return Pattern("rows", (), sparsity_level)
 
 
 def columns(sparsity_level: float | None = None) -> Pattern:
-    """Whole inputs: columns of a Linear, input channels of a convolution; units compete within each expert."""
+    """Whole inputs: columns of a Linear, input channels of a convolution; units compete within each expert.
+
+    >>> columns(0.5).resolve(nn.Linear(8, 4), "weight")
+    {'block_shape': (-1, 1), 'scope_shape': (), 'sparsity_level': 0.5}
+    """
     return Pattern("columns", (), sparsity_level)
 
 
 def filters(sparsity_level: float | None = None) -> Pattern:
-    """Whole filters (output channels) of a convolution, and rows of a Linear; as `rows`."""
+    """Whole filters (output channels) of a convolution, and rows of a Linear; as `rows`.
+
+    >>> filters().resolve(nn.Conv2d(3, 8, 3), "weight")
+    {'block_shape': (1, -1, -1, -1), 'scope_shape': ()}
+    """
     return Pattern("filters", (), sparsity_level)
 
 
 def heads(count: int, sparsity_level: float | None = None) -> Pattern:
-    """Whole attention heads of one projection, whose outputs are `count` heads of equal size."""
+    """Whole attention heads of one projection, whose outputs are `count` heads of equal size.
+
+    >>> heads(4).resolve(nn.Linear(8, 16), "weight")["block_shape"]  # of the view (4 heads, 4 rows, 8 inputs)
+    (1, -1, -1)
+    """
     found = Pattern("heads", (count,), sparsity_level)
     if count < 1:
         raise SparsityError(f"heads needs at least one head, got {count}")
@@ -180,7 +212,11 @@ def heads(count: int, sparsity_level: float | None = None) -> Pattern:
 
 
 def v_n_m(v: int, n: int, m: int) -> Pattern:
-    """V:N:M (arXiv 2310.02065): of m columns keep 4 for every v rows together, then n of those 4 in each row."""
+    """V:N:M (arXiv 2310.02065): of m columns keep 4 for every v rows together, then n of those 4 in each row.
+
+    >>> v_n_m(2, 2, 8).resolve(nn.Linear(8, 4), "weight")["stages"][0]
+    {'block_shape': (2, 1), 'scope_shape': (1, 8), 'nnz': 4}
+    """
     found = Pattern("v_n_m", (v, n, m))
     if not 0 <= n <= 4 <= m:
         raise SparsityError(f"v_n_m keeps n of 4 of m columns, so 0 <= n <= 4 <= m; got n={n}, m={m}")

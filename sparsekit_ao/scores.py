@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .calibration import NEEDS, Statistics
+from .calibration.gram import damped_inverse, joint_saliency
 from .errors import SparsityError
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
 ]
 
 Score = Callable[[Tensor, Any], Tensor]
-AT_ONCE = 1 << 24  # elements of inverses of blocks that are stored at once
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -77,7 +77,11 @@ class BuiltInScore:
 
 @dataclass(frozen=True)
 class magnitude(BuiltInScore):
-    """|w|."""
+    """|w|.
+
+    >>> saliency_of(magnitude(), torch.tensor([1.0, -3.0]), "fc.weight")
+    tensor([1., 3.])
+    """
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
         return weight.abs()
@@ -85,7 +89,12 @@ class magnitude(BuiltInScore):
 
 @dataclass(frozen=True)
 class random(BuiltInScore):
-    """Uniform in [0, 1), by seed and tensor name: the same on every device and every rank."""
+    """Uniform in [0, 1), by seed and tensor name: the same on every device and every rank.
+
+    >>> a, b = (saliency_of(random(seed=1), torch.ones(3), "fc.weight") for _ in range(2))
+    >>> torch.equal(a, b)
+    True
+    """
 
     seed: int = 0
 
@@ -96,7 +105,11 @@ class random(BuiltInScore):
 
 @dataclass(frozen=True)
 class wanda(BuiltInScore):
-    """|w_ij| * sqrt(G_jj), G = X^T X of the layer's inputs (arXiv 2306.11695, where a scope is a row)."""
+    """|w_ij| * sqrt(G_jj), G = X^T X of the layer's inputs (arXiv 2306.11695, where a scope is a row).
+
+    >>> sparsekit_ao.ScopeSparsifier(score=wanda()).defaults["score"].needs
+    ('input_square',)
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("input_square",)
 
@@ -106,7 +119,11 @@ class wanda(BuiltInScore):
 
 @dataclass(frozen=True)
 class ria(BuiltInScore):
-    """(|w| / its row's sum + |w| / its column's sum) * sqrt(G_jj)^alpha (ICLR 2024, OpenReview Tr0lPx9woF)."""
+    """(|w| / its row's sum + |w| / its column's sum) * sqrt(G_jj)^alpha (ICLR 2024, OpenReview Tr0lPx9woF).
+
+    >>> sparsekit_ao.ScopeSparsifier(score=ria(alpha=0.5)).defaults["score"].needs
+    ('input_square',)
+    """
 
     alpha: float = 0.5
     needs: ClassVar[tuple[str, ...]] = ("input_square",)
@@ -120,7 +137,11 @@ class ria(BuiltInScore):
 
 @dataclass(frozen=True)
 class obd(BuiltInScore):
-    """w^2 G_jj / 2 (Optimal Brain Damage, LeCun et al. 1989)."""
+    """w^2 G_jj / 2 (Optimal Brain Damage, LeCun et al. 1989).
+
+    >>> sparsekit_ao.ScopeSparsifier(score=obd()).defaults["score"].needs
+    ('input_square',)
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("input_square",)
 
@@ -130,7 +151,11 @@ class obd(BuiltInScore):
 
 @dataclass(frozen=True)
 class obs(BuiltInScore):
-    """w^2 / (2 C_jj), C = (G + damp * mean(diag G) I)^-1 (Optimal Brain Surgeon, Hassibi and Stork 1992)."""
+    """w^2 / (2 C_jj), C = (G + damp * mean(diag G) I)^-1 (Optimal Brain Surgeon, Hassibi and Stork 1992).
+
+    >>> sparsekit_ao.ScopeSparsifier(score=obs(damp=0.01)).defaults["score"].needs
+    ('input_gram',)
+    """
 
     damp: float = 0.01
     needs: ClassVar[tuple[str, ...]] = ("input_gram",)
@@ -145,6 +170,9 @@ class obs_block(BuiltInScore):
     """Sum over rows of w_b^T (C_bb)^-1 w_b / 2 for the columns b of a block: its joint saliency (S3, arXiv 2604.11315).
 
     An element's share is w_i ((C_bb)^-1 w_b)_i / 2, which may be negative; blocks sum them up.
+
+    >>> sparsekit_ao.ScopeSparsifier(score=obs_block()).defaults["score"].needs
+    ('input_gram',)
     """
 
     damp: float = 0.01
@@ -161,7 +189,17 @@ class obs_block(BuiltInScore):
 
 @dataclass(frozen=True)
 class taylor(BuiltInScore):
-    """|w * g|, g summed over batches (arXiv 1906.10771)."""
+    """|w * g|, g summed over batches (arXiv 1906.10771).
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+    >>> model[0].weight = torch.nn.Parameter(torch.tensor([[2.0, 1.0]]))
+    >>> sparsifier = sparsekit_ao.ScopeSparsifier(nnz=1, score=taylor())
+    >>> sparsifier.prepare(model)
+    >>> sparsifier.calibrate([torch.tensor([[1.0, 5.0], [0.0, 5.0]])], lambda model, x: model(x).sum())
+    >>> sparsifier.step()
+    >>> sparsifier.mask("0.weight")  # saliencies 2 * 1 and 1 * 10
+    tensor([[False,  True]])
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("gradient",)
 
@@ -171,7 +209,11 @@ class taylor(BuiltInScore):
 
 @dataclass(frozen=True)
 class fisher(BuiltInScore):
-    """w^2 * E[g^2], the mean over batches: the diagonal of the empirical Fisher information."""
+    """w^2 * E[g^2], the mean over batches: the diagonal of the empirical Fisher information.
+
+    >>> sparsekit_ao.ScopeSparsifier(score=fisher()).defaults["score"].needs
+    ('gradient_square',)
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("gradient_square",)
 
@@ -181,7 +223,18 @@ class fisher(BuiltInScore):
 
 @dataclass(frozen=True)
 class movement(BuiltInScore):
-    """-w * g summed over training steps, `with sparsifier.calibrate():` around them (arXiv 2005.07683)."""
+    """-w * g summed over training steps, `with sparsifier.calibrate():` around them (arXiv 2005.07683).
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+    >>> model[0].weight = torch.nn.Parameter(torch.tensor([[2.0, 1.0]]))
+    >>> sparsifier = sparsekit_ao.ScopeSparsifier(nnz=1, score=movement())
+    >>> sparsifier.prepare(model)
+    >>> with sparsifier.calibrate():
+    ...     model(torch.tensor([[1.0, -5.0]])).sum().backward()
+    >>> sparsifier.step()
+    >>> sparsifier.mask("0.weight")  # saliencies -2 * 1 and -1 * -5
+    tensor([[False,  True]])
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("movement",)
 
@@ -277,29 +330,6 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
     return found.detach()
 
 
-def damped_gram(gram: Tensor, damp: float) -> Tensor:
-    """G + damp * mean(diag G) I of each group."""
-    scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    return gram + scale * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-
-
-def damped_inverse(gram: Tensor, damp: float, name: str) -> Tensor:
-    """(G + damp * mean(diag G) I)^-1 of each group, float32; in float64 where the Cholesky factor of float32 fails.
-
-    Raises:
-        SparsityError: all inputs are zero.
-    """
-    if not bool((gram.diagonal(dim1=1, dim2=2).mean(1) > 0).all()):
-        raise SparsityError(f"{name}: all inputs of this layer are zero in the calibration data")
-    damped = damped_gram(gram, damp)
-    factor, failed = torch.linalg.cholesky_ex(damped)
-    if bool(failed.any()):
-        factor, failed = torch.linalg.cholesky_ex(damped.double())
-        if bool(failed.any()):
-            raise SparsityError(f"{name}: X^T X is singular; use more calibration tokens or a larger damp than {damp}")
-    return torch.cholesky_inverse(factor).float()
-
-
 def keyed_generator(*key: object) -> torch.Generator:
     """A CPU generator that depends on the key alone: all ranks draw the same numbers, and so does a resumed run.
 
@@ -310,40 +340,3 @@ def keyed_generator(*key: object) -> torch.Generator:
     text = "\0".join(map(str, key)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
     return torch.Generator().manual_seed(number)
-
-
-def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
-    """Each element's share of its block's loss, see `obs_block`.
-
-    Args:
-        rows: weights [outputs, inputs].
-        inverse: C [inputs, inputs].
-        labels: the block of each element, int64 [outputs, inputs]; negative where it is in none and alone.
-    """
-    alone = labels.max() + 1 + torch.arange(labels.shape[1], device=labels.device)
-    labels = torch.where(labels < 0, alone, labels)
-    order = labels.argsort(dim=1, stable=True)
-    ordered, position = labels.gather(1, order), torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
-    starts = torch.cat([torch.ones_like(labels[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], 1)
-    within = position - (starts * position).cummax(1).values  # in the block's run of sorted columns
-    size = int(within.max()) + 1
-    if size == 1:
-        return rows.square() / (2 * inverse.diagonal())
-    run = starts.cumsum(1) - 1
-    columns = torch.full((len(rows), (int(run.max()) + 1) * size), -1, device=labels.device)  # -1: a smaller block
-    columns = columns.scatter_(1, run * size + within, order).unflatten(1, (-1, size))
-    is_same = bool((columns == columns[:1]).all())
-    step = len(rows) if is_same else max(1, AT_ONCE // max(columns[0].numel() * size, 1))
-    out, identity = torch.zeros_like(rows), torch.eye(size, dtype=rows.dtype, device=rows.device)
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        own = columns[:1] if is_same else columns[part]
-        real, at = own >= 0, own.clamp(min=0)
-        joint = torch.where(
-            real[..., :, None] & real[..., None, :], inverse[at[..., :, None], at[..., None, :]], identity
-        )
-        at = columns[part].clamp(min=0).flatten(1)
-        values = (rows[part].gather(1, at) * (columns[part] >= 0).flatten(1)).unflatten(1, (-1, size))
-        share = values * torch.linalg.solve(joint, values[..., None])[..., 0] / 2
-        out[part] = out[part].scatter_add(1, at, share.flatten(1))
-    return out

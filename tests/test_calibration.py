@@ -1,7 +1,9 @@
 """Statistics of layers: what is recorded, for which layers, and what an error leaves behind."""
 
 import copy
+import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -435,3 +437,14 @@ def test_statistics_are_those_of_the_model_that_was_prepared_last():
         assert found.form.module is model[0] and (found.input_square == 3 * factor**2).all()
         sparsifier.step()
         sparsifier.squash_mask()
+
+
+@pytest.mark.parametrize(("is_terminal", "progress"), [(True, True), (True, False), (False, True)])
+def test_a_progress_bar_is_shown_on_a_terminal_only(is_terminal, progress, monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stderr", screen)
+    sparsifier = ScopeSparsifier(score="wanda")
+    sparsifier.prepare(nn.Sequential(nn.Linear(6, 4)))
+    sparsifier.calibrate(iter([torch.randn(3, 6)]), progress=progress)
+    assert ("calibrate" in screen.getvalue()) is (is_terminal and progress)

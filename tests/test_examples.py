@@ -47,6 +47,23 @@ def dense_minilm():
     return AutoModel.from_pretrained(get_model_path()).state_dict()
 
 
+TUTORIALS = {  # what a tiny run prints
+    "rigl": r"RigL +\d+\.\d %",
+    "trainer_2_4": r"groups of four checked\nnonzeros in each group of four, at most: 2",
+    "one_shot": r"compensate=admm: cosine \d\.\d{3} .*4 layers in",
+    "smaller_models": r"mlp 1 +96 of 192 units.*onnxruntime differs by less than 1e-4: True",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "text"), TUTORIALS.items())
+def test_every_tutorial_runs(name, text, run, tmp_path):
+    done = run(EXAMPLES / f"tutorials/{name}.py", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(text, done.stdout, re.DOTALL), done.stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_example_has_a_test():
     pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
     run_here = pruned | {
@@ -58,6 +75,7 @@ def test_every_example_has_a_test():
         "fsdp2.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
+    assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
 
 
 def test_quickstart_prints_both_accuracies_and_the_report(run, tmp_path):

@@ -98,8 +98,9 @@ def test_no_absolute_imports_of_the_package_and_no_experimental_torch():
 
 
 def test_one_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == sparsekit_ao.__version__
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in settings["project"]["dynamic"] and "version" not in settings["project"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sparsekit_ao.__version__"}
     assert f"## [{sparsekit_ao.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 

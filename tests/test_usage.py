@@ -1,6 +1,7 @@
 """Calls that have no effect, or not the expected one, in the order or on the model on which they are made."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -137,3 +138,22 @@ def test_the_report_names_nearly_empty_tensors():
     sparsifier = prepared(sparsity_level=1.0)
     sparsifier.step()
     assert "nearly empty: 0.weight keeps 0.00% of its elements" in str(sparsifier.report())
+
+
+def test_like_tensors_of_a_large_model_share_a_line_of_a_printed_report(tmp_path):
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(45)), "head": nn.Linear(8, 4)})
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model)
+    sparsifier.step()
+    sparsifier.mask("layers.3.weight")[0] = False
+    report = sparsifier.report()
+    lines = str(report).splitlines()
+    first = r"layers\.\*\.weight \(45 tensors\) .* 0\.5000  0\.5000 to 0\.\d{4} +1,43\d +2,880 +2,880"
+    assert re.fullmatch(first, lines[1]) and lines[2].startswith("head.weight ") and lines[3].startswith("all ")
+    assert len(report.table().splitlines()) == 48 and "layers.44.weight" in report.table()
+    rows = report.to_csv(tmp_path / "report.csv").splitlines()
+    assert (tmp_path / "report.csv").read_text().splitlines() == rows and len(rows) == 47
+    assert rows[1].startswith("layers.0.weight,config=None,8x8,")
+    page = report._repr_html_()
+    assert page.count("<tr>") == 4 and "<td>layers.*.weight (45 tensors)</td>" in page
+    assert report.log_dict("a/")["a/sparsity/head.weight"] == 0.5

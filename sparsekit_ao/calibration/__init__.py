@@ -1,6 +1,6 @@
 """Statistics of layers over calibration data, which scores and compensation read."""
 
-from .collect import Calibration, Target, call, run_batches
+from .collect import Calibration, Target, call, run_batches, shown
 from .forms import Form, form_of
 from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics, check_statistics
 
@@ -16,4 +16,5 @@ __all__ = [
     "check_statistics",
     "form_of",
     "run_batches",
+    "shown",
 ]

@@ -133,6 +133,13 @@ class Calibration:
         self._own(target).add({n: of[n]() for n in needs}, passes=1)
 
 
+def shown(batches: Iterable[Any], name: str, progress: bool) -> Iterable[Any]:
+    """The batches, with a progress bar on a terminal; without one where there is none, or `progress` is False."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    return tqdm(batches, desc=name, unit="batch", disable=None if progress else True)
+
+
 def run_batches(
     calibration: Calibration,
     model: nn.Module,

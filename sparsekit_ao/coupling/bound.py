@@ -25,6 +25,11 @@ class Member:
         pattern: its axes; as a view they are (*scope, unit, the rest).
         is_parameter: False for a buffer, which cannot have a mask.
         tied_to: the name of an earlier member that is the same tensor; empty if there is none.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    >>> bound = sparsekit_ao.Coupling({"0.weight": "u i", "0.bias": "u"}).bind(model)[0]
+    >>> [(member.fqn, member.pattern.axes, member.is_parameter) for member in bound.members]
+    [('0.weight', 'u i', True), ('0.bias', 'u', True)]
     """
 
     fqn: str
@@ -45,6 +50,10 @@ class BoundCoupling:
         scope: axes of independent budgets.
         sizes: length of every scope axis, of the unit axis, and of the axes whose sizes were given.
         attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
+    >>> [(b.name, b.grid) for b in sparsekit_ao.Coupling({"*.weight": "u i", "*.bias": "u"}).bind(model)]
+    [('0.weight', (3,)), ('1.weight', (5,))]
     """
 
     name: str

@@ -34,6 +34,16 @@ class Movement:
         fraction: of the active blocks that were pruned, of which some may have grown again at once.
         grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
         kept: {tensor_fqn: elements} that are active now.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sparsifier = sparsekit_ao.SET(0.5, optimizer, update_every=1)
+    >>> sparsifier.prepare(model)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> sparsifier.step()
+    >>> sparsifier.last_update.iteration, sparsifier.last_update.kept
+    (1, {'0.weight': 4})
     """
 
     iteration: int

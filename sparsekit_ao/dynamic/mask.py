@@ -28,6 +28,13 @@ class DynamicMask(WeightMask):
         with_backward_mask: also keep a backward mask (bool buffer), all True to begin with: straight-through and
             Top-KAST (arXiv 2106.03517).
         is_initialized: False while the kept elements are still unknown, because the weight is on the meta device.
+
+    >>> mask = DynamicMask(torch.tensor([True, False]))
+    >>> weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    >>> mask.set_open(True)
+    >>> mask(weight).sum().backward()
+    >>> mask(weight).tolist(), weight.grad.tolist()
+    ([2.0, 0.0], [1.0, 1.0])
     """
 
     opened: Tensor

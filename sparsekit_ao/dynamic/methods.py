@@ -106,6 +106,9 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
     """Every weight learns, the kept ones count forward; `sparsity_level` is the fraction dropped in each scope (0.5).
 
     Straight-through estimation, arXiv 1308.3432.
+
+    >>> STE(0.5).backward_level
+    0.0
     """
     refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, **arguments)
@@ -115,6 +118,9 @@ def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **argumen
     """Straight-through with decay of dropped weights; `sparsity_level` is the fraction dropped in each scope (0.5).
 
     For N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer, in whose steps the decay is added.
+
+    >>> SRSTE(nnz=2, scope_shape=(1, 4)).decay
+    0.0002
     """
     refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, decay=decay, **arguments)
@@ -124,6 +130,9 @@ def TopKAST(sparsity_level: float, backward_level: float, **arguments: Any) -> S
     """Two masks: `sparsity_level` is dropped in each scope forward, and the smaller `backward_level` gets no gradient.
 
     Top-KAST, arXiv 2106.03517.
+
+    >>> TopKAST(0.9, 0.8).backward_level
+    0.8
     """
     refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, backward_level=backward_level, **arguments)

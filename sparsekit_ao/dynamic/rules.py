@@ -58,6 +58,10 @@ class Rule:
         statistics: of `calibration.NEEDS`: what `sparsifier.calibrate` must have recorded before an update.
         share: for redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
             is not finite, or not positive, counts as 0.
+
+    >>> noisy = Rule(name="noisy", score=lambda slots: slots.scores(slots.weights, 1) + slots.random("noise"))
+    >>> sparsekit_ao.SET(0.9, prune=noisy).settings.prune.name
+    'noisy'
     """
 
     name: str

@@ -56,6 +56,13 @@ class Slots:
         device: of all of these.
         step: the training iteration.
         seed: the key of random numbers, with name and step.
+
+    A rule of your own is a function of it:
+
+    >>> def rule(slots):
+    ...     return slots.scores(slots.weights, 1)  # the sum of |w| of every block
+    >>> sparsekit_ao.SET(0.9, prune=rule).settings.prune.name
+    'rule'
     """
 
     component: Component

@@ -117,6 +117,15 @@ def load_fbgemm(model: nn.Module, state_dict: dict[str, Tensor]) -> nn.Module:
 
     Raises:
         SparsityError: a converted layer is no Linear of the model; the model is then unchanged.
+
+    >>> from sparsekit_ao import export
+    >>> model, fresh = (torch.nn.Sequential(torch.nn.Linear(64, 32)) for _ in range(2))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[:, 16:].zero_()
+    >>> converted, _ = export.fbgemm(model, [torch.randn(8, 64)])
+    >>> x = torch.randn(2, 64)
+    >>> torch.equal(load_fbgemm(fresh, converted.state_dict())(x), converted(x))
+    True
     """
     names = [name for name, _, last in (key.rpartition(".") for key in state_dict) if last == "blocks"]
     layers = {

@@ -129,6 +129,10 @@ def openvino(
         SparsityError: a weight is not taken (see `export.check(model, "openvino")`), is still masked, or was not
             reached by the batches; OpenVINO cannot convert the model; it returns nan, or bits other than those of
             dense weights; `need_sparse`, and a weight runs dense.
+
+    >>> converted, report = openvino(model, [torch.randn(8, 64)])  # doctest: +SKIP
+    >>> report.ran_sparse  # doctest: +SKIP
+    ('0.weight',)
     """
     layers, left = checked_layers(model, "openvino", reasons, tensors, squashed=True)
     if rate is not None and not 0 < rate <= 1:

@@ -43,6 +43,20 @@ def save_pretrained(model: Any, sparsifier: Masks, path: str | Path, **kwargs: A
     Raises:
         SparsityError: no such method; adapters are still unmerged; the model has no tensor of a mask's name and shape;
             a written file does not hold the masked values.
+
+    >>> import tempfile
+    >>> from safetensors.torch import save_file
+    >>> class Model(torch.nn.Sequential):
+    ...     def save_pretrained(self, path, state_dict):
+    ...         save_file(state_dict, Path(path) / "model.safetensors")
+    >>> model, sparsifier = Model(torch.nn.Linear(8, 4)), sparsekit_ao.ScopeSparsifier(0.5)
+    >>> sparsifier.prepare(model)
+    >>> sparsifier.step()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_pretrained(model, sparsifier, folder).converted
+    ...     int(load_masks(folder)["0.weight"].sum())
+    ('0.weight',)
+    16
     """
     from safetensors.torch import save_file
 
@@ -69,7 +83,12 @@ def save_pretrained(model: Any, sparsifier: Masks, path: str | Path, **kwargs: A
 
 
 def load_masks(path: str | Path) -> dict[str, Tensor]:
-    """The masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True where it is kept}."""
+    """The masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True where it is kept}.
+
+    >>> masks = load_masks("pruned")  # doctest: +SKIP
+    >>> masks["layer.weight"].dtype  # doctest: +SKIP
+    torch.bool
+    """
     from safetensors import safe_open
 
     with safe_open(Path(path) / MASKS, "pt") as file:
@@ -95,6 +114,9 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
 
     Raises:
         SparsityError: no adapters, or the base model has no tensor of a mask's name and shape. Nothing is then changed.
+
+    >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
+    >>> merged.save_pretrained("merged")  # doctest: +SKIP
     """
     if not _has_adapters(model) or not callable(getattr(model, "merge_and_unload", None)):
         raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")

@@ -55,6 +55,9 @@ def quantize(
     Raises:
         SparsityError: a weight is masked, shared, not finite or not of a Linear; torchao refuses, leaves one of these
             weights as it is, or changes a zero; the quantized model returns nan or other shapes.
+
+    >>> from torchao.quantization import Int8WeightOnlyConfig  # doctest: +SKIP
+    >>> small, report = quantize(model, Int8WeightOnlyConfig(), batches)  # doctest: +SKIP
     """
     step = _qat_step(config)
     wanted = _is_2_4 if "sparse" in str(getattr(config, "packing_format", "")).lower() else reasons

@@ -24,6 +24,10 @@ class LayerRow:
         patterns: the structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured";
             nothing if it is dense.
         targets: {target: reasons why it does not take the weight}; no reasons if it does.
+
+    >>> row = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4)))[0]
+    >>> row.tensor, row.kind, row.density, row.patterns
+    ('0.weight', 'Linear', 1.0, ())
     """
 
     tensor: str
@@ -53,6 +57,10 @@ class LayerReport(Sequence[LayerRow]):
 
     Attributes:
         rows: one for each weight of the model.
+
+    >>> report = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)))
+    >>> [row.tensor for row in report]
+    ['0.weight', '1.weight']
     """
 
     rows: tuple[LayerRow, ...]

@@ -17,6 +17,9 @@ class Size:
         parameters: elements of all parameters; a shared one counts once.
         bytes: of parameters and buffers.
         flops: of one forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
+
+    >>> Size(parameters=10, bytes=40, flops=16).bytes
+    40
     """
 
     parameters: int
@@ -33,6 +36,9 @@ class KeptUnits:
         kept, of: units of a scope after and before.
         scopes: number of independent sets of units.
         partly: kept units, over all scopes, where some members hold only zeros, but not all.
+
+    >>> print(KeptUnits(name="heads", kept=2, of=4, scopes=3))
+    2 of 4 units in each of 3 scopes
     """
 
     name: str
@@ -62,6 +68,14 @@ class Compaction:
         changed: attributes of modules and configs with their old and new values.
         left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
         manifest: plain data for `cut_to`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[1:].zero_(), model[1].weight[:, 1:].zero_()
+    >>> hidden = sparsekit_ao.Coupling({"0.weight": "u i", "1.weight": "o u"})
+    >>> report = sparsekit_ao.export.compact(model, hidden, torch.ones(1, 2))[1]
+    >>> report.before.parameters, report.after.parameters, str(report.couplings[0])
+    (18, 6, '1 of 4 units')
     """
 
     couplings: tuple[KeptUnits, ...]
@@ -108,6 +122,13 @@ class Conversion:
         difference: largest difference of an output on the user's inputs, relative to the largest value that differs;
             None where no model is run, because values are equal bit for bit.
         notes: what else a user must know.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[:, 16:].zero_()
+    >>> report = sparsekit_ao.export.coreml_metadata(model)[1]
+    >>> report.target, report.converted
+    ('coreml_metadata', ('0.weight',))
     """
 
     target: str

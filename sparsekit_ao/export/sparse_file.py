@@ -108,6 +108,12 @@ def load_sparse(path: StrPath, device: str | torch.device = "cpu") -> dict[str, 
     Raises:
         SparsityError: it is not a file of `save_sparse`, or contradicts itself.
         ImportError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     _ = save_sparse({"weight": torch.eye(64)}, file.name)
+    ...     torch.equal(load_sparse(file.name)["weight"], torch.eye(64))
+    True
     """
     with open_file(path) as file:
         about = read_json(path, file, _KEY, "save_sparse")

@@ -65,6 +65,14 @@ def pack_2_4(model: nn.Module, path: StrPath, tensors: Sequence[str] | None = No
     Raises:
         SparsityError: a weight cannot be packed (`export.check(model, "pack_2_4")` finds the same), or has a mask. No
             file is written.
+
+    >>> import tempfile
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).half()
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight.view(32, 16, 4)[:, :, 2:].zero_()
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     pack_2_4(model, file.name).converted
+    ('0.weight',)
     """
     chosen, left = checked_layers(model, "pack_2_4", reasons, tensors, squashed=True)
     dense, aliases = distinct(model.state_dict())
@@ -99,6 +107,16 @@ def load_2_4(model: nn.Module, path: StrPath) -> None:
         SparsityError: names, dtypes or shapes do not fit the model, metadata are none of `pack_2_4`, or torch has no
             sparse kernel for a weight on this GPU. The model is not changed.
         ImportError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> model, again = (torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).half() for _ in range(2))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight.view(32, 16, 4)[:, :, 2:].zero_()
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     _ = pack_2_4(model, file.name)
+    ...     load_2_4(again, file.name)
+    >>> torch.equal(again[0].weight, model[0].weight)
+    True
     """
     with open_file(path) as file:
         names, aliases = _names(read_json(path, file, _KEY, "pack_2_4"), str(path))

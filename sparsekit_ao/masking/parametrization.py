@@ -23,6 +23,20 @@ class WeightMask(FakeSparsity):
     Args:
         mask: of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and is only
             ever filled in place.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> mask = WeightMask(torch.tensor([[True, False]]))
+    >>> parametrize.register_parametrization(layer, "weight", mask)  # as prepare does
+    ParametrizedLinear(
+      in_features=2, out_features=1, bias=True
+      (parametrizations): ModuleDict(
+        (weight): ParametrizationList(
+          (0): WeightMask()
+        )
+      )
+    )
+    >>> (layer.weight != 0).tolist()
+    [[True, False]]
     """
 
     mask: Tensor

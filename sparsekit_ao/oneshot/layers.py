@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..algebra import MaskUpdate
 from ..calibration import INPUTS, Statistics, Target
+from ..calibration.gram import damped_gram, damped_inverse, joint_saliency
 from ..errors import SparsityError
-from ..scores import damped_gram, damped_inverse, joint_saliency, needs_of
+from ..scores import needs_of
 from ..selection import keep_mask
 from ..sparsifiers.component import Component, labels_of
 from ..sparsifiers.minimum import update_masks

@@ -16,6 +16,9 @@ class LayerRow:
         density: the fraction of elements that the mask keeps.
         seconds: spent on this layer, its share of recording not included.
         note: what was special, or "".
+
+    >>> LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2).after
+    0.1
     """
 
     tensor: str
@@ -34,6 +37,12 @@ class OneShotReport(Sequence[LayerRow]):
         rows: one per layer, in the order of the forward pass.
         seconds: of the whole pass, recording included.
         blocks: repeated blocks that were walked one by one; 0 where the model ran once for each layer.
+
+    >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
+    >>> print(OneShotReport(rows=rows, seconds=0.25))
+    tensor     error before   after  density  seconds  note
+    fc.weight        0.3000  0.1000   0.5000     0.20
+    1 layers in 0.2 s, no blocks: the model ran once for each layer
     """
 
     rows: tuple[LayerRow, ...]

@@ -33,6 +33,10 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
     Args:
         defaults: the config keys with their defaults.
+
+    >>> class KeepAll(MaskSparsifier):
+    ...     def update_mask(self, module, tensor_name, **group):
+    ...         self.mask(group["tensor_fqn"]).fill_(True)
     """
 
     #: config keys that need no default

@@ -7,7 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import masking
-from ..calibration import NEEDS, Calibration, Form, Statistics, Target, check_statistics, form_of, run_batches
+from ..calibration import (
+    NEEDS,
+    Calibration,
+    Form,
+    Statistics,
+    Target,
+    check_statistics,
+    form_of,
+    run_batches,
+    shown,
+)
 from ..errors import SparsityError
 from .base import MaskSparsifier
 from .config import TensorGroup
@@ -30,6 +40,7 @@ class CalibratedSparsifier(MaskSparsifier):
         *,
         where: str | Callable[[Any], Tensor] | None = None,
         needs: Sequence[str] = (),
+        progress: bool = True,
     ) -> Calibration | None:
         """Record the statistics that scores need while the model runs; they add to those recorded before.
 
@@ -45,6 +56,7 @@ class CalibratedSparsifier(MaskSparsifier):
                 applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
                 (a pooled token, say), count every position.
             needs: more statistics for every tensor, some of `calibration.NEEDS`.
+            progress: show a progress bar on a terminal.
 
         Raises:
             SparsityError: no score needs statistics, no batches, layers whose inputs cannot be recorded, inputs, losses
@@ -68,7 +80,7 @@ class CalibratedSparsifier(MaskSparsifier):
                 raise SparsityError("calibrate: forward and where need batches; in a context set c.where instead")
             return calibration
         with calibration:
-            run_batches(calibration, self.model, batches, forward, where)
+            run_batches(calibration, self.model, shown(batches, "calibrate", progress), forward, where)
         return None
 
     @property

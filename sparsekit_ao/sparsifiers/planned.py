@@ -43,6 +43,15 @@ class PlannedSparsifier(CalibratedSparsifier):
     """Masks that keep an exact number of blocks in every scope; see `ScopeSparsifier` for the arguments.
 
     Subclasses decide when masks change (`_update_all`), and which structure keys they take.
+
+    >>> class Once(PlannedSparsifier):
+    ...     def _update_all(self):
+    ...         self._update_components(self._planned(self.groups).components, self.groups)
+    ...         self.enable_mask_update = False
+    >>> sparsifier = Once(0.5)
+    >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    >>> sparsifier.step(); sparsifier.check()
+    1
     """
 
     #: config keys that specify scoring, edges and couplings, with their defaults

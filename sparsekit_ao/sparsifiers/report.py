@@ -1,8 +1,12 @@
 """Reports about masks: the level asked for, what each mask keeps, how much of the model is covered."""
 
+import io
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,8 @@ from .names import named_tensors, owner_of, parameter_of
 
 NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
 SHOWN = 5  # parameters that no rule names in a printed report
+FOLDED_ABOVE = 40  # rows above which like tensors share a line of a printed report
+HEAD = ("tensor", "rule", "shape", "pattern", "asked", "sparsity", "kept", "blocks", "mask bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,13 @@ class Row:
         sparsity: the fraction of its elements that the mask drops.
         kept, blocks: blocks kept and blocks in all, of the last stage; elements where masks are not made of scopes.
         mask_bytes: memory of its mask; of a sharded one on this rank.
+
+    >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
+    >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
+    >>> sparsifier.step()
+    >>> row = sparsifier.report()[0]
+    >>> row.tensor, row.shape, row.sparsity, row.kept
+    ('0.weight', (4, 8), 0.5, 16)
     """
 
     tensor: str
@@ -49,7 +62,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Sequence[Row]):
-    """Rows as data; `str()` of it is a table, `.metrics()` a flat dict of floats.
+    """Rows as data; printed, a table in which like tensors of large models share a line.
+
+    `table()` shows every tensor, `to_csv()` writes them, `log_dict()` is a flat dict of floats.
 
     Attributes:
         rows: one per sparsified tensor.
@@ -57,6 +72,13 @@ class Report(Sequence[Row]):
         covered: the share of these that belong to sparsified tensors.
         skipped: {tensor: why it was left out although a rule names it}.
         others: {tensor: its elements} of the parameters that no rule names, the largest first.
+
+    >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
+    >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
+    >>> sparsifier.step()
+    >>> report = sparsifier.report()
+    >>> len(report), report.sparsity, report.total, round(report.covered, 3)
+    (1, 0.5, 36, 0.889)
     """
 
     rows: tuple[Row, ...]
@@ -91,16 +113,60 @@ class Report(Sequence[Row]):
         out = {f"sparsity/{r.tensor}": r.sparsity for r in self.rows}
         return {**out, "sparsity": self.sparsity, "mask_bytes": float(self.mask_bytes)}
 
+    def log_dict(self, prefix: str = "") -> dict[str, float]:
+        """`metrics()` with a prefix before every name: flat numbers for any logger.
+
+        >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
+        >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
+        >>> sparsifier.step()
+        >>> sparsifier.report().log_dict("pruning/")
+        {'pruning/sparsity/0.weight': 0.5, 'pruning/sparsity': 0.5, 'pruning/mask_bytes': 32.0}
+        """
+        return {f"{prefix}{name}": value for name, value in self.metrics().items()}
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """One line for each tensor, numbers as they are; written to `path` if there is one.
+
+        >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
+        >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
+        >>> print(sparsifier.report().to_csv().splitlines()[0])
+        tensor,rule,shape,pattern,asked,sparsity,kept,blocks,mask_bytes
+        """
+        import csv
+
+        out = io.StringIO()
+        writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**vars(row), "shape": "x".join(map(str, row.shape))} for row in self.rows)
+        if path is not None:
+            Path(path).write_text(out.getvalue())
+        return out.getvalue()
+
+    def table(self) -> str:
+        """One line for each tensor, however many there are."""
+        lines = self._cells(folds=False)
+        widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
+        return "\n".join(_aligned(line, widths) for line in lines)
+
     def __str__(self) -> str:
-        head = ("tensor", "rule", "shape", "pattern", "asked", "sparsity", "kept", "blocks", "mask bytes")
-        last = ("all", "", "", "", "", f"{self.sparsity:.4f}", "", "", f"{self.mask_bytes:,}")
-        lines = [head, *(r.cells() for r in self.rows), last]
-        widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-        table = [
-            "  ".join(c.ljust(w) if k < 4 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines
-        ]
-        return "\n".join([*table, *self._coverage()])
+        """The table, in which like tensors share a line where there are many, and what is not covered."""
+        lines = self._cells(folds=len(self.rows) > FOLDED_ABOVE)
+        widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
+        return "\n".join([*(_aligned(line, widths) for line in lines), *self._coverage()])
+
+    def _repr_html_(self) -> str:
+        """The same as an HTML table, for notebooks."""
+        from html import escape
+
+        head, *lines = self._cells(folds=len(self.rows) > FOLDED_ABOVE)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in lines)
+        notes = "<br>".join(escape(line.strip()) for line in self._coverage())
+        return f"<table><tr>{''.join(f'<th>{c}</th>' for c in head)}</tr>{body}</table><p>{notes}</p>"
+
+    def _cells(self, folds: bool) -> list[tuple[str, ...]]:
+        """Head, rows and total as text."""
+        rows = [folded(like) for like in _like(self.rows)] if folds else [row.cells() for row in self.rows]
+        return [HEAD, *rows, ("all", "", "", "", "", f"{self.sparsity:.4f}", "", "", f"{self.mask_bytes:,}")]
 
     def _coverage(self) -> Iterator[str]:
         yield f"covers {self.covered:.1%} of the model's {self.total:,} parameters"
@@ -113,6 +179,38 @@ class Report(Sequence[Row]):
             yield f"  named by no rule: {name} ({count:,})"
         if len(self.others) > SHOWN:
             yield f"  named by no rule: {len(self.others) - SHOWN} more ({sum(list(self.others.values())[SHOWN:]):,})"
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells of a line side by side; texts to the left, numbers to the right."""
+    return "  ".join(c.ljust(w) if k < 4 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
+
+
+def _like(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that differ only in the numbers of their names and in what their masks keep, together."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        texts = tuple(re.sub(r"\d+", "0", text) for text in (row.tensor, row.rule))
+        found.setdefault((*texts, row.shape, row.pattern, row.cells()[4]), []).append(row)
+    return list(found.values())
+
+
+def folded(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Like rows as one: stars for the numbers in which their names differ, sums of what they keep."""
+    first = rows[0].cells()
+    if len(rows) == 1:
+        return first
+    spans = sorted({row.cells()[5] for row in rows})
+    sums = (sum(getattr(row, name) for row in rows) for name in ("kept", "blocks", "mask_bytes"))
+    name, rule = (_starred([getattr(row, key) for row in rows]) for key in ("tensor", "rule"))
+    sparsity = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}"
+    return (f"{name} ({len(rows)} tensors)", rule, *first[2:5], sparsity, *(f"{total:,}" for total in sums))
+
+
+def _starred(texts: Sequence[str]) -> str:
+    """Texts that differ in numbers alone as one text, with `*` for each number that differs."""
+    pieces = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
+    return "".join(own[0] if len(set(own)) == 1 else "*" for own in pieces)
 
 
 def make_row(

@@ -22,6 +22,10 @@ class Discovery:
         frozen: axes from which nothing may be removed, with the reason, and how many are alike.
         opaque: objects in the output that were not inspected, so tensors in them are not frozen.
         left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `export.removable`.
+
+    >>> found = discover(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)), torch.zeros(1, 4))
+    >>> [coupling.members for coupling in found.couplings], found.counts
+    ([{'0.weight': 'u i', '0.bias': 'u', '1.weight': 'o u'}], ((1, 16),))
     """
 
     couplings: tuple[Coupling, ...]

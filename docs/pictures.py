@@ -1,0 +1,264 @@
+"""The pictures of the site: masks and drawings as small SVG files, plots of the committed CSVs.
+
+`python docs/pictures.py FOLDER` writes all of them; `python docs/pictures.py` writes the picture of the README anew.
+Every mask is chosen by the library, and every plot reads a CSV of `examples/`, which the page below it names.
+"""
+
+import csv
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit_ao import BlockSpec, Coupling, ScopeCoupling, ScopeSparsifier, ScopeSpec, patterns
+
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE.parent / "examples"
+README_PICTURE = HERE / "_static/patterns.svg"
+CELL = 8  # pixels of an element
+KEPT, DROPPED = "#2b3a67", "#e9ebf2"
+
+
+def draw_matrix(mask: Tensor, *, outlines: Mapping[str, Tensor] | None = None) -> str:
+    """A mask [rows, columns] as an SVG file: kept elements dark; sets of elements outlined, {colour: bool mask}."""
+    return _svg(*_panel(mask, outlines=outlines or {}))
+
+
+def draw_panels(panels: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], columns: int = 9) -> str:
+    """Matrices side by side, in rows of `columns`; (caption, mask or values in [0, 1], outlines) each."""
+    found, left, top, right, bottom = [], 0, 0, 0, 0
+    for at, (caption, values, outlines) in enumerate(panels):
+        if at and at % columns == 0:
+            left, top = 0, bottom + 16
+        width, height, body = _panel(values, outlines=outlines)
+        width = max(width, 6 * len(caption))
+        text = f'<text x="0" y="10" font-family="sans-serif" font-size="11" fill="#222">{caption}</text>'
+        found.append(f'<g transform="translate({left} {top})">{text}<g transform="translate(0 16)">{body}</g></g>')
+        right, bottom = max(right, left + width), max(bottom, top + height + 16)
+        left += width + 24
+    return _svg(right, bottom, "".join(found))
+
+
+def _panel(values: Tensor, outlines: Mapping[str, Tensor]) -> tuple[int, int, str]:
+    rows, columns = values.shape
+    if values.dtype == torch.bool:
+        cells = f'<path fill="{KEPT}" d="{_runs(values)}"/>'
+    else:
+        cells = "".join(
+            f'<rect x="{c}" y="{r}" width="1" height="1" fill="{KEPT}" fill-opacity="{values[r, c]:.2f}"/>'
+            for r in range(rows)
+            for c in range(columns)
+        )
+    grid = "".join(f"M{c} 0v{rows}" for c in range(1, columns)) + "".join(f"M0 {r}h{columns}" for r in range(1, rows))
+    lines = "".join(
+        f'<path d="{_edges(chosen)}" stroke="{colour}" stroke-width=".28" stroke-linecap="square"/>'
+        for colour, chosen in outlines.items()
+    )
+    body = (
+        f'<g transform="translate(2 2) scale({CELL})"><rect width="{columns}" height="{rows}" fill="{DROPPED}"/>{cells}'
+        f'<path d="{grid}" stroke="#fff" stroke-width=".12"/>{lines}</g>'
+    )
+    return columns * CELL + 4, rows * CELL + 4, body
+
+
+def _svg(width: int, height: int, body: str) -> str:
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect width="100%" height="100%" fill="#fff"/>{body}</svg>\n'
+    )
+
+
+def _runs(mask: Tensor) -> str:
+    """Kept elements as a path, one rectangle for each run in a row."""
+    path = []
+    for r, row in enumerate(mask.tolist()):
+        c = 0
+        while c < len(row):
+            start = c
+            while c < len(row) and row[c]:
+                c += 1
+            if c > start:
+                path.append(f"M{start} {r}h{c - start}v1h{start - c}z")
+            c += 1
+    return "".join(path)
+
+
+def _edges(chosen: Tensor) -> str:
+    """The border of a set of elements as a path."""
+    padded = nn.functional.pad(chosen.int(), (1, 1, 1, 1))
+    across, down = padded[1:-1].diff(dim=1).ne(0).nonzero(), padded[:, 1:-1].diff(dim=0).ne(0).nonzero()
+    return "".join([f"M{c} {r}v1" for r, c in across.tolist()] + [f"M{c} {r}h1" for r, c in down.tolist()])
+
+
+def concepts() -> str:
+    """Weight, blocks, scopes and the mask of one matrix."""
+    torch.manual_seed(2)
+    weight = torch.randn(8, 16)
+    blocks = BlockSpec(weight, (2, 2))
+    scopes = ScopeSpec(blocks, (1, 4))
+
+    def elements(block_ids: Tensor) -> Tensor:
+        return blocks.get_masks(block_ids)[blocks]
+
+    one_block, one_scope = torch.zeros(2, 4, 8, dtype=torch.bool)
+    one_block[1, 2] = True
+    one_scope[1, :4] = True
+    size = weight.abs() / weight.abs().max()
+    norms = blocks.norms()
+    by_block = blocks.view.broadcast_block_to_element(norms / norms.max(), (2, 2))
+    mask = scopes.get_masks(nnz=2)[blocks]
+    block, scope = {"#1b7837": elements(one_block)}, {"#d95f02": elements(one_scope)}
+    return draw_panels(
+        [
+            ("weight: |w|", size, {}),
+            ("block 2 x 2: its norm", by_block, block),
+            ("scope: 4 blocks compete", by_block, scope),
+            ("budget: 2 of 4 are kept", mask, scope),
+        ],
+        columns=2,
+    )
+
+
+def views() -> str:
+    """One matrix under two views: heads, and pairs of columns that are apart."""
+    heads = torch.arange(16)[:, None].div(4, rounding_mode="floor").expand(16, 16)
+    column = torch.arange(16).expand(16, 16)
+    pair = column % 8 == 2
+    return draw_panels(
+        [
+            ("(h d) i: head 1 of 4", heads == 1, {"#1b7837": heads == 1}),
+            ("o (p s): columns 2 and 10", pair, {"#1b7837": pair}),
+        ]
+    )
+
+
+def coupling() -> str:
+    """The three matrices of a gated MLP, half of whose units are dropped."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({n: nn.Linear(*s, bias=False) for n, s in _GATED.items()})
+    mlp = Coupling({"gate.weight": "u i", "up.weight": "u i", "down.weight": "o u"})
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, mlp.entries(model, sparsity_level=0.5))
+    sparsifier.step()
+    masks = {name: sparsifier.mask(f"{name}.weight") for name in _GATED}
+    unit = torch.zeros(16, dtype=torch.bool)
+    unit[int(masks["gate"][:, 0].nonzero()[0])] = True
+    outlines = {n: {"#1b7837": (unit[:, None] if n != "down" else unit[None]).expand_as(m)} for n, m in masks.items()}
+    return draw_panels([(f"{n}: {'o u' if n == 'down' else 'u i'}", m, outlines[n]) for n, m in masks.items()])
+
+
+_GATED = {"gate": (12, 16), "up": (12, 16), "down": (16, 12)}
+
+
+def one_budget() -> str:
+    """Two layers that share one budget: the layer with larger weights keeps more."""
+    torch.manual_seed(0)
+    first, second = torch.randn(12, 16), 0.5 * torch.randn(12, 16)
+    specs = [BlockSpec(first), BlockSpec(second)]
+    masks = ScopeCoupling([ScopeSpec(s) for s in specs]).get_masks(nnz=192)
+    return draw_panels([(f"layer {k + 1} keeps {int(masks[s].sum())}", masks[s], {}) for k, s in enumerate(specs)])
+
+
+def overview() -> str:
+    """Six patterns side by side, for the README."""
+    torch.manual_seed(0)
+    found = {
+        "unstructured": patterns.unstructured(0.5),
+        "2:4": patterns.n_m(2, 4),
+        "blocks 4 x 4": patterns.blocks(4, 4, 0.5),
+        "rows": patterns.rows(0.5),
+        "heads": patterns.heads(4, 0.5),
+        "V:N:M": patterns.v_n_m(8, 2, 8),
+    }
+    model = nn.ModuleDict({f"m{k}": nn.Linear(16, 16, bias=False) for k in range(len(found))})
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(
+        model, [{"tensor_fqn": f"m{k}.weight", "pattern": pattern} for k, pattern in enumerate(found.values())]
+    )
+    sparsifier.step()
+    return draw_panels([(name, sparsifier.mask(f"m{k}.weight"), {}) for k, name in enumerate(found)])
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a CSV below `examples/`."""
+    with (RESULTS / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def plot_mask_update(path: pathlib.Path) -> None:
+    """Time of one mask update, by pattern and implementation."""
+    rows = read("benchmarks/results/cpu_step")
+    names = list(dict.fromkeys(r["pattern"] for r in rows))
+    kinds = {"torch.ao": "stock", "plain": "ours, plain", "JIT": "ours"}
+    ms = {(r["pattern"], r["kind"]): float(r["ms"]) for r in rows}
+    _bars(path, names, {k: [ms[n, kind] for n in names] for k, kind in kinds.items()}, "ms, one mask update", log=True)
+
+
+def plot_one_shot(path: pathlib.Path) -> None:
+    """Loss of the pruned language model, by structure and method."""
+    dense, *rows = read("results/one_shot_language_model")
+    names = list(dict.fromkeys(r["structure"] for r in rows))
+    loss = {(r["structure"], r["method"]): float(r["loss"]) - float(dense["loss"]) for r in rows}
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    series = {m: [loss.get((n, m), float("nan")) for n in names] for m in methods}
+    _bars(path, names, series, "loss above the dense model's")
+
+
+def plot_digits(path: pathlib.Path) -> None:
+    """Accuracy of methods of dynamic sparse training at 95 %, each of the ten runs."""
+    rows = [r for r in read("results/rigl_digits") if r["level"] == "0.95"]
+    names = list(dict.fromkeys(r["method"] for r in rows))
+    figure, axes = _figure(3)
+    axes.boxplot([[float(r["accuracy"]) for r in rows if r["method"] == n] for n in names])
+    axes.set_xticks(range(1, len(names) + 1), names)
+    axes.set_ylabel("accuracy (%), digits, 95 % sparse")
+    _save(figure, path)
+
+
+def _bars(path: pathlib.Path, names: Sequence[str], series: dict[str, list[float]], label: str, log: bool = False):  # type: ignore[no-untyped-def]
+    figure, axes = _figure(3.4)
+    width = 0.8 / len(series)
+    for k, (kind, values) in enumerate(series.items()):
+        axes.bar([i + width * (k - (len(series) - 1) / 2) for i in range(len(names))], values, width, label=kind)
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_ylabel(label)
+    if log:
+        axes.set_yscale("log")
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _figure(height: float):  # type: ignore[no-untyped-def]
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _save(figure, path: pathlib.Path) -> None:  # type: ignore[no-untyped-def]
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "0"}):  # text stays text: light files
+        figure.savefig(path, metadata={"Date": None})
+
+
+DRAWINGS = {"concepts": concepts, "views": views, "coupling": coupling, "one_budget": one_budget}
+PLOTS = {"mask_update": plot_mask_update, "one_shot": plot_one_shot, "digits": plot_digits}
+
+
+def write_all(folder: pathlib.Path) -> None:
+    """Write every picture but those of the gallery."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in DRAWINGS.items():
+        (folder / f"{name}.svg").write_text(draw())
+    for name, plot in PLOTS.items():
+        plot(folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        write_all(pathlib.Path(sys.argv[1]))
+    else:
+        README_PICTURE.write_text(overview())
