@@ -112,7 +112,7 @@ def test_mutated_state_dicts(make):
 def test_mutated_states_of_schedulers():
     rng, sparsifier = random.Random(2), ScopeSparsifier(0.5)
     sparsifier.prepare(model())
-    scheduler = ScheduleSL(sparsifier, linear(0.0, 10, end=0.5))
+    scheduler = ScheduleSL(sparsifier, linear(0.0, 0.5, 10))
     original, refused = copy.deepcopy(scheduler.state_dict()), 0
     for _ in range(COUNT):
         try:
