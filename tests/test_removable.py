@@ -283,3 +283,9 @@ def test_layers_that_share_one_number_for_several_couplings_are_found_together()
     found = removable(model, torch.randn(2, 3, 6, 6))
     assert [coupling.attrs for coupling in found.couplings] == [{}, {"width": "u"}]
     assert len(discover(model, torch.randn(2, 3, 6, 6)).couplings) == 2
+
+
+def test_recurrent_layers_run_with_their_new_weights():
+    model, inputs = fill(NETWORKS["GRU"][0]()), torch.randn(2, 5, 6)
+    small, report = shrink(model, inputs)
+    assert small.cells.input_size == 6 and small(inputs).shape == (2, 5, 3) and report.difference <= 1e-5
