@@ -5,6 +5,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ..errors import SparsityError
 from ..patterns import Pattern
 from ..schedules import Cadence
 from ..scores import Score
@@ -115,8 +116,11 @@ class ScopeSparsifier(PlannedSparsifier):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As of any sparsifier, with the number of calls of `step` if there is one."""
+        steps = state_dict.get("steps", self._steps) if isinstance(state_dict, Mapping) else 0
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise SparsityError(f"load_state_dict: 'steps' must be an int >= 0, got {steps!r}")
         super().load_state_dict(state_dict, strict)
-        self._steps = int(state_dict.get("steps", self._steps))
+        self._steps = steps
 
     def _forget_model(self) -> None:
         super()._forget_model()
