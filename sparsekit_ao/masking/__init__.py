@@ -1,5 +1,6 @@
 """The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
 
+from .finish import finished
 from .parametrization import (
     WeightMask,
     collector_paused,
