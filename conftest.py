@@ -11,11 +11,9 @@ collect_ignore_glob = ["tests/*_child.py"]  # scripts: collecting them for docte
 def pytest_collection_finish(session):
     """Start the child processes of the tests that were selected; see `tests/background.py`."""
     if not session.config.option.collectonly:
-        slow = {item.path.name for item in session.items if item.get_closest_marker("slow")}
-        if slow & {"test_triton_aot.py", "test_triton_interpreter.py"}:
-            import background
+        import background
 
-            background.start(slow)
+        background.start(session.items)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ Make = Callable[[torch.optim.Optimizer, float, int, int], DynamicSparsifier]
 
 def replaces(until: int, every: int) -> dict[str, Any]:
     """When SET and RigL update and how much they replace, the same for both."""
-    return {"until": until, "update_every": every, "update_fraction": schedules.cosine(FRACTION, until)}
+    return {"until": until, "update_every": every, "update_fraction": schedules.cosine(FRACTION, 0.0, until)}
 
 
 METHODS: dict[str, Make] = {

@@ -300,7 +300,7 @@ def distil(student: nn.Module, dense: nn.Module, batches: Sequence[Any], steps: 
     student.get_submodule("embeddings").requires_grad_(False)
     optimizer = torch.optim.AdamW(student.get_submodule("encoder").parameters(), lr=PEAK_LR)
     warm = max(1, steps // 20)
-    up, down = schedules.linear(1 / warm, warm, end=1.0), schedules.linear(1.0, max(1, steps - warm))
+    up, down = schedules.linear(1 / warm, 1.0, warm), schedules.linear(1.0, 0.0, max(1, steps - warm))
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedules.join([up, down], [warm]))
     rng = random.Random(0)
     order: list[int] = []

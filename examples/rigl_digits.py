@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def replaces(until: int) -> dict[str, Any]:
     """When SET, RigL and SNFS update and how much they replace, the same for all three."""
-    return {"update_every": UPDATE_EVERY, "update_fraction": schedules.cosine(FRACTION, until)}
+    return {"update_every": UPDATE_EVERY, "update_fraction": schedules.cosine(FRACTION, 0.0, until)}
 
 
 def split_digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from .errors import CouplingError, SparsityError
 from .masking import WeightMask
 from .oneshot import one_shot
 from .selection import keep_mask
-from .sparsifiers import NearlyDiagonalSparsifier, ScopeSparsifier, WeightNormSparsifier
+from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "CouplingError",
     "DynamicSparsifier",
     "NearlyDiagonalSparsifier",
+    "ProximalSparsifier",
     "RigL",
     "ScopeCoupling",
     "ScopeSparsifier",

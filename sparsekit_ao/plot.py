@@ -1,4 +1,4 @@
-"""Plots of masks; matplotlib is imported only when one is drawn."""
+"""Plots of masks and of the layers of a model; matplotlib is imported only when one is drawn."""
 
 import math
 import os
@@ -11,10 +11,13 @@ from .errors import SparsityError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_mask"]
+    from .export import LayerReport
+
+__all__ = ["plot_layers", "plot_mask"]
 
 _INCHES = 6
 _DPI = (150, 600)  # least and most; a higher resolution would need too much memory
+_ROW_INCHES, _MOST_INCHES = 0.18, 40.0  # height of a layer in a plot of layers, and of the whole plot
 
 
 def plot_mask(
@@ -52,15 +55,58 @@ def plot_mask(
     if path is not None:
         # At least one pixel for each cell up to the highest resolution; the axes fill two thirds of the figure or more.
         dpi = min(max(_DPI[0], math.ceil(1.5 * max(rows, columns) / _INCHES)), _DPI[1])
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        figure.savefig(path, dpi=dpi)
+        _save(ax, path, dpi)
     return ax
 
 
-def _new_axes() -> "Axes":
+def _new_axes(height: float = _INCHES) -> "Axes":
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ImportError("plot_mask needs matplotlib: pip install matplotlib") from e
-    return Figure(figsize=(_INCHES, _INCHES), layout="constrained").add_subplot()
+        raise ImportError("plotting needs matplotlib: pip install matplotlib") from e
+    return Figure(figsize=(_INCHES, height), layout="constrained").add_subplot()
+
+
+def plot_layers(
+    report: "LayerReport", path: str | os.PathLike[str] | None = None, *, ax: "Axes | None" = None
+) -> "Axes":
+    """Plot the density of every weight of an `export.report`, one bar each, coloured by the first pattern it satisfies.
+
+    Args:
+        report: of a model.
+        path: where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
+        ax: where to draw; a new figure, as high as the number of layers needs, if None.
+
+    Returns:
+        The axes.
+
+    Raises:
+        SparsityError: a report without rows.
+        ImportError: matplotlib is not installed.
+
+    >>> from sparsekit_ao import export
+    >>> ax = plot_layers(export.report(torch.nn.Linear(8, 4)))
+    >>> [text.get_text() for text in ax.get_yticklabels()]
+    ['weight']
+    """
+    if not report:
+        raise SparsityError("plot_layers needs a report with at least one weight")
+    ax = _new_axes(max(2.0, min(_ROW_INCHES * len(report), _MOST_INCHES))) if ax is None else ax
+    names = [row.patterns[0] if row.patterns else "dense" for row in report]
+    pruned = list(dict.fromkeys(name for name in names if name != "dense"))
+    colors = {"dense": "0.8"} | {name: f"C{at % 10}" for at, name in enumerate(pruned)}
+    for name in dict.fromkeys(names):
+        places = [k for k, own in enumerate(names) if own == name]
+        ax.barh(places, [report[k].density for k in places], color=colors[name], label=name)
+    ax.set_yticks(range(len(report)), [row.tensor for row in report], fontsize="x-small")
+    ax.set(xlim=(0, 1), ylim=(len(report) - 0.5, -0.5), xlabel="density")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="x-small")
+    _save(ax, path, _DPI[0])
+    return ax
+
+
+def _save(ax: "Axes", path: str | os.PathLike[str] | None, dpi: int) -> None:
+    if path is not None:
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        figure.savefig(path, dpi=dpi)

@@ -1,4 +1,4 @@
-"""Schedules: functions from a step to a number, without state; and `ScheduleSL`, the torch.ao scheduler over them.
+"""Schedules: functions from a step to a number, without state; `ScheduleSL`, a torch.ao scheduler over them.
 
 The number is either a target sparsity (`cubic` of Zhu and Gupta) or the fraction of the active weights to replace in an
 update of a `DynamicSparsifier` (`cosine` of RigL). Schedules can be pickled.
@@ -6,6 +6,7 @@ update of a `DynamicSparsifier` (`cosine` of RigL). Schedules can be pickled.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,18 @@ from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
 from .errors import SparsityError
 
-__all__ = ["Schedule", "ScheduleSL", "constant", "cosine", "cubic", "difference", "drop_fraction", "join", "linear"]
+__all__ = [
+    "Cadence",
+    "Schedule",
+    "ScheduleSL",
+    "constant",
+    "cosine",
+    "cubic",
+    "difference",
+    "drop_fraction",
+    "join",
+    "linear",
+]
 
 Schedule = Callable[[int], float]
 
@@ -27,24 +39,24 @@ def constant(value: float) -> Schedule:
     return partial(_constant, value)
 
 
-def linear(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """Linear from `start` at step 0 to `end` at step `steps`, and `end` from then on.
+def linear(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
+    """Linear from `start` at step `begin` to `end` at step `begin + steps`, and `end` from then on.
 
-    >>> [linear(1.0, 4)(t) for t in (0, 1, 4, 9)]
+    >>> [linear(1.0, 0.0, 4)(t) for t in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
     _check_positive("steps", steps)
-    return partial(_power, start, end, steps, 0, 1)
+    return partial(_power, start, end, steps, begin, 1)
 
 
-def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """Half a cosine from `start` to `end` over `steps`, and `end` from then on (RigL, arXiv 1911.11134).
+def cosine(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
+    """Half a cosine from `start` at step `begin` to `end` at `begin + steps` and later (RigL, arXiv 1911.11134).
 
-    >>> [round(cosine(0.3, 10)(t), 4) for t in (1, 5, 10, 11)]
+    >>> [round(cosine(0.3, 0.0, 10)(t), 4) for t in (1, 5, 10, 11)]
     [0.2927, 0.15, 0.0, 0.0]
     """
     _check_positive("steps", steps)
-    return partial(_cosine, start, end, steps)
+    return partial(_cosine, start, end, steps, begin)
 
 
 def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
@@ -89,7 +101,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         schedules: at least one.
         boundaries: the step at which each schedule but the first begins, increasing.
 
-    >>> s = join([constant(0.0), linear(1.0, 2)], [10])
+    >>> s = join([constant(0.0), linear(1.0, 0.0, 2)], [10])
     >>> [s(t) for t in (9, 10, 11, 12)]
     [0.0, 1.0, 0.5, 0.0]
     """
@@ -100,6 +112,27 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return partial(_joined, list(schedules), [0, *boundaries])
 
 
+@dataclass(frozen=True)
+class Cadence:
+    """In which steps, counted from 0, masks are updated: every `update_every`-th from the first on, below `until`.
+
+    >>> [step for step in range(10) if Cadence(3, until=8).is_due(step)]
+    [0, 3, 6]
+    """
+
+    update_every: int = 1
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive("update_every", self.update_every)
+        if self.until is not None:
+            _check_positive("until", self.until)
+
+    def is_due(self, step: int) -> bool:
+        """Whether masks are updated in a step."""
+        return step % self.update_every == 0 and (self.until is None or step < self.until)
+
+
 def _constant(value: float, step: int) -> float:
     return value
 
@@ -108,8 +141,8 @@ def _power(start: float, end: float, steps: int, begin: int, exponent: int, step
     return end + (start - end) * (1 - _progress(step - begin, steps)) ** exponent
 
 
-def _cosine(start: float, end: float, steps: int, step: int) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * _progress(step, steps))) / 2
+def _cosine(start: float, end: float, steps: int, begin: int, step: int) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * _progress(step - begin, steps))) / 2
 
 
 def _difference(schedule: Schedule, interval: int, step: int) -> float:
@@ -148,7 +181,7 @@ class ScheduleSL(BaseScheduler):
     >>> from sparsekit_ao import ScopeSparsifier, schedules
     >>> sparsifier = ScopeSparsifier()
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8)), None)
-    >>> scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 10, end=0.5), interval=5)
+    >>> scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 10), interval=5)
     >>> levels = []
     >>> for step in range(10):
     ...     sparsifier.step()

@@ -90,7 +90,8 @@ class random(BuiltInScore):
     seed: int = 0
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
-        return torch.rand(weight.shape, generator=keyed_generator(self.seed, statistics.name)).to(weight.device)
+        generator = keyed_generator(self.seed, statistics.name)
+        return torch.rand(weight.shape, generator=generator, dtype=torch.float32, device="cpu").to(weight.device)
 
 
 @dataclass(frozen=True)

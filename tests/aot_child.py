@@ -10,47 +10,20 @@ warps and registers are those of a real run. Registers and spills come from the 
 import argparse
 import json
 import math
-import os
 import re
 import resource
-import subprocess
-import tempfile
+import sys
+from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "benchmarks"))
+from sass import compiling, empty, usage
 
 from sparsekit_ao.selection import Blocks, Scopes, Update
 from sparsekit_ao.selection import triton as gpu
-from sparsekit_ao.selection.strides import cosize, row_major
 
-TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class Target:
-    """A driver of a GPU of one architecture, of which only compilation is used."""
-
-    def __init__(self, arch):
-        self.arch = arch
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self):
-        return self.arch  # what is compiled for one is not taken for another
-
-    def get_current_stream(self, device):
-        return 0
-
-
-def empty(shape, dtype, stride=None, start=0):
-    """A tensor on the meta device, that starts `start` elements after a multiple of 16 bytes."""
-    stride = row_major(shape) if stride is None else stride
-    memory = torch.empty(cosize(shape, stride) + start, dtype=dtype, device="meta")
-    return memory.as_strided(shape, stride, start)
 
 
 def blocks(shape, block, dtype, order=(), stride=None, mask=torch.bool, start=0):
@@ -66,9 +39,9 @@ def update(shape, dtype, block, scope, norm=2, among_kept=False, stride=None, bi
     )
 
 
-def many(count):
-    """2:4 over as many tensors as one launch takes."""
-    groups = [Scopes(members=(blocks((512, 512), (1, 1), BF16),), shape=(1, 4)) for _ in range(count)]
+def many(count, shape=(512, 512), scope=(1, 4)):
+    """2:4, or another scope, over several tensors in one launch."""
+    groups = [Scopes(members=(blocks(shape, (1, 1), BF16),), shape=scope) for _ in range(count)]
     return lambda: gpu.scope_masks([Update(scopes=(scoped,), keep=2) for scoped in groups])
 
 
@@ -124,7 +97,8 @@ FURTHER = {
     "inputs": update(WHOLE, BF16, (8192, 1), (1, 8192)),
     "2:4 of 3x3 kernels": update((512, 512, 3, 3), F32, (1, 1, 3, 3), (1, 4, 1, 1)),
     "4:8 of 3 elements": update((8192, 768 * 8), BF16, (1, 3), (1, 8), norm=math.inf),
-    "2:4 of 512 tensors": many(512),
+    **{f"2:4 of {n} tensors": many(n) for n in (1, 2, 3, 4, 5, 6, 16, 17, 20, 512)},
+    **{f"1x1 over each of {n} tensors": many(n, (1024, 1024), (1024, 1024)) for n in (2, 3, 4, 5, 16)},
     "rows of 8,192, float32": update(WHOLE, F32, (1, 1), (1, 8192)),
     "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),
     "1x1 over a tensor beyond 2^31": update((65536, 65536), BF16, (1, 1), (65536, 65536)),
@@ -150,22 +124,6 @@ FURTHER = {
 }
 
 
-def usage(cubin):
-    """Registers of a thread, and how many instructions move spilled ones to its stack or back."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = tool("cuobjdump", "--dump-resource-usage", file.name)
-        stack = int(re.search(r"STACK:(\d+)", text)[1])
-        spills = len(re.findall(r"\b(?:STL|LDL)\b", tool("cuobjdump", "-sass", file.name))) if stack else 0
-    return {"registers": int(re.search(r"REG:(\d+)", text)[1]), "spills": spills}
-
-
-def tool(name, *arguments):
-    command = [os.path.join(TOOLS, name), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def processor_seconds():
     """Spent by this process and the assemblers that it started: what else the machine does is not counted."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -173,24 +131,18 @@ def processor_seconds():
 
 def lines(cases):
     """One dict a kernel and architecture, each compiled once; `cases` are (name, architecture)."""
-    found, done, launch, launched = [], set(), JITFunction.run, CASES | FURTHER
-
-    def compile_only(self, *args, grid, warmup, **options):
-        begin = processor_seconds()
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        found.append((self.__name__, kernel, processor_seconds() - begin))
-
-    JITFunction.run = compile_only
-    for case, arch in cases:
-        driver.set_active(Target(arch))
-        launched[case]()
-        for name, kernel, seconds in found:
-            if kernel.hash not in done:
+    done, launched = set(), CASES | FURTHER
+    with compiling(processor_seconds) as compiled:
+        for case, arch in cases:
+            for launch in compiled(arch, launched[case]):
+                kernel = launch.kernel
+                if kernel.hash in done:
+                    continue
                 done.add(kernel.hash)
                 ptx = kernel.asm["ptx"]
                 yield {
                     "case": case,
-                    "kernel": name.removesuffix("_kernel"),
+                    "kernel": launch.name,
                     "arch": arch,
                     "warps": kernel.metadata.num_warps,
                     **usage(kernel.asm["cubin"]),
@@ -198,9 +150,8 @@ def lines(cases):
                     "wide loads": len(re.findall(r"ld\.global\.v4\.b32", ptx)),
                     "wide stores": len(re.findall(r"st\.global\.v4\.b32", ptx)),
                     "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-                    "seconds": round(seconds, 2),
+                    "seconds": round(launch.seconds, 2),
                 }
-        found.clear()
 
 
 def main():

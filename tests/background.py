@@ -1,6 +1,7 @@
-"""Child processes that take minutes run beside the other tests, one after the other, from the start of a session.
+"""Child processes of a minute or more, run one after the other beside the tests, from the start of a session.
 
-Each compiles or interprets Triton kernels on one core; the tests use little more than one themselves.
+Each works on one core; the tests use little more than one themselves. A job has the name of the test or test file that
+reads its result.
 """
 
 import atexit
@@ -17,6 +18,7 @@ HERE = Path(__file__).parent
 ARCHES = (80, 90, 100)
 _running: list[subprocess.Popen] = []
 _found: dict[str, subprocess.CompletedProcess] = {}
+_left: dict[str, list[str]] = {}
 _ended: dict[str, threading.Event] = {}
 
 
@@ -32,31 +34,53 @@ def _interpreter():
     return command, os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-JOBS = {"test_triton_aot.py": _aot, "test_triton_interpreter.py": _interpreter}
+def _process(install):
+    command = [sys.executable, "-W", "ignore", str(HERE / "process_child.py"), install]
+    return command, os.environ | {"OMP_NUM_THREADS": "2"}
 
 
-def start(files):
-    """Start the jobs of those test files that have one, in a thread."""
-    names = [name for name in JOBS if name in files and name not in _ended]
+def _gpu_benchmark():
+    return [sys.executable, str(HERE.parent / "examples/benchmarks/gpu_step.py"), "--tiny"], dict(os.environ)
+
+
+JOBS = {
+    "test_triton_aot.py": _aot,
+    "test_triton_interpreter.py": _interpreter,
+    "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),
+    "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
+    "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": _gpu_benchmark,
+}
+
+
+def start(items):
+    """Start the jobs of those tests that have one, in a thread."""
+    slow = {item.path.name for item in items if item.get_closest_marker("slow")}
+    _start([name for name in JOBS if name in slow | {item.name for item in items}])
+
+
+def _start(names):
+    names = [name for name in names if name not in _ended]
     _ended.update({name: threading.Event() for name in names})
     threading.Thread(target=lambda: [_run(name) for name in names], daemon=True).start()
 
 
 def result(name):
-    """What the job of a test file printed, and its exit code; waits for it."""
-    start([name])
+    """What a job printed, its exit code, and the files that it left in its (empty) folder; waits for it."""
+    _start([name])
     assert _ended[name].wait(900), f"the child process of {name} takes too long"
-    return _found[name]
+    return _found[name], _left[name]
 
 
 def _run(name):
     command, environment = JOBS[name]()
-    child = subprocess.Popen(
-        command, cwd=HERE.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    _running.append(child)
-    out, err = child.communicate()
-    _found[name] = subprocess.CompletedProcess(command, child.returncode, out, err)
+    with tempfile.TemporaryDirectory() as folder:
+        child = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        _running.append(child)
+        out, err = child.communicate()
+        _found[name] = subprocess.CompletedProcess(command, child.returncode, out, err)
+        _left[name] = os.listdir(folder)
     _ended[name].set()
 
 

@@ -80,6 +80,18 @@ def test_rows_of_any_width_equal_the_reference(kind, dtype):
             assert torch.equal(keep_mask(scores, keep, magnitude=magnitude, impl="triton"), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_rows_of_16_bits_are_sorted_with_every_budget_and_bit_pattern(dtype):
+    for width in (2, 7, 8, 16):
+        scores = torch.cat([scores_like(kind, 4 * width, width, dtype) for kind in ("special", "bit patterns")])
+        keep = torch.arange(len(scores)) % (width + 1)
+        candidates = torch.rand(scores.shape, generator=generator(2)) < 0.6
+        for magnitude, allowed in ((True, None), (False, None), (False, candidates)):
+            expected = keep_mask(scores, keep, candidates=allowed, magnitude=magnitude, impl="reference")
+            found = keep_mask(scores, keep, candidates=allowed, magnitude=magnitude, impl="triton")
+            assert torch.equal(found, expected), (width, magnitude)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), TURNS)
 def test_long_rows_equal_the_reference(kind, dtype):
     scores, keep = scores_like(kind, 2, 100, dtype), torch.tensor([45, 13])
@@ -492,6 +504,16 @@ def test_the_cache_of_plans_is_bounded_by_bytes(plans, monkeypatch):
         gpu.scope_masks([one_of(integers((2, 8), seed=k), 2)])
     held = [8 * r.memory.numel() for r in plans.values()]
     assert 2 <= len(held) < 20 and sum(held) <= 4000 < sum(held) + held[0]
+    assert plans.bytes == sum(held)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_tables_start_at_multiples_of_16_bytes_whatever_the_number_of_updates(count, plans):
+    """Else kernels would be compiled again by the parity of that number."""
+    gpu.scope_masks([one_of(integers((2, 8), seed=k), 2) for k in range(count)])
+    (plan,) = plans.values()
+    tables = [t for launch in plan.fused for t in launch.tables]
+    assert tables and all(t.data_ptr() % 16 == 0 for t in tables)
 
 
 def test_two_threads_make_one_table(plans):

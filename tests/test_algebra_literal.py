@@ -400,9 +400,9 @@ def test_min_and_max_are_signed_and_reduce_is_any_fold():
     assert b.reduce(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.prod).tolist() == [[2, 12]]
 
 
-def test_nnz_counts_blocks_with_an_element_above_eps():
+def test_nnz_blocks_counts_blocks_with_an_element_above_eps():
     b = BlockSpec(torch.tensor([[0.0, 0.0, 1e-9, 0.0, 0.5, 0.0, NAN, 0.0]]), (1, 2))
-    assert (b.nnz(), b.nnz(1e-10), b.nnz(eps=0.5)) == (2, 3, 1)
+    assert (b.nnz_blocks(), b.nnz_blocks(1e-10), b.nnz_blocks(eps=0.5)) == (2, 3, 1)
 
 
 def test_partial_edges_average_over_the_elements_that_they_have():
@@ -529,7 +529,7 @@ def test_multipliers_masks_and_thresholds_change_every_member():
     mlp_.apply_multiplier(torch.tensor([[1.0], [3.0], [1.0]]))
     assert gate[1].tolist() == [0, 6] and up[1].tolist() == [3, 0] and down[:, 1].tolist() == [6, 0]
     mlp_.apply_mask(torch.tensor([[True], [False], [False]]))
-    assert not gate[0].any() and not up[0].any() and not down[:, 0].any() and mlp_.nnz() == 2
+    assert not gate[0].any() and not up[0].any() and not down[:, 0].any() and mlp_.nnz_blocks() == 2
     mlp_.hard_threshold(9.0)  # neuron 1 has norm 9 and stays, neuron 2 has 3
     assert mlp_.norms().tolist() == [[0], [9], [0]]
     mlp_.soft_threshold(3.0)
@@ -813,8 +813,8 @@ def test_get_masks_by_scores_and_among_allowed_blocks():
     scores, allowed = torch.tensor([[1.0, 9.0, 2.0, -3.0]]), booleans("x.xx")
     assert torch.equal(only(s.get_masks(2, block_scores=scores)), booleans("..xxxx.."))
     assert torch.equal(only(s.get_masks(2, None, scores, allowed)), booleans("xx..xx.."))
-    assert torch.equal(only(s.get_masks(4, block_scores=scores, block_mask=allowed)), booleans("xx..xxxx"))
-    assert torch.equal(only(s.get_masks(1, block_mask=allowed)), booleans("xx......"))
+    assert torch.equal(only(s.get_masks(4, block_scores=scores, candidates=allowed)), booleans("xx..xxxx"))
+    assert torch.equal(only(s.get_masks(1, candidates=allowed)), booleans("xx......"))
 
 
 def test_get_masks_breaks_ties_by_the_order_inside_the_scope():
@@ -857,8 +857,8 @@ def test_scores_of_a_wrong_shape_or_dtype_are_refused():
     s = ScopeSpec(BlockSpec(torch.ones(2, 4), (1, 2), "w"), (1, 2))
     with refuses("w: block_scores must have the block grid's shape (2, 2)"):
         s.get_masks(1, block_scores=torch.ones(2, 4))
-    with refuses("w: block_mask must have the block grid's shape (2, 2)"):
-        s.get_masks(1, block_mask=torch.ones(2, 4, dtype=torch.bool))
+    with refuses("w: candidates must have the block grid's shape (2, 2)"):
+        s.get_masks(1, candidates=torch.ones(2, 4, dtype=torch.bool))
     with refuses("scores must be float16, bfloat16, float32 or float64"):
         s.get_masks(1, block_scores=torch.ones(2, 2, dtype=torch.int64))
 

@@ -176,7 +176,8 @@ def test_the_reference_and_the_cpu_backend_do_not_threshold_in_place():
         BlockSpec(torch.ones(2, 4), (1, 2)).soft_threshold(0.5, impl="cpu")
 
 
-def test_small_work_is_left_to_the_plain_path_on_auto_only():
+def test_small_work_is_left_to_the_plain_path_on_auto_only(monkeypatch):
+    monkeypatch.setenv("SPARSEKIT_AO_NUMBA", "always")
     small, large = row(torch.ones(4, 6)), row(torch.ones(1024, 66))
     assert backend.choose(small).name == "cpu"
     assert backend.choose(large).name == ("cpu" if backend.BACKENDS["numba"].reasons(large) else "numba")

@@ -182,7 +182,7 @@ def test_the_residual_stream_of_llama_is_pruned_and_its_norms_are_folded(extra, 
     fresh.load_state_dict(small.state_dict())
     with torch.no_grad():
         assert torch.equal(fresh(**x).logits, small(**x).logits)
-    small.config.rms_norm_eps = small.model.norm.variance_epsilon  # every norm has the same
+    assert small.config.rms_norm_eps == small.model.norm.variance_epsilon and not report.notes
     small.save_pretrained(tmp_path)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
@@ -263,3 +263,14 @@ def test_layers_that_keep_different_numbers_cannot_share_a_field_of_the_config()
         r"12 of 24 and 'mlp 1' 24 of 24. Keep equal numbers, or do not list it.",
     ):
         compact(model, MLP, tokens())
+
+
+def test_norms_that_keep_different_epsilons_do_not_fit_into_one_field_of_the_config():
+    model = shaken(llama())
+    model.model.layers[0].self_attn.q_norm = type(model.model.norm)(8, eps=model.config.rms_norm_eps)  # not pruned
+    small, report = compact(pruned(model, [STREAM]), STREAM, tokens())
+    assert report.notes == (
+        "config.rms_norm_eps cannot hold the different epsilons of folded norms, so save_pretrained loses them; use "
+        "the manifest",
+    )
+    assert small.config.rms_norm_eps == model.config.rms_norm_eps

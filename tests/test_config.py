@@ -184,11 +184,6 @@ def test_without_a_config_a_tied_head_is_left_out_and_the_report_says_so():
     assert "named by no rule: embed.weight (80)" in text
 
 
-def test_a_tied_head_by_its_exact_name_is_an_error():
-    with pytest.raises(SparsityError, match="'lm_head.weight' is one parameter under several names"):
-        ScopeSparsifier().prepare(Language(), [{"tensor_fqn": "lm_head.weight"}])
-
-
 def test_without_a_config_adapters_are_left_out():
     class Adapted(nn.Module):
         adapter_layer_names = ("lora_A", "lora_B")

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -76,3 +77,39 @@ def test_save_pretrained_and_from_pretrained(tmp_path):
     with torch.no_grad():
         assert torch.equal(again(**inputs).last_hidden_state, expected)
     assert sparsifier.check()
+
+
+@pytest.mark.parametrize("name", ["BERT", None])
+def test_the_trainers_checkpoints_hold_a_plain_model_beside_the_resumable_one(name, tmp_path):
+    pytest.importorskip("accelerate")
+    import transformers
+    from safetensors.torch import load_file
+
+    from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+    model = make(name)[0] if name else linear_model(8, 4)
+    sparsifier = masked(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own
+        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+        trainer = transformers.Trainer(model, arguments, callbacks=[callback := SparsifierCallback(sparsifier)])
+    assert callback.watch_saving(trainer) is callback
+    trainer.save_model(str(tmp_path / "last"))
+    resumable, plain = (load_file(p / "model.safetensors") for p in (tmp_path / "last", tmp_path / "last" / "squashed"))
+    assert any("parametrizations" in k for k in resumable) and not any("parametrizations" in k for k in plain)
+    sparsifier.squash_mask()
+    assert all(torch.equal(plain[k], v) for k, v in model.state_dict().items() if k in plain)
+    if name:
+        again = transformers.AutoModel.from_pretrained(tmp_path / "last" / "squashed")
+        assert all(torch.equal(v, model.state_dict()[k]) for k, v in again.state_dict().items())
+
+
+def test_a_squashed_copy_is_saved_while_training_goes_on(tmp_path):
+    model = linear_model(8, 4)
+    sparsifier = masked(model)
+    snapshot = copy.deepcopy(model)
+    sparsifier.squash_mask(model=snapshot)
+    torch.save(snapshot.state_dict(), tmp_path / "plain.pt")
+    linear_model(8, 4).load_state_dict(torch.load(tmp_path / "plain.pt"))
+    sparsifier.step()
+    assert sparsifier.check() == 1

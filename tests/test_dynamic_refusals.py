@@ -75,7 +75,7 @@ def test_gradual_pruning_to_a_level_out_of_reach_is_refused_in_prepare():
 
 
 def test_a_target_that_falls_is_followed_where_something_grows():
-    target = schedules.linear(0.8, 10, end=0.2)
+    target = schedules.linear(0.8, 0.2, 10)
     model, optimizer, sparsifier = prepared(sparsity_level=None, target=target, update_every=1, init="uniform")
     train(model, optimizer, sparsifier, range(1, 12))
     assert sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups) == round(0.8 * 576)

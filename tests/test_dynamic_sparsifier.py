@@ -639,7 +639,10 @@ def test_a_rule_that_does_not_declare_what_it_needs():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: dynamic.rules.magnitude("sum"), "magnitude: criterion must be 'mean', 'max', 'L1', 'L2' or None"),
+        (
+            lambda: dynamic.rules.magnitude("sum"),
+            "magnitude: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None",
+        ),
         (lambda: inits.random("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
         (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
         (lambda: dynamic.mask.find_dynamic(nn.Linear(1, 1), "weight"), "has no dynamic mask; call prepare first"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import background
 import pytest
 import torch
 from scripts import runner
@@ -48,7 +49,14 @@ def dense_minilm():
 
 def test_every_example_has_a_test():
     pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
-    run_here = pruned | {"rigl_digits.py", "dst_language_model.py", "one_shot_language_model.py", "fsdp2.py"}
+    run_here = pruned | {
+        "export_minilm.py",
+        "rigl_digits.py",
+        "dst_language_model.py",
+        "one_shot_language_model.py",
+        "proximal.py",
+        "fsdp2.py",
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
 
 
@@ -72,6 +80,21 @@ def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes(tmp_path):
     assert sent is not None and int(sent[1].replace(",", "")) < 150_000
 
 
+def test_minilm_is_exported_to_every_target(run, tmp_path):
+    done = run(EXAMPLES / "export_minilm.py", "--tiny", "--threads", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out/export_minilm/export_minilm.csv").open() as file:
+        rows = {(r["pattern"], r["target"]): r for r in csv.DictReader(file)}
+    blocks = "1x4 blocks at 80%"
+    assert {pattern for pattern, _ in rows} == {"dense", blocks, "2:4"} and len(rows) == 14
+    assert rows[blocks, "fbgemm"]["ran sparse"] == "6 layers, int8"
+    assert "needs at least 60% of its 1x4 blocks" in rows["2:4", "fbgemm"]["ran sparse"]
+    assert rows["2:4", "pack_2_4, bfloat16"]["ran sparse"] == "6 layers on CUDA"
+    for pattern in (blocks, "2:4"):
+        assert float(rows[pattern, "save_sparse"]["MB"]) < float(rows[pattern, "float32"]["MB"])
+    assert abs(float(rows[blocks, "fbgemm"]["cosine"]) - float(rows[blocks, "float32"]["cosine"])) < 0.1
+
+
 def test_quickstart_stays_short():
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) < 40
 
@@ -87,6 +110,17 @@ def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
     left = {(r["method"], r["level"]): float(r["first mask left"]) for r in rows}
     assert left["static", "0.9"] == 1 and left["RigL", "0.9"] < 1
     assert (tmp_path / "rigl_digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_proximal_trains_every_method(run, tmp_path):
+    done = run(EXAMPLES / "proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| method | inputs left | relevant ones | test error | mean |" in done.stdout
+    with (tmp_path / "proximal.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["method"] for r in rows] == ["Adam, none", "SGD, Euclidean", "Adam, Euclidean", "Adam, conditioned"]
+    assert rows[0]["inputs left"] == "64" and all(0 < float(r["test error"]) < 10 for r in rows)
+    assert (tmp_path / "proximal.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_committed_digits_results_have_the_expected_order():
@@ -261,7 +295,9 @@ BENCHMARKS = {
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
+    "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16  caches: cold",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
+    "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "selection_bytes.py": "way: histograms  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
@@ -276,14 +312,14 @@ def test_every_benchmark_runs(script, line, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times(tmp_path):
-    done = run_alone(EXAMPLES / "benchmarks/gpu_step.py", "--tiny", cwd=tmp_path)
+def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times():
+    done, left = background.result("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
     assert done.returncode == 0, done.stderr
     assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in done.stdout
     assert "pattern: 7 weights, 1x1 at 90 %  kind: ours\n" in done.stdout
     assert "ran in the interpreter, " in done.stdout and "masks were checked" in done.stdout
     assert "ms:" not in done.stdout and "GB/s" not in done.stdout
-    assert not list(tmp_path.iterdir())
+    assert not left
 
 
 def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
@@ -304,5 +340,5 @@ def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
 
 
 def test_every_benchmark_has_a_test():
-    shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py"}
+    shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py", "sass.py"}
     assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, RigL, ScopeSparsifier, SparsityError, patterns
 from sparsekit_ao.export import compact, cut_to
-from sparsekit_ao.schedules import ScheduleSL, linear
+from sparsekit_ao.schedules import ScheduleSL, constant
 
 COUNT = 120  # mutations of each kind
 JUNK = [None, True, -1, 0, 1.5, 10**12, 10**30, -(10**30), math.nan, math.inf, 1j, b"x", "", "x", "*", "x" * 3000]
@@ -112,7 +112,7 @@ def test_mutated_state_dicts(make):
 def test_mutated_states_of_schedulers():
     rng, sparsifier = random.Random(2), ScopeSparsifier(0.5)
     sparsifier.prepare(model())
-    scheduler = ScheduleSL(sparsifier, linear(0.0, 10, end=0.5))
+    scheduler = ScheduleSL(sparsifier, constant(0.5))
     original, refused = copy.deepcopy(scheduler.state_dict()), 0
     for _ in range(COUNT):
         try:

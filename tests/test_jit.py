@@ -372,6 +372,7 @@ def test_without_numba_only_a_call_by_name_is_an_error(monkeypatch):
 
 
 def test_a_step_uses_the_backend_by_itself_where_numba_is_installed(monkeypatch):
+    monkeypatch.setenv("SPARSEKIT_AO_NUMBA", "always")
     seen = []
     real = numba.run
     monkeypatch.setattr(numba, "run", lambda work: seen.append(1) or real(work))

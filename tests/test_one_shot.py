@@ -1,9 +1,12 @@
 """Pruning in one pass: solvers against brute force, the walk over a model, couplings, interruptions, bad input."""
 
 import copy
+import dataclasses
 import itertools
 import warnings
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from hf_models import make
@@ -11,6 +14,7 @@ from ranks import run_ranks
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, export, one_shot, patterns
+from sparsekit_ao.calibration import Statistics, collect
 from sparsekit_ao.oneshot import layers, run, walk
 from sparsekit_ao.oneshot.obs import column_chunks, sparsegpt, structured_obs
 from sparsekit_ao.oneshot.solve import admm, least_squares, relative_error
@@ -765,3 +769,53 @@ def test_another_model_does_not_go_on_where_an_interrupted_one_stopped():
     sparsifier.prepare(Model())
     one_shot(sparsifier, batches, resume=True)
     assert sparsifier.check()
+
+
+def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):
+    class Watched(nn.Sequential):
+        def forward(self, x):
+            held = [s() for s in recorded if s() is not None]
+            live.append(len({id(s.sums["input_gram"]) for s in held if "input_gram" in s.sums}))
+            return super().forward(x)
+
+    def statistics(**arguments):
+        found = Statistics(**arguments)
+        recorded.append(weakref.ref(found))
+        return found
+
+    live, recorded = [], []
+    monkeypatch.setattr(collect, "Statistics", statistics)
+    blocks = [Watched(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(6)]
+    report = one_shot(prepared(Stack(blocks)), correlated())
+    assert report.blocks == 6 and len(recorded) == 12
+    assert 2 <= max(live) <= 4  # two layers in a block
+
+
+def test_blocks_may_take_arrays_and_objects_that_hold_tensors():
+    @dataclasses.dataclass
+    class Options:
+        scale: torch.Tensor
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, array, options):
+            return self.layer(x).relu() * float(array[0]) * options.scale
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            for k, block in enumerate(self.blocks):
+                x = block(x, np.ones(2), Options(torch.ones(8) + (k if self.differs else 0)))
+            return x
+
+    for differs in (False, True):
+        torch.manual_seed(0)
+        model = Chain()
+        model.differs = differs
+        assert one_shot(prepared(model), correlated()).blocks == (0 if differs else 3)

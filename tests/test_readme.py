@@ -170,3 +170,10 @@ def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     )
     text = " ".join(README.split())
     assert sentence in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text
+
+
+def test_the_table_of_export_targets_equals_the_csv():
+    with (ROOT / "examples/results/export_minilm.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for r in rows:
+        assert f"| {' | '.join(list(r.values())[:7])} |" in README

@@ -11,10 +11,10 @@ from sparsekit_ao.schedules import ScheduleSL
 
 
 def test_cosine_golden():
-    values = [round(schedules.cosine(0.3, 10)(t), 4) for t in range(1, 11)]
+    values = [round(schedules.cosine(0.3, 0.0, 10)(t), 4) for t in range(1, 11)]
     assert values == [0.2927, 0.2714, 0.2382, 0.1964, 0.15, 0.1036, 0.0618, 0.0286, 0.0073, 0.0]
-    assert schedules.cosine(0.3, 10)(1000) == 0.0
-    assert schedules.cosine(0.3, 10, end=0.1)(10) == 0.1
+    assert schedules.cosine(0.3, 0.0, 10)(1000) == 0.0
+    assert schedules.cosine(0.3, 0.1, 10)(10) == 0.1
 
 
 def test_cubic_golden():
@@ -38,16 +38,22 @@ def test_a_target_as_a_fraction_of_what_is_active():
 
 
 def test_linear_constant_and_join():
-    assert [round(schedules.linear(0.3, 3)(t), 4) for t in (0, 1, 3, 4)] == [0.3, 0.2, 0.0, 0.0]
-    joined = schedules.join([schedules.constant(1.0), schedules.linear(1.0, 2), schedules.constant(5.0)], [2, 4])
+    assert [round(schedules.linear(0.3, 0.0, 3)(t), 4) for t in (0, 1, 3, 4)] == [0.3, 0.2, 0.0, 0.0]
+    joined = schedules.join([schedules.constant(1.0), schedules.linear(1.0, 0.0, 2), schedules.constant(5.0)], [2, 4])
     assert [joined(t) for t in range(6)] == [1.0, 1.0, 1.0, 0.5, 5.0, 5.0]
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True])
-@pytest.mark.parametrize("make", [schedules.linear, schedules.cosine])
+@pytest.mark.parametrize("make", [schedules.linear, schedules.cosine, schedules.cubic])
 def test_bad_steps(make, steps):
     with pytest.raises(SparsityError, match=r"steps must be an int >= 1"):
-        make(1.0, steps)
+        make(1.0, 0.0, steps)
+
+
+@pytest.mark.parametrize("make", [schedules.linear, schedules.cosine, schedules.cubic])
+def test_all_take_start_end_steps_and_begin_in_this_order(make):
+    schedule = make(0.25, 0.75, 4, 10)
+    assert [schedule(t) for t in (0, 10, 14, 20)] == [0.25, 0.25, 0.75, 0.75] and 0.25 < schedule(12) < 0.75
 
 
 @pytest.mark.parametrize("boundaries", [[], [1, 2], [3, 3]])
@@ -70,7 +76,7 @@ def run(sparsifier, scheduler, steps):
 def test_masks_change_only_at_the_interval(kind):
     sparsifier = kind()
     sparsifier.prepare(linear_model(8, 8), None)
-    scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 8, end=0.5), interval=4)
+    scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 8), interval=4)
     assert run(sparsifier, scheduler, 10) == [64, 64, 64, 64, 48, 48, 48, 48, 32, 32]
 
 

@@ -4,6 +4,7 @@ Runs in a child process without the interpreter's variable; needs no GPU.
 """
 
 import json
+import re
 
 import background
 import pytest
@@ -21,7 +22,7 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def lines():
     """What the child process printed: one dict a kernel and architecture."""
-    done = background.result("test_triton_aot.py")
+    done, _ = background.result("test_triton_aot.py")
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -69,3 +70,16 @@ def test_scopes_of_a_transposed_weight_go_in_memory_order(lines):
     """N:M along the input of a transposed weight is the very kernel of N:M along the output."""
     assert len([line for line in lines if line["case"] == "2:4 along the output"]) == len(ARCHES)
     assert not [line for line in lines if line["case"] == "2:4 of a transposed weight"]
+
+
+def test_the_number_of_tensors_compiles_few_kernels(lines):
+    """One for one tensor, one for up to 16, one for up to 512: a case that compiles nothing new has no line."""
+    own = [line for line in lines if re.fullmatch(r"2:4 of \d+ tensors", line["case"]) and line["arch"] == 90]
+    assert {line["kernel"] for line in own} == {"fused"}
+    assert [line["case"] for line in own if line["case"] != "2:4 of 1 tensors"] == [
+        "2:4 of 2 tensors",
+        "2:4 of 17 tensors",
+    ]
+    own = [line for line in lines if line["case"].startswith("1x1 over each of") and line["arch"] == 90]
+    assert {line["case"] for line in own} == {"1x1 over each of 2 tensors"}
+    assert {line["kernel"] for line in own} == {"sample", "bracket", "narrow", "histogram", "tie", "mark"}

@@ -31,7 +31,7 @@ def test_squash_without_a_step(kind):
 
 def test_squash_one_level_short():
     sparsifier = prepared(sparsity_level=0.0)
-    scheduler = schedules.ScheduleSL(sparsifier, schedules.linear(0.0, 4, end=0.5))
+    scheduler = schedules.ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 4))
     for _ in range(4):
         sparsifier.step()
         scheduler.step()

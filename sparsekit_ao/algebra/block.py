@@ -61,6 +61,15 @@ class SparseBlock(Thresholded):
         return sum(math.prod(b.shape) for b in self.blocks())
 
     def nnz(self, eps: float = 1e-8) -> int:
+        """Elements larger than eps in magnitude (or NaN).
+
+        >>> block = BlockSpec(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), (1, 2))
+        >>> block.nnz(), block.nnz_blocks()
+        (1, 1)
+        """
+        return sum(int((~(b.view.window(b.view.param).abs() <= eps)).sum()) for b in self.blocks())
+
+    def nnz_blocks(self, eps: float = 1e-8) -> int:
         """Blocks with any element larger than eps in magnitude (or NaN)."""
         return int((~(self.norms(p=float("inf")) <= eps)).sum())
 

@@ -1,7 +1,8 @@
-"""Tensors cut into tiles, and the elements of blocks as one row a block, read from windows and written back."""
+"""Tensors cut into tiles; the elements of blocks as one row or column each, read from windows and written back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from ..errors import SparsityError
 from ..selection import Blocks
 from ..selection.reference import element_counts
 from ..selection.strides import Shape
-from ..selection.tiling import from_aligned, pad_to, split, to_aligned
+from ..selection.tiling import crop, cut_parts, pad_to, split, to_aligned
+
+_SHORT = 16  # blocks of fewer elements are read as columns, so that operations run along the blocks
 
 
 def tiles_of(t: Tensor, tile: Shape, reorder: bool = True, merge: bool = False) -> Tensor:
@@ -38,19 +41,62 @@ def elements_of(members: Sequence[Blocks], ndim: int, fill: float) -> Tensor:
     return torch.cat([to_aligned(elements, order, ndim, trailing=1) for elements, order in rows], dim=-1)
 
 
-def write_elements(members: Sequence[Blocks], elements: Tensor, grid: Shape) -> None:
-    """Write the rows [blocks, elements] of an aligned grid to the members' values; the inverse of `elements_of`."""
-    widths = [math.prod(m.shape) for m in members]
-    parts = elements.reshape([*grid, elements.shape[-1]]).split(widths, dim=-1)
-    for m, part in zip(members, parts, strict=True):
-        n = len(m.shape)
-        tiles = from_aligned(part, m.order, m.grid, trailing=1).reshape([*m.grid, *m.shape])
-        padded = tiles.permute([axis for k in range(n) for axis in (k, n + k)]).reshape(
-            [g * b for g, b in zip(m.grid, m.shape, strict=True)]
-        )
-        m.window.copy_(padded[tuple(slice(0, size) for size in m.window.shape)])
-
-
 def counts_of(members: Sequence[Blocks], ndim: int) -> Tensor:
     """Elements of each block over all members (fewer at a partial edge); float32, of the aligned grid's shape."""
     return torch.stack([to_aligned(element_counts(m), m.order, ndim) for m in members]).sum(0)
+
+
+def parts_of(members: Sequence[Blocks], grid: Shape, most: int) -> Iterator[tuple[tuple[slice, ...], list[Blocks]]]:
+    """Cut an aligned grid into parts of whole blocks, of `most` elements if they can be: slices of it, and members."""
+    size = sum(math.prod(m.shape) for m in members)
+    blocks = torch.empty((), device="meta").expand(grid)
+    for place, _ in cut_parts(blocks, (1,) * len(grid), max(most // size, 1)):
+        yield place, [_cut(m, place) for m in members]
+
+
+def _cut(m: Blocks, place: Sequence[slice]) -> Blocks:
+    """A member's blocks at a place of the aligned grid."""
+    own = {axis: place[k] for k, axis in enumerate(m.order or range(len(place)))}
+    cut = tuple(slice(own[k].start * b, own[k].stop * b) for k, b in enumerate(m.shape))
+    return replace(m, values=m.window[cut], mask=None if m.mask is None else m.mask[cut])
+
+
+def element_dim(members: Sequence[Blocks]) -> int:
+    """Whether blocks are to be read as rows (-1), or as columns (-2), where that follows memory or they are short."""
+    first = members[0]
+    window = first.window
+    fastest = min((k for k in range(window.ndim) if window.shape[k] > 1), key=window.stride, default=None)
+    is_across = fastest is not None and first.shape[fastest] == 1
+    return -2 if is_across or sum(math.prod(m.shape) for m in members) < _SHORT else -1
+
+
+def read_blocks(members: Sequence[Blocks], grid: Shape, dim: int, fill: float, dtype: torch.dtype) -> Tensor:
+    """A copy of the blocks of an aligned grid: [blocks, elements] for dim -1, [elements, blocks] for -2."""
+    size, blocks = sum(math.prod(m.shape) for m in members), math.prod(grid)
+    out = torch.empty((blocks, size) if dim == -1 else (size, blocks), dtype=dtype, device=members[0].window.device)
+    for m, rows in zip(members, _rows_of_members(out, members, grid, dim), strict=True):
+        rows.copy_(_tiles(pad_to(m.window, m.shape, fill), m, len(grid)))
+    return out
+
+
+def write_blocks(members: Sequence[Blocks], blocks: Tensor, grid: Shape, dim: int) -> None:
+    """Write what `read_blocks` returned back to the members' values."""
+    for m, rows in zip(members, _rows_of_members(blocks, members, grid, dim), strict=True):
+        whole = m.window.new_empty([g * b for g, b in zip(m.grid, m.shape, strict=True)]) if m.is_partial else m.window
+        _tiles(whole, m, len(grid)).copy_(rows)
+        if m.is_partial:
+            m.window.copy_(crop(whole, m.window.shape))
+
+
+def _tiles(window: Tensor, m: Blocks, ndim: int) -> Tensor:
+    """A window as a view (*aligned grid, *tile)."""
+    return to_aligned(tiles_of(window, m.shape), m.order, ndim, trailing=len(m.shape))
+
+
+def _rows_of_members(blocks: Tensor, members: Sequence[Blocks], grid: Shape, dim: int) -> Iterator[Tensor]:
+    """The elements of each member as a view (*aligned grid, *tile)."""
+    rows, at = (blocks if dim == -1 else blocks.t()).view(*grid, blocks.shape[dim]), 0
+    for m in members:
+        width = math.prod(m.shape)
+        yield rows.narrow(-1, at, width).view((*grid, *m.shape))
+        at += width

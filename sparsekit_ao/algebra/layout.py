@@ -8,23 +8,26 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection.strides import Shape, addresses, cosize
 
 
-def coordinate_of(address: int, shape: Shape, stride: Shape) -> Shape:
-    """The index of the tensor's element at an address; the inverse of `sum(i_k * stride_k)`.
+def coordinates_of(address: Tensor, shape: Shape, stride: Shape) -> list[Tensor]:
+    """The index of the tensor's element at each address; the inverse of `sum(i_k * stride_k)`.
 
-    >>> coordinate_of(5, (3, 4), (1, 3))
-    (2, 1)
+    >>> [at.tolist() for at in coordinates_of(torch.tensor([5, 1]), (3, 4), (1, 3))]
+    [[2, 1], [1, 0]]
     """
-    at, left = [0] * len(shape), address
+    at, left = [torch.zeros_like(address)] * len(shape), address
     for k in sorted((k for k in range(len(shape)) if shape[k] > 1), key=lambda k: -stride[k]):
-        at[k], left = divmod(left, stride[k])
-    if left or any(i >= n for i, n in zip(at, shape, strict=True)):  # strides that are not nested: look it up
-        return _unravel(int((addresses(shape, stride) == address).nonzero()[0, 0]), shape)
-    return tuple(at)
+        at[k], left = left // stride[k], left % stride[k]
+    if bool((left != 0).any()) or any(bool((i >= n).any()) for i, n in zip(at, shape, strict=True)):
+        ordered, order = addresses(shape, stride).sort()  # strides that are not nested: look it up
+        flat = order[torch.searchsorted(ordered, address.cpu())].to(address.device)
+        return list(torch.unravel_index(flat, shape))
+    return at
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -189,3 +192,17 @@ def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
 
 def _unravel(flat: int, shape: Shape) -> Shape:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), shape))
+
+
+def refuse_computed(param: Tensor, where: str) -> None:
+    """Raise for a tensor that is computed at every access, such as the weight of a parametrized layer.
+
+    Views of a parameter share its memory, so that they may be changed.
+    """
+    is_temporary = not param.is_leaf and (param._base is None or not param._base.is_leaf)
+    if is_temporary or getattr(param, "is_masked_weight", False):
+        raise SparsityError(
+            f"{where}this tensor is computed from others, so that changes of it would be lost. For the weight of a "
+            "prepared (parametrized) layer give the parameter behind it, layer.parametrizations.weight.original; "
+            "else a parameter or a detached tensor."
+        )

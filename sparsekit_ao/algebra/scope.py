@@ -11,7 +11,8 @@ from ..selection.strides import grid_of
 from .block import BlockSpec, SparseBlock, aligned_members, check_distinct
 from .elements import tiles_of
 from .layout import resolve_tile
-from .sparse_scope import ScopeMember, SparseScope, scope_windows
+from .member import ScopeMember
+from .sparse_scope import SparseScope, scope_windows
 from .view import View
 
 

@@ -14,40 +14,13 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
-from ..selection.strides import Shape, grid_of
 from ..selection.tiling import real_slots, tile_volumes
 from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
+from .member import ScopeMember
 from .threshold import Thresholded, Values, refuse_triton, zero_below
 
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScopeMember:
-    """One block grid of a `SparseScope`, tiled into scopes.
-
-    Attributes:
-        block: the blocks that compete.
-        shape: blocks of a scope along each dimension of the block grid.
-        order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-        name: opening words of error messages.
-    """
-
-    block: SparseBlock
-    shape: Shape
-    order: Shape = ()
-    name: str | None = None
-
-    @property
-    def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the block grid."""
-        return grid_of(self.block.grid_shape, self.shape)
-
-    @property
-    def width(self) -> int:
-        """Blocks of a full scope."""
-        return math.prod(self.shape)
 
 
 class SparseScope(Thresholded):
@@ -108,7 +81,7 @@ class SparseScope(Thresholded):
         if isinstance(nnz, int) and not self.is_partial:
             return 1 - nnz / self.numblk_per_scope()
         counts = self.blocks_per_scope()
-        return 1 - int(torch.minimum(torch.as_tensor(nnz), counts).sum()) / max(int(counts.sum()), 1)
+        return 1 - int(torch.minimum(torch.as_tensor(nnz, device="cpu"), counts).sum()) / max(int(counts.sum()), 1)
 
     def block_norms(self, values: Values = None) -> Tensor:
         """2-norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
@@ -130,16 +103,32 @@ class SparseScope(Thresholded):
         return ((high + k_weight * low) / (1 + k_weight)).reshape(self.grid_shape)
 
     @torch.no_grad()
+    def keep_thresholds(self, nnz: Budget, values: Values = None) -> dict[SparseBlock, Tensor]:
+        """Thresholds of `soft_threshold` for each block that leave exactly nnz blocks in every scope.
+
+        They are the mean of the norms of the last block kept and the first dropped, inf for blocks that are dropped
+        (ties included), and below the block's own norm for those kept. Of each member's block grid shape.
+        """
+        rows = self._scores(values, None)
+        kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
+        dropped = ~kept if real is None else real & ~kept
+        low = torch.where(dropped, rows, 0).amax(1, keepdim=True)
+        high = torch.where(kept & ~rows.isnan(), rows, math.inf).amin(1, keepdim=True)
+        middle = torch.where(dropped.any(1, keepdim=True), low / 2 + high / 2, 0)
+        return dict(self._grids_of(torch.where(kept, torch.minimum(middle, rows * (1 - 2**-18)), math.inf)))
+
+    @torch.no_grad()
     def get_masks(
-        self, nnz: Budget, values: Values = None, block_scores: BlockValues = None, block_mask: BlockValues = None
+        self, nnz: Budget, values: Values = None, block_scores: BlockValues = None, candidates: BlockValues = None
     ) -> dict[BlockSpec, Tensor]:
         """Keep exactly nnz blocks in every scope.
 
         Args:
             nnz: blocks kept in each scope.
             values: what is scored (by 2-norm); not together with `block_scores`.
-            block_scores: scores of the block grid's shape instead of norms; a mapping {block: tensor} for several.
-            block_mask: bool of the block grid's shape, True where a block may compete; the others are dropped.
+            block_scores: scores instead of norms: of the block grid's shape, a mapping {block: tensor} for several; or
+                (*scope grid, blocks per scope), as `block_norms` returns them.
+            candidates: bool of either shape, True where a block may compete; the others are dropped.
 
         Returns:
             {block: parameter-shaped bool mask}, True = keep; elements outside a view are kept.
@@ -152,7 +141,7 @@ class SparseScope(Thresholded):
         if values is not None and block_scores is not None:
             raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values, block_scores)
-        allowed = self._rows_of(block_mask, "block_mask")
+        allowed = self._rows_of(candidates, "candidates")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
         return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}
 
@@ -219,15 +208,22 @@ class SparseScope(Thresholded):
     def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
         if per_block is None:
             return None
-        members = self.members()
+        members, in_rows = self.members(), (*self.grid_shape, self.numblk_per_scope())
         if isinstance(per_block, Tensor):
+            if tuple(per_block.shape) == in_rows:
+                return per_block.reshape(self.numscp(), in_rows[-1])
             if len(members) > 1:
-                raise SparsityError(f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes")
+                raise SparsityError(
+                    f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes, or of the shape "
+                    f"{in_rows}, got {tuple(per_block.shape)}"
+                )
             per_block = {members[0].block: per_block}
         for m in members:
             if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
                 where = f"{m.name}: " if m.name else ""
-                raise SparsityError(f"{where}{what} must have the block grid's shape {m.block.grid_shape}")
+                raise SparsityError(
+                    f"{where}{what} must have the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
+                )
         rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
 
@@ -239,7 +235,7 @@ class SparseScope(Thresholded):
 
     def _select(self, rows: Tensor, keep: Budget, allowed: Tensor | None = None) -> Tensor:
         """The selection rule on these rows; slots without a block never compete."""
-        real = real_slots(scope_windows(self))
+        real = real_slots(scope_windows(self), rows.device)
         candidates = allowed if real is None else real if allowed is None else real & allowed
         return keep_mask(rows, keep.reshape(-1) if isinstance(keep, Tensor) else keep, candidates=candidates)
 

@@ -2,13 +2,14 @@
 
 Takes windows on the parameters and one threshold a scope. The plain soft map is the Euclidean proximal map of
 `t ||.||_2` (Yuan and Lin 2006); the conditioned one replaces the distance by a positive diagonal, such as Adam's
-preconditioner.
+preconditioner. The maps themselves are in `shrink.py`.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,11 @@ from ..selection import (
     threshold_backend,
 )
 from ..selection.strides import Shape
-from .elements import counts_of, elements_of, write_elements
+from ..selection.threads import run_apart
+from .elements import counts_of, element_dim, parts_of, read_blocks, write_blocks
+from .shrink import shrink, shrink_conditioned
+
+PART = 1 << 17  # elements on CPU that are shrunk together, so that their intermediate values stay in cache
 
 Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
 
@@ -47,11 +52,11 @@ class Thresholded(ABC):
         self,
         thresholds: Tensor | float,
         conditioners: Values = None,
+        *,
         scale: bool = False,
-        max_iter: int = 50,
+        max_iter: int | None = None,
         atol: float | None = None,
         eps: float = 0.0,
-        *,
         impl: str = "auto",
     ) -> None:
         """Shrink every block by the proximal map of `t ||.||_2`, in place; t is the block's or its scope's.
@@ -60,23 +65,39 @@ class Thresholded(ABC):
             thresholds: t >= 0, a number or a tensor that broadcasts to the grid.
             conditioners: positive parameter-shaped diagonals (Adam's preconditioner); None is the Euclidean map.
             scale: multiply each t by sqrt(elements of the block), so that t is per element.
-            max_iter: Newton steps of the conditioned variant.
-            atol: its tolerance on |phi(s) - 1|; by default 1e-6, or 1e-12 for float64.
+            max_iter: the most Newton steps of the conditioned variant; by default as many as it needs, some four.
+            atol: with `max_iter`, the error of |phi - 1| (see `shrink_conditioned`) that is accepted after so many
+                steps; by default 1e-6, or 1e-12 for float64.
             eps: added to the conditioners (Adam's epsilon).
             impl: `"auto"`, `"reference"` or `"triton"`.
 
         Raises:
-            SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence.
+            SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence in `max_iter`
+                steps.
+
+        >>> from sparsekit_ao import BlockSpec
+        >>> w = torch.tensor([[3.0, 4.0, 0.3, 0.4]])
+        >>> BlockSpec(w, (1, 2)).soft_threshold(1.0)
+        >>> w
+        tensor([[2.4000, 3.2000, 0.0000, 0.0000]])
         """
         t, scopes = self._thresholds(thresholds), self._live(conditioners)
-        tolerance = 1e-6 if atol is None else atol
-        newton = None if conditioners is None else Newton(eps=eps, atol=tolerance, max_iter=max_iter)
+        is_limited = max_iter is not None or atol is not None
+        newton = None
+        if conditioners is not None:
+            steps = 50 if max_iter is None else max_iter
+            newton = Newton(eps=eps, atol=1e-6 if atol is None else atol, max_iter=steps)
         self._check_signs(t, scopes, newton)
-        if _by_kernels(scopes, t, impl, soft=True, scale=scale, newton=newton, where=self._where()):
-            return
-        rows = [_shrunk(s, t, scale, newton, atol is None) for s in scopes]
-        for s, shrunk in zip(scopes, rows, strict=True):
-            write_elements(s.members, shrunk, s.grid)
+        if (
+            is_limited
+            and newton is not None
+            and atol is None
+            and all(_dtype(s.members) == torch.float64 for s in scopes)
+        ):
+            newton = replace(newton, atol=1e-12)
+        soft_threshold_windows(
+            scopes, t, newton=newton, is_limited=is_limited, scale=scale, impl=impl, where=self._where()
+        )
 
     def _thresholds(self, thresholds: Tensor | float) -> Tensor | float:
         """A number or a single element as it is, other tensors expanded to the grid."""
@@ -129,68 +150,84 @@ def zero_below(
         _zero(s.members, drop)
 
 
-def shrink_rows(v: Tensor, t: Tensor) -> Tensor:
-    """`v max(0, 1 - t / ||v||)` for each row of v [blocks, elements]; t [blocks] is not negative.
+def soft_threshold_windows(
+    scopes: Sequence[Scopes],
+    thresholds: Tensor | float,
+    *,
+    newton: Newton | None = None,
+    is_limited: bool = False,
+    scale: bool = False,
+    impl: str = "auto",
+    where: str = "",
+) -> None:
+    """Shrink blocks in place: by kernels where they can, else in plain torch, a part of them at a time.
 
-    >>> shrink_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor([1.0, 1.0]))
-    tensor([[2.4000, 3.2000],
-            [0.0000, 0.0000]])
+    Args:
+        scopes: windows on the values; with `newton` they have positive diagonals in place of masks.
+        thresholds: t >= 0: a number, or a tensor with one element or of the scope grid's shape.
+        newton: for the conditioned variant.
+        is_limited: keep to the limits of `newton` in plain torch too, and write nothing before all have converged.
+        scale, impl: see `Thresholded.soft_threshold`.
+        where: opening words of an error.
     """
-    size = torch.linalg.vector_norm(v, dim=1)
-    scale = torch.where(size > t, (size - t) / size, torch.where(size.isnan(), size, 0))
-    scale = torch.where(t == 0, 1, scale)  # also where the squares underflow
-    return torch.where((scale == 0)[:, None], 0, v * scale[:, None])
+    if _by_kernels(scopes, thresholds, impl, soft=True, scale=scale, newton=newton, where=where):
+        return
+    if not isinstance(thresholds, Tensor) and thresholds == 0:
+        return
+    parts = []
+    for s in scopes:
+        t = _block_thresholds(thresholds, s, scale)
+        most = PART if s.members[0].window.device.type == "cpu" else s.members[0].window.numel()
+        for place, own in parts_of(s.members, s.grid, most) if math.prod(s.grid) else ():
+            parts.append(partial(_shrunk, own, t[place] if t.ndim else t, place, newton, is_limited))
+    if not is_limited:
+        run_apart([partial(_shrink_part, part) for part in parts])
+        return
+    for members, blocks, grid, dim in [part() for part in parts]:
+        write_blocks(members, blocks, grid, dim)
 
 
-def shrink_rows_conditioned(v: Tensor, h: Tensor, t: Tensor, *, max_iter: int, atol: float) -> Tensor:
-    """`argmin_w 1/2 (w - v)' D (w - v) + t ||w||` for each row, D = diag(h).
-
-    w = 0 iff `||Dv|| <= t`; else `w_i = h_i v_i s / (h_i s + t)` with s the root of
-    `phi(s) = ||(h_i v_i / (h_i s + t))_i|| = 1`. Newton on `1/phi(s)` from `(||Dv|| - t) / max(h)` rises to the root
-    without ever passing it, in at most `max_iter` steps until every |phi(s) - 1| is at most `atol`; else a
-    SparsityError. v and h > 0 are [blocks, elements], t >= 0 [blocks].
-    """
-    pull = h * v
-    force = torch.linalg.vector_norm(pull, dim=1)
-    nonzero = force > t
-    s = torch.where(nonzero, (force - t) / h.amax(1), 1.0)
-    slack = torch.where(nonzero, t, 1.0)[:, None]
-    for steps_left in range(max(max_iter, 0), -1, -1):
-        denominator = h * s[:, None] + slack
-        u = torch.where(nonzero[:, None], pull, 0) / denominator
-        phi = torch.linalg.vector_norm(u, dim=1)
-        miss = torch.where(nonzero, phi - 1, 0)
-        if not bool((miss.abs() > atol).any()):
-            break
-        if steps_left == 0:
-            worst = float(miss.abs().max())
-            raise SparsityError(
-                f"soft_threshold: no convergence to atol={atol:g} in {max_iter} steps (missed by {worst:.1e}). "
-                "Raise max_iter, or raise atol to what the dtype can represent."
-            )
-        slope = (h * u * u / denominator).sum(1)
-        s = torch.where(nonzero, s + phi * phi * miss / torch.where(slope > 0, slope, 1), s)
-    w = pull * s[:, None] / (h * s[:, None] + slack)
-    w = torch.where(nonzero[:, None], w, torch.where(force.isnan(), force, 0)[:, None])
-    return torch.where((t == 0)[:, None], v, w)
+def _shrink_part(shrunk: "partial[tuple[Sequence[Blocks], Tensor, Shape, int]]") -> None:
+    write_blocks(*shrunk())
 
 
 def _shrunk(
-    scopes: Scopes, thresholds: Tensor | float, scale: bool, newton: Newton | None, default_atol: bool
-) -> Tensor:
-    """What soft thresholding writes: [blocks, elements], float32 or wider."""
-    ndim = len(scopes.shape)
-    v = elements_of(scopes.members, ndim, 0.0)
-    v = v.reshape(math.prod(scopes.grid), v.shape[-1])
-    v = v if v.dtype == torch.float64 else v.float()
-    t = _per_block(thresholds, scopes, v)
-    t = (t * counts_of(scopes.members, ndim).to(v.dtype).sqrt() if scale else t).reshape(-1)
+    members: Sequence[Blocks],
+    thresholds: Tensor,
+    place: tuple[slice, ...],
+    newton: Newton | None,
+    is_limited: bool,
+) -> tuple[Sequence[Blocks], Tensor, Shape, int]:
+    """What soft thresholding writes of one part: its members, blocks, grid and the dimension of elements."""
+    grid, dim, dtype = tuple(at.stop - at.start for at in place), element_dim(members), _dtype(members)
+    t = thresholds.reshape(-1) if thresholds.ndim else thresholds
+    v = read_blocks(members, grid, dim, 0.0, dtype)
     if newton is None:
-        return shrink_rows(v, t)
-    conditioners = [replace(m, values=m.mask) for m in scopes.members]
-    h = elements_of(conditioners, ndim, 1.0).reshape(v.shape).to(v.dtype) + newton.eps
-    atol = 1e-12 if default_atol and v.dtype == torch.float64 else newton.atol
-    return shrink_rows_conditioned(v, h, t, max_iter=newton.max_iter, atol=atol)
+        return members, shrink(v, t, dim), grid, dim
+    h = read_blocks([replace(m, values=m.mask) for m in members], grid, dim, 1.0, dtype)
+    h = h.add_(newton.eps) if newton.eps else h
+    atol, most = (newton.atol, newton.max_iter) if is_limited else (math.inf, None)
+    return members, shrink_conditioned(v, h, t, dim, atol=atol, max_iter=most), grid, dim
+
+
+def _block_thresholds(thresholds: Tensor | float, scopes: Scopes, scale: bool) -> Tensor:
+    """A threshold for each block of the aligned grid, or one without dimensions for all."""
+    dtype, members = _dtype(scopes.members), scopes.members
+    device = members[0].window.device
+    if isinstance(thresholds, Tensor) and thresholds.numel() > 1:
+        t = _per_block(thresholds, scopes, torch.empty((), dtype=dtype, device=device))
+    else:
+        t = torch.as_tensor(thresholds, dtype=torch.float64, device=device).reshape(())
+    if not scale:
+        return t
+    if any(m.is_partial for m in members):
+        return t * counts_of(members, len(scopes.shape)).double().sqrt()
+    return t * math.sqrt(sum(math.prod(m.shape) for m in members))
+
+
+def _dtype(members: Sequence[Blocks]) -> torch.dtype:
+    """In which blocks are shrunk: float64 if one of the members is, else float32."""
+    return torch.float64 if any(m.window.dtype == torch.float64 for m in members) else torch.float32
 
 
 def _by_kernels(

@@ -6,7 +6,7 @@ stored. Every index of a window is an element of the parameter, and no element h
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..errors import SparsityError
 from ..selection.strides import Shape, cosize, row_major
 from ..selection.tiling import split
 from .elements import tiles_of
-from .layout import check_window, coordinate_of, resolve_tile
+from .layout import check_window, coordinates_of, refuse_computed, resolve_tile
 
 
 class View:
@@ -45,6 +45,7 @@ class View:
         self, param: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0, *, name: str | None = None
     ) -> None:
         self.param, self.offset, self.name = param, offset, name
+        refuse_computed(param, self._where())
         self.shape: Shape = tuple(shape)
         self.stride: Shape = tuple(stride)
         self._strides = param.stride()  # the memory layout that the window's strides refer to
@@ -129,32 +130,72 @@ class View:
         """The window's largest address plus one, counted from the parameter's first element."""
         return cosize(self.shape, self.stride, self.offset)
 
-    def linear_offset(self, idx: Sequence[int]) -> int:
+    @overload
+    def linear_offset(self, idx: Sequence[int]) -> int: ...
+
+    @overload
+    def linear_offset(self, idx: Tensor) -> Tensor: ...
+
+    def linear_offset(self, idx: Sequence[int] | Tensor) -> int | Tensor:
         """Address of an index, counted from the parameter's first element.
 
-        >>> View(torch.zeros(2, 4), (2, 2), (4, 2), 1).linear_offset((1, 1))
-        7
+        Args:
+            idx: one index, or an integer tensor of them [..., ndim].
+
+        Returns:
+            An int; for a tensor int64 of its leading shape.
+
+        >>> view = View(torch.zeros(2, 4), (2, 2), (4, 2), 1)
+        >>> view.linear_offset((1, 1)), view.linear_offset(torch.tensor([[0, 0], [1, 1]]))
+        (7, tensor([1, 7]))
         """
+        if isinstance(idx, Tensor):
+            return self.offset + (self._checked(idx) * idx.new_tensor(self.stride, dtype=torch.int64)).sum(-1)
         if len(idx) != self.ndim or any(not 0 <= i < s for i, s in zip(idx, self.shape, strict=True)):
             raise SparsityError(f"{self._where()}index {tuple(idx)} is out of bounds for the view {self.shape}")
         return self.offset + sum(i * d for i, d in zip(idx, self.stride, strict=True))
 
-    def to_param_rc(self, idx: Sequence[int]) -> tuple[int, int]:
+    @overload
+    def to_param_rc(self, idx: Sequence[int]) -> tuple[int, int]: ...
+
+    @overload
+    def to_param_rc(self, idx: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def to_param_rc(self, idx: Sequence[int] | Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
         """Logical (row, column) in the parameter of an index of the window, whatever the strides.
 
-        The row is the first dimension; the column counts the others row-major (0 for a 1-D parameter).
+        The row is the first dimension; the column counts the others row-major (0 for a 1-D parameter). Indices may be
+        an integer tensor [..., ndim]; rows and columns are then int64 of its leading shape.
 
         >>> View.from_existing(torch.zeros(3, 4).t()).to_param_rc((1, 2))
         (1, 2)
         """
-        at = coordinate_of(self.linear_offset(idx), tuple(self.param.shape), self._strides)
-        return (at[0] if at else 0), sum(c * d for c, d in zip(at[1:], row_major(self.param.shape[1:]), strict=True))
+        address = self.linear_offset(idx)
+        own = address if isinstance(address, Tensor) else torch.tensor(address, device="cpu")
+        at = coordinates_of(own, tuple(self.param.shape), self._strides)
+        columns = [c * d for c, d in zip(at[1:], row_major(self.param.shape[1:]), strict=True)]
+        none = torch.zeros_like(own)
+        row, column = (at[0] if at else none), sum(columns, none)
+        return (row, column) if isinstance(address, Tensor) else (int(row), int(column))
+
+    def _checked(self, idx: Tensor) -> Tensor:
+        """Indices as int64; raises unless they are integers [..., ndim] inside the window."""
+        if idx.is_floating_point() or idx.dtype == torch.bool or not idx.ndim or idx.shape[-1] != self.ndim:
+            raise SparsityError(
+                f"{self._where()}indices must be an integer tensor [..., {self.ndim}], got {idx.dtype} "
+                f"{tuple(idx.shape)}"
+            )
+        outside = ((idx < 0) | (idx >= idx.new_tensor(self.shape))).any(-1)
+        if bool(outside.any()):
+            first = tuple(idx[outside][0].tolist())
+            raise SparsityError(f"{self._where()}index {first} is out of bounds for the view {self.shape}")
+        return idx.long()
 
     def block_view_of(self, t: Tensor, block_shape: Sequence[int], reorder: bool = True, merge: bool = False) -> Tensor:
-        """A parameter-shaped tensor cut into this window's blocks.
+        """Any tensor of the parameter's or of the window's shape, cut into blocks.
 
         Args:
-            t: of the parameter's shape.
+            t: of the parameter's shape, of which the window is taken; or of the window's shape, taken as it is.
             block_shape: as for `BlockSpec`; must divide.
             reorder: True gives (*grid, *block); False interleaves (g0, b0, g1, b1, ...).
             merge: with `reorder`, the block's dimensions become one: (*grid, elements of a block).
@@ -162,13 +203,14 @@ class View:
         Returns:
             A view of t where its strides allow (always without `merge`, if t has the parameter's strides).
         """
-        return tiles_of(self.window(t), self._tile(block_shape), reorder, merge)
+        is_window = t.shape == self.shape and t.shape != self.param.shape
+        return tiles_of(t.detach() if is_window else self.window(t), self._tile(block_shape), reorder, merge)
 
     def broadcast_block_to_element(self, values: Tensor, block_shape: Sequence[int], fake: bool = False) -> Tensor:
         """Every element gets the value of its block.
 
         Args:
-            values: of the grid's shape.
+            values: of any dtype and device, and of a shape that broadcasts to the grid's.
             block_shape: as for `BlockSpec`; must divide.
             fake: return the expanded interleaved view (g0, b0, g1, b1, ...), which has strides of 0.
 
@@ -177,8 +219,12 @@ class View:
         """
         tile = self._tile(block_shape)
         grid = tuple(s // b for s, b in zip(self.shape, tile, strict=True))
-        if values.shape != grid:
-            raise SparsityError(f"block values must have the grid's shape {grid}, got {tuple(values.shape)}")
+        try:
+            values = values.expand(grid)
+        except RuntimeError:
+            raise SparsityError(
+                f"{self._where()}block values must have the grid's shape {grid}, got {tuple(values.shape)}"
+            ) from None
         spread = values[tuple(i for _ in grid for i in (slice(None), None))]
         spread = spread.expand([n for g, b in zip(grid, tile, strict=True) for n in (g, b)])
         return spread if fake else spread.reshape(self.shape)
@@ -190,6 +236,11 @@ class View:
 
     def apply_mask(self, mask: Tensor, block_shape: Sequence[int]) -> None:
         """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True: the one inverted mask here."""
+        if mask.dtype != torch.bool:
+            raise SparsityError(
+                f"{self._where()}apply_mask needs a bool mask (True = zero the block), got {mask.dtype}; "
+                "compare it first, such as mask != 0"
+            )
         tiles = split(self.data, self._tile(block_shape))
         tiles.masked_fill_(self.broadcast_block_to_element(mask, block_shape, fake=True), 0)
 

@@ -4,5 +4,6 @@ from .architectures import for_model
 from .bound import BoundCoupling, Member
 from .coupling import Coupling
 from .discovery import Discovery, discover
+from .joint import joint_entries
 
-__all__ = ["BoundCoupling", "Coupling", "Discovery", "Member", "discover", "for_model"]
+__all__ = ["BoundCoupling", "Coupling", "Discovery", "Member", "discover", "for_model", "joint_entries"]

@@ -21,7 +21,7 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
     `"conv1"` (and `"conv2"`, of bottlenecks), the channels inside of blocks, and `"stem"`, `"layer2"`, ...: the
     channels of residual streams, each named after the layer that begins it. Integers that hold such a size
     (`num_attention_heads` of modules and config, say) are in the couplings' `attrs`, for `compact`. Couplings that
-    share a tensor are pruned one after the other.
+    share a tensor are prepared together by `joint_entries`.
 
     The head size is the attention module's `head_dim` or `attention_head_size`, else the config's `head_dim`, else its
     `hidden_size // num_attention_heads`; numbers of heads follow from the shapes.

@@ -24,11 +24,13 @@ class Member:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
         is_parameter: False for a buffer, which cannot have a mask.
+        tied_to: the name of an earlier member that is the same tensor; empty if there is none.
     """
 
     fqn: str
     pattern: AxisPattern
     is_parameter: bool
+    tied_to: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,8 +103,8 @@ class Coupling:
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
         """Config dicts for a sparsifier, one for each parameter of the coupling; they can be mixed with any others.
 
-        Buffers have no mask and no entry. A tensor may be named once in a config, so couplings that share one (the
-        heads and the residual stream, in a query projection) are pruned one after the other.
+        Buffers have no mask and no entry. A tensor may be named once in a config: for couplings that share one (the
+        heads and the residual stream, in a query projection) use `joint_entries`.
 
         Args:
             model: where the names are looked up.
@@ -113,10 +113,14 @@ class Coupling:
         Raises:
             SparsityError: as `bind`; a key that follows from the coupling; no member is a parameter.
         """
+        return [entry for entries in self.bound_entries(model, **keys) for entry in entries]
+
+    def bound_entries(self, model: nn.Module, **keys: Any) -> list[list[dict[str, Any]]]:
+        """`entries`, as one list for each coupling that `bind` returns."""
         for key in keys:
             if key in _OWN_KEYS:
                 raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")
-        return [entry for bound in self.bind(model) for entry in self._entries(bound, keys)]
+        return [list(self._entries(bound, keys)) for bound in self.bind(model)]
 
     @property
     def _where(self) -> str:
@@ -175,17 +179,28 @@ class Coupling:
         scope = tuple(self.scope.split())
         sizes = solve_sizes(name, rows, {*scope, self.unit}, self.sizes)
         members: tuple[Member, ...] = ()
+        first: dict[int, Member] = {}
         for fqn, axes, shape in rows:
             own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
             pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
             pattern.check_shape(shape)
-            members += (Member(fqn=fqn, pattern=pattern, is_parameter=tensors[fqn][1]),)
+            same = first.get(id(tensors[fqn][0]))
+            bound = Member(
+                fqn=fqn, pattern=pattern, is_parameter=tensors[fqn][1], tied_to=same.fqn if same is not None else ""
+            )
+            first.setdefault(id(tensors[fqn][0]), bound)
+            if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
+                raise SparsityError(
+                    f"{self._where}{fqn} and {same.fqn} are one tensor, but have the unit in other dimensions: "
+                    f"{axes!r} and {same.pattern.axes!r}"
+                )
+            members += (bound,)
         return BoundCoupling(
             name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
         )
 
     def _entries(self, bound: BoundCoupling, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        masked = [member for member in bound.members if member.is_parameter]
+        masked = [member for member in bound.members if member.is_parameter and not member.tied_to]
         if not masked:
             raise SparsityError(f"{self._where}no member is a parameter, so there is nothing to put a mask on")
         for member in masked:

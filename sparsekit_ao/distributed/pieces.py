@@ -126,7 +126,7 @@ class PieceRows:
     def keys(self, row: int, start: int, stop: int) -> Tensor:
         """Keys of slots start .. stop of a scope, as far as it has them."""
         found = [p.keys(at, a, b, self.dtype) for p, at, a, b in self.spans(row, start, stop)]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int32, device="cpu")
 
     def spans(self, row: int, start: int, stop: int) -> list[tuple[Piece, int, int, int]]:
         """Which slots of which pieces are slots start .. stop of a scope: (piece, its row, from, to)."""
@@ -151,7 +151,7 @@ class TiedRows:
         limit, dtype = int(self._limits[row]), self._source.dtype
         spans = self._source.spans(row, start, stop)
         found = [-p.indices(p.tied(at, a, b, limit, dtype)) for p, at, a, b in spans]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def choose_passes(pieces: Sequence[Piece], keep: Tensor, members: int, dtype: torch.dtype) -> Passes[None]:
@@ -208,9 +208,9 @@ def _scope_ids(scope_grid: Shape, order: Shape, first: Sequence[int], last: Sequ
         return [0]
     aligned = order or tuple(range(len(first)))
     steps = row_major([scope_grid[k] for k in aligned])
-    ids = torch.zeros((), dtype=torch.int64)
+    ids = torch.zeros((), dtype=torch.int64, device="cpu")
     for k, step in zip(aligned, steps, strict=True):
-        ids = ids[..., None] + torch.arange(first[k], last[k] + 1) * step
+        ids = ids[..., None] + torch.arange(first[k], last[k] + 1, device="cpu") * step
     return ids.reshape(-1).tolist()
 
 

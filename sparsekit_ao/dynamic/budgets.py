@@ -75,7 +75,9 @@ class Budgets:
     def rows(self, k: int, level_given: Mapping[str, float]) -> Tensor:
         """Blocks that each scope of a component is to keep, by its groups; int64 [scopes]."""
         component = self.components[k]
-        budget = torch.as_tensor(component.budget(self.groups, level_given)).expand(component.scope.grid_shape)
+        budget = torch.as_tensor(component.budget(self.groups, level_given), device="cpu").expand(
+            component.scope.grid_shape
+        )
         return torch.minimum(budget, component.scope.blocks_per_scope()).reshape(-1)
 
     def set(self, k: int, nnz: int) -> dict[str, float]:

@@ -17,8 +17,9 @@ from ..distributed import all_agree, from_local, local, placed_like
 from ..errors import SparsityError
 from ..masking import select
 from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.optimizers import unwrap_optimizer
 from .mask import DynamicMask, find_dynamic
-from .optimizers import groups_of, momentum_of, original, placed_gradient, unwrap_optimizer
+from .optimizers import groups_of, momentum_of, original, placed_gradient
 
 Version = tuple[int, int] | None
 
@@ -281,7 +282,7 @@ class GradientCapture(StepHooks):
         skipped = getattr(optimizer, "found_inf", None)
         skipped = skipped if self.keep else None  # reading it waits for the device
         at = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
-        self.stepped[at] = skipped is None or not bool(torch.as_tensor(skipped) > 0)
+        self.stepped[at] = skipped is None or not bool(skipped > 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k not in ("_before_open", "_before_closure")}

@@ -48,7 +48,7 @@ def RigL(
     >>> RigL(0.8, until=1000).settings.update_fraction(500)
     0.15
     """
-    return _dynamic(sparsity_level, optimizer, {"update_fraction": cosine(0.3, until), "until": until}, arguments)
+    return _dynamic(sparsity_level, optimizer, {"update_fraction": cosine(0.3, 0.0, until), "until": until}, arguments)
 
 
 def SNFS(

@@ -14,6 +14,7 @@ from ..distributed import is_placed_like, is_sharded, local, placed_like, refuse
 from ..errors import SparsityError
 from ..masking import find_mask, live_mask
 from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.optimizers import options_of, unwrap_optimizer
 from .settings import Settings
 
 #: names that optimizers give to a running mean or sum of squared gradients
@@ -63,23 +64,6 @@ def refuse_optimizer_as_level(level: object) -> None:
         )
 
 
-def unwrap_optimizer(optimizer: object) -> Optimizer:
-    """The torch optimizer inside of the wrappers of trainers."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    if not isinstance(optimizer, Optimizer):
-        raise SparsityError(f"optimizer must be a torch optimizer or several, got {type(optimizer).__name__}")
-    return optimizer
-
-
-def unwrap_optimizers(given: object) -> list[Optimizer]:
-    """One optimizer, or a sequence of them, as a list without wrappers."""
-    found = [unwrap_optimizer(o) for o in (given if isinstance(given, Sequence) else [given])]
-    if not found:
-        raise SparsityError("attach: no optimizer given")
-    return found
-
-
 def groups_of(
     optimizer: Optimizer | None, groups: Sequence[TensorGroup], model: nn.Module | None = None
 ) -> Sequence[TensorGroup]:
@@ -110,7 +94,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[TensorGro
     held: set[int] = set()
     for group in groups:
         parameter, name = original(group), group["tensor_fqn"]
-        found = [(k, g) for k, o in enumerate(optimizers) if (g := _options(o, parameter)) is not None]
+        found = [(k, g) for k, o in enumerate(optimizers) if (g := options_of(o, parameter)) is not None]
         if len(found) != 1:
             raise SparsityError(
                 f"{name}: one optimizer must train it, but {len(found)} of the {len(optimizers)} given do. "
@@ -157,11 +141,6 @@ def _check_state(
         raise SparsityError(_no_second_moments(name))
 
 
-def _options(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any] | None:
-    """The `param_groups` entry that a parameter is in, or None."""
-    return next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
-
-
 def _no_second_moments(name: str) -> str:
     return (
         f"{name}: state_init='grad' sets second moments, and its optimizer keeps none "
@@ -174,7 +153,7 @@ def momentum_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | 
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
         if isinstance(state.get("exp_avg"), Tensor):
-            eps = (_options(optimizer, parameter) or {}).get("eps", 1e-8)
+            eps = (options_of(optimizer, parameter) or {}).get("eps", 1e-8)
             return state["exp_avg"] / (state["exp_avg_sq"].sqrt() + eps) if "exp_avg_sq" in state else state["exp_avg"]
         if isinstance(state.get("momentum_buffer"), Tensor):
             return state["momentum_buffer"]

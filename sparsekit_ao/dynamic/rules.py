@@ -12,6 +12,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import scores
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 NEEDS = ("gradient", "momentum")
+Criterion = str | Callable[..., Tensor] | None
 _POOLING: dict[str | None, tuple[float | None, bool | None]] = {  # criterion: norm and as_mean of `Slots.scores`
     None: (None, None),
     "mean": (1, True),
@@ -75,12 +77,13 @@ class Rule:
         return slots.mean_active(self.score(slots)) if self.share is None else self.share(slots)
 
 
-def magnitude(criterion: str | None = None) -> Rule:
+def magnitude(criterion: Criterion = None) -> Rule:
     """|weight|: in every scope the smallest blocks are pruned.
 
     Args:
-        criterion: how absolute values are pooled over a block: "mean", "max", "L1" or "L2"; None is the tensor's own
-            norm. The share of every rule by values is their mean absolute value over active blocks.
+        criterion: how absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
+            `fn(magnitudes, dim=-1)`; None is the tensor's own norm. The share of every rule by values is their mean
+            absolute value over active blocks.
 
     >>> magnitude("mean").name
     'magnitude (mean)'
@@ -88,7 +91,7 @@ def magnitude(criterion: str | None = None) -> Rule:
     return _by_values("magnitude", "weights", criterion)
 
 
-def global_magnitude(criterion: str | None = None) -> Rule:
+def global_magnitude(criterion: Criterion = None) -> Rule:
     """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
 
     Where nothing grows back, or budgets follow a target, every scope keeps its largest block, and all scopes of a
@@ -97,12 +100,12 @@ def global_magnitude(criterion: str | None = None) -> Rule:
     return _by_values("global", "weights", criterion, is_global=True)
 
 
-def gradient(criterion: str | None = None) -> Rule:
+def gradient(criterion: Criterion = None) -> Rule:
     """|dense gradient|: the largest grow (RigL, arXiv 1911.11134); `criterion` as in `magnitude`."""
     return _by_values("gradient", "gradients", criterion, needs=("gradient",))
 
 
-def momentum(criterion: str | None = None) -> Rule:
+def momentum(criterion: Criterion = None) -> Rule:
     """|momentum|: SGD's buffer, Adam's m / (sqrt(v) + eps); the largest grow (SNFS, arXiv 1907.04840).
 
     `criterion` as in `magnitude`.
@@ -160,16 +163,26 @@ def parse_rule(purpose: str, given: object) -> Rule | None:
     )
 
 
-def _by_values(name: str, values: str, criterion: str | None, **options: Any) -> Rule:
-    if criterion not in _POOLING:
-        raise SparsityError(f"{name}: criterion must be 'mean', 'max', 'L1', 'L2' or None, got {criterion!r}")
-    label = name if criterion is None else f"{name} ({criterion})"
-    score, share = partial(_pooled, values, *_POOLING[criterion]), partial(_mean_absolute, values)
-    return Rule(name=label, score=score, share=share, **options)
+def _by_values(name: str, values: str, criterion: Criterion, **options: Any) -> Rule:
+    function = torch.amin if criterion == "min" else criterion if callable(criterion) else None
+    if function is None and criterion not in _POOLING:
+        raise SparsityError(
+            f"{name}: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None, got {criterion!r}"
+        )
+    label = name if criterion is None else f"{name} ({getattr(criterion, '__name__', criterion)})"
+    if function is None:
+        score = partial(_pooled, values, *_POOLING[criterion])  # type: ignore[index]
+    else:
+        score = partial(_pooled_by, values, function)
+    return Rule(name=label, score=score, share=partial(_mean_absolute, values), **options)
 
 
 def _pooled(values: str, norm: float | None, as_mean: bool | None, slots: Slots) -> Tensor:
     return slots.scores(getattr(slots, values), norm, as_mean=as_mean)
+
+
+def _pooled_by(values: str, function: Callable[..., Tensor], slots: Slots) -> Tensor:
+    return slots.pooled(getattr(slots, values), function)
 
 
 def _by_score(score: Score, slots: Slots) -> Tensor:

@@ -6,14 +6,14 @@ are whole only while a rule reads them: what is kept (`KeptSlots`) is sharded ag
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec, scope_windows, write_back
+from ..algebra import BlockSpec, elements_of, scope_windows, write_back
 from ..calibration import Statistics
 from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
@@ -120,10 +120,27 @@ class Slots:
         chosen = None if signed else self.component.norm if norm is None else norm
         return torch.cat([scope_scores(g, chosen, as_mean=mean) for g in groups], dim=1)
 
+    def pooled(self, values: Mapping[BlockSpec, Tensor], fn: Callable[..., Tensor]) -> Tensor:
+        """`fn(magnitudes, dim=-1)` over the elements of each block, such as torch.amin; float rows, padding 0.
+
+        Raises:
+            SparsityError: some blocks are partial.
+        """
+        rows = []
+        for scopes in scope_windows(self.component.scope, {spec.view.param: t for spec, t in values.items()}):
+            if any(m.is_partial for m in scopes.members):
+                raise SparsityError(f"{self.name}: a criterion by function needs whole blocks; give 'mean' or 'max'")
+            elements = elements_of(scopes.members, len(scopes.shape), 0.0).abs()
+            grid = fn(elements if elements.dtype == torch.float64 else elements.float(), dim=-1)
+            if not isinstance(grid, Tensor) or grid.shape != elements.shape[:-1]:
+                raise SparsityError(f"{self.name}: a criterion must reduce the last dimension, fn(magnitudes, dim=-1)")
+            rows.append(to_scopes(grid, scopes, 0.0))
+        return torch.cat(rows, dim=1)
+
     def random(self, purpose: str) -> Tensor:
         """Uniform numbers in [0, 1), the same on every rank, on every device and after a resume; float64 rows."""
         source = keyed_generator(self.seed, self.name, self.step, purpose)
-        return torch.rand(self.shape, generator=source, dtype=torch.float64).to(self.device)
+        return torch.rand(self.shape, generator=source, dtype=torch.float64, device="cpu").to(self.device)
 
     def mean_active(self, scores: Tensor) -> float:
         """The mean of float rows over the active slots."""

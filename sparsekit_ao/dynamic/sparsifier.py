@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..sparsifiers.config import Place, TensorGroup
+from ..sparsifiers.optimizers import unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
 from ..sparsifiers.structure import checked_pattern
 from .apply import Movement, run_update, zero_dropped, zero_dropped_gradients, zero_dropped_state
 from .budgets import Budgets, check_exclusive, overall_level
 from .gradients import GradientCapture
 from .mask import DynamicMask, starting_mask
-from .optimizers import check_optimizers, keeps_zeros, original, unwrap_optimizer, unwrap_optimizers
+from .optimizers import check_optimizers, keeps_zeros, original
 from .progress import checked_progress, progress_of
 from .settings import NewValues, make_settings
 from .start import finish_start, mark_initialized, refuse_meta, refuse_parametrized, start_masks
@@ -77,6 +78,7 @@ class DynamicSparsifier(PlannedSparsifier):
     structure_defaults: Mapping[str, Any] = {  # rules score weights, gradients and momenta by norms of their own
         k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
+    takes_tied = False  # gradients of one mask are read
     optional_keys = tuple(k for k in PlannedSparsifier.optional_keys if k != "stages")
 
     def __init__(
@@ -137,6 +139,7 @@ class DynamicSparsifier(PlannedSparsifier):
         weights, and initial masks are chosen that `prepare` could not choose (meta device).
         """
         optimizers = unwrap_optimizers(optimizer)
+        super().attach(optimizers)
         is_prepared = self._phase == "prepared"
         if is_prepared:
             self._need_prepared("attach")

@@ -5,7 +5,7 @@ the meta device get their masks later, in `finish_start`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
+from ..algebra import BlockSpec
 from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
 from ..selection import keep_mask
@@ -92,14 +93,20 @@ def _component_masks(budgets: Budgets, k: int, weights: Sequence[Tensor]) -> dic
     """The initial masks of one component's groups; see `start_masks`."""
     component, groups, init, saved = budgets.components[k], budgets.groups, budgets.settings.init, {}
     if init.masks is not None:
-        saved = {spec: _saved_mask(groups[at], weights[at], init.masks) for spec, at in component.leaves}
+        saved = {spec: _saved(groups[at], weights[at], init.masks) for spec, at in component.leaves}
     fresh = {spec: _full_mask(weights[at]) for spec, at in component.leaves}
     device = next(iter(fresh.values())).device
-    slots = Slots(component=component, weights=fresh, masks=saved, device=device, seed=budgets.settings.seed)
+    slots = Slots(
+        component=component,
+        weights=fresh,
+        masks={s: t != 0 for s, t in saved.items()},
+        device=device,
+        seed=budgets.settings.seed,
+    )
     if init.masks is None:
         rows = keep_mask(slots.random("init"), budgets.rows(k, {}), candidates=slots.real)
     else:
-        rows = _saved_rows(slots, init)
+        rows = _saved_rows(slots, init, {spec for spec, t in saved.items() if not _is_weight(t)})
         _take_budget(budgets, k, rows)
     slots.write(rows, fresh)
     return {
@@ -108,8 +115,8 @@ def _component_masks(budgets: Budgets, k: int, weights: Sequence[Tensor]) -> dic
     }
 
 
-def _saved_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tensor:
-    """The saved mask of one tensor, as bool of its shape; an empty mapping means where the weight is not zero."""
+def _saved(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tensor:
+    """The saved mask of one tensor, or the weight whose zeros are the mask; an empty mapping means its own weight."""
     fqn = group["tensor_fqn"]
     prefix = f"{group['module_fqn']}." if group["module_fqn"] else ""
     state = masks.get("state", {})
@@ -123,15 +130,22 @@ def _saved_mask(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) ->
         raise SparsityError(f"{fqn}: the saved masks have no mask of it; they have {sorted(map(str, masks))[:5]}")
     if found.shape != weight.shape:
         raise SparsityError(f"{fqn}: the saved mask is {tuple(found.shape)}, the weight {tuple(weight.shape)}")
-    return (full_tensor(found) != 0).to("cpu" if weight.is_meta else weight.device)
+    return full_tensor(found).to("cpu" if weight.is_meta else weight.device)
 
 
-def _saved_rows(slots: Slots, init: Init) -> Tensor:
-    """The slots that the saved masks keep, or with `shuffle` as many drawn ones; bool rows."""
+def _is_weight(found: Tensor) -> bool:
+    return found.is_floating_point() and bool(((found != 0) & (found != 1)).any())
+
+
+def _saved_rows(slots: Slots, init: Init, masks: Collection[BlockSpec]) -> Tensor:
+    """The slots that the saved masks keep, or with `shuffle` as many drawn ones; bool rows.
+
+    Raises where one of `masks` keeps a part of a block; the others are weights, where single zeros are no pruning.
+    """
     kept = slots.active
     rebuilt = {spec: mask.clone() for spec, mask in slots.masks.items()}
     slots.write(kept, rebuilt)
-    broken = [spec.name for spec, mask in slots.masks.items() if not torch.equal(rebuilt[spec], mask)]
+    broken = [spec.name for spec in masks if not torch.equal(rebuilt[spec], slots.masks[spec])]
     if broken:
         raise SparsityError(
             f"{broken[0]}: the saved mask keeps parts of blocks; give the block_shape that it was made with"

@@ -16,10 +16,11 @@ from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.optimizers import unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
 from .gradients import DecayHooks
 from .mask import DynamicMask, find_dynamic
-from .optimizers import refuse_replaced, unwrap_optimizers
+from .optimizers import refuse_replaced
 
 
 @final
@@ -45,6 +46,8 @@ class StraightThrough(PlannedSparsifier):
     tensor([[1., 1., 1., 1.]])
     """
 
+    takes_tied = False  # a backward mask is of one use of the weight
+
     def __init__(
         self, sparsity_level: float | None = None, *, backward_level: float = 0.0, decay: float = 0.0, **structure: Any
     ) -> None:
@@ -63,6 +66,7 @@ class StraightThrough(PlannedSparsifier):
         Over ranks: call it after `fully_shard`, with an optimizer made after that.
         """
         given = unwrap_optimizers(optimizer)
+        super().attach(given)
         if self.decay and self._phase == "prepared":
             self._need_prepared("attach")
             refuse_replaced(given, self.groups)
@@ -101,8 +105,8 @@ class StraightThrough(PlannedSparsifier):
             return
         given = self._level_given
         for component in self._planned(groups).components:
-            forward = torch.as_tensor(component.budget(groups, given))
-            backward = torch.as_tensor(component.scope.sparsity_to_nnz(self.backward_level))
+            forward = torch.as_tensor(component.budget(groups, given), device="cpu")
+            backward = torch.as_tensor(component.scope.sparsity_to_nnz(self.backward_level), device="cpu")
             if component.stage or bool((forward > backward).any()):
                 raise SparsityError(
                     f"{component.label}: the backward mask must keep all that the forward mask keeps, in one stage, "

@@ -4,6 +4,7 @@ Those that a coupling lists in `attrs` are changed; others that seem to hold one
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,8 +76,8 @@ def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
     for removal, pattern, axes in listed:
         path = fill_stars(pattern, removal.coupling.captured)
         name, where = removal.coupling.name, f"coupling {removal.coupling.name!r}: attrs "
-        for full, holder, attribute in _holders(model, path, where):
-            was, key = getattr(holder, attribute), (id(holder), attribute)
+        for full, holder, attribute in _existing(model, path, where):
+            was, key = value_of(holder, attribute), (id(holder), attribute)
             _check_value(full, was, holder, axes, removal, where)
             first = _counted_by(model, counted.setdefault(key, []), removal, axes)
             if first.kept * removal.of != removal.kept * first.of:
@@ -118,15 +119,15 @@ def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
         SparsityError: there is no such attribute, it is none that can be set, or it has another value.
     """
     for change in changes:
-        for full, holder, name in _holders(model, change.path, "cut_to: "):
+        for full, holder, name in _existing(model, change.path, "cut_to: "):
             is_config = change.path.rpartition(".")[0].rpartition(".")[2] == "config"
-            descriptor = getattr(type(holder), name, None)
+            descriptor = getattr(type(holder), name.partition("[")[0], None)
             is_fixed = isinstance(descriptor, property) and descriptor.fset is None
             if not (isinstance(holder, nn.Module) or is_config) or is_fixed:
                 raise SparsityError(f"cut_to: {full!r} is no integer of a module or its config that can be set")
-            if type(getattr(holder, name)) is not type(change.was) or getattr(holder, name) != change.was:
+            if type(value_of(holder, name)) is not type(change.was) or value_of(holder, name) != change.was:
                 raise SparsityError(
-                    f"cut_to: {full!r} is {getattr(holder, name)!r}, but was {change.was!r} in the dense model; "
+                    f"cut_to: {full!r} is {value_of(holder, name)!r}, but was {change.was!r} in the dense model; "
                     "construct the model as the dense one was constructed"
                 )
 
@@ -134,8 +135,8 @@ def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
 def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
     """Set the attributes."""
     for change in changes:
-        (_, holder, name), *_ = _holders(model, change.path, "")
-        setattr(holder, name, change.now)
+        (_, holder, name), *_ = _existing(model, change.path, "")
+        _set(holder, name, change.now)
 
 
 def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], done: Sequence[Change]) -> list[str]:
@@ -175,7 +176,7 @@ def _integers_near(model: nn.Module, removal: Removal) -> Iterator[tuple[str, in
 
 def _check_value(path: str, value: object, holder: object, axes: str, removal: Removal, where: str) -> None:
     sizes, names = removal.coupling.sizes, axes.split()
-    descriptor = getattr(type(holder), path.rpartition(".")[2], None)
+    descriptor = getattr(type(holder), path.rpartition(".")[2].partition("[")[0], None)
     if isinstance(descriptor, property) and descriptor.fset is None:
         raise SparsityError(f"{where}{path!r} is a property that cannot be set; list what it is computed from")
     for axis in names:
@@ -193,17 +194,51 @@ def _check_value(path: str, value: object, holder: object, axes: str, removal: R
         raise SparsityError(f"{where}{path!r} is {value!r}, but {factors} is {product}; name other axes")
 
 
-def _holders(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, str]]:
-    """(full path, object, attribute) of all that a path matches: with `**`, of all modules with the attribute."""
+def _existing(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, str]]:
+    """`holders`; a SparsityError if there are none."""
+    found = list(holders(model, path))
+    if not found:
+        raise SparsityError(f"{where}the model has no attribute {path!r}")
+    return found
+
+
+def holders(model: nn.Module, path: str) -> Iterator[tuple[str, Any, str]]:
+    """(full path, object, attribute) of all that a path matches: with `**`, of all modules with the attribute.
+
+    An attribute may be an entry of a tuple or list, `shape[1]`.
+    """
     prefix, _, name = path.rpartition(".")
     names = [prefix]
     if "*" in prefix:
         names = [n for matches in match_names(prefix, dict(model.named_modules())).values() for n in matches]
-    reached = [(f"{n}.{name}".removeprefix("."), _reached(model, n), name) for n in names]
-    found = [(full, holder, name) for full, holder, name in reached if hasattr(holder, name)]
-    if not found:
-        raise SparsityError(f"{where}the model has no attribute {path!r}")
-    return found
+    for found in names:
+        holder = _reached(model, found)
+        if value_of(holder, name, ...) is not ...:
+            yield f"{found}.{name}".removeprefix("."), holder, name
+
+
+def value_of(holder: object, name: str, default: Any = None) -> Any:
+    """An attribute, or an entry of one."""
+    attribute, at = _parsed(name)
+    found = getattr(holder, attribute, default)
+    if at is None:
+        return found
+    return found[at] if isinstance(found, (tuple, list)) and at < len(found) else default
+
+
+def _set(holder: object, name: str, value: Any) -> None:
+    attribute, at = _parsed(name)
+    if at is not None:
+        whole = list(getattr(holder, attribute))
+        whole[at] = value
+        value = whole if isinstance(getattr(holder, attribute), list) else tuple(whole)
+    setattr(holder, attribute, value)
+
+
+def _parsed(name: str) -> tuple[str, int | None]:
+    """The attribute and the index of `shape[1]`."""
+    match = re.fullmatch(r"(.+)\[(\d+)\]", name)
+    return (match[1], int(match[2])) if match else (name, None)
 
 
 def _reached(model: nn.Module, path: str) -> Any:

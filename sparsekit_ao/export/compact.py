@@ -3,21 +3,20 @@
 Couplings are bound -> dropped units removed from a copy -> sizes updated, norms folded -> both models run and compared.
 """
 
-import copy
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..coupling import Coupling
 from ..errors import SparsityError
-from .attributes import Change, apply_changes, assign_attrs, find_changes, unlisted_sizes
+from .attributes import Change, assign_attrs, unlisted_sizes
 from .manifest import make_manifest
-from .norms import fold_norm, narrowed_group_norms, pruned_norms
-from .removal import Removal, find_removal, plain_tensors, remove_units
-from .report import UNLISTED, Compaction, KeptUnits, Size
-from .verify import Comparison, Reference
+from .removal import Removal
+from .results import UNLISTED, Compaction, KeptUnits, Size
+from .trial import Compacted, compacted, compared, find_removals
+from .verify import Reference
 
 
 def compact(
@@ -78,10 +77,17 @@ def compact(
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"tolerance must be a number >= 0, got {tolerance!r}")
-    removals = _removals(model, assign_attrs(_checked(couplings), attrs or {}), multiple_of)
-    result = _compact(model, removals)
+    removals = find_removals(model, assign_attrs(_checked(couplings), attrs or {}), multiple_of)
+    return verified(model, removals, example_inputs, tolerance)
+
+
+def verified(
+    model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float
+) -> tuple[nn.Module, Compaction]:
+    """A model without some units (or without none), if it gives the same outputs; see `compact`."""
+    result = compacted(model, removals)
     reference = Reference(model, example_inputs)
-    found = _compare(reference, result, tolerance)
+    found = compared(reference, result, tolerance)
     if isinstance(found, str):
         raise _error(model, reference, tolerance, result, found)
     report = Compaction(
@@ -93,20 +99,10 @@ def compact(
         notes=tuple(result.notes),
         not_compared=tuple(reference.opaque),
         unlisted=tuple(unlisted_sizes(result.model, removals, result.changes)),
+        changed=_changed(result.changes),
         manifest=make_manifest(removals, result.changes, result.shapes),
     )
     return result.model, report
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Compacted:
-    """A compacted copy, what was removed, the changed attributes, what is not exact, and the dense shapes."""
-
-    model: nn.Module
-    removals: Sequence[Removal]
-    changes: list[Change]
-    notes: list[str]
-    shapes: dict[str, tuple[int, ...]]
 
 
 def _checked(couplings: Coupling | Sequence[Coupling]) -> list[Coupling]:
@@ -116,53 +112,12 @@ def _checked(couplings: Coupling | Sequence[Coupling]) -> list[Coupling]:
     return list(found)
 
 
-def _removals(model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]) -> list[Removal]:
-    names = [coupling.name for coupling in couplings]
-    for name in multiple_of if isinstance(multiple_of, Mapping) else ():
-        if name not in names:
-            raise SparsityError(f"multiple_of names {name!r}, but the couplings are {', '.join(map(repr, names))}")
-    removals = []
-    for source, coupling in enumerate(couplings):
-        multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        for bound in coupling.bind(model):
-            tensors = plain_tensors(model, [m.fqn for m in bound.members])
-            removals.append(find_removal(bound, tensors, multiple, source))
-    return removals
-
-
-def _compact(model: nn.Module, removals: Sequence[Removal]) -> _Compacted:
-    changes, small = find_changes(model, removals), copy.deepcopy(model)
-    remove_units(small, removals)
-    apply_changes(small, changes)
-    notes = narrowed_group_norms(model, small)
-    for fqn, keep in pruned_norms(model, removals).items():
-        folded, note = fold_norm(model, small, fqn, keep)
-        changes += folded
-        notes += [note] if note else []
-    fqns = [m.fqn for removal in removals for m in removal.coupling.members]
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
-    return _Compacted(model=small, removals=removals, changes=changes, notes=notes, shapes=shapes)
-
-
-def _compare(reference: Reference, result: _Compacted, tolerance: float) -> Comparison | str:
-    """How a compacted model compares, or a description of what is wrong with it."""
-    try:
-        found = reference.compare(result.model, tolerance)
-    except Exception as e:
-        return f"does not run: {e}"
-    if found.decisive <= tolerance:
-        return found
-    finite = found.decisive < float("inf")
-    how = f"a relative difference of {found.difference:.1e}" if finite else "other shapes, integers, inf or nan"
-    return f"gives other outputs: {how}"
-
-
-def _error(model: nn.Module, reference: Reference, tolerance: float, result: _Compacted, problem: str) -> SparsityError:
+def _error(model: nn.Module, reference: Reference, tolerance: float, result: Compacted, problem: str) -> SparsityError:
     """The error for a compacted model with other outputs, with the couplings that cause it by themselves."""
     lines = []
     for removal in result.removals:
         if not removal.is_empty:
-            alone = _compare(reference, _compact(model, [removal]), tolerance)
+            alone = compared(reference, compacted(model, [removal]), tolerance, discarded=True)
             lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
     lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
     lines += [f"not exact: {note}" for note in result.notes]
@@ -171,6 +126,13 @@ def _error(model: nn.Module, reference: Reference, tolerance: float, result: _Co
         f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a removed "
         "size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
     )
+
+
+def _changed(changes: Sequence[Change]) -> tuple[str, ...]:
+    """The changed integers as text, those of repeated layers once, with stars for their numbers."""
+    numbers = re.compile(r"(?<![^.])\d+(?![^.])")
+    lines = [f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in changes if isinstance(c.was, int)]
+    return tuple(dict.fromkeys(lines))
 
 
 def _row(removal: Removal) -> KeptUnits:

@@ -17,7 +17,7 @@ from ..algebra import AxisPattern
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
 from .attributes import Change, apply_changes, check_old_values
-from .norms import EPS_NAMES
+from .norms import CONFIG_EPS, EPS_NAMES
 from .removal import Removal, plain_tensors, remove_units
 
 VERSION = 1
@@ -109,7 +109,7 @@ def _is_attribute(value: object) -> bool:
     path, was, now = value["path"], value["was"], value["now"]  # type: ignore[index]
     names = path.split(".") if isinstance(path, str) else []
     plain = bool(names) and all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in names)
-    if plain and names[-1] in EPS_NAMES:
+    if plain and names[-1] in (*EPS_NAMES, *CONFIG_EPS):
         return isinstance(now, float) and 0 < now < math.inf and (was is None or isinstance(was, float))
     return plain and _is_size(now) and _is_size(was) and now <= was
 
@@ -183,6 +183,6 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
     coupling = BoundCoupling(
         name=data["name"], captured=(), members=members, unit=unit, scope=scope, sizes=data["sizes"], attrs={}
     )
-    keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool)
-    keep.scatter_(1, torch.tensor(data["kept"]), True)
+    keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool, device="cpu")
+    keep.scatter_(1, torch.tensor(data["kept"], device="cpu"), True)
     return Removal(coupling=coupling, keep=keep.reshape(coupling.grid))

@@ -18,6 +18,7 @@ from .attributes import Change
 from .removal import Removal, kept_elements
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
 def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Tensor]:
@@ -72,6 +73,35 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
     return [], f"{fqn}: a {type(dense).__name__} over a pruned axis has statistics of fewer values"
 
 
+def change_config_eps(model: nn.Module, small: nn.Module, folded: Sequence[Change]) -> tuple[list[Change], list[str]]:
+    """Set the field of the smaller model's config that holds its norms' eps, since `save_pretrained` saves no other.
+
+    Args:
+        model: the dense model.
+        small: the smaller one, whose config is changed.
+        folded: the changes of `fold_norm`.
+
+    Returns:
+        The change, if one number is right for all norms that the field is for, and descriptions of what is not.
+    """
+    if not folded or not hasattr(small, "config"):
+        return [], []
+    config, olds = small.config, {change.was for change in folded}
+    fields = [name for name in CONFIG_EPS if isinstance(getattr(config, name, None), float)]
+    field = next((name for name in fields if {getattr(config, name)} == olds), None)
+    if field is not None:
+        was = getattr(config, field)
+        pairs = zip(model.modules(), small.modules(), strict=True)
+        now = {getattr(s, e) for m, s in pairs for e in EPS_NAMES if vars(m).get(e) == was and _takes_statistics(m)}
+        if len(now) == 1:
+            setattr(config, field, now.pop())
+            return [Change(path=f"config.{field}", was=was, now=getattr(config, field))], []
+    where = f"config.{field}" if field is not None else "its config"
+    return [], [
+        f"{where} cannot hold the different epsilons of folded norms, so save_pretrained loses them; use the manifest"
+    ]
+
+
 def _takes_statistics(module: nn.Module) -> bool:
     if hasattr(module, "running_mean") or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return False  # their statistics are of single channels, or of groups that are removed as a whole
@@ -95,7 +125,7 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
     needed = [p for p in inspect.signature(norm.forward).parameters.values() if p.default is p.empty]
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        (torch.randn(4, keep.numel(), generator=generator) * keep).to(like)
+        (torch.randn(4, keep.numel(), generator=generator, dtype=torch.float32, device="cpu") * keep).to(like)
         for _ in range(max(1, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)))
     ]
     out: Tensor = norm(*(x if whole else x[..., keep.to(like.device)] for x in inputs))

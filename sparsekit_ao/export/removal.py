@@ -22,6 +22,7 @@ from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape
 from ..sparsifiers.names import owner_of
+from .attention import fit_attention
 
 _Removed = Sequence[tuple[AxisPattern, int]]
 
@@ -142,6 +143,11 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
         tensors_of[name] = smaller[key]  # type: ignore[assignment]
         for attribute, size in own_sizes.items():
             setattr(module, attribute, size)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and any(module is m for m, *_ in held):
+            fit_attention(module, path)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
@@ -175,7 +181,7 @@ def _without_units(tensor: Tensor, member: Member, removal: Removal) -> Tensor:
 
 def _without_all(tensor: Tensor, own: Sequence[tuple[Member, Removal]], shape: Sequence[int]) -> Tensor:
     """What all removals keep, in the tensor's own order: right where no unit varies more slowly than its scopes."""
-    keep = torch.ones(tensor.shape, dtype=torch.bool)
+    keep = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     for member, removal in own:
         keep &= kept_elements(member, removal, tuple(tensor.shape))
     where = f"{own[0][0].fqn}: the couplings {', '.join(repr(removal.coupling.name) for _, removal in own)} "
@@ -213,6 +219,8 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, removed: _Removed) ->
         return {"num_features": shape[0]}
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return {"normalized_shape": shape}
+    if isinstance(module, nn.RNNBase) and name == "weight_ih_l0":
+        return {"input_size": shape[1]}
     if name != "weight":
         return {}
     if isinstance(module, nn.GroupNorm):

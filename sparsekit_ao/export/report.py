@@ -1,90 +1,114 @@
-"""The report of a compaction, as numbers and as text."""
+"""`report`: which patterns the weights of a model satisfy, and which export targets take them."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-UNLISTED = "possibly a removed size (list it in attrs): "
+from torch import nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """The size of a model.
-
-    Attributes:
-        parameters: elements of all parameters; a shared one counts once.
-        bytes: of parameters and buffers.
-        flops: of one forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
-    """
-
-    parameters: int
-    bytes: int
-    flops: int
+from .check import TARGETS
+from .layers import Layer, layers_of
+from .structures import satisfied
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptUnits:
-    """How many units of one coupling are kept.
+class LayerRow:
+    """One weight.
 
     Attributes:
-        name: of the coupling.
-        kept, of: units of a scope after and before.
-        scopes: number of independent sets of units.
-        partly: kept units, over all scopes, where some members hold only zeros, but not all.
+        tensor: its name.
+        kind: the class of its module.
+        shape: of the weight.
+        dtype: of the weight, without "torch.".
+        masked: whether its mask is still there.
+        density: the fraction that is not zero.
+        patterns: the structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured";
+            nothing if it is dense.
+        targets: {target: reasons why it does not take the weight}; no reasons if it does.
     """
 
-    name: str
-    kept: int
-    of: int
-    scopes: int = 1
-    partly: int = 0
+    tensor: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    masked: bool
+    density: float
+    patterns: tuple[str, ...]
+    targets: Mapping[str, tuple[str, ...]]
+
+    @property
+    def taken_by(self) -> tuple[str, ...]:
+        """The targets that take the weight."""
+        return tuple(name for name, why in self.targets.items() if not why)
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, one cell a column."""
+        shape, state = "x".join(map(str, self.shape)), "masked" if self.masked else ""
+        names = (", ".join(found) or "-" for found in (self.patterns, self.taken_by))
+        return (self.tensor, self.kind, shape, self.dtype, state, f"{self.density:.4f}", *names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport(Sequence[LayerRow]):
+    """Rows as data; `str()` of it is a table, and `sparsekit_ao.plot.plot_layers` a picture.
+
+    Attributes:
+        rows: one for each weight of the model.
+    """
+
+    rows: tuple[LayerRow, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at):  # type: ignore[no-untyped-def]
+        return self.rows[at]
 
     def __str__(self) -> str:
-        scopes = f" in each of {self.scopes} scopes" if self.scopes > 1 else ""
-        partly = f" ({self.partly} of them zero in some members only)" if self.partly else ""
-        return f"{self.kept} of {self.of} units{scopes}{partly}"
+        head = ("tensor", "module", "shape", "dtype", "", "density", "patterns", "taken by")
+        lines = [head, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([*table, *self._by_target()])
+
+    def _by_target(self) -> Iterator[str]:
+        pruned = [row for row in self.rows if row.patterns]
+        for target in TARGETS if pruned else ():
+            refused = [row for row in pruned if row.targets[target]]
+            first = f"; not {refused[0].tensor}: {refused[0].targets[target][0]}" if refused else ""
+            yield f"{target} takes {len(pruned) - len(refused)} of {len(pruned)} pruned weights{first}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compaction:
-    """The result of `compact` as numbers; `print(report)` shows it as text.
+def report(model: nn.Module) -> LayerReport:
+    """Which patterns the weights of a model satisfy, and which export targets take them, layer by layer.
 
-    Attributes:
-        couplings: one row a coupling.
-        before, after: sizes of the model.
-        difference: largest difference of an output on the example inputs, relative to the largest value that differs.
-        in_float64: the same of float64 copies, where rounding explains why it is more than the tolerance.
-        notes: descriptions of what is not exact.
-        not_compared: objects in the output that were not inspected, so tensors in them were not compared.
-        unlisted: integers that seem to hold a removed size and are in no coupling's `attrs`.
-        manifest: plain data for `cut_to`.
+    Works on masked and on squashed models, and changes nothing.
+
+    Args:
+        model: with weights of two or more dimensions, all of which are listed; tied ones once.
+
+    Returns:
+        A report whose text is a table; `sparsekit_ao.plot.plot_layers(report)` draws density and patterns.
+
+    >>> from sparsekit_ao import ScopeSparsifier, export, patterns
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 4)).half()
+    >>> sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
+    >>> sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
+    >>> sparsifier.step()
+    >>> [(row.tensor, row.density, row.patterns, "pack_2_4" in row.taken_by) for row in export.report(model)]
+    [('0.weight', 0.5, ('2:4',), True), ('1.weight', 1.0, (), False)]
     """
+    return LayerReport(rows=tuple(_row(layer) for layer in layers_of(model)))
 
-    couplings: tuple[KeptUnits, ...]
-    before: Size
-    after: Size
-    difference: float
-    in_float64: float | None = None
-    notes: tuple[str, ...] = ()
-    not_compared: tuple[str, ...] = ()
-    unlisted: tuple[str, ...] = ()
-    manifest: Mapping[str, Any] = field(repr=False)
 
-    def save(self, path: str | Path) -> None:
-        """Write the manifest as JSON, for `cut_to` in another process."""
-        Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
-
-    def __str__(self) -> str:
-        width = max((len(row.name) for row in self.couplings), default=0)
-        lines = [f"{row.name:<{width}}  {row}" for row in self.couplings]
-        for what in ("parameters", "bytes", "flops"):
-            was, now = getattr(self.before, what), getattr(self.after, what)
-            lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
-        lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
-        lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
-        lines += [f"not exact: {note}" for note in self.notes]
-        lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
-        lines += [UNLISTED + text for text in self.unlisted]
-        return "\n".join(lines)
+def _row(layer: Layer) -> LayerRow:
+    weight = layer.weight
+    return LayerRow(
+        tensor=layer.fqn,
+        kind=layer.kind,
+        shape=tuple(weight.shape),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        masked=layer.masked,
+        density=layer.density,
+        patterns=tuple(satisfied(layer)),
+        targets={target: tuple(reasons(layer)) for target, reasons in TARGETS.items()},
+    )

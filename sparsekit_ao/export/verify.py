@@ -59,9 +59,12 @@ class Reference:
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
         self._check()
 
-    def compare(self, small: nn.Module, tolerance: float) -> Comparison:
-        """Run the compacted model; in float64 too, where it differs by more than the tolerance."""
-        output, flops = _run(small, self._inputs, self._dtype)
+    def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
+        """Run the compacted model; in float64 too, where it differs by more than the tolerance.
+
+        With `discarded`, the model is used for nothing else afterwards, so it need not be copied.
+        """
+        output, flops = _run(small, self._inputs, self._dtype, copied=not discarded)
         outputs = list(tensors_in("output", output))
         apart = _difference(self._outputs, outputs)
         again = self._in_float64(small, outputs) if tolerance < apart < float("inf") else None
@@ -95,13 +98,13 @@ class Reference:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None) -> tuple[Any, int]:
-    """The output of one forward of a copy in eval mode, and its FLOPs; as another dtype if one is given."""
+def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool = True) -> tuple[Any, int]:
+    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
     # Only leaf tensors can be copied.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
-    model, inputs = copy.deepcopy(model).eval(), copy.deepcopy(inputs)
+    model, inputs = (copy.deepcopy(model) if copied else model).eval(), copy.deepcopy(inputs)
     args, kwargs = inputs if dtype is None else _as_dtype(inputs, dtype)
     model = model if dtype is None else model.to(dtype)
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
@@ -165,3 +168,18 @@ def _is_rounding(want: Tensor, found: Tensor, exact: Tensor) -> bool:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
+
+
+def largest_difference(want: list[Outputs], found: list[Outputs], target: str) -> float:
+    """The largest relative difference of outputs over several batches.
+
+    Raises:
+        SparsityError: shapes or integers differ, a value is not finite in one of the models only, or nothing was
+            returned; `target` is the first word.
+    """
+    if not any(want):
+        raise SparsityError(f"{target}: the model returned no tensor, so there is nothing to compare")
+    worst = max((_difference(a, b) for a, b in zip(want, found, strict=True) if a or b), default=0.0)
+    if worst == float("inf"):
+        raise SparsityError(f"{target}: the converted model returns other shapes, other integers, inf or nan")
+    return worst

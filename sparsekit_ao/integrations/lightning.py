@@ -8,7 +8,7 @@ from torch.ao.pruning import BaseScheduler
 
 from ..dynamic.optimizers import training_optimizers
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import refuse_other_model
+from ..sparsifiers.usage import cadence_of, refuse_other_model
 
 __all__ = ["SparsifierCallback"]
 
@@ -22,19 +22,29 @@ class SparsifierCallback(Callback):
     Args:
         sparsifier: prepared on (a part of) the LightningModule before `fit`.
         schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+        update_every: masks are updated after the first step and every such step after it.
+        until: steps after which masks stay as they are; None updates them until the end.
 
     Raises:
         SparsityError: when training begins, if the sparsifier was prepared on another model.
     """
 
-    def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
+    def __init__(
+        self,
+        sparsifier: MaskSparsifier,
+        schedulers: Sequence[BaseScheduler] = (),
+        *,
+        update_every: int = 1,
+        until: int | None = None,
+    ) -> None:
+        self._cadence = cadence_of(sparsifier, update_every, until)
         self.sparsifier, self.schedulers = sparsifier, list(schedulers)
-        self._steps = 0
+        self._global_step = self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizers of sparsified parameters; Lightning has constructed and restored them by now."""
         refuse_other_model(self.sparsifier.groups, pl_module, "SparsifierCallback")
-        self._steps = trainer.global_step
+        self._global_step = trainer.global_step
         self.sparsifier.attach(training_optimizers(trainer.optimizers, self.sparsifier.groups))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -43,19 +53,23 @@ class SparsifierCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Step the sparsifier and its schedulers once, unless the batch only accumulated gradients."""
-        if trainer.global_step == self._steps:
+        if trainer.global_step == self._global_step:
             return
-        self._steps = trainer.global_step
-        self.sparsifier.step()
+        self._global_step = trainer.global_step
+        if self._cadence.is_due(self._steps):
+            self.sparsifier.step()
+        self._steps += 1
         for scheduler in self.schedulers:
             scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sparsifier's and the schedulers' state."""
-        return {"sparsifier": self.sparsifier.state_dict(), "schedulers": [s.state_dict() for s in self.schedulers]}
+        """The sparsifier's and the schedulers' state, and the number of steps."""
+        own = [s.state_dict() for s in self.schedulers]
+        return {"sparsifier": self.sparsifier.state_dict(), "schedulers": own, "steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.sparsifier.load_state_dict(state_dict["sparsifier"])
+        self._steps = state_dict.get("steps", 0)
         for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
             scheduler.load_state_dict(state)

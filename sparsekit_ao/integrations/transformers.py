@@ -5,15 +5,18 @@ in `trainer_state.json`.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.ao.pruning import BaseScheduler
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ..distributed import is_sharded
 from ..errors import SparsityError
+from ..masking import dense_state_dict
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import refuse_other_model
+from ..sparsifiers.usage import cadence_of, refuse_other_model
 
 __all__ = ["SparsifierCallback"]
 
@@ -28,13 +31,23 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     Args:
         sparsifier: prepared on the trainer's model before the trainer is constructed.
         schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+        update_every: masks are updated after the first step and every such step after it.
+        until: steps after which masks stay as they are; None updates them until the end.
 
     Raises:
         SparsityError: when training begins, if the sparsifier was prepared on another model, or the trainer clips
             gradients that an update reads; see `watch_clipping`.
     """
 
-    def __init__(self, sparsifier: MaskSparsifier, schedulers: Sequence[BaseScheduler] = ()) -> None:
+    def __init__(
+        self,
+        sparsifier: MaskSparsifier,
+        schedulers: Sequence[BaseScheduler] = (),
+        *,
+        update_every: int = 1,
+        until: int | None = None,
+    ) -> None:
+        self._cadence = cadence_of(sparsifier, update_every, until)
         self.sparsifier, self.schedulers = sparsifier, list(schedulers)
         self._watched: Any = None
 
@@ -61,6 +74,36 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         self._watched = trainer
         return self
 
+    def watch_saving(self, trainer: Any, folder: str = "squashed") -> "SparsifierCallback":
+        """Save a plain, squashed model beside each checkpoint that the trainer saves, `save_model` included.
+
+        A checkpoint holds dense weights and masks, so that training can resume from it; `from_pretrained` of the plain
+        model in `<checkpoint>/<folder>` needs nothing of this library.
+
+        Args:
+            trainer: the one that has this callback.
+            folder: name of the folder inside of a checkpoint.
+
+        Raises:
+            SparsityError: when a checkpoint is saved, if the model is sharded.
+        """
+        save = trainer._save
+
+        def save_both(output_dir: str | None = None, state_dict: Any = None) -> None:
+            save(output_dir, state_dict)
+            if not trainer.args.should_save:
+                return
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            if any(is_sharded(p) for p in model.parameters()):
+                raise SparsityError(
+                    "SparsifierCallback: the model is sharded, so no plain one can be saved beside its checkpoint; "
+                    "load the checkpoint into a model that is not sharded, and call squash_mask"
+                )
+            save(str(Path(output_dir or trainer.args.output_dir) / folder), dense_state_dict(model))
+
+        trainer._save = save_both
+        return self
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the optimizer; when resuming, restore the state of the checkpoint."""
         if kwargs.get("model") is not None:
@@ -77,7 +120,8 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step the sparsifier and its schedulers."""
-        self.sparsifier.step()
+        if self._cadence.is_due(state.global_step - 1):
+            self.sparsifier.step()
         for scheduler in self.schedulers:
             scheduler.step()
 

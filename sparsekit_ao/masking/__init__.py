@@ -1,6 +1,7 @@
 """The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
 
 from .finish import finished
+from .merging import refuse_merge
 from .parametrization import (
     WeightMask,
     collector_paused,
@@ -10,10 +11,13 @@ from .parametrization import (
     installed,
     is_on_parameter,
     live_mask,
+    other_names,
     parameter_under,
-    rebuilt_originals,
+    parameters_under,
     remove_mask,
-    squash,
+    under_all_names,
+    used_weight,
 )
-from .product import FROM, select
+from .product import FROM, marked, select
 from .saved import is_intercepted, keep_saved, saving
+from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros

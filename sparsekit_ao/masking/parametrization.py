@@ -12,7 +12,8 @@ from torch.nn.utils import parametrize
 
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError
-from .product import select
+from .merging import refuse_merge
+from .product import marked, select
 from .saved import keep_saved, saving
 
 
@@ -28,10 +29,12 @@ class WeightMask(FakeSparsity):
 
     def forward(self, x: Tensor) -> Tensor:
         """The weight with dropped elements exactly zero; shape and dtype as given."""
+        if not torch.compiler.is_compiling():
+            refuse_merge()
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
         with saving(self, [self.mask], x):
-            return select(x, placed_like(self.mask, x))
+            return marked(select(x, placed_like(self.mask, x)))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
@@ -81,6 +84,33 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def under_all_names(
+    model: nn.Module, masks: Sequence[tuple[nn.Module, str, WeightMask]]
+) -> list[tuple[nn.Module, str, WeightMask]]:
+    """Masks, (module, tensor name, mask) each, with those under the other names of tied parameters added."""
+    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            held.setdefault(id(parameter), []).append((module, name))
+    found = list(masks)
+    for module, name, mask in masks:
+        others = held.get(id(module._parameters.get(name)), []) if name in module._parameters else []
+        found += [(m, n, mask) for m, n in others if (m, n) != (module, name)]
+    return found
+
+
+def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
+    """Where the masks of these tensors are registered besides: (module, tensor name) of tied parameters."""
+    own = {(id(module), name) for module, name in tensors}
+    masks = {id(find_mask(*tensor)) for tensor in tensors}
+    return [
+        (module, name)
+        for module in model.modules()
+        for name in getattr(module, "parametrizations", ())
+        if id(find_mask(module, name)) in masks and (id(module), name) not in own
+    ]
+
+
 @contextmanager
 def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[None]:
     """Register masks, (module, tensor name, mask) each, on top of what parametrizes the tensors already.
@@ -90,9 +120,7 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
     order = [(module._parameters, list(module._parameters)) for module, _, _ in masks]
     try:
         for module, name, mask in masks:
-            parametrize.register_parametrization(module, name, mask, unsafe=True)
-            if not _dense_hooks(module):
-                module.register_load_state_dict_pre_hook(_take_dense)
+            register(module, name, mask)
         yield
     except BaseException:
         for module, name, mask in masks:
@@ -102,6 +130,16 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
             for name in names:
                 parameters[name] = parameters.pop(name)
         raise
+
+
+def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1) -> None:
+    """Register a mask on top of what parametrizes the tensor already, or after the first `at` of these."""
+    if at >= 0 and parametrize.is_parametrized(module, tensor_name):
+        _chain(module, tensor_name).insert(at, mask)
+    else:
+        parametrize.register_parametrization(module, tensor_name, mask, unsafe=True)
+    if not _dense_hooks(module):
+        module.register_load_state_dict_pre_hook(_take_dense)
 
 
 def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
@@ -134,58 +172,35 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
     """What the mask is applied to: the parameter itself, or what parametrizations below the mask make of it."""
     chain = _chain(module, tensor_name)
-    below = _below(chain)
-    return _through(below, _originals(chain)).detach()
+    return through(_below(chain), _originals(chain)).detach()
+
+
+def parameters_under(module: nn.Module, tensor_name: str) -> list[Tensor]:
+    """The parameters of a parametrized tensor; several only where parametrizations below the mask have them."""
+    return _originals(_chain(module, tensor_name))
+
+
+def used_weight(module: nn.Module, tensor_name: str) -> Tensor:
+    """The values that the forward pass uses: masked, and through all other parametrizations; without gradient."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return getattr(module, tensor_name).detach()
+    chain = _chain(module, tensor_name)
+    return through(list(chain), _originals(chain)).detach()
 
 
 def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
-    """The parameter of a masked tensor; the first one where parametrizations below the mask have several."""
-    return _originals(_chain(module, tensor_name))[0]
+    """The (first) parameter of a masked tensor."""
+    return parameters_under(module, tensor_name)[0]
+
+
+def below(module: nn.Module, tensor_name: str) -> list[nn.Module]:
+    """The parametrizations below the mask of a tensor, the lowest first."""
+    return _below(_chain(module, tensor_name))
 
 
 def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
     """Whether the mask is on the parameter itself, with no other parametrization below it."""
-    return not _below(_chain(module, tensor_name))
-
-
-def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
-    """New values of the parameters under the mask, such that the tensor is masked without the mask.
-
-    Returns:
-        Nothing where the mask is on the parameter itself, which `squash` then masks in place.
-
-    Raises:
-        SparsityError: a parametrization below the mask cannot express the masked weight. Nothing is changed.
-    """
-    chain = _chain(module, tensor_name)
-    mask = find_mask(module, tensor_name)
-    below = _below(chain)
-    if mask is None or not below:
-        return []
-    masked = select(dense_weight(module, tensor_name), mask.mask)
-    back: tuple[Tensor, ...] = (masked,)
-    for p in reversed(below):
-        if not hasattr(p, "right_inverse"):
-            raise SparsityError(_cannot(tensor_name, p, "it has no right_inverse"))
-        found: Tensor | Sequence[Tensor] = p.right_inverse(*back)  # type: ignore[operator]
-        back = (found,) if isinstance(found, Tensor) else tuple(found)
-    again = _through(below, list(back))
-    close = torch.allclose(again, masked, rtol=8 * torch.finfo(masked.dtype).eps, atol=1e-6)
-    if not close or not torch.equal(again != 0, masked != 0):
-        raise SparsityError(_cannot(tensor_name, below[-1], "its right_inverse does not give the masked weight"))
-    return list(back)
-
-
-def squash(module: nn.Module, tensor_name: str, rebuilt: Sequence[Tensor] = ()) -> None:
-    """Write zeros (or `rebuilt_originals`) into the parameters and remove the mask; others stay."""
-    chain = _chain(module, tensor_name)
-    originals = _originals(chain)
-    mask = find_mask(module, tensor_name)
-    assert mask is not None
-    with torch.no_grad():
-        for parameter, value in zip(originals, rebuilt or [select(originals[0], mask.mask)], strict=True):
-            parameter.copy_(value)
-    remove_mask(module, tensor_name)
+    return not below(module, tensor_name)
 
 
 def remove_mask(module: nn.Module, tensor_name: str) -> None:
@@ -222,7 +237,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     >>> sorted(export.dense_state_dict(model)), int((export.dense_state_dict(model)["0.weight"] == 0).sum())
     (['0.bias', '0.weight'], 16)
     """
-    found = model.state_dict()
+    found, masked = model.state_dict(), dict[int, Tensor]()
     for path, module in model.named_modules(remove_duplicate=False):
         for name in list(getattr(module, "parametrizations", ())):
             mask = find_mask(module, name)
@@ -237,7 +252,9 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
             original = found.pop(f"{prefix}parametrizations.{name}.original")
             for key in [k for k in found if k.startswith(f"{prefix}parametrizations.{name}.")]:
                 del found[key]
-            found[f"{prefix}{name}"] = select(original, placed_like(mask.mask, original)).detach()
+            if id(mask) not in masked:  # that of a tied parameter is registered under each of its names
+                masked[id(mask)] = select(original, placed_like(mask.mask, original)).detach()
+            found[f"{prefix}{name}"] = masked[id(mask)]
     return found
 
 
@@ -274,7 +291,8 @@ def _originals(chain: parametrize.ParametrizationList) -> list[Tensor]:
     return [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
 
 
-def _through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
+def through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
+    """What parametrizations, in eval mode, make of parameters."""
     if not layers:
         return originals[0]
     training = [layer.training for layer in layers]
@@ -287,10 +305,3 @@ def _through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
         for layer, mode in zip(layers, training, strict=True):
             layer.train(mode)
     return x
-
-
-def _cannot(tensor_name: str, layer: nn.Module, why: str) -> str:
-    return (
-        f"{tensor_name}: cannot squash the mask through {type(layer).__name__}: {why}. Remove that parametrization "
-        "first (torch.nn.utils.parametrize.remove_parametrizations)."
-    )

@@ -36,6 +36,13 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(weight, mask, 0) if floats else torch.where(mask, weight, 0)
 
 
+def marked(weight: Tensor) -> Tensor:
+    """A masked weight; marked where it looks like a parameter, so that it is not taken for one (`algebra.View`)."""
+    if not torch.compiler.is_compiling() and weight.is_leaf:
+        weight.is_masked_weight = True  # type: ignore[attr-defined]
+    return weight
+
+
 def _is_plain(weight: Tensor, mask: Tensor) -> bool:
     """Whether both are large CPU tensors of no special kind, and no mode or transform intercepts the operations."""
     return (

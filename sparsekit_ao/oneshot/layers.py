@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import distributed
 from ..algebra import MaskUpdate
 from ..calibration import INPUTS, Statistics, Target
 from ..errors import SparsityError
 from ..scores import damped_gram, damped_inverse, joint_saliency, needs_of
 from ..selection import keep_mask
 from ..sparsifiers.component import Component, labels_of
+from ..sparsifiers.minimum import update_masks
 from ..sparsifiers.planned import PlannedSparsifier
 from .obs import column_chunks, sparsegpt, structured_obs
 from .solve import CG_STEPS, FEW_STEPS, admm, least_squares, relative_error
@@ -90,7 +90,7 @@ def fill_masks(
             norm=norm,
             among_kept=component.stage > 0,
         )
-        distributed.update_masks([update])
+        update_masks([(component, update)])
 
 
 def scored_by(dense: Callable[[int], Tensor], statistics: Callable[[int], Statistics]) -> Values:
@@ -156,7 +156,7 @@ def _params(component: Component) -> list[Tensor]:
 
 
 def _admm_together(sparsifier: PlannedSparsifier, layers: Sequence[Layer]) -> None:
-    """ADMM masks; layers with one G (query, key and value, say) share its eigenvectors."""
+    """ADMM masks; layers with one G (query, key and value, say) share its inverses."""
     left = list(layers)
     while left:
         first = left[0]
@@ -241,7 +241,8 @@ def scope_labels(layer: Layer) -> tuple[Tensor, Tensor]:
     member = component.scope.members()[0]
     blocks = labels_of(leaf)
     grid = [-(-s // b) for s, b in zip(leaf.view.shape, leaf.shape, strict=True)]
-    index, scope = torch.unravel_index(torch.arange(leaf.numblk()), grid), torch.zeros(leaf.numblk(), dtype=torch.long)
+    places = torch.arange(leaf.numblk(), device="cpu")
+    index, scope = torch.unravel_index(places, grid), torch.zeros_like(places)
     for at, own, size in zip(index, grid, member.shape, strict=True):
         scope = scope * -(-own // size) + at // size
     return torch.where(blocks >= 0, scope[blocks.clamp(min=0)], -1), blocks

@@ -24,8 +24,8 @@ def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
     [(0, 2), (2, 4)]
     """
     labels, columns = labels.cpu(), labels.shape[1]
-    last = torch.zeros(int(labels.max()) + 1, dtype=torch.long)
-    position = torch.arange(columns).expand_as(labels)
+    last = torch.zeros(int(labels.max()) + 1, dtype=torch.long, device="cpu")
+    position = torch.arange(columns, device="cpu").expand_as(labels)
     last.scatter_reduce_(0, labels.reshape(-1), position.reshape(-1), "amax", include_self=False)
     reach = last[labels].amax(0)  # the last column of any scope that has an element in this one
     chunks, start, end = [], 0, 0

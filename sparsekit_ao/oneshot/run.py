@@ -47,7 +47,9 @@ def one_shot(
             `"sparsegpt"`: the baseline (arXiv 2301.00774), for N:M along the inputs and single elements of a whole
             tensor. `"least_squares"`: masks by the sparsifier's score, and the best weights for them. None: masks only.
         blocks: the name of the module list of repeated blocks; None finds it. See `oneshot.walk`.
-        where: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+        where: which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
+            applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
+            (a pooled token, say), count every position.
         progress: show a progress bar on a terminal.
         resume: continue after an interruption; layers that were finished stay as they are.
 

@@ -85,8 +85,6 @@ def admm(
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
     scaled = weight * scale
     hessian = gram / (scale.mT * scale)
-    values, vectors = torch.linalg.eigh(hessian)
-    values = values.clamp(min=0)[:, None, :]
     target = scaled @ hessian
     mask = project(scaled)
     kept, rho = least_squares(weight, gram, mask, FEW_STEPS) * scale, RHO
@@ -94,7 +92,8 @@ def admm(
     for step in range(steps):
         if step % EVERY == 0:
             rho = rho * GROWTH if step else rho
-            inverse = (vectors / (values + rho)) @ vectors.mT
+            penalized = hessian + rho * torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(penalized))
         found = (target - dual + rho * kept) @ inverse
         shifted = found + dual / rho
         mask = project(shifted)

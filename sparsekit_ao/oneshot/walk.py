@@ -5,11 +5,13 @@ the whole model only once. Elsewhere the model runs once for each layer, up to t
 """
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -150,7 +152,7 @@ def _order(
 
     def hook(target: Target) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0))
+            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu"))
             version = -1 if x.is_inference() else x._version  # a layer after a change in place reads something else
             if not read or read[-1][0] is not x or read[-1][1] != version or version < 0:
                 read.append((x, version))
@@ -307,7 +309,7 @@ def _next(given: Arguments, output: Any) -> Arguments:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether nested arguments are equal; tensors by value, other objects by identity or ==."""
+    """Whether nested arguments are equal; tensors and arrays by value, objects by attributes, or by identity or ==."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.shape == other.shape and torch.equal(one, other)
@@ -315,4 +317,8 @@ def _are_same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_are_same(one[k], other[k]) for k in one)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    if dataclasses.is_dataclass(one) and type(one) is type(other):
+        return all(_are_same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
     return one is other or bool(one == other)

@@ -3,4 +3,4 @@
 from .api import block_scores, fill_mask, keep_mask, scope_mask, scope_masks, scope_scores, threshold_backend
 from .backend import check_impl
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
-from .work import Newton, Norm, Threshold, Update
+from .work import Newton, Norm, Threshold, Update, one_step

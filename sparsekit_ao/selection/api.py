@@ -15,7 +15,7 @@ from . import reference
 from .backend import Backend, check_impl, choose, find
 from .keys import KEY_DTYPES
 from .tiling import Blocks, Scopes, aligned_grid, to_scopes
-from .work import Norm, Scores, Threshold, Update
+from .work import Norm, Scores, Threshold, Update, one_step
 
 
 def keep_mask(
@@ -151,14 +151,16 @@ def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
         updates: see `Update`; a tensor appears in one of them at most.
         impl: as in `keep_mask`.
     """
-    shared: dict[tuple[str, torch.device], tuple[Backend, list[Update]]] = {}
+    check_impl(impl)
     for update in updates:
-        check_impl(impl)
         _check_norm(update.norm)
         _check_windows(update.scopes)
         _check_budget(update.keep, update.scopes[0].scope_grid, sum(math.prod(s.shape) for s in update.scopes))
-        backend = choose(update, impl)
-        shared.setdefault((backend.name, update.device), (backend, []))[1].append(update)
+    shared: dict[tuple[str, torch.device], tuple[Backend, list[Update]]] = {}
+    with one_step(sum(update.numel for update in updates)):
+        for update in updates:
+            backend = choose(update, impl)
+            shared.setdefault((backend.name, update.device), (backend, []))[1].append(update)
     for backend, found in shared.values():
         if impl == "auto" and backend.name == reference.name:  # others may still take the single steps
             for update in found:

@@ -32,6 +32,7 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _ALL}
 ORDER: dict[str, tuple[str, ...]] = {"cpu": ("numba", "cpu", "reference"), "cuda": ("triton", "reference")}
 OTHER_DEVICES = ("reference",)
 LEAST = {"numba": 1 << 16}  # elements below which "auto" passes over a backend, since calling it costs more
+PREFERRED = {"numba": numba.is_preferred}  # what "auto" asks last: whether to compile, say
 
 
 def check_impl(impl: str) -> None:
@@ -54,7 +55,8 @@ def find(work: Work, impl: str = "auto") -> Backend | None:
         return BACKENDS[impl]
     names = ORDER.get(work.device.type, OTHER_DEVICES)
     large = (BACKENDS[name] for name in names if work.numel >= LEAST.get(name, 0))
-    return next((backend for backend in large if not backend.reasons(work)), None)
+    able = (backend for backend in large if not backend.reasons(work))
+    return next((b for b in able if b.name not in PREFERRED or PREFERRED[b.name](work)), None)
 
 
 def choose(work: Work, impl: str = "auto") -> Backend:

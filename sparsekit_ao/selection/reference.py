@@ -164,7 +164,7 @@ def candidates_of(members: Sequence[Blocks], ndim: int) -> Tensor:
     for m in members:
         assert m.mask is not None, "candidates_of needs masks"
         tiles = split(pad_to(m.mask != 0, m.shape, False), m.shape)
-        grid = to_aligned(_fold(tiles, torch.logical_or), m.order, ndim)
+        grid = to_aligned(fold(tiles, torch.logical_or), m.order, ndim)
         present = grid if present is None else present | grid
     assert present is not None
     return present
@@ -173,10 +173,10 @@ def candidates_of(members: Sequence[Blocks], ndim: int) -> Tensor:
 def reduce_blocks(elements: Tensor, block: Sequence[int], norm: Norm) -> Tensor:
     """Sum (for an infinite norm: maximum) over the elements of each block, in the fixed order."""
     tiles = split(pad_to(elements, block, 0.0), block)
-    return _fold(tiles, torch.maximum if norm == float("inf") else torch.add)
+    return fold(tiles, torch.maximum if norm == float("inf") else torch.add)
 
 
-def _fold(tiles: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def fold(tiles: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Reduce every second dimension of (g0, b0, g1, b1, ...) by a halving tree."""
     for k in range(tiles.ndim // 2):
         tiles = _halve(tiles, k + 1, join)

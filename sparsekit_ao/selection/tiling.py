@@ -165,9 +165,12 @@ def from_scopes(rows: Tensor, scopes: Scopes) -> Tensor:
 def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device | None = None) -> Tensor:
     """How many entries each tile has: less than prod(tile) at a partial edge; int64, of the grid's shape.
 
+    On the CPU by default.
+
     >>> tile_volumes((2, 5), (2, 4))
     tensor([[8, 2]])
     """
+    device = torch.device("cpu") if device is None else device
     volume = torch.ones((), dtype=torch.int64, device=device)
     for size, n in zip(sizes, tile, strict=True):
         along = torch.full((-(-size // n),), n, device=device)

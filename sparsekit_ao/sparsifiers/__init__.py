@@ -3,6 +3,7 @@
 from .base import MaskSparsifier
 from .nearly_diagonal import NearlyDiagonalSparsifier
 from .planned import PlannedSparsifier
+from .proximal import ProximalSparsifier
 from .report import Report, Row
 from .scope import ScopeSparsifier
 from .weight_norm import WeightNormSparsifier
@@ -11,6 +12,7 @@ __all__ = [
     "MaskSparsifier",
     "NearlyDiagonalSparsifier",
     "PlannedSparsifier",
+    "ProximalSparsifier",
     "Report",
     "Row",
     "ScopeSparsifier",

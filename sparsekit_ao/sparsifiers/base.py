@@ -20,7 +20,8 @@ from ..errors import SparsityError
 from .checkpoint import Copies, check_saved, kept_params
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
-from .usage import warn_of_scheduler, warn_of_stale_masks
+from .squash import squash
+from .usage import refuse_adapters, refuse_misaligned_state, warn_of_adapters, warn_of_scheduler, warn_of_stale_masks
 
 
 class MaskSparsifier(Copies, BaseSparsifier):
@@ -38,6 +39,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
     optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
     bool_masks = False
+    #: whether a parameter with several names (a head that is tied to an embedding) may be sparsified
+    takes_tied = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,6 +52,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
         self._chosen_at: list[Any] | None = None  # the levels of the last update of all masks
+        self._warned = False  # of adapters on masked layers
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = Resolved()
         self._exclude: tuple[str | type[nn.Module], ...] = ()
@@ -95,8 +99,9 @@ class MaskSparsifier(Copies, BaseSparsifier):
             model: modified in place; its Parameters stay the same objects, so optimizers stay valid.
             config: a list of dicts with `tensor_fqn` (a name, a glob in which `*` crosses dots, `re:` and a regular
                 expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
-                have precedence, then later entries. None is every Linear and convolution but for adapters and weights
-                tied to another module; after unpickling, it is the pickled config, and pickled masks are restored.
+                have precedence, then later entries. A parameter with several names has one mask, under all of them.
+                None is every Linear and convolution but for adapters and weights tied to another module; after
+                unpickling, it is the pickled config, and pickled masks are restored.
             exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out;
                 modules with all that is inside them.
 
@@ -121,12 +126,20 @@ class MaskSparsifier(Copies, BaseSparsifier):
             config = self.config
             if not config:
                 raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
-        found = resolve_groups(model, config or (), self.keys, self._complete, exclude=exclude, is_default=is_default)
+        found = resolve_groups(
+            model,
+            config or (),
+            self.keys,
+            self._complete,
+            exclude=exclude,
+            is_default=is_default,
+            takes_tied=self.takes_tied,
+        )
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
         distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
+        masks = masking.under_all_names(model, self._new_masks(found.groups))
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
@@ -147,7 +160,12 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Drop what was found out about the model that was prepared before; called in `prepare`."""
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Register the optimizers that train the model; does nothing where masks depend on weights alone."""
+        """Register the optimizers that train the model; where masks depend on weights alone, it only checks them.
+
+        Raises:
+            SparsityError: an optimizer has state of another model, such as one saved before `prepare`.
+        """
+        refuse_misaligned_state(optimizer, self.model)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Read the gradients as they are now; does nothing where masks depend on weights alone."""
@@ -157,10 +175,16 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
         return False
 
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether `step` will never change masks again."""
+        return False
+
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
+            self._warned = self._warned or warn_of_adapters(self.model, self.groups)
             with torch.no_grad():
                 self._update_all()
             self._chosen_at = [g.get("sparsity_level") for g in self.groups]
@@ -201,27 +225,19 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
         Raises:
             SparsityError: not prepared, unknown names, a mask that another parametrization cannot express, or a model
-                that `fully_shard` wrapped only as a part of another one. Nothing is then changed.
+                that `fully_shard` wrapped only as a part of another one. Nothing is then changed, and after any other
+                exception all masks are still registered, so that the call can be repeated.
         """
         self._need_prepared("squash_mask")
+        refuse_adapters(self.model, self.groups)
         kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
-        if self.enable_mask_update:
+        if self.enable_mask_update and not self._is_frozen:
             warn_of_stale_masks(self.groups, masks, self._chosen_at)
         squashed = self.model if model is None else model
         assert squashed is not None
-        distributed.refuse_wrapped_outside(squashed, [(g["tensor_fqn"], g["module_fqn"]) for g in self.groups])
-        records = distributed.fsdp_records(squashed)
-        modules = [self._module_in(model, g) for g in self.groups]
-        names = [g["tensor_name"] for g in self.groups]
         self._sync_state()
-        rebuilt = [masking.rebuilt_originals(m, n) for m, n in zip(modules, names, strict=True)]
-        for module, name, values, params in zip(modules, names, rebuilt, kept, strict=True):
-            masking.squash(module, name, values)
-            if id(module._parameters.get(name)) in records:
-                distributed.move_record(records[id(module._parameters[name])], module, name)
-            if params:
-                module.sparse_params = params  # type: ignore[assignment]
+        squash(squashed, self.groups, [self._module_in(model, g) for g in self.groups], kept)
         if model is None or model is self.model:
             self._phase = "squashed"
 
@@ -251,7 +267,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
                     f"report: {group['tensor_fqn']} is on the meta device, so its mask has no values; give the weights "
                     "memory (to_empty) and initialize them first"
                 )
-        return make_report(list(self._rows()), self._resolved, self.model)
+        return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
         """One row per group; here of single elements, for masks that are not made of scopes."""
@@ -267,6 +283,10 @@ class MaskSparsifier(Copies, BaseSparsifier):
             own = ", ".join(f"{k}={group[k]!r}" for k in self.keys if k in group)
             lines.append(f"  {group['tensor_fqn']}: {own}")
         return "\n".join(lines)
+
+    def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, masking.WeightMask]]:
+        """What `prepare` registers: (module, tensor name, mask) for each group."""
+        return [(g["module"], g["tensor_name"], self._new_mask(g)) for g in groups]
 
     def _new_mask(self, group: TensorGroup) -> masking.WeightMask:
         """The parametrization of one tensor, with the mask that it starts with."""

@@ -41,7 +41,9 @@ class CalibratedSparsifier(MaskSparsifier):
                 positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`),
                 in which `c.where` may be set before each forward pass.
             forward: `(model, batch) -> output`, called instead; scores of gradients need the loss from it.
-            where: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+            where: which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
+                applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
+                (a pooled token, say), count every position.
             needs: more statistics for every tensor, some of `calibration.NEEDS`.
 
         Raises:

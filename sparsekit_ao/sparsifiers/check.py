@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -9,12 +10,13 @@ from torch import Tensor
 from ..algebra import BlockSpec, scope_windows
 from ..distributed import full_tensor
 from ..errors import SparsityError
-from ..selection import fill_mask
-from ..selection.reference import candidates_of
-from ..selection.tiling import to_scopes
+from ..selection import Blocks, Scopes, fill_mask
+from ..selection.counts import are_whole, kept_blocks, kept_flags
+from ..selection.tiling import to_aligned
 from .component import Component, labels_of
 from .config import TensorGroup
 from .plan import Plan
+from .progress import shown
 
 
 def check_masks(
@@ -23,7 +25,7 @@ def check_masks(
     """Count every scope; see `ScopeSparsifier.check`."""
     wrong: list[str] = []
     checked = 0
-    for component in plan.components:
+    for component in shown(plan.components, "check", plan.elements):
         exact = all(masks[at][1] for _, at in component.leaves)
         own = {leaf: full_tensor(masks[at][0]) for leaf, at in component.leaves}
         budget = component.budget(groups, level_given)
@@ -84,18 +86,29 @@ def _broken_blocks(
     """Tensors with a block that is kept in part, though no earlier stage may have dropped the rest of it."""
     indices = dict(component.leaves)
     for scopes, spec in zip(scope_windows(component.scope, None, own), component.scope.members(), strict=True):
-        ndim = len(scopes.shape)
-        together = None if earlier else candidates_of(scopes.members, ndim)
-        for member, leaf in zip(scopes.members, spec.block.blocks(), strict=True):
-            assert member.mask is not None
-            whole = member.mask.clone()
-            fill_mask((replace(member, mask=whole),), candidates_of((member,), ndim) if together is None else together)
+        agree = _agree(scopes) if not earlier else [True] * len(scopes.members)
+        for member, leaf, agrees in zip(scopes.members, spec.block.blocks(), agree, strict=True):
             before = [c.leaf(indices[leaf]) for c in earlier if any(at == indices[leaf] for _, at in c.leaves)]
-            wrong = whole != member.mask
-            if before:
-                wrong &= ~leaf.view.window(_cut(leaf, before).to(wrong.device))
-            if bool(wrong.any()):
+            if not agrees or not (_are_whole_but(member, leaf, before) if before else are_whole(member)):
                 yield f"{leaf.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
+
+
+def _agree(scopes: Scopes) -> list[bool]:
+    """Whether each of coupled members keeps every block of which another one keeps anything."""
+    if len(scopes.members) == 1:
+        return [True]
+    kept = [to_aligned(kept_flags(m), m.order, len(scopes.shape)) for m in scopes.members]
+    together = reduce(torch.bitwise_or, kept)
+    return [torch.equal(one, together) for one in kept]
+
+
+def _are_whole_but(member: Blocks, leaf: BlockSpec, before: Sequence[BlockSpec]) -> bool:
+    """Whether blocks are kept whole or dropped whole, but for those that blocks of earlier stages cut."""
+    assert member.mask is not None
+    whole = member.mask.clone()
+    fill_mask((replace(member, mask=whole, order=()),), kept_flags(member) != 0)
+    wrong = whole != member.mask
+    return not bool((wrong & ~leaf.view.window(_cut(leaf, before).to(wrong.device))).any())
 
 
 def _cut(leaf: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
@@ -114,15 +127,20 @@ def _miscounted(
     component: Component, own: Mapping[BlockSpec, Tensor], budget: int | Tensor, low: int | None
 ) -> Iterator[str]:
     """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
-    kept = torch.zeros((), dtype=torch.int64)
-    for group in scope_windows(component.scope, None, own):
-        kept = kept + to_scopes(candidates_of(group.members, len(group.shape)), group, False).sum(1).cpu()
-    want = torch.as_tensor(budget).expand(component.scope.grid_shape)
-    want = torch.minimum(want, component.scope.blocks_per_scope()).reshape(-1)
-    bad = (kept > want) | (kept < (want if low is None else low))
+    scope = component.scope
+    counts = [kept_blocks(w).reshape(scope.grid_shape) for w in scope_windows(scope, None, own)]
+    kept = counts[0] if len(counts) == 1 else torch.stack([c.cpu().long() for c in counts]).sum(0)
+    if isinstance(budget, int) and not scope.is_partial and kept.numel():
+        least, most = map(int, kept.aminmax())
+        if most <= budget and least >= (budget if low is None else low):
+            return
+    kept = kept.cpu().long()
+    want = torch.minimum(torch.as_tensor(budget, device="cpu").expand(scope.grid_shape), scope.blocks_per_scope())
+    bad = ((kept > want) | (kept < (want if low is None else low))).reshape(-1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0, 0])
         yield (
-            f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(kept[first])} blocks, "
-            f"its budget is {int(want[first])} (as the levels are now; step() again if a scheduler changed them)"
+            f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(kept.reshape(-1)[first])} "
+            f"blocks, its budget is {int(want.reshape(-1)[first])} (as the levels are now; step() again if a scheduler "
+            "changed them)"
         )

@@ -15,7 +15,7 @@ from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
 from ..selection import fill_mask
-from ..selection.reference import candidates_of
+from ..selection.counts import kept_flags
 from .config import TensorGroup
 from .structure import stage_budgets
 
@@ -32,6 +32,7 @@ class Component:
         score: see `scores`; None scores the weight itself.
         member_scores: "sum", or "mean" where every member counts the same however many elements it has, or
             "consumers" where only members count whose blocks are inputs of their layer.
+        least: blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
         label: its name in errors and reports.
     """
 
@@ -42,6 +43,7 @@ class Component:
     score: Score | None
     member_scores: str
     label: str
+    least: tuple[int, ...] = ()
 
     def values(
         self,
@@ -117,15 +119,19 @@ class Component:
         asked = {groups[at]["tensor_fqn"]: _asked(groups[at], self.stage, scheduled) for _, at in self.leaves}
         first = next(iter(asked.values()))
         for fqn, ask in asked.items():
-            if ask != first:
+            if not _same(ask, first):
                 raise CouplingError(
                     f"{self.label}: members share one budget, but {next(iter(asked))} asks for {first[0]}={first[1]} "
                     f"and {fqn} for {ask[0]}={ask[1]}"
                 )
         what, number = first
-        if what == "sparsity_level":
-            return self.scope.sparsity_to_nnz(number)
-        return self.scope.budget(number)
+        found = self.scope.sparsity_to_nnz(number) if what == "sparsity_level" else self.scope.budget(number)
+        if self.least and total_of(found) < sum(self.least):
+            raise CouplingError(
+                f"{self.label}: {what}={number} keeps {total_of(found)} blocks of all tensors, but "
+                f"max_sparsity requires {sum(self.least)}, rounded up for each tensor; keep more, or raise max_sparsity"
+            )
+        return found
 
     def level(self, groups: Sequence[TensorGroup], level_given: Mapping[str, float]) -> float:
         """The sparsity level that the budget amounts to, over all scopes."""
@@ -138,8 +144,7 @@ class Component:
     def kept_blocks(self, at: int, mask: Tensor) -> tuple[int, int]:
         """Blocks of a group that a whole mask keeps, and blocks in all."""
         leaf = self.leaf(at)
-        kept = candidates_of(block_windows(leaf, None, {leaf: mask}), leaf.grid_ndim)
-        return int(torch.count_nonzero(kept)), leaf.numblk()
+        return kept_in(leaf, mask), leaf.numblk()
 
     def pattern(self, at: int) -> str:
         """The shapes of a group's view (where it is not the tensor), blocks and scopes, as text."""
@@ -147,6 +152,16 @@ class Component:
         scope = next(m for m in self.scope.members() if leaf in m.block.blocks())
         view = "" if leaf.view.shape == tuple(leaf.view.param.shape) else f"view {_by(leaf.view.shape)} "
         return f"{view}block {_by(leaf.shape)} scope {_by(scope.shape)}"
+
+
+def total_of(budget: int | Tensor) -> int:
+    """Blocks that all scopes keep, where there is a budget for each of them or a single scope."""
+    return int(budget.sum()) if isinstance(budget, Tensor) else budget
+
+
+def kept_in(leaf: BlockSpec, mask: Tensor) -> int:
+    """Blocks of which a whole mask keeps any element."""
+    return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(leaf, None, {leaf: mask}))
 
 
 def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
@@ -159,7 +174,7 @@ def labels_of(leaf: BlockSpec) -> Tensor:
     param = leaf.view.param  # of its strides, so that the window is no copy
     labels = torch.empty_strided(param.shape, param.stride(), dtype=torch.int64, device="cpu").fill_(-1)
     windows = block_windows(leaf, None, {leaf: labels})
-    fill_mask(windows, torch.arange(leaf.numblk()).view(windows[0].grid))
+    fill_mask(windows, torch.arange(leaf.numblk(), device="cpu").view(windows[0].grid))
     return labels
 
 
@@ -195,6 +210,14 @@ def _asked(group: TensorGroup, stage: int, scheduled: bool) -> tuple[str, Any]:
     if group.get("nnz") is not None and not scheduled:
         return "nnz", group["nnz"]
     return "sparsity_level", group["sparsity_level"]
+
+
+def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    """Whether two members ask for the same; budgets may be tensors."""
+    (what, number), (other_what, other_number) = one, other
+    if isinstance(number, Tensor) and isinstance(other_number, Tensor):
+        return what == other_what and torch.equal(number, other_number)
+    return not isinstance(number, Tensor) and not isinstance(other_number, Tensor) and one == other
 
 
 def _by(shape: Sequence[int]) -> str:

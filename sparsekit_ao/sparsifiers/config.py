@@ -16,6 +16,7 @@ from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
 from .names import Classes, adapters, exists, hint_of, matcher, named_tensors, parameter_of
+from .tied import names_to_skip, refuse_tied, tied_names
 
 TensorGroup = dict[str, Any]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
@@ -79,6 +80,7 @@ def resolve_groups(
     *,
     exclude: Sequence[str | type] = (),
     is_default: bool = False,
+    takes_tied: bool = False,
 ) -> Resolved:
     """One complete group for each tensor that the config names, in the config's order.
 
@@ -93,6 +95,7 @@ def resolve_groups(
         complete: adds defaults to what an entry gives for one tensor.
         exclude: names, globs, regular expressions (of tensors or of modules) and module classes that are left out.
         is_default: the config was made from the model; tied parameters and adapters are then left out.
+        takes_tied: whether a parameter with several names may be sparsified; it gets one group.
 
     Raises:
         SparsityError: whatever does not fit; nothing is changed.
@@ -102,11 +105,13 @@ def resolve_groups(
     if not config:
         raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
     names = dict(named_tensors(model))
-    excluded = _excluded(model, exclude, names)
+    excluded = excluded_names(model, exclude, names)
     owners, labels = _owners(model, config, keys, names)
     skipped = {fqn: excluded[fqn] for fqn in owners if fqn in excluded}
     if is_default:
-        skipped = {**adapters(model, owners), **_tied(model, owners), **skipped}
+        skipped = {**adapters(model, owners), **tied_names(model, owners), **skipped}
+    elif takes_tied:
+        skipped = {**names_to_skip(model, owners, excluded), **skipped}
     found = Resolved(skipped=skipped)
     for fqn, (at, is_exact) in sorted(owners.items(), key=lambda owner: owner[1][0]):
         if fqn not in skipped:
@@ -120,7 +125,7 @@ def resolve_groups(
         raise SparsityError(f"{what} no tensor that is not left out: {reasons}. Name tensors in a config.")
     _refuse_shared(found.groups)
     if not is_default:
-        _refuse_tied(found.groups, model)
+        refuse_tied(found.groups, model, takes_tied)
     return found
 
 
@@ -223,7 +228,7 @@ def _matches(
     return kept
 
 
-def _excluded(model: nn.Module, exclude: Sequence[str | type], names: Collection[str]) -> dict[str, str]:
+def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Collection[str]) -> dict[str, str]:
     """{tensor_fqn: why}; a module, by name, glob or class, is left out with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs and module classes, got {exclude!r}")
@@ -278,6 +283,11 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
     tensor = parameter_of(module, name)
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         raise SparsityError(f"{where}{fqn!r} has no shape yet; run one forward of the lazy module first")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise SparsityError(
+            f"{where}{fqn!r} was made in inference mode and cannot be masked outside of it; prepare inside "
+            "torch.inference_mode(), or load the weights into a model made outside of it"
+        )
     if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise SparsityError(
             f"{where}{fqn!r} is of an embedding with sparse=True, whose gradient cannot be masked; construct it with "
@@ -292,20 +302,6 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
     return {**complete(own, Place(module, prefix, name, fqn, tensor, where)), **found}
 
 
-def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, parameter in named_tensors(model):
-        found.setdefault(id(parameter), []).append(name)
-    return found
-
-
-def _tied(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """{tensor_fqn: why} of those names whose parameter has other names too."""
-    parameters, shared = dict(named_tensors(model)), _names_of_parameters(model)
-    own = {n: [o for o in shared[id(parameters[n])] if o != n] for n in names if n in parameters}
-    return {n: f"tied to {', '.join(map(repr, others))}" for n, others in own.items() if others}
-
-
 def _refuse_shared(groups: Sequence[TensorGroup]) -> None:
     """A module that is used twice has two names; a mask on each would be two on one tensor."""
     seen: dict[tuple[int, str], str] = {}
@@ -313,15 +309,3 @@ def _refuse_shared(groups: Sequence[TensorGroup]) -> None:
         other = seen.setdefault((id(g["module"]), g["tensor_name"]), g["tensor_fqn"])
         if other != g["tensor_fqn"]:
             raise SparsityError(f"{other!r} and {g['tensor_fqn']!r} are one tensor of one module; name it once")
-
-
-def _refuse_tied(groups: Sequence[TensorGroup], model: nn.Module) -> None:
-    """A mask is registered under one name; under its other names the parameter would stay dense until squash."""
-    names = _names_of_parameters(model)
-    for g in groups:
-        held = names.get(id(parameter_of(g["module"], g["tensor_name"])), [])
-        if len(held) > 1:
-            raise SparsityError(
-                f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(held)}), and a mask on one of "
-                "them would leave the others dense. Untie it, or leave it out (exclude=[...])."
-            )

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, View
+from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, View, sparsity_to_nnz
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape, row_major
 from .component import Component
@@ -27,6 +27,11 @@ class Plan:
 
     components: tuple[Component, ...]
     connected: tuple[tuple[Component, ...], ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all components."""
+        return elements_of(self.components)
 
 
 def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]) -> Plan:
@@ -49,6 +54,11 @@ def make_plan(groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]]
     return Plan(components=tuple(out), connected=_connected(out, len(groups)))
 
 
+def elements_of(components: Sequence[Component]) -> int:
+    """Elements of all tensors of components, once for each stage."""
+    return sum(leaf.view.numel() for component in components for leaf, _ in component.leaves)
+
+
 def batches(components: Sequence[Component], most: int | None) -> Iterator[list[Component]]:
     """The components, those of coupled tensors and of all their stages always together.
 
@@ -61,7 +71,7 @@ def batches(components: Sequence[Component], most: int | None) -> Iterator[list[
     batch: list[Component] = []
     held = 0
     for found in coupled:
-        size = sum(leaf.view.numel() for c in found for leaf, _ in c.leaves)
+        size = elements_of(found)
         if batch and most is not None and held + size > most:
             yield batch
             batch, held = [], 0
@@ -85,6 +95,7 @@ def _connected(components: Sequence[Component], count: int) -> tuple[tuple[Compo
 
 
 Unit = tuple[list[int], SparseBlock]
+_SCORING = ("norm", "score", "member_scores", "max_sparsity")  # what tensors that are chosen together agree on
 
 
 def _block_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
@@ -107,7 +118,7 @@ def _block_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> 
         label = f"block coupling {name!r}"
         if len(members) == 1:
             raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
-        _must_agree(label, ("scope_shape", "scope_coupling", "norm", "score", "member_scores"), members, rules, specs)
+        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), members, rules, specs)
         orders = [rules[at].coupling_order for at in members]
         units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
     return units
@@ -129,7 +140,7 @@ def _component(
     label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
 ) -> Component:
     members = [at for found, _ in units for at in found]
-    _must_agree(label, ("norm", "score", "member_scores"), members, rules, specs)
+    _must_agree(label, _SCORING, members, rules, specs)
     scopes = [ScopeSpec(block, rules[found[0]].scope_shape) for found, block in units]
     scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label)
     leaves = tuple((specs[at], at) for at in members)
@@ -142,7 +153,20 @@ def _component(
         score=rule.score,
         member_scores=rule.member_scores,
         label=label,
+        least=_least(label, rule, scopes, stage),
     )
+
+
+def _least(label: str, rule: Stage, scopes: Sequence[ScopeSpec], stage: int) -> tuple[int, ...]:
+    """Blocks that each of these scopes keeps at least, by `max_sparsity`."""
+    if rule.max_sparsity is None:
+        return ()
+    if rule.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
+        raise SparsityError(
+            f"{label}: max_sparsity limits what a budget over several whole tensors drops of each; it needs a "
+            "scope_coupling, scopes that are whole tensors, and the first stage"
+        )
+    return tuple(sparsity_to_nnz(rule.max_sparsity, s.numblk(), f"{label}: max_sparsity: ") for s in scopes)
 
 
 def _must_agree(

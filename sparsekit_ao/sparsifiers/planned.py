@@ -16,11 +16,14 @@ from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
 from ..masking import finished
 from ..scores import needs_of
+from ..selection import one_step
 from .calibrated import CalibratedSparsifier
 from .check import check_masks
 from .component import Component
 from .config import Place, TensorGroup, copied
-from .plan import Plan, batches, make_plan
+from .minimum import update_masks
+from .plan import Plan, batches, elements_of, make_plan
+from .progress import shown
 from .report import Row, make_row
 from .structure import (
     AXES,
@@ -120,7 +123,7 @@ class PlannedSparsifier(CalibratedSparsifier):
 
     def _rows(self) -> Iterator[Row]:
         plan, rules = self._planned(self.groups), self._resolved.rules
-        for at, group in enumerate(self.groups):
+        for at, group in enumerate(shown(self.groups, "report", plan.elements)):
             own = [c for c in plan.components if any(i == at for _, i in c.leaves)]
             mask, level = self._live_mask(group), own[-1].level(self.groups, self._level_given)
             blocks = own[-1].kept_blocks(at, distributed.full_tensor(mask))
@@ -217,8 +220,10 @@ class PlannedSparsifier(CalibratedSparsifier):
         """Fill the masks of components; those of coupled tensors are all old or all new if anything is raised."""
         masks = self._check_components(components, groups)
         at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks)
-        for part in batches(components, None if at_once else AT_ONCE):
-            self._choose(part, groups)
+        parts, elements = list(batches(components, None if at_once else AT_ONCE)), elements_of(components)
+        with one_step(elements):
+            for part in shown(parts, "step", elements):
+                self._choose(part, groups)
 
     def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> list[Tensor]:
         """Their masks; raises, before any mask changes, if a budget does not fit or meshes are not the same."""
@@ -245,7 +250,7 @@ class PlannedSparsifier(CalibratedSparsifier):
 
         On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
         """
-        updates: dict[int, list[MaskUpdate]] = {}
+        updates: dict[int, list[tuple[Component, MaskUpdate]]] = {}
         for component in components:  # scores may raise, so all of them are called before any mask is written
             values = component.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
             update = MaskUpdate(
@@ -256,8 +261,8 @@ class PlannedSparsifier(CalibratedSparsifier):
                 norm=component.norm_of(values.values()),
                 among_kept=component.stage > 0,
             )
-            updates.setdefault(component.stage, []).append(update)
-        is_sharded = any(distributed.is_sharded(m) for u in updates.get(0, ()) for m in u.masks.values())
+            updates.setdefault(component.stage, []).append((component, update))
+        is_sharded = any(distributed.is_sharded(m) for _, u in updates.get(0, ()) for m in u.masks.values())
         stages = [updates[stage] for stage in sorted(updates)]
         if is_sharded:
             _write(stages)  # other ranks would not repeat it
@@ -306,13 +311,13 @@ class PlannedSparsifier(CalibratedSparsifier):
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
 
 
-def _write(stages: Sequence[Sequence[MaskUpdate]]) -> None:
+def _write(stages: Sequence[Sequence[tuple[Component, MaskUpdate]]]) -> None:
     """Fill the masks of stages, one after the other; from the start each time, whatever the masks are before."""
-    for leaf, mask in (pair for update in stages[0] for pair in update.masks.items()):
+    for leaf, mask in (pair for _, update in stages[0] for pair in update.masks.items()):
         if leaf.view.numel() < leaf.view.param.numel():  # a later stage may have dropped what is outside the view
             distributed.local(mask).fill_(True)
     for updates in stages:
-        distributed.update_masks(updates)
+        update_masks(updates)
 
 
 def _is_same(one: Any, other: Any) -> bool:

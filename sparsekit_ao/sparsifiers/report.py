@@ -133,13 +133,13 @@ def make_row(
     )
 
 
-def make_report(rows: Sequence[Row], resolved: Resolved, model: nn.Module) -> Report:
-    """A report of these rows and of the parameters that they do not cover."""
+def make_report(rows: Sequence[Row], resolved: Resolved, model: nn.Module, groups: Sequence[TensorGroup]) -> Report:
+    """A report of these rows, one for each group, and of the parameters that they do not cover."""
     distinct: dict[int, tuple[str, int]] = {}
     for name, p in named_tensors(model):
         distinct.setdefault(id(p), (name, _elements(model, name)))
     total = sum(count for _, count in distinct.values())
-    own = [distinct.pop(id(parameter_of(*owner_of(model, r.tensor))))[1] for r in rows]
+    own = [distinct.pop(id(parameter_of(g["module"], g["tensor_name"])), ("", 0))[1] for g in groups]
     others = sorted((f for f in distinct.values() if f[0] not in resolved.skipped), key=lambda found: -found[1])
     return Report(
         rows=tuple(rows), total=total, covered=sum(own) / max(total, 1), skipped=resolved.skipped, others=dict(others)

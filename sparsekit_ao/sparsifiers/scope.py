@@ -5,7 +5,9 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ..errors import SparsityError
 from ..patterns import Pattern
+from ..schedules import Cadence
 from ..scores import Score
 from .planned import PlannedSparsifier
 
@@ -36,12 +38,16 @@ class ScopeSparsifier(PlannedSparsifier):
         block_coupling: a name; blocks of tensors that give the same one are kept or dropped together.
         coupling_order: permutes this tensor's block grid onto the first member's.
         scope_coupling: a name; tensors that give the same one share one budget.
+        max_sparsity: the largest fraction of the blocks of any one tensor that a shared budget may drop, in [0, 1]; the
+            others then keep fewer. None: a tensor may lose all of them.
         member_scores: how a block's score is made of those of coupled tensors, to the norm's power: `"sum"`, so that a
             tensor counts by its elements, `"mean"`, so that each tensor counts the same, or `"consumers"` (with a
             score): only tensors count whose blocks are inputs of their layer, since the error of dropping a unit
             arises where its output is read.
         stages: a list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
             a scope.
+        update_every: masks are chosen in the first call of `step` and in every such call after it; no config key.
+        until: calls of `step` from which on masks stay as they are; no config key.
 
     Raises:
         SparsityError: sparsity_level and nnz together, a level outside [0, 1], a default of a wrong kind; whatever
@@ -58,6 +64,7 @@ class ScopeSparsifier(PlannedSparsifier):
     16
     """
 
+    optional_keys = (*PlannedSparsifier.optional_keys, "max_sparsity")
     _one_shot: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # finished rows, chosen masks; see `one_shot`
 
     def __init__(
@@ -80,15 +87,45 @@ class ScopeSparsifier(PlannedSparsifier):
         coupling_order: Sequence[int] | None = None,
         scope_coupling: str | None = None,
         member_scores: str = "sum",
+        max_sparsity: float | None = None,
         stages: Sequence[Mapping[str, Any]] | None = None,
+        update_every: int = 1,
+        until: int | None = None,
     ) -> None:
-        structure = {k: v for k, v in locals().items() if k not in ("self", "sparsity_level", "nnz", "__class__")}
+        structure = dict(locals())
+        for name in ("self", "sparsity_level", "nnz", "update_every", "until", "__class__"):
+            structure.pop(name)
+        self.cadence, self._steps = Cadence(update_every, until), 0
         super().__init__(sparsity_level, nnz=nnz, **structure)
+
+    def step(self, use_path: bool = True) -> None:
+        """Choose the masks anew, unless `update_every` or `until` leave this call out or updates are disabled."""
+        if self.cadence.is_due(self._steps):
+            super().step(use_path)
+        else:
+            self._need_prepared("step")
+        self._steps += 1
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self.cadence.until is not None and self._steps >= self.cadence.until
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any sparsifier, with the number of calls of `step`."""
+        return {**super().state_dict(), "steps": self._steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """As of any sparsifier, with the number of calls of `step` if there is one."""
+        steps = state_dict.get("steps", self._steps) if isinstance(state_dict, Mapping) else 0
+        if type(steps) is not int or steps < 0:
+            raise SparsityError(f"load_state_dict: 'steps' must be a count, got {steps!r}")
+        super().load_state_dict(state_dict, strict)
+        self._steps = steps
 
     def _forget_model(self) -> None:
         super()._forget_model()
         if not self._resumes:  # else it goes on with a copy of the same model
-            self._one_shot = None
+            self._one_shot, self._steps = None, 0
 
     def _update_all(self) -> None:
         self._update_components(self._planned(self.groups).components, self.groups)

@@ -35,6 +35,7 @@ class Stage:
     coupling_order: Shape | None = None
     scope_coupling: str | None = None
     member_scores: str = "sum"
+    max_sparsity: float | None = None
 
 
 STRUCTURE = tuple(f.name for f in fields(Stage))
@@ -148,6 +149,7 @@ def _stage(given: Mapping[str, Any], where: str) -> Stage:
             raise SparsityError(f"{where}{key} must be a name (a str) or None, got {found[key]!r}")
     found["score"] = parse_score(found.get("score"), where)
     _check_scoring(found, where)
+    _check_max_sparsity(found.get("max_sparsity"), where)
     found["view"] = _view_arg(found.get("view"), where)
     return Stage(**found)
 
@@ -166,6 +168,11 @@ def _check_scoring(found: Mapping[str, Any], where: str) -> None:
         raise SparsityError(
             f"{where}member_scores='mean' needs norm 1 or 2, whose powers add over members, got {norm!r}"
         )
+
+
+def _check_max_sparsity(value: object, where: str) -> None:
+    if value is not None and not (is_number(value) and 0 <= float(value) <= 1):
+        raise SparsityError(f"{where}max_sparsity must be a number in [0, 1] or None, got {value!r}")
 
 
 def _view_arg(view: object, where: str) -> ViewArg:

@@ -1,13 +1,20 @@
 """Warnings and errors about calls in an order, or on a model, in which they have no effect."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import SparsityError
+from ..schedules import Cadence
 from .config import TensorGroup
+
+#: names that optimizers give to state of the parameter's shape
+_OF_PARAMETER = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "prev", "step_size", "ax"),
+)
 
 
 def warn_of_scheduler() -> None:
@@ -55,3 +62,80 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
             f"{where}: {other} belongs to another model than the one that is trained, so its masks would change "
             "nothing; prepare the sparsifier on the model that the trainer gets"
         )
+
+
+def cadence_of(sparsifier: object, update_every: int, until: int | None) -> Cadence:
+    """When a trainer's callback calls `step`.
+
+    Raises:
+        SparsityError: the sparsifier counts steps itself, and needs every call; or one of the numbers is below 1.
+    """
+    if hasattr(sparsifier, "settings") and (update_every, until) != (1, None):
+        raise SparsityError(
+            f"SparsifierCallback: {type(sparsifier).__name__} must be called in every step; give update_every and "
+            "until to the sparsifier itself"
+        )
+    return Cadence(update_every, until)
+
+
+def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
+    """Raise if an optimizer's state does not fit its parameters, as after loading one that was saved before `prepare`.
+
+    A state dict of an optimizer refers to parameters by their order, which `prepare` changes: a masked weight comes
+    after the other parameters of its module. torch does not compare shapes.
+
+    Args:
+        optimizer: one, or several, wrapped by a trainer or not.
+        model: for names in the error.
+    """
+    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        for parameter, state in getattr(one, "state", {}).items():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if key in _OF_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+                    name = names.get(id(parameter), "a parameter")
+                    raise SparsityError(
+                        f"the optimizer's {key!r} of {name} is {tuple(value.shape)}, but the parameter is "
+                        f"{tuple(parameter.shape)}: its state was saved for a model in which other tensors, or none, "
+                        "were masked, and so in another order. Load it into an optimizer made before prepare "
+                        "(parameters stay the same objects), or begin without it."
+                    )
+
+
+def _adapted(model: nn.Module | None, groups: Sequence[TensorGroup]) -> list[str]:
+    """Names of masked tensors whose layer is inside of an adapter (peft's LoRA and the like) by now."""
+    moved = [] if model is None else [g for g in groups if not _is_in_place(model, g)]
+    if model is None or not moved:
+        return []
+    bases = [getattr(m, "base_layer", None) for m in model.modules()]
+    inside = {id(m) for base in bases if isinstance(base, nn.Module) for m in base.modules()}
+    return [g["tensor_fqn"] for g in moved if id(g["module"]) in inside]
+
+
+def _is_in_place(model: nn.Module, group: TensorGroup) -> bool:
+    try:
+        return model.get_submodule(group["module_fqn"]) is group["module"]
+    except AttributeError:
+        return False
+
+
+_ADAPTERS = (
+    "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
+    "the weight and lose them: merge them by export.merge_lora(peft_model, sparsifier) and call squash_mask then, or "
+    "call squash_mask before adapters are added"
+)
+
+
+def refuse_adapters(model: nn.Module | None, groups: Sequence[TensorGroup]) -> None:
+    """Raise if masks cannot be squashed because adapters were added to their layers."""
+    found = _adapted(model, groups)
+    if found:
+        raise SparsityError(f"squash_mask: {found[0]}: {_ADAPTERS}")
+
+
+def warn_of_adapters(model: nn.Module | None, groups: Sequence[TensorGroup]) -> bool:
+    """Warn if adapters were added to masked layers, and whether they were."""
+    found = _adapted(model, groups)
+    if found:
+        warnings.warn(f"step: {found[0]}: {_ADAPTERS}", stacklevel=4)
+    return bool(found)

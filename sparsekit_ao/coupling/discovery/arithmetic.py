@@ -76,8 +76,8 @@ def _run(call: Call, zeros: tuple[bool, ...], value: float, flags: Sequence[bool
             return x
         zero, own = next(operands)
         if x.dtype == torch.bool:
-            return torch.tensor(not zero and next(flag))
-        return torch.tensor(0.0 if zero else own).to(x.dtype)
+            return torch.tensor(not zero and next(flag), device="cpu")
+        return torch.tensor(0.0 if zero else own, device="cpu").to(x.dtype)
 
     with unset_fake_temporarily(), torch.no_grad():
         args, kwargs = _pytree.tree_map(number, (call.args, {k: v for k, v in call.kwargs.items() if k != "device"}))
@@ -156,7 +156,7 @@ def _reduce(call: Call) -> Label | list[Label]:
         if call.name in _SUMS or (call.name == "mean" and call.is_norm(call["self"], label[d])):
             _require_zeros(call, label[d])
         else:
-            call.freeze(label[d])
+            call.freeze_value(label[d])
     rest = label if call.name in _KEEP_ZEROS else _nonzero(label)
     keepdim = bool(call.outs) and call.outs[0].dim() == len(label)
     out = tuple(() if d in dims else axis for d, axis in enumerate(rest) if keepdim or d not in dims)
@@ -193,7 +193,7 @@ def _contract(call: Call, a: Axis, b: Axis) -> None:
 
 def _require_zeros(call: Call, axis: Sequence[AxisFactor]) -> None:
     nonzero = [part for part in leaves(axis) if not part.zero]
-    call.freeze(nonzero, what="what it sums over is not zero where a unit is")
+    call.freeze_value(nonzero, what="what it sums over is not zero where a unit is")
 
 
 def _nonzero(label: Label) -> Label:

@@ -22,7 +22,8 @@ class Call:
     """An operation that has run: the operator, its arguments, and what it returned (one tensor or several).
 
     `module` is the name of the module that ran it, `label_of` gives the axes of a tensor, and `is_norm` whether a
-    tensor holds squares of which that module normalizes exactly this axis.
+    tensor holds squares of which that module normalizes exactly this axis. `is_used` is whether the model's output
+    depends on the result, else only its shape matters (the mean over heads of attention weights that nobody reads).
     """
 
     func: Any
@@ -32,6 +33,7 @@ class Call:
     module: str
     label_of: Callable[[Tensor], Label]
     is_norm: Callable[[Tensor, Sequence[AxisFactor]], bool]
+    is_used: bool = True
 
     @property
     def name(self) -> str:
@@ -92,6 +94,10 @@ class Call:
     def fixed(self, *sizes: int) -> Label:
         """New axes from which nothing may be removed."""
         return tuple(fixed(n, self.why) for n in sizes)
+
+    def freeze_value(self, *axes: Sequence[AxisFactor], what: str = "") -> None:
+        """Nothing may be removed from the axes, because the values of the result would change."""
+        self.freeze(*(axes if self.is_used else ()), what=what)
 
     def freeze(self, *axes: Sequence[AxisFactor], what: str = "") -> None:
         """Nothing may be removed from the axes, because of this operation."""

@@ -21,17 +21,21 @@ class Discovery:
         counts: for each, how often it is bound and how many units each bound coupling has.
         frozen: axes from which nothing may be removed, with the reason, and how many are alike.
         opaque: objects in the output that were not inspected, so tensors in them are not frozen.
+        left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `export.removable`.
     """
 
     couplings: tuple[Coupling, ...]
     counts: tuple[tuple[int, int], ...]
     frozen: tuple[tuple[FrozenAxis, int], ...]
     opaque: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         rows = zip(self.couplings, self.counts, strict=True)
         lines = [line for coupling, counts in rows for line in _coupling_lines(coupling, *counts)]
         text = ["couplings = [", *lines, "]"]
+        if self.left_out:
+            text += ["", "# Left out, they cannot be removed:", *(f"#   {name}: {why}" for name, why in self.left_out)]
         if self.frozen:
             text += ["", "# Frozen, nothing is removed there:", *(_frozen_line(*row) for row in self.frozen)]
         if self.opaque:
@@ -104,6 +108,11 @@ def _coupling_lines(coupling: Coupling, count: int, units: int) -> Iterator[str]
     if coupling.sizes:
         sizes = ", ".join(f'"{axis}": {size}' for axis, size in coupling.sizes.items())
         yield f"        sizes={{{sizes}}},"
+    if coupling.name != next(iter(coupling.members)):
+        yield f'        name="{coupling.name}",'
+    if coupling.attrs:
+        attrs = ", ".join(f'"{path}": "{axes}"' for path, axes in coupling.attrs.items())
+        yield f"        attrs={{{attrs}}},"
     yield "    ),"
 
 

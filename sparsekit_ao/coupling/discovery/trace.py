@@ -1,4 +1,4 @@
-"""One forward without values: every tensor is a fake one, and the rule of every operation is applied to its axes.
+"""One forward without values: every tensor is fake. Then the rules of all operations are applied to their axes.
 
 The model does not change: a copy runs whose parameters and buffers are fake (torch's FakeTensorMode: no memory). An
 operator without a rule is replaced by torch's own decomposition; without one, everything that it reads is frozen.
@@ -7,7 +7,8 @@ operator without a rule is replaced by torch's own decomposition; without one, e
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,15 @@ def rule_of(func: Any) -> AxisRule | None:
     return found
 
 
+@dataclass(frozen=True)
+class _Step:
+    """An operation that has run: what it read and wrote, and how its rule is applied, with a used result or not."""
+
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    run: Callable[[bool], None]
+
+
 class Trace(TorchDispatchMode):
     """The axes of every tensor of one forward.
 
@@ -72,6 +82,7 @@ class Trace(TorchDispatchMode):
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._modules: list[tuple[str, nn.Module]] = []
+        self._steps: list[_Step] = []
 
     def name(self, name: str, tensor: Tensor) -> None:
         """Give a parameter (whose units a mask may make zero) or buffer new axes that are not frozen."""
@@ -128,20 +139,39 @@ class Trace(TorchDispatchMode):
             return out
         out = func(*args, **kwargs)
         if touched:
-            self._apply(rule, Call(func, args, kwargs, out, self.where, self.label_of, self._is_norm))
+            is_norm = partial(self._is_norm, self._modules[-1][1] if self._modules else None)
+            call = Call(func, args, kwargs, out, self.where, self.label_of, is_norm)
+            self._steps.append(_Step(call.tensors, call.outs, partial(self._apply, rule, call)))
         return out
+
+    def follow(self, output: Any) -> None:
+        """Apply the rules of all operations in their order; the output decides which results are used."""
+        needed = {id(tensor) for _, tensor in tensors_in("output", output)}
+        used = []
+        for step in reversed(self._steps):
+            used.append(bool(needed.intersection(map(id, step.writes))))
+            if used[-1]:
+                needed.update(map(id, step.reads))
+        for step, is_used in zip(self._steps, reversed(used), strict=True):
+            step.run(is_used)
+        self._steps = []
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation run as torch's decomposition of it; NotImplemented if there is none."""
-        if func.overloadpacket is torch.ops.aten.scaled_dot_product_attention and kwargs.get("scale") is None:
-            why = f"attention in {self.where}: its scale follows from the size of a head"
-            freeze(self.label_of(args[0])[-1], why)
+        why = f"attention in {self.where}: its scale follows from the size of a head"
         with self:
             out = func.decompose(*args, **kwargs)
             parts = get_decompositions([func]).get(func)
-            return parts(*args, **kwargs) if out is NotImplemented and parts else out
+            out = parts(*args, **kwargs) if out is NotImplemented and parts else out
+        if func.overloadpacket is torch.ops.aten.scaled_dot_product_attention and kwargs.get("scale") is None:
+            outs = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
+            self._steps.append(
+                _Step(args[:1], outs, lambda used: freeze(self.label_of(args[0])[-1] if used else (), why))
+            )
+        return out
 
-    def _apply(self, rule: AxisRule | None, call: Call) -> None:
+    def _apply(self, rule: AxisRule | None, call: Call, is_used: bool) -> None:
+        call = replace(call, is_used=is_used or call.func._schema.is_mutable)
         if call.is_square:
             self._squares.update(dict.fromkeys(call.outs, True))
         before = self.label_of(call.tensors[0]) if call.func._schema.is_mutable else None
@@ -169,11 +199,10 @@ class Trace(TorchDispatchMode):
             call.freeze(*(axis for t in call.tensors for axis in self.label_of(t)), what="not understood")
         return [call.fixed(*out.shape) for out in call.outs]
 
-    def _is_norm(self, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
-        """Whether the running module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
+    def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
+        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
         if squares not in self._squares:
             return False  # a mean that is subtracted, say
-        module = self._modules[-1][1] if self._modules else None
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or not (hasattr(module, "eps") or hasattr(module, "variance_epsilon")):
             return False
@@ -189,12 +218,15 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             memo[id(tensor)] = fake = _fake(tensor, mode)
             found.name(name, fake)
-        copied = _copied(model, memo).eval()
+        copied: Any = _copied(model, memo).eval()
+        if hasattr(copied, "set_experts_implementation"):  # transformers' experts, else with shapes that values decide
+            copied.set_experts_implementation("batched_mm")
         found.watch(copied)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
         found.fix(args or kwargs, "input")  # one of both is empty
         with mode, found:
             out = _forward(copied, args, kwargs, found)
+        found.follow(out)
         found.fix(out, "output")
         found.opaque = opaque_in("output", out)
     found.freeze_unused()

@@ -7,20 +7,27 @@ from collections.abc import Sequence
 
 from ..parallel import run_updates
 from ..work import Update, Work
-from . import launch
+from . import compiling, launch
 from .launch import fill
 
-__all__ = ["fill", "name", "reasons", "run"]
+__all__ = ["fill", "is_preferred", "name", "reasons", "run"]
 
 name = "numba"
 
 
 def reasons(work: Work) -> list[str]:
     """Why this backend cannot take the work; see `backend.Backend`."""
+    if compiling.mode() == "off":
+        return [f"{compiling.SWITCH}=off"]
     broken = launch.problem()
     if broken is not None:
         return [broken]
     return launch.update_reasons(work) if isinstance(work, Update) else ["it only updates whole masks"]
+
+
+def is_preferred(work: Work) -> bool:
+    """Whether work that this backend can do is to be done by it; see `compiling.pays`."""
+    return work.numel == 0 or (isinstance(work, Update) and compiling.pays(launch.kind_of(work), work.numel))
 
 
 def run(work: Sequence[Work]) -> None:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from ..nests import Nest, lower
 from ..threads import pieces, run_all
 from ..tiling import Scopes
 from ..work import Update
+from .compiling import Kind, make_ready
 from .window import KINDS, contiguous_run, integers, loops_of, make_window
 
 PAIRS = 8  # blocks of a scope up to which every pair is compared
@@ -99,6 +101,13 @@ def _layout_reasons(update: Update, blocks: int) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def kind_of(update: Update) -> Kind:
+    """What the machine code for an update depends on."""
+    first, blocks = update.members[0], sum(math.prod(s.shape) for s in update.scopes)
+    under = first.mask if update.masked else first.under
+    return Kind(_method(update.scopes, blocks), first.window.itemsize, 1 if under is None else under.itemsize)
+
+
 def _method(scopes: Sequence[Scopes], blocks: int) -> str:
     """How scopes of so many blocks are chosen: side by side ("lanes"), in a buffer ("rows"), or "wide"."""
     numel = sum(s.members[0].window.numel() for s in scopes)
@@ -136,6 +145,7 @@ def fill(update: Update) -> None:
     """Score, select and fill one update to which `update_reasons` has no objection."""
     if update.numel == 0:
         return
+    make_ready(kind_of(update))
     for m in update.members:
         if m.mask is not None and not m.mask.is_inference():  # autograd cannot see loops write: a backward pass that
             torch.autograd.graph.increment_version(m.mask)  # saved the old mask must fail, not go on
@@ -143,7 +153,7 @@ def fill(update: Update) -> None:
     windows = [make_window(s, update.norm, among_kept=update.among_kept) for s in update.scopes]
     keep, total = update.budget, sum(blocks)
     keep = keep.reshape(-1)[0] if isinstance(keep, Tensor) and _is_one_number(keep) else keep
-    budget = integers(keep).reshape(-1)  # one for each scope, or a single one for all
+    budget = np.ascontiguousarray(integers(keep).reshape(-1))  # one for each scope, or a single one for all
     method = _method(update.scopes, total)
     work = pieces(scopes, total * windows[0].elements.shape[1])
     if method == "lanes":

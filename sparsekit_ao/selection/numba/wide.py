@@ -21,7 +21,7 @@ def select_wide(windows: Sequence[Window], blocks: Sequence[int], scope: int, bu
         Whether the mask is complete; False if the sample misled, or too many keys are equal.
     """
     work = [
-        Piece(window, scope, start, stop)
+        Stretch(window, scope, start, stop)
         for window, count in zip(windows, blocks, strict=True)
         for start, stop in pieces(count, window.elements.shape[1])
     ]
@@ -32,7 +32,7 @@ def _choose(out: Tensor, keys: Tensor, budget: int) -> None:
     choose(keys[0].numpy(), budget, out[0].numpy().view(np.uint8))
 
 
-class Piece:
+class Stretch:
     """Blocks start .. stop of one scope in one window; see `cpu.long.Part`."""
 
     def __init__(self, window: Window, scope: int, start: int, stop: int) -> None:

@@ -20,7 +20,18 @@ from .device import (
     values_of,
     write_mask,
 )
-from .ranking import block_sums, combine, keep_bisected, keep_pairs, magnitude_bits, order_key, power, root
+from .ranking import (
+    block_sums,
+    combine,
+    keep_bisected,
+    keep_pairs,
+    keep_sorted,
+    magnitude_bits,
+    order_key,
+    power,
+    root,
+    unique_keys,
+)
 
 PAIRS = tl.constexpr(16)  # widest scope that is ranked by comparing every pair
 
@@ -32,6 +43,8 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
     With FORM.stored rows of `scores` are selected and `kept` is written.
     """
     NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
+    SORTED: tl.constexpr = FORM.single and FORM.bits <= 16 and FORM.padded <= PAIRS
+    SPARE: tl.constexpr = FORM.among_kept or FORM.padded > FORM.width  # slots that must not be kept
     index, part, first = part_of_program(starts, parts, PARTS, FORM.big)
     scope = first * FORM.tile + tl.arange(0, FORM.tile)
     valid = scope < count_field(part, ROWS, FORM)
@@ -49,16 +62,23 @@ def fused_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
             left = tl.load(mask + mask_at, mask=exists, other=0) != 0
             x = tl.where(left, x, 0.0).to(FORM.dtype)
             remaining += tl.sum(tl.reshape(left.to(tl.int32), [FORM.tile, FORM.padded, FORM.chunk]), axis=2)
-        if FORM.single:
+        if SORTED:
+            x = tl.reshape(x, [FORM.tile, FORM.padded])
+            keys = unique_keys(x, tl.arange(0, FORM.padded)[None, :], FORM.padded, FORM.signed)
+        elif FORM.single:
             keys = tl.reshape(order_key(x, FORM.signed), [FORM.tile, FORM.padded])
         else:
             sums = block_sums(power(x, NORM), FORM.tile * FORM.padded, FORM.chunk, NORM)
             total = combine(total, tl.reshape(sums, [FORM.tile, FORM.padded]), NORM)
     if not FORM.single:
         keys = order_key(root(total, NORM), False)
-    keys = tl.where(real & (remaining > 0) if FORM.among_kept else real, keys, 0).to(tl.uint32)
+    if SPARE:
+        keys = tl.where(real & (remaining > 0) if FORM.among_kept else real, keys, 0).to(tl.uint32)
     keep = tl.full([FORM.tile], 0, tl.int32) + budget(part, scope, valid, FORM.per_scope).to(tl.int32)
-    chosen = keep_pairs(keys, keep, FORM.width) if FORM.padded <= PAIRS else keep_bisected(keys, keep, FORM.bits)
+    if SORTED:
+        chosen = keep_sorted(keys, keep, FORM.padded, SPARE)
+    else:
+        chosen = keep_pairs(keys, keep, FORM.width) if FORM.padded <= PAIRS else keep_bisected(keys, keep, FORM.bits)
     for m in range(FORM.members):
         member = members + (index * FORM.members + m) * MEMBER_FIELDS
         _, mask = values_and_mask(part, member, scores, kept, FORM)

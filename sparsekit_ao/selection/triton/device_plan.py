@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ from .forms import Form, run
 from .plan import Plan, RadixPlan
 
 CACHE_BYTES = 64 << 20  # of device memory that cached tables take at most: about 100,000 tensors
+ALIGNED = 2  # int64s in 16 bytes: kernels are compiled anew for pointers that are not multiples of 16 bytes
 
-_plans: OrderedDict[tuple, "DevicePlan"] = OrderedDict()
-_captured: dict[int, "DevicePlan"] = {}
 _lock = threading.RLock()
 
 
@@ -40,7 +39,7 @@ class Launch:
 
     @property
     def count(self) -> int:
-        """Parts, padded to a power of two."""
+        """Parts, padded to one of `plan.PART_COUNTS`."""
         return self.tables[0].numel()
 
     def run(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -67,6 +66,30 @@ class DevicePlan:
     stream: Any = None
     written: Any = None
     shared: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that it takes."""
+        return self.memory.numel() * self.memory.element_size()
+
+
+class PlanCache(OrderedDict[tuple, DevicePlan]):
+    """Plans by their keys, the least recently used one first, of `CACHE_BYTES` at most (but for one larger plan)."""
+
+    bytes = 0
+
+    def insert(self, key: tuple, plan: DevicePlan) -> None:
+        """Add a plan, in the place of one with the same key, and drop the least recently used ones."""
+        if key in self:
+            self.bytes -= self.pop(key).bytes
+        self[key] = plan
+        self.bytes += plan.bytes
+        while len(self) > 1 and self.bytes > CACHE_BYTES:
+            self.bytes -= self.popitem(last=False)[1].bytes
+
+
+_plans = PlanCache()
+_captured: dict[int, DevicePlan] = {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,9 +141,8 @@ def device_plan(key: tuple, budgets: Sequence[Budget], device: torch.device, mak
             plan = _for_graph(plan, numbers)
             _captured[id(plan)] = plan
         elif plan is None or not _set_numbers(plan, numbers):
-            plan = _plans[key] = _on_device(make(), budgets, device)
-            while len(_plans) > 1 and sum(8 * p.memory.numel() for p in _plans.values()) > CACHE_BYTES:
-                _plans.popitem(last=False)  # the least recently used one
+            plan = _on_device(make(), budgets, device)
+            _plans.insert(key, plan)
         _plans.move_to_end(key)
     return plan
 
@@ -172,21 +194,22 @@ def _upload(plan: DevicePlan, content: list[int], numbers: list[int]) -> None:
 
 
 def _on_device(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> DevicePlan:
-    """All tables in one upload, after the budgets that are numbers."""
+    """All tables in one upload, after the budgets that are numbers; each starts at a multiple of 16 bytes."""
     batches = [*plan.fused, *plan.scored, *plan.rows, *(b for radix in plan.radix for b in radix.batches)]
-    memory = torch.empty(len(budgets) + sum(b.table_size for b in batches), dtype=torch.int64, device=device)
+    sizes = [len(budgets), *(n for b in batches for n in b.table_sizes)]
+    memory = torch.empty(sum(map(_aligned, sizes)), dtype=torch.int64, device=device)
     for placed in (p for b in batches for p in b.parts):
         own = budgets[placed.update]
         number = memory.data_ptr() + 8 * placed.update
         placed.keep = (number, 0) if own.values is None else (own.values.data_ptr(), own.step)
     numbers = [b.number for b in budgets]
-    content, launches = list(numbers), []
+    content, launches = _padded(numbers), []
     for batch in batches:
         tables = batch.tables()
-        ends = list(accumulate(map(len, tables), initial=len(content)))
-        content += [n for table in tables for n in table]
+        starts = accumulate((_aligned(len(table)) for table in tables), initial=len(content))
+        content += [n for table in tables for n in _padded(table)]
         launch = Launch(
-            tables=tuple(memory[a:b] for a, b in pairwise(ends)),
+            tables=tuple(memory[a : a + len(table)] for a, table in zip(starts, tables, strict=False)),
             programs=sum(batch.programs(p) for p in batch.parts),
             rows=sum(p.part.rows for p in batch.parts),
             length=batch.length,
@@ -200,3 +223,11 @@ def _on_device(plan: Plan, budgets: Sequence[Budget], device: torch.device) -> D
     found = DevicePlan(slots=plan.slots, fused=fused, scored=scored, rows=stored, radix=radix, memory=memory)
     _upload(found, content, numbers)
     return found
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
+
+
+def _padded(table: list[int]) -> list[int]:
+    return table + [0] * (_aligned(len(table)) - len(table))

@@ -20,7 +20,8 @@ from .forms import Form, Limits, block_form, fused_form, is_fused, is_per_scope,
 from .parts import Part, power_of_two, starts_of, strided_part, to_part
 
 NO_ADDRESSES = ((0, 0),)  # stored rows are not addressed by the table
-MOST_PARTS = 512  # of a launch: each of its programs reads where all of them start, 4 KiB at most
+PART_COUNTS = (1, 16, 512)  # parts of a launch are padded to one of these, since each count compiles kernels of its own
+MOST_PARTS = PART_COUNTS[-1]  # of a launch: each of its programs reads where all of them start, 4 KiB at most
 MOST_TILES = 1023  # of a span: the narrowing pass counts a span's keys in ten bits
 NEVER = (1 << 63) - 1  # first program of a part that does not exist
 
@@ -96,10 +97,11 @@ class Batch:
         return -(-placed.part.rows * (placed.part.width if self.unit == "slots" else 1) // self.form.tile)
 
     @property
-    def table_size(self) -> int:
-        """Integers of all its tables."""
+    def table_sizes(self) -> tuple[int, int, int, int]:
+        """Integers of each of its tables."""
         count, members = len(self.parts), sum(len(p.starts) for p in self.parts)
-        return 2 * power_of_two(count) + count * PART_FIELDS.value + members * MEMBER_FIELDS.value
+        starts = padded_count(count)
+        return starts, starts, count * PART_FIELDS.value, members * MEMBER_FIELDS.value
 
     def tables(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """First program of each part (one program per row in the second list), part rows and member rows."""
@@ -209,13 +211,22 @@ def score_plan(
 
 
 def first_programs(programs: Sequence[int]) -> list[int]:
-    """The first program of each part, padded to a power of two.
+    """The first program of each part, padded to one of `PART_COUNTS`.
 
     >>> first_programs([2, 3, 1])[:3]
     [0, 2, 5]
     """
     firsts = list(accumulate(programs, initial=0))[:-1]
-    return firsts + [NEVER] * (power_of_two(len(programs)) - len(programs))
+    return firsts + [NEVER] * (padded_count(len(programs)) - len(programs))
+
+
+def padded_count(parts: int) -> int:
+    """The smallest of `PART_COUNTS` that is not below the number of parts.
+
+    >>> [padded_count(n) for n in (1, 2, 16, 17)]
+    [1, 16, 16, 512]
+    """
+    return next(n for n in PART_COUNTS if n >= parts)
 
 
 def _placed_parts(update: Update, at: int, limits: Limits) -> list[PlacedPart]:

@@ -88,6 +88,92 @@ def keep_pairs(keys, keep, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
+    """uint32 keys of 16-bit values as of `order_key`, with the slot's number below, so that no two of a row are equal.
+
+    Among equal values the lower of COUNT slots, 16 at most, has the higher key; no key is 0.
+    """
+    if SIGNED:
+        found = order_key(x, True) * 32768 + (COUNT - slot).to(tl.uint32)
+    else:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        top = 0x7C010000 if x.dtype == tl.float16 else 0x7F810000
+        found = tl.minimum((bits & 0x7FFF0000) | (COUNT - slot), top | (COUNT - slot)).to(tl.uint32)
+    return found
+
+
+@triton.jit
+def keep_sorted(keys, keep, COUNT: tl.constexpr, SPARE: tl.constexpr):
+    """Exactly `keep` of each row of unique keys [S, COUNT]; with SPARE some are 0, and never kept.
+
+    What is kept reaches the row's k-th largest key, which a sorting network finds in registers.
+    """
+    least = kth_largest(sorted_slots(slots_apart(keys, COUNT), COUNT), keep, COUNT)[:, None]
+    return (keys >= least) & (keys > 0) if SPARE else keys >= least
+
+
+@triton.jit
+def slots_apart(rows, COUNT: tl.constexpr):
+    """The columns of rows [S, COUNT], a power of two, as COUNT vectors in order."""
+    slots = (rows,)
+    for _ in tl.static_range(COUNT.bit_length() - 1):
+        even = ()
+        odd = ()
+        for i in tl.static_range(len(slots)):
+            a, b = tl.split(tl.reshape(slots[i], [rows.shape[0], slots[i].shape[1] // 2, 2]))
+            even += (a,)
+            odd += (b,)
+        slots = even + odd
+    columns = ()
+    for i in tl.static_range(COUNT):
+        columns += (tl.reshape(slots[i], [rows.shape[0]]),)
+    return columns
+
+
+@triton.jit
+def sorted_slots(slots, COUNT: tl.constexpr):
+    """COUNT vectors, a power of two, sorted from the largest down, element by element (Batcher's merge exchange)."""
+    for merge in tl.static_range(COUNT.bit_length() - 1):
+        for step in tl.static_range(merge + 1):
+            slots = exchanged(slots, 2 << merge, (1 << merge) >> step, COUNT)
+    return slots
+
+
+@triton.jit
+def exchanged(slots, LENGTH: tl.constexpr, APART: tl.constexpr, COUNT: tl.constexpr):
+    """One stage of the network: slots APART from each other, within lists of LENGTH, in the right order."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found += (exchanged_slot(slots, i, i % LENGTH, LENGTH, APART),)
+    return found
+
+
+@triton.jit
+def exchanged_slot(slots, i: tl.constexpr, PLACE: tl.constexpr, LENGTH: tl.constexpr, APART: tl.constexpr):
+    """What a stage puts in slot i, at PLACE of its list: the larger or the smaller of two slots, or the slot itself."""
+    TURN: tl.constexpr = (PLACE + APART + APART % (LENGTH // 2)) // APART % 2  # whether it is the upper of two
+    if TURN == 0 and PLACE >= APART:
+        found = tl.minimum(slots[i - APART], slots[i])
+    elif TURN == 1 and PLACE + APART < LENGTH:
+        found = tl.maximum(slots[i], slots[i + APART])
+    else:
+        found = slots[i]
+    return found
+
+
+@triton.jit
+def kth_largest(slots, keep, COUNT: tl.constexpr):
+    """The keep-th of COUNT sorted vectors; above all of them where `keep` is 0."""
+    for level in tl.static_range(COUNT.bit_length() - 1):
+        odd = ((keep - 1) >> level) % 2 != 0
+        found = ()
+        for i in tl.static_range(COUNT >> (level + 1)):
+            found += (tl.where(odd, slots[2 * i + 1], slots[2 * i]),)
+        slots = found
+    return tl.where(keep > 0, slots[0], 0xFFFFFFFF)
+
+
+@triton.jit
 def keep_bisected(keys, keep, BITS: tl.constexpr):
     """Exactly `keep` of each row of keys [S, M]: the k-th largest key bit by bit, then ties by index."""
     limit = tl.zeros([keys.shape[0]], tl.uint32)

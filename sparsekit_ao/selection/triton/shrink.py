@@ -62,7 +62,7 @@ def scale_of(size, t, SOFT: tl.constexpr):
         # the norm itself where it is NaN, so that a diverged block stays visible
         shrunk = tl.div_rn(size - t, tl.where(size > t, size, 1.0))
         scale = tl.where(size > t, shrunk, tl.where(size == size, 0.0, size))
-        scale = tl.where(t == 0, 1.0, scale)
+        scale = tl.where((t == 0) | (size == float("inf")), 1.0, scale)  # squares that overflow: t is small beside them
     else:
         scale = tl.where(size < t, 0.0, 1.0)
     return scale
@@ -116,5 +116,6 @@ def newton(h, pull, slack, s, nonzero, atol, steps, FORM: tl.constexpr):
             )  # NaN is written, so it is no miss
             slope = block_sums(tl.div_rn(h * u * u, below), FORM.tile, FORM.chunk, "2")
             newer = s + tl.div_rn(phi * phi * (phi - 1), tl.where(slope > 0, slope, 1.0))
+            missed = tl.where(newer > s, missed, 0.0)  # where rounding ends the ascent, s is the root
             s = tl.where(missed > 0, newer, s)
     return s, missed

@@ -1,0 +1,100 @@
+"""Removing masks for good: values of the parameters that need no mask, and masks removed together or not at all."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed import without_fsdp_class
+from ..errors import SparsityError
+from .parametrization import (
+    WeightMask,
+    below,
+    dense_weight,
+    find_mask,
+    parameters_under,
+    register,
+    remove_mask,
+    through,
+)
+from .product import select
+
+
+def refuse_unwritable(module: nn.Module, tensor_name: str, tensor_fqn: str) -> None:
+    """Raise if zeros cannot be written into the parameters under a mask."""
+    mask = find_mask(module, tensor_name)
+    assert mask is not None
+    for parameter in parameters_under(module, tensor_name):
+        if parameter.is_inference() and not torch.is_inference_mode_enabled():
+            raise SparsityError(
+                f"squash_mask: {tensor_fqn} was made in inference mode and cannot be written to outside of it; call "
+                "squash_mask inside torch.inference_mode()"
+            )
+        if parameter.is_meta and not mask.mask.is_meta:
+            raise SparsityError(
+                f"squash_mask: {tensor_fqn} has no values, since it was moved to the meta device or offloaded after "
+                "prepare; load it back to its device first"
+            )
+
+
+def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
+    """New values of the parameters under the mask, such that the tensor is masked without the mask.
+
+    Returns:
+        Nothing where the mask is on the parameter itself, which `write_zeros` then masks in place.
+
+    Raises:
+        SparsityError: a parametrization below the mask cannot express the masked weight. Nothing is changed.
+    """
+    mask, layers = find_mask(module, tensor_name), below(module, tensor_name)
+    if mask is None or not layers:
+        return []
+    masked = select(dense_weight(module, tensor_name), mask.mask)
+    back: tuple[Tensor, ...] = (masked,)
+    for p in reversed(layers):
+        if not hasattr(p, "right_inverse"):
+            raise SparsityError(_cannot(tensor_name, p, "it has no right_inverse"))
+        found: Tensor | Sequence[Tensor] = p.right_inverse(*back)  # type: ignore[operator]
+        back = (found,) if isinstance(found, Tensor) else tuple(found)
+    again = through(layers, list(back))
+    close = torch.allclose(again, masked, rtol=8 * torch.finfo(masked.dtype).eps, atol=1e-6)
+    if not close or not torch.equal(again != 0, masked != 0):
+        raise SparsityError(_cannot(tensor_name, layers[-1], "its right_inverse does not give the masked weight"))
+    return list(back)
+
+
+@torch.no_grad()
+def write_zeros(parameters: Sequence[Tensor], mask: Tensor, rebuilt: Sequence[Tensor]) -> None:
+    """Write zeros where the mask drops, or `rebuilt_originals`, into the parameters of a tensor."""
+    for parameter, value in zip(parameters, rebuilt or [select(parameters[0], mask)], strict=True):
+        parameter.copy_(value)
+
+
+@contextmanager
+def removed(tensors: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Remove masks, (module, tensor name) each, and leave the parameters as they are.
+
+    If anything fails, inside too, all of them are registered again.
+    """
+    before: list[tuple[nn.Module, str, WeightMask, int]] = []
+    try:
+        for module, name in tensors:
+            mask = find_mask(module, name)
+            assert mask is not None
+            before.append((module, name, mask, len(below(module, name))))
+            remove_mask(module, name)
+        yield
+    except BaseException:
+        for module, name, mask, at in reversed(before):
+            if find_mask(module, name) is None:
+                with without_fsdp_class(module):
+                    register(module, name, mask, at)
+        raise
+
+
+def _cannot(tensor_name: str, layer: nn.Module, why: str) -> str:
+    return (
+        f"{tensor_name}: cannot squash the mask through {type(layer).__name__}: {why}. Remove that parametrization "
+        "first (torch.nn.utils.parametrize.remove_parametrizations)."
+    )

@@ -1,0 +1,75 @@
+"""Optimizers inside the wrappers of trainers, which of them trains a parameter, and how many steps each has taken."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import SparsityError
+
+
+def unwrap_optimizer(optimizer: object) -> Optimizer:
+    """The torch optimizer inside of the wrappers of trainers."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if not isinstance(optimizer, Optimizer):
+        raise SparsityError(f"optimizer must be a torch optimizer or several, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def unwrap_optimizers(given: object) -> list[Optimizer]:
+    """One optimizer, or a sequence of them, as a list without wrappers."""
+    found = [unwrap_optimizer(o) for o in (given if isinstance(given, Sequence) else [given])]
+    if not found:
+        raise SparsityError("attach: no optimizer given")
+    return found
+
+
+def options_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any] | None:
+    """The `param_groups` entry that a parameter is in, or None."""
+    return next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+
+
+class StepCounts:
+    """Counts the steps of optimizers; a step that gradient scaling skipped does not count.
+
+    Attributes:
+        optimizers: those that are counted.
+        counts: steps of each since it was attached.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.counts: list[int] = []
+        self._handles: list[Any] = []
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the steps of these optimizers instead of the present ones."""
+        for handle in self._handles:
+            handle.remove()
+        self.optimizers, self.counts = list(optimizers), [0] * len(optimizers)
+        self._handles = [o.register_step_post_hook(self._after) for o in self.optimizers]
+
+    def trainer_of(self, parameter: Tensor, name: str) -> int:
+        """The index of the one optimizer that trains a parameter; an error if there is none, or several."""
+        found = [k for k, o in enumerate(self.optimizers) if options_of(o, parameter) is not None]
+        if len(found) != 1:
+            raise SparsityError(
+                f"{name}: one optimizer must train it, but {len(found)} of the {len(self.optimizers)} given do. Give "
+                "its optimizer, or leave the tensor out of the config."
+            )
+        return found[0]
+
+    def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        skipped = getattr(optimizer, "found_inf", None)  # set by GradScaler where the optimizer itself skips
+        if skipped is None or not bool(skipped > 0):
+            self.counts[next(k for k, o in enumerate(self.optimizers) if o is optimizer)] += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_handles"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """A copy has the copied optimizers, and hooks of its own on them."""
+        self.__dict__.update(state)
+        self._handles = [o.register_step_post_hook(self._after) for o in self.optimizers]

@@ -1,0 +1,668 @@
+"""ProximalSparsifier: strengths and budgets in the optimizer's metric, torch.ao's interface, hand-over of the zeros."""
+
+import copy
+import datetime
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import (
+    BlockCoupling,
+    BlockSpec,
+    CouplingError,
+    DynamicSparsifier,
+    ProximalSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    patterns,
+    schedules,
+)
+from sparsekit_ao.schedules import ScheduleSL
+
+
+def refuses(text, kind=SparsityError):
+    return pytest.raises(kind, match=re.escape(text))
+
+
+def linear(out=4, inputs=8, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, out, bias=False)).to(dtype)
+
+
+def train(model, optimizer, steps=1, sparsifier=None, seed=0, inputs=8):
+    g = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        x = torch.randn(16, inputs, generator=g).to(dtype)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if sparsifier is not None:
+            sparsifier.step()
+
+
+# conditioners
+
+OPTIMIZERS = {
+    "SGD": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda s, o: torch.tensor(1 / 0.1)),
+    "Adam": (
+        lambda p: torch.optim.Adam(p, 0.01, betas=(0.8, 0.9), eps=1e-3),
+        lambda s, o: ((s["exp_avg_sq"] / (1 - 0.9**3)).sqrt() + 1e-3) / 0.01,
+    ),
+    "AdamW, amsgrad": (
+        lambda p: torch.optim.AdamW(p, torch.tensor(0.01), amsgrad=True, foreach=False),
+        lambda s, o: ((s["max_exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8) / 0.01,
+    ),
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, 0.01), lambda s, o: (s["square_avg"].sqrt() + 1e-8) / 0.01),
+    "RMSprop, centered": (
+        lambda p: torch.optim.RMSprop(p, 0.01, centered=True),
+        lambda s, o: ((s["square_avg"] - s["grad_avg"] ** 2).sqrt() + 1e-8) / 0.01,
+    ),
+    "Adagrad": (
+        lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.5),
+        lambda s, o: (s["sum"].sqrt() + 1e-10) / (0.1 / (1 + 2 * 0.5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_the_operator_in_the_optimizers_metric(name):
+    make, diagonal = OPTIMIZERS[name]
+    model = linear()
+    optimizer = make(model.parameters())
+    sparsifier = ProximalSparsifier(strength=0.5, optimizer=optimizer, pattern=patterns.columns())
+    sparsifier.prepare(model)
+    train(model, optimizer, 3)
+    weight = model[0].weight
+    expected = weight.detach().clone()
+    BlockSpec(expected, (-1, 1)).soft_threshold(0.5, diagonal(optimizer.state[weight], None).expand(4, 8).contiguous())
+    sparsifier.step()
+    torch.testing.assert_close(weight.detach(), expected)
+    assert torch.equal(sparsifier.mask("0.weight"), (weight != 0).any(0).expand(4, 8))
+
+
+@pytest.mark.parametrize("conditioner", [None, lambda o, p: 1 / o.param_groups[0]["lr"]])
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, 0.1), lambda p: torch.optim.SGD(p, 0.1)])
+def test_without_a_diagonal_the_step_size_is_the_learning_rate(make, conditioner):
+    model = linear()
+    optimizer = make(model.parameters())
+    sparsifier = ProximalSparsifier(strength=3.0, optimizer=optimizer, conditioner=conditioner, block_shape=(1, -1))
+    sparsifier.prepare(model)
+    train(model, optimizer)
+    expected = model[0].weight.detach().clone()
+    BlockSpec(expected, (1, -1)).soft_threshold(0.1 * 3.0)
+    sparsifier.step()
+    torch.testing.assert_close(model[0].weight.detach(), expected)
+
+
+def test_a_function_gives_the_diagonal_of_any_optimizer():
+    model = linear()
+    optimizer = torch.optim.NAdam(model.parameters(), 0.1)
+    seen = []
+
+    def diagonal(o, p):
+        seen.append((o, p))
+        return o.state[p]["exp_avg_sq"].sqrt() + 1
+
+    sparsifier = ProximalSparsifier(strength=0.5, optimizer=optimizer, conditioner=diagonal)
+    sparsifier.prepare(model)
+    train(model, optimizer)
+    expected = model[0].weight.detach().clone()
+    BlockSpec(expected).soft_threshold(0.5, diagonal(optimizer, model[0].weight))
+    sparsifier.step()
+    torch.testing.assert_close(model[0].weight.detach(), expected)
+    assert seen[-1][0] is optimizer and seen[-1][1] is model[0].weight
+
+
+@pytest.mark.parametrize("found", [torch.ones(2, 2), -1.0, "auto", torch.zeros(4, 8), torch.full((4, 8), float("nan"))])
+def test_a_function_must_return_a_positive_diagonal(found):
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier = ProximalSparsifier(strength=1.0, optimizer=optimizer, conditioner=lambda o, p: found)
+    sparsifier.prepare(model)
+    train(model, optimizer)
+    before = model[0].weight.clone()
+    with refuses("0.weight: conditioner must return"):
+        sparsifier.step()
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Muon", "NAdam"])
+def test_an_optimizer_without_a_known_diagonal_is_refused_by_name(kind):
+    if not hasattr(torch.optim, kind):
+        pytest.skip(f"this torch has no {kind}")
+    model = linear()
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+    text = f"0.weight: {kind} has no diagonal that is known here"
+    sparsifier = ProximalSparsifier(strength=1.0)
+    sparsifier.prepare(model)
+    with refuses(text) as error:
+        sparsifier.attach(optimizer)
+    assert "conditioner=None" in str(error.value)
+    with refuses(text):
+        ProximalSparsifier(strength=1.0, optimizer=optimizer).prepare(model)
+    sparsifier = ProximalSparsifier(strength=1.0, optimizer=optimizer, conditioner=None)
+    sparsifier.prepare(model)
+
+
+# budgets
+
+N = 32
+PATTERNS = {
+    "unstructured": {"pattern": patterns.unstructured(0.7)},
+    "in every row": {"scope_shape": (1, -1), "nnz": 5},
+    "in every column": {"scope_shape": (-1, 1), "nnz": 5},
+    "2:4": {"pattern": patterns.n_m(2, 4)},
+    "vectors of 4, 2 of 4": {"block_shape": (4, 1), "scope_shape": (1, 4), "nnz": 2},
+    "blocks": {"pattern": patterns.blocks(8, 8, sparsity_level=0.5)},
+    "blocks in every block row": {"block_shape": (8, 8), "scope_shape": (1, -1), "nnz": 1},
+    "rows": {"pattern": patterns.rows(0.5)},
+    "columns": {"pattern": patterns.columns(0.75)},
+    "heads": {"pattern": patterns.heads(4, sparsity_level=0.5)},
+    "V:N:M": {"pattern": patterns.v_n_m(16, 2, 8)},
+    "2:4 of pairs 8 apart": {
+        "view": ((N, N // 16, 8, 2), (N, 16, 1, 8)),
+        "block_shape": (1, 1, 1, 2),
+        "scope_shape": (1, 1, 4, 1),
+        "nnz": 2,
+    },
+    "partial": {"block_shape": (5, 3), "scope_shape": (2, 4), "edge": "partial", "nnz": 3},
+    "global": {"scope_coupling": "global", "sparsity_level": 0.8},
+    "coupled": {},
+    "filters": {"pattern": patterns.filters(0.5)},
+    "kernels": {"block_shape": (1, 1, -1, -1), "nnz": 11},
+    "2:4 over channels": {"pattern": patterns.n_m(2, 4)},
+}
+CONV = ("filters", "kernels", "2:4 over channels")
+
+
+def model_of(name, layers=2):
+    torch.manual_seed(0)
+    if name in CONV:
+        return nn.Sequential(nn.Unflatten(1, (8, 2, 2)), nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Flatten())
+    one, two = nn.Linear(N, N, bias=False), nn.Linear(N, N, bias=False)
+    return nn.Sequential(one, nn.ReLU(), two) if layers == 2 else nn.Sequential(one)
+
+
+def blocks_left(sparsifier, model):
+    """Blocks that are not zero, by component and scope."""
+    from sparsekit_ao.sparsifiers.hand_over import _kept
+
+    masks = {n: p != 0 for n, p in model.named_parameters()}
+    components = sparsifier._planned(sparsifier.groups).components
+    last = max(c.stage for c in components)
+    found = [(_kept(c, sparsifier.groups, masks), c) for c in components if c.stage == last]
+    return [
+        (torch.as_tensor(n), torch.as_tensor(c.budget(sparsifier.groups, sparsifier._level_given)), c) for n, c in found
+    ]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_exactly_the_budget_is_left_in_every_scope_by_adam_over_200_steps(name):
+    model = model_of(name, 2 if name in ("coupled", "global") else 1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sparsifier = ProximalSparsifier(optimizer=optimizer)
+    if name == "coupled":
+        unit = {"unit": "u", "block_coupling": "units", "nnz": 7}
+        sparsifier.prepare(
+            model,
+            [{"tensor_fqn": "0.weight", "axes": "u i", **unit}, {"tensor_fqn": "2.weight", "axes": "o u", **unit}],
+        )
+    else:
+        sparsifier.prepare(model, [{"tensor_fqn": "*.weight", **PATTERNS[name]}])
+    target = torch.randn(16, N, generator=torch.Generator().manual_seed(1))
+    for step in range(200):
+        optimizer.zero_grad()
+        F.mse_loss(model(target), target).backward()
+        optimizer.step()
+        sparsifier.step()
+        if step % 50 in (0, 49):
+            for left, budget, component in blocks_left(sparsifier, model):
+                budget = torch.minimum(budget.expand(component.scope.grid_shape), component.scope.blocks_per_scope())
+                assert torch.equal(left.expand(component.scope.grid_shape), budget), (step, component.label)
+    assert sparsifier.iteration == 200 and sparsifier.check() > 0
+    sparsifier.squash_mask()
+    assert sparsifier.check() > 0 and not hasattr(model[0], "parametrizations")
+
+
+def test_the_budgets_threshold_is_between_the_last_kept_and_the_first_dropped():
+    model = linear()
+    sparsifier = ProximalSparsifier(nnz=3, conditioner=None, block_shape=(1, 1))
+    sparsifier.prepare(model)
+    before = model[0].weight.detach().clone()
+    sparsifier.step()
+    ordered = before.abs().flatten().sort(descending=True).values
+    expected = before.clone()
+    BlockSpec(expected).soft_threshold(float(ordered[2:4].mean()))
+    torch.testing.assert_close(model[0].weight.detach(), expected)
+    assert int((expected != 0).sum()) == 3
+
+
+@pytest.mark.parametrize("nnz", [0, 32])
+def test_budgets_of_nothing_and_of_all(nnz):
+    model = linear()
+    sparsifier = ProximalSparsifier(nnz=nnz, conditioner=None)
+    sparsifier.prepare(model)
+    before = model[0].weight.detach().clone()
+    sparsifier.step()
+    assert torch.equal(model[0].weight, before if nnz else torch.zeros(4, 8))
+
+
+def test_levels_follow_a_scheduler():
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sparsifier = ProximalSparsifier(sparsity_level=0.75, optimizer=optimizer)
+    sparsifier.prepare(model)
+    scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 0.75, 8))
+    left = []
+    for _ in range(9):
+        train(model, optimizer, 1, sparsifier)
+        left.append(int((model[0].weight != 0).sum()))
+        scheduler.step()
+    assert left == [32, 29, 26, 23, 20, 17, 14, 11, 8]
+
+
+# strengths
+
+
+def test_a_strength_may_be_a_schedule_and_an_entry_may_have_its_own():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier = ProximalSparsifier(strength=schedules.linear(0.0, 2.0, 4), optimizer=optimizer)
+    sparsifier.prepare(
+        model,
+        [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "1.weight", "strength": 0.5}, {"tensor_fqn": "2.weight", "nnz": 9}],
+    )
+    for step in range(6):
+        train(model, optimizer)
+        expected = [layer.weight.detach().clone() for layer in model]
+        BlockSpec(expected[0]).soft_threshold(0.1 * min(step / 4, 1) * 2.0)
+        BlockSpec(expected[1]).soft_threshold(0.1 * 0.5)
+        sparsifier.step()
+        for layer, value in zip(model[:2], expected, strict=False):
+            torch.testing.assert_close(layer.weight.detach(), value)
+        assert int((model[2].weight != 0).sum()) == 9
+    assert "strength" not in sparsifier.groups[2] and sparsifier.groups[1]["sparsity_level"] == 0
+
+
+def test_coupled_tensors_share_the_norm_of_their_union():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3, bias=False))
+    optimizer = torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}], 0.1)
+    units = {"unit": "u", "block_coupling": "units"}
+    sparsifier = ProximalSparsifier(strength=0.7, optimizer=optimizer)
+    sparsifier.prepare(
+        model,
+        [
+            {"tensor_fqn": "0.weight", "axes": "u i", **units},
+            {"tensor_fqn": "0.bias", "axes": "u", **units},
+            {"tensor_fqn": "1.weight", "axes": "o u", **units},
+        ],
+    )
+    train(model, optimizer, 2, inputs=6)
+    params = [model[0].weight, model[0].bias, model[1].weight]
+    copies = [p.detach().clone() for p in params]
+    state = [(optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**2)).sqrt() + 1e-8 for p in params]
+    diagonals = {c: s / lr for c, s, lr in zip(copies, state, (0.1, 0.1, 0.5), strict=True)}
+    specs = [BlockSpec(copies[0], (1, -1)), BlockSpec(copies[1]), BlockSpec(copies[2], (-1, 1))]
+    BlockCoupling(specs, [None, None, (1, 0)]).soft_threshold(0.7, diagonals)
+    sparsifier.step()
+    for parameter, expected in zip(params, copies, strict=True):
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_other_dtypes(dtype):
+    model = linear(dtype=dtype)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sparsifier = ProximalSparsifier(nnz=2, optimizer=optimizer, pattern=patterns.columns())
+    sparsifier.prepare(model)
+    train(model, optimizer, 10, sparsifier)
+    assert model[0].weight.dtype == dtype and int(model[0].weight.ne(0).any(0).sum()) == 2
+
+
+def test_a_channels_last_weight_under_a_row_major_view():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, bias=False)).to(memory_format=torch.channels_last)
+    sparsifier = ProximalSparsifier(nnz=2, conditioner=None)
+    sparsifier.prepare(
+        model, [{"tensor_fqn": "0.weight", "view": ((4, 36), (36, 1)), "block_shape": (1, 4), "scope_shape": (1, -1)}]
+    )
+    sparsifier.step()
+    weight = model[0].weight.detach().contiguous().view(4, 9, 4)
+    assert weight.ne(0).any(2).sum(1).tolist() == [2] * 4
+    assert torch.equal(sparsifier.mask("0.weight").contiguous().view(4, 9, 4).any(2), weight.ne(0).any(2))
+
+
+# steps that are none
+
+
+def test_without_an_optimizers_step_nothing_changes():
+    """Gradient accumulation: `sparsifier.step()` after every backward acts after the optimizer's steps alone."""
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sparsifier = ProximalSparsifier(strength=0.5, optimizer=optimizer)
+    sparsifier.prepare(model)
+    for micro in range(1, 9):
+        model(torch.ones(2, 8)).square().mean().backward()
+        if micro % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        before = model[0].weight.detach().clone()
+        sparsifier.step()
+        assert torch.equal(model[0].weight, before) == (micro % 4 != 0)
+    assert sparsifier.iteration == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_gradient_scaling_skips_are_skipped(fused):
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=fused)
+    sparsifier = ProximalSparsifier(strength=0.5, optimizer=optimizer)
+    sparsifier.prepare(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        scaler.scale(loss * (float("inf") if step in (0, 3) else 1)).backward()
+        before = model[0].weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        sparsifier.step()
+        assert torch.equal(model[0].weight, before) == (step in (0, 3))
+    assert sparsifier.iteration == 4
+
+
+def test_a_learning_rate_of_zero_and_a_tensor_without_gradient_change_nothing():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.Adam([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters()}])
+    sparsifier = ProximalSparsifier(strength=100.0, optimizer=optimizer)
+    sparsifier.prepare(model)
+    before = [layer.weight.detach().clone() for layer in model]
+    model[0](torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    sparsifier.step()
+    assert all(torch.equal(layer.weight, b) for layer, b in zip(model, before, strict=True))
+
+
+def test_nothing_happens_while_updates_are_disabled():
+    model = linear()
+    sparsifier = ProximalSparsifier(nnz=2, conditioner=None)
+    sparsifier.prepare(model)
+    sparsifier.enable_mask_update = False
+    sparsifier.step()
+    assert model[0].weight.all() and sparsifier.iteration == 0
+
+
+# checkpoints
+
+
+def run_of(strength):
+    model = linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sparsifier = ProximalSparsifier(strength=strength, optimizer=optimizer, pattern=patterns.rows())
+    sparsifier.prepare(model)
+    return model, optimizer, sparsifier
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one():
+    strength = schedules.linear(0.1, 1.0, 20)
+    model, optimizer, sparsifier = run_of(strength)
+    train(model, optimizer, 8, sparsifier)
+    file = io.BytesIO()
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "s": sparsifier.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    train(model, optimizer, 8, sparsifier, seed=1)
+    again, optimizer, resumed = run_of(strength)
+    again.load_state_dict(saved["m"])
+    optimizer.load_state_dict(saved["o"])
+    resumed.load_state_dict(saved["s"])
+    assert resumed.iteration == 8
+    train(again, optimizer, 8, resumed, seed=1)
+    assert torch.equal(model[0].weight, again[0].weight) and resumed.iteration == 16
+    assert torch.equal(sparsifier.mask("0.weight"), resumed.mask("0.weight"))
+    assert set(model.state_dict()) == {"0.weight"}  # plain parameters
+
+
+def test_a_pickled_sparsifier_attaches_to_a_model_again():
+    model, optimizer, sparsifier = run_of(0.5)
+    train(model, optimizer, 5, sparsifier)
+    loaded = pickle.loads(pickle.dumps(sparsifier))
+    other = copy.deepcopy(model)
+    loaded.prepare(other)
+    assert loaded.iteration == 5 and torch.equal(loaded.mask("0.weight"), sparsifier.mask("0.weight"))
+    with refuses("step: the learning rate and the diagonal are the optimizer's"):
+        loaded.step()
+
+
+def test_a_deep_copy_continues_with_its_own_model_and_optimizer():
+    model, optimizer, sparsifier = run_of(0.5)
+    train(model, optimizer, 3, sparsifier)
+    held = copy.deepcopy({"m": model, "o": optimizer, "s": sparsifier})
+    before = model[0].weight.detach().clone()
+    train(held["m"], held["o"], 3, held["s"])
+    assert held["s"].iteration == 6 and sparsifier.iteration == 3
+    assert torch.equal(model[0].weight, before) and not torch.equal(held["m"][0].weight, before)
+
+
+def test_a_snapshot_can_be_squashed_alone():
+    model, optimizer, sparsifier = run_of(2.0)
+    train(model, optimizer, 30, sparsifier)
+    snapshot = copy.deepcopy(model)
+    with torch.no_grad():
+        snapshot[0].weight.add_(1.0)
+    sparsifier.squash_mask(model=snapshot)
+    assert torch.equal(snapshot[0].weight != 0, sparsifier.mask("0.weight")) and sparsifier.report()
+
+
+# the end
+
+
+def test_squash_writes_the_zeros_that_the_optimizer_has_moved_since():
+    model, optimizer, sparsifier = run_of(0.5)
+    train(model, optimizer, 5, sparsifier)
+    sparsifier.groups[0].pop("strength")
+    sparsifier.groups[0]["nnz"] = 3
+    train(model, optimizer, 1, sparsifier)
+    mask = sparsifier.mask("0.weight").clone()
+    assert mask.any(1).sum() == 3
+    train(model, optimizer)
+    assert model[0].weight.all()
+    sparsifier.squash_mask(params_to_keep=("nnz",))
+    assert torch.equal(model[0].weight != 0, mask) and model[0].sparse_params == {"nnz": 3}
+    with refuses("squash_mask: the masks were squashed already"):
+        sparsifier.squash_mask()
+
+
+def test_squash_without_a_step_warns():
+    model = linear()
+    sparsifier = ProximalSparsifier(strength=1.0)
+    sparsifier.prepare(model)
+    with pytest.warns(UserWarning, match="step was never called"):
+        sparsifier.squash_mask()
+
+
+@pytest.mark.parametrize("name", ["rows", "2:4", "in every row", "coupled", "V:N:M", "global", "blocks"])
+def test_the_zeros_become_fixed_masks(name):
+    model = model_of(name)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sparsifier = ProximalSparsifier(optimizer=optimizer)
+    unit = {"unit": "u", "block_coupling": "units", "nnz": 7}
+    entries = [{"tensor_fqn": "0.weight", "axes": "u i", **unit}, {"tensor_fqn": "2.weight", "axes": "o u", **unit}]
+    sparsifier.prepare(model, entries if name == "coupled" else [{"tensor_fqn": "*.weight", **PATTERNS[name]}])
+    train(model, optimizer, 3, sparsifier, inputs=N)
+    masks = {k: sparsifier.mask(k).clone() for k in ("0.weight", "2.weight")}
+    fixed = sparsifier.to_masks()
+    assert isinstance(fixed, ScopeSparsifier) and fixed.check() > 0
+    train(model, optimizer, 3, fixed, inputs=N)
+    for k, layer in ((0, model[0]), (2, model[2])):
+        assert torch.equal(fixed.mask(f"{k}.weight"), masks[f"{k}.weight"])
+        assert torch.equal(layer.weight != 0, masks[f"{k}.weight"])
+    fixed.squash_mask()
+    with refuses("to_masks: the masks were squashed already"):
+        sparsifier.to_masks()
+
+
+def test_a_strength_leaves_scopes_of_different_counts_which_become_budgets():
+    model = linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier = ProximalSparsifier(strength=1.5, optimizer=optimizer, scope_shape=(1, -1))
+    sparsifier.prepare(model)
+    train(model, optimizer, 1, sparsifier)
+    kept = sparsifier.mask("0.weight").sum(1)
+    fixed = sparsifier.to_masks()
+    assert len(kept.unique()) > 1 and torch.equal(fixed.groups[0]["nnz"].flatten(), kept)
+    assert fixed.check() == 8
+    fixed.enable_mask_update = True
+    fixed.step()  # by magnitude: the same masks
+    assert torch.equal(fixed.mask("0.weight").sum(1), kept) and fixed.check() == 8
+
+
+def test_the_zeros_become_masks_that_move():
+    model, optimizer, sparsifier = run_of(0.5)
+    with torch.no_grad():
+        model[0].weight[2:5] = 0
+        model[0].weight[0, 3] = 0  # a stray zero in a kept block
+    sparsifier.step()
+    sparsifier._state["0.weight"]["mask"] = (model[0].weight != 0).any(1, keepdim=True).expand(8, 8).clone()
+    with refuses('DynamicSparsifier would choose masks of its own; make a DynamicSparsifier with init="resume"'):
+        sparsifier.to_masks(DynamicSparsifier(init="uniform"))
+    moving = sparsifier.to_masks(DynamicSparsifier(optimizer=optimizer, init="resume", update_every=1))
+    assert moving.mask("0.weight").all(1).tolist() == [True] * 2 + [False] * 3 + [True] * 3
+    train(model, optimizer, 2, moving)
+    assert int(moving.mask("0.weight").all(1).sum()) == 5
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"strength": 1.0, "sparsity_level": 0.5},
+            "strength and a budget (sparsity_level, nnz or a pattern's) are mutu",
+        ),
+        ({"strength": 1.0, "nnz": 2}, "strength and a budget"),
+        ({"strength": 1.0, "pattern": patterns.n_m(2, 4)}, "strength and a budget"),
+        ({"nnz": 2, "sparsity_level": 0.5}, "mutually exclusive"),
+        ({"strength": -1.0}, "strength must be >= 0 and finite, a number or a schedule, got -1.0"),
+        ({"strength": "much"}, "strength must be >= 0 and finite"),
+        ({"strength": float("nan")}, "strength must be >= 0 and finite"),
+        ({"strength": 1.0, "conditioner": "adam"}, "conditioner must be 'auto', None or a function"),
+        ({"strength": 1.0, "optimizer": 3}, "optimizer must be a torch optimizer or several, got int"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(arguments, text):
+    with refuses(text):
+        ProximalSparsifier(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "entry", "text"),
+    [
+        ({}, {}, "config[0]: give strength, sparsity_level or nnz, here or as a default"),
+        ({}, {"strength": 1.0, "nnz": 2}, "config[0]: strength and a budget are mutually exclusive"),
+        (
+            {},
+            {"strength": 1.0, "pattern": patterns.n_m(2, 4)},
+            "config[0]: strength and a budget are mutually exclusive",
+        ),
+        ({"strength": 1.0}, {"stages": [{"nnz": 2, "scope_shape": (1, 4)}]}, "strength and a budget are mutually excl"),
+        ({}, {"strength": -1}, "strength must be >= 0 and finite"),
+        ({}, {"strength": 1.0, "norm": 1}, "unknown key 'norm'"),
+        ({}, {"strength": 1.0, "score": "wanda"}, "unknown key 'score'"),
+    ],
+)
+def test_entries_that_contradict_each_other_are_refused(defaults, entry, text):
+    with refuses(text):
+        ProximalSparsifier(**defaults).prepare(linear(), [{"tensor_fqn": "0.weight", **entry}])
+
+
+def test_a_schedule_that_returns_no_strength_is_refused():
+    model, optimizer, sparsifier = run_of(lambda step: -1.0)
+    with refuses("0.weight: strength must be >= 0 and finite, a schedule must return a number, got -1.0"):
+        train(model, optimizer, 1, sparsifier)
+
+
+def test_coupled_tensors_need_one_strength():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    entries = [{"tensor_fqn": f"{k}.weight", "strength": s, "scope_coupling": "all"} for k, s in enumerate((1.0, 2.0))]
+    with refuses("scope coupling 'all': members need the same strength, got [1.0, 2.0]", CouplingError):
+        ProximalSparsifier().prepare(model, entries)
+
+
+def test_a_scheduler_that_sets_levels_of_a_strength_is_refused():
+    _, _, sparsifier = run_of(0.5)
+    sparsifier.groups[0]["sparsity_level"] = 0.5
+    with refuses("0.weight: sparsity_level was set to 0.5, but this tensor has a strength"):
+        sparsifier.step()
+
+
+def test_an_optimizer_that_does_not_train_the_weight_is_refused():
+    model = linear()
+    sparsifier = ProximalSparsifier(strength=1.0)
+    sparsifier.prepare(model)
+    with refuses("step: the learning rate and the diagonal are the optimizer's; call sparsifier.attach(optimizer)"):
+        sparsifier.step()
+    with refuses("0.weight: one optimizer must train it, but 0 of the 1 given do"):
+        sparsifier.attach(torch.optim.SGD(linear().parameters(), 0.1))
+
+
+def test_a_parametrized_weight_is_refused():
+    model = linear()
+    nn.utils.parametrizations.weight_norm(model[0])
+    with refuses("a parametrization computes this weight, so it cannot be changed in place"):
+        ProximalSparsifier(strength=1.0).prepare(model, [{"tensor_fqn": "0.weight"}])
+
+
+def test_the_report_and_repr_say_what_is_kept():
+    model, optimizer, sparsifier = run_of(1.0)
+    train(model, optimizer, 2, sparsifier)
+    assert "0.weight" in str(sparsifier.report()) and "strength=1.0" in repr(sparsifier)
+
+
+def test_update_mask_applies_the_operator_to_one_tensor():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    sparsifier = ProximalSparsifier(nnz=5, conditioner=None)
+    sparsifier.prepare(model)
+    sparsifier.update_mask(model[1], "weight", nnz=3)
+    assert model[0].weight.all() and int((model[1].weight != 0).sum()) == 3
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1, timeout=datetime.timedelta(seconds=30)
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+def test_data_parallel_training_in_one_process_equals_plain_training(process_group):
+    weights = []
+    for wrap in (lambda m: m, nn.parallel.DistributedDataParallel):
+        model, optimizer, sparsifier = run_of(0.5)
+        train(wrap(model), optimizer, 4, sparsifier)
+        weights.append(model[0].weight)
+    assert torch.equal(*weights)
+
+
+def test_sharded_weights_are_refused(process_group):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model, optimizer, sparsifier = run_of(0.5)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    train(model, optimizer)
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+    with refuses("0.weight: it is sharded over ranks, and proximal steps need whole tensors"):
+        sparsifier.step()
+    with refuses("0.weight: it is sharded over ranks"):
+        ProximalSparsifier(strength=1.0).prepare(model)

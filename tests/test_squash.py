@@ -1,0 +1,87 @@
+"""`squash_mask` removes all masks or none, and can be called again after it failed."""
+
+import copy
+
+import pytest
+import torch
+from stock import linear_model
+from torch import nn
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, masking
+from sparsekit_ao.masking import find_mask, squash
+
+
+def prepared(model, config=None):
+    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
+    sparsifier.prepare(model, config)
+    sparsifier.step()
+    return sparsifier
+
+
+def failing(function, at, error):
+    """The function, whose call of this number raises an error first."""
+    calls = []
+
+    def call(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise error("no more")
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["remove_mask", "write_zeros"])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_squash_that_fails_keeps_all_masks_and_can_be_repeated(error, name, is_copy, monkeypatch):
+    model = linear_model(8, 8, 4)
+    nn.utils.parametrizations.weight_norm(model[2])  # its mask is registered on top
+    sparsifier = prepared(model)
+    squashed = copy.deepcopy(model) if is_copy else model
+    x, names = torch.randn(3, 8), list(model.state_dict())
+    expected, before = model(x), {k: v.clone() for k, v in squashed.state_dict().items()}
+    monkeypatch.setattr(squash if name == "remove_mask" else masking, name, failing(getattr(squash, name), 2, error))
+    with pytest.raises(error, match="no more"):
+        sparsifier.squash_mask(model=squashed)
+    assert list(squashed.state_dict()) == names and torch.equal(squashed(x), expected)
+    assert find_mask(squashed[0], "weight") is not None and find_mask(squashed[2], "weight") is not None
+    if name == "remove_mask":
+        assert all(torch.equal(v, before[k]) for k, v in squashed.state_dict().items())
+    assert sparsifier.check() == 8 * 2 + 4 * 2
+    monkeypatch.undo()
+    sparsifier.squash_mask(model=squashed)
+    assert find_mask(squashed[0], "weight") is None and (squashed[0].weight == 0).sum() == 32
+    assert torch.allclose(squashed(x), expected)
+
+
+def test_masks_of_one_module_are_put_back_together(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8))
+    sparsifier = prepared(model, [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "0.bias", "scope_shape": (4,)}])
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    monkeypatch.setattr(squash, "remove_mask", failing(squash.remove_mask, 2, RuntimeError))
+    with pytest.raises(RuntimeError, match="no more"):
+        sparsifier.squash_mask()
+    assert sorted(model.state_dict()) == sorted(before)
+    model.load_state_dict(linear_model(8, 8).state_dict())  # a dense one still loads
+    sparsifier.squash_mask()
+    assert list(model.state_dict()) == ["0.weight", "0.bias"] or list(model.state_dict()) == ["0.bias", "0.weight"]
+
+
+def test_values_that_cannot_be_written():
+    with torch.inference_mode():
+        model = linear_model(8, 8)
+    with pytest.raises(SparsityError, match=r"0.weight' was made in inference mode.*inside torch.inference_mode"):
+        prepared(model)
+    with torch.inference_mode():
+        sparsifier = prepared(model)
+    with pytest.raises(SparsityError, match=r"squash_mask: 0.weight was made in inference mode .*torch.inference_mode"):
+        sparsifier.squash_mask()
+    with torch.inference_mode():
+        sparsifier.squash_mask()
+    offloaded = linear_model(8, 8, 8)
+    sparsifier = prepared(offloaded)
+    offloaded[2].parametrizations.weight.original = nn.Parameter(torch.empty(8, 8, device="meta"))
+    with pytest.raises(SparsityError, match=r"squash_mask: 2.weight has no values, .*offloaded after prepare; load it"):
+        sparsifier.squash_mask()
+    assert find_mask(offloaded[0], "weight") is not None
