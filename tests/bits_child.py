@@ -11,7 +11,7 @@ import torch
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSparsifier, ScopeSpec, WeightNormSparsifier
 
-BLOCKS = [(1, 1), (1, 4), (8, 8), (3, 5), (-1, 1), (1, -1)]
+BLOCKS = [(1, 1), (1, 4), (3, 5), (1, -1)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 

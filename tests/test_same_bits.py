@@ -15,9 +15,9 @@ from sparsekit_ao import BlockSpec
 from sparsekit_ao.selection import Blocks, block_scores, reference
 
 CHILD = pathlib.Path(__file__).parent / "bits_child.py"
-SETTINGS = [
+SETTINGS = [  # the second one without assert statements
     {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
-    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONOPTIMIZE": "1"},
     {"ATEN_CPU_CAPABILITY": "avx512", "MKL_CBWR": "AVX512", "OMP_NUM_THREADS": "2"},
 ]
 

@@ -3,7 +3,7 @@
 `run_update` gathers, chooses and applies. What may raise is computed before anything is changed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..calibration import Statistics
 from ..distributed import fill, full_tensor, is_sharded, local, placed_like, sum_over_ranks
 from ..errors import SparsityError
-from ..masking import select
+from ..masking import finished, select
 from ..scores import keyed_generator
 from ..sparsifiers.config import TensorGroup
 from .budgets import Budgets
@@ -60,11 +60,13 @@ def run_update(
     level_given: dict[str, float],
     iteration: int,
     statistics: Sequence[Statistics],
+    done: Callable[[], None],
 ) -> Movement:
     """Gather, choose and apply; if a rule raises, nothing has changed.
 
     Shared budgets are set to their new values, and their levels written into `level_given` (see `ScopeSparsifier`).
-    `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one for each group.
+    `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one for each group. `done` is called once
+    everything is written.
     """
     settings = budgets.settings
     only_prunes = settings.grow is None and settings.target is not None
@@ -76,9 +78,13 @@ def run_update(
         new = part.masks(kept)
         masks.update({at: new[spec] for spec, at in part.slots.component.leaves})
     ordered = [masks[at] for at in range(len(budgets.groups))]
-    counts = _apply(budgets.groups, ordered, settings, capture, iteration)
-    for k in budgets.shared:
-        level_given.update(budgets.set(k, int(held[k][0])))
+
+    def set_budgets() -> None:
+        for k in budgets.shared:
+            level_given.update(budgets.set(k, int(held[k][0])))
+        done()
+
+    counts = _apply(budgets.groups, ordered, settings, capture, iteration, set_budgets)
     return Movement(
         iteration=iteration,
         fraction=fraction,
@@ -119,32 +125,42 @@ def _gather(
 
 
 def _apply(
-    groups: Sequence[TensorGroup], masks: Sequence[Tensor], settings: Settings, capture: GradientCapture, iteration: int
+    groups: Sequence[TensorGroup],
+    masks: Sequence[Tensor],
+    settings: Settings,
+    capture: GradientCapture,
+    iteration: int,
+    set_budgets: Callable[[], None],
 ) -> dict[str, list[int]]:
     """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
 
-    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state. Returns {tensor_fqn:
-    elements [grown, grown or pruned, kept]}.
+    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state; all of it also where
+    Ctrl-C comes in the middle. Returns {tensor_fqn: elements [grown, grown or pruned, kept]}.
     """
-    optimizers = capture.optimizers
+    optimizers, weights = capture.optimizers, [original(g) for g in groups]
     moments: list[list[Tensor]] = [[] for _ in groups]
     if settings.state_init == "grad":
-        moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) for g in groups]
+        moments = [second_moments(optimizers, w, g["tensor_fqn"]) for w, g in zip(weights, groups, strict=True)]
     values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
+    changed = [new ^ (_mask(g) != 0) for g, new in zip(groups, masks, strict=True)]
+
+    def write() -> None:
+        for k, group in enumerate(groups):
+            held, value, grown = local(weights[k]), values[k], changed[k] & masks[k]
+            held.masked_fill_(local(changed[k]), 0)
+            if value is not None:
+                held.copy_(torch.where(local(grown), local(value), held))
+            reset_state(optimizers, weights[k], changed[k])
+            if moments[k]:
+                start_second_moments(moments[k], grown, capture.gradients[group["tensor_fqn"]])
+            fill(_mask(group), masks[k])
+        set_budgets()
+
+    finished(write)
     counts = {}
-    for group, new, value, second in zip(groups, masks, values, moments, strict=True):
-        weight, fqn, mask = original(group), group["tensor_fqn"], _mask(group)
-        old = mask != 0
-        grown, changed = new & ~old, new ^ old
-        held = local(weight)
-        held.masked_fill_(local(changed), 0)
-        if value is not None:
-            held.copy_(torch.where(local(grown), local(value), held))
-        reset_state(optimizers, weight, changed)
-        if second:
-            start_second_moments(second, grown, capture.gradients[fqn])
-        fill(mask, new)
-        counts[fqn] = sum_over_ranks(torch.stack([local(t).count_nonzero() for t in (grown, changed, new)]), weight)
+    for k, group in enumerate(groups):
+        found = torch.stack([local(t).count_nonzero() for t in (changed[k] & masks[k], changed[k], masks[k])])
+        counts[group["tensor_fqn"]] = sum_over_ranks(found, weights[k])
     return {fqn: found.tolist() for fqn, found in counts.items()}  # waits for the device once all is launched
 
 

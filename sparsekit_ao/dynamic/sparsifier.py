@@ -294,8 +294,11 @@ class DynamicSparsifier(PlannedSparsifier):
                 plan, given = self._planned(self.groups), self._level_given
                 budgets = Budgets(components=plan.components, groups=self.groups, settings=s)
                 statistics = [self._statistics_of(g) for g in self.groups]
-                self.last_update = run_update(budgets, self._capture, momenta, given, self.iteration, statistics)
-                self._pending = False
+                arguments = budgets, self._capture, momenta, given, self.iteration, statistics
+                self.last_update = run_update(*arguments, self._finish_update)
+
+    def _finish_update(self) -> None:
+        self._pending = False
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
         return {g["tensor_fqn"]: self.settings.statistics for g in self.groups}

@@ -1,5 +1,6 @@
 """The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
 
+from .finish import finished
 from .merging import refuse_merge
 from .parametrization import (
     WeightMask,

@@ -81,7 +81,8 @@ class _Round(Generic[T]):
             self._wait()
         except BaseException:  # such as Ctrl-C while waiting: pieces that have begun still write
             self._todo.clear()
-            self._wait()
+            while self._is_interrupted():
+                pass
             raise
         if self._errors:
             raise self._errors[0]
@@ -90,6 +91,14 @@ class _Round(Generic[T]):
     def _wait(self) -> None:
         with self._change:  # a helper that has not begun will find nothing left to do
             self._change.wait_for(lambda: not self._todo and not self._busy)
+
+    def _is_interrupted(self) -> bool:
+        """Wait; whether Ctrl-C came once more."""
+        try:
+            self._wait()
+        except KeyboardInterrupt:
+            return True
+        return False
 
     def _help(self) -> None:
         with self._change:

@@ -60,22 +60,24 @@ def elements_of(components: Sequence[Component]) -> int:
 
 
 def batches(components: Sequence[Component], most: int | None) -> Iterator[list[Component]]:
-    """Components that do not depend on each other, earlier stages first.
+    """The components, those of coupled tensors and of all their stages always together.
 
     Args:
-        components: any.
-        most: elements in a batch (a component with more is a batch of its own), or None for whole stages.
+        components: any; earlier stages first.
+        most: elements in a batch (coupled tensors with more are a batch of their own), or None for a single batch.
     """
-    for stage in sorted({c.stage for c in components}):
-        batch: list[Component] = []
-        held = 0
-        for component in (c for c in components if c.stage == stage):
-            size = elements_of([component])
-            if batch and most is not None and held + size > most:
-                yield batch
-                batch, held = [], 0
-            batch.append(component)
-            held += size
+    count = 1 + max((at for c in components for _, at in c.leaves), default=-1)
+    coupled = list(dict.fromkeys(found for found in _connected(components, count) if found))
+    batch: list[Component] = []
+    held = 0
+    for found in coupled:
+        size = elements_of(found)
+        if batch and most is not None and held + size > most:
+            yield batch
+            batch, held = [], 0
+        batch += found
+        held += size
+    if batch:
         yield batch
 
 
@@ -89,7 +91,7 @@ def _connected(components: Sequence[Component], count: int) -> tuple[tuple[Compo
     found: dict[int, list[Component]] = {}
     for component in components:
         found.setdefault(connection[component.leaves[0][1]], []).append(component)
-    return tuple(tuple(found[f]) for f in connection)
+    return tuple(tuple(found.get(f, ())) for f in connection)
 
 
 Unit = tuple[list[int], SparseBlock]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
+from ..masking import finished
 from ..scores import needs_of
 from ..selection import one_step
 from .calibrated import CalibratedSparsifier
@@ -225,7 +226,7 @@ class PlannedSparsifier(CalibratedSparsifier):
         """Called after `update_mask` changed masks; does nothing where masks depend on weights alone."""
 
     def _update_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
-        """Fill the masks of components, earlier stages first."""
+        """Fill the masks of components; those of coupled tensors are all old or all new if anything is raised."""
         masks = self._check_components(components, groups)
         at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks)
         parts, elements = list(batches(components, None if at_once else AT_ONCE)), elements_of(components)
@@ -244,7 +245,7 @@ class PlannedSparsifier(CalibratedSparsifier):
         return masks
 
     def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
-        """Fill the masks of components that do not depend on each other; holds their dense weights at once."""
+        """Fill the masks of components, earlier stages first; holds their dense weights and saliencies at once."""
         self._fill(components, groups, self._live_mask, lambda c: c.budget(groups, self._level_given))
 
     def _fill(
@@ -258,8 +259,8 @@ class PlannedSparsifier(CalibratedSparsifier):
 
         On a GPU tensors of one kind share launches; sharded ones share their sums over the ranks.
         """
-        updates = []
-        for component in components:
+        updates: dict[int, list[tuple[Component, MaskUpdate]]] = {}
+        for component in components:  # scores may raise, so all of them are called before any mask is written
             values = component.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
             update = MaskUpdate(
                 scope=component.scope,
@@ -269,12 +270,13 @@ class PlannedSparsifier(CalibratedSparsifier):
                 norm=component.norm_of(values.values()),
                 among_kept=component.stage > 0,
             )
-            updates.append((component, update))
-        first = [u.masks for c, u in updates if c.stage == 0]
-        for leaf, mask in (pair for masks in first for pair in masks.items()):
-            if leaf.view.numel() < leaf.view.param.numel():  # a later stage may have dropped what is outside the view
-                distributed.local(mask).fill_(True)
-        update_masks(updates)
+            updates.setdefault(component.stage, []).append((component, update))
+        is_sharded = any(distributed.is_sharded(m) for _, u in updates.get(0, ()) for m in u.masks.values())
+        stages = [updates[stage] for stage in sorted(updates)]
+        if is_sharded:
+            _write(stages)  # other ranks would not repeat it
+        else:
+            finished(_write, stages)
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}
@@ -316,6 +318,15 @@ class PlannedSparsifier(CalibratedSparsifier):
             if group["module"] is module and group["tensor_name"] == tensor_name:
                 return at
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+
+
+def _write(stages: Sequence[Sequence[tuple[Component, MaskUpdate]]]) -> None:
+    """Fill the masks of stages, one after the other; from the start each time, whatever the masks are before."""
+    for leaf, mask in (pair for _, update in stages[0] for pair in update.masks.items()):
+        if leaf.view.numel() < leaf.view.param.numel():  # a later stage may have dropped what is outside the view
+            distributed.local(mask).fill_(True)
+    for updates in stages:
+        update_masks(updates)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -91,13 +91,13 @@ class WeightNormSparsifier(MaskSparsifier):
         """Choose the masks of these groups together."""
         found = [self._updates_of(group) for group in groups]
         distributed.update_masks([update for updates in found for update in updates])
-        for updates in found:
+        for group, updates in zip(groups, found, strict=True):
             if len(updates) == 2:
-                mask, inside = (distributed.local(next(iter(u.masks.values()))) for u in updates)
-                mask.masked_fill_(inside, 1)
+                blocks, inside = (distributed.local(next(iter(u.masks.values()))) for u in updates)
+                distributed.local(self._live_mask(group)).copy_(blocks.logical_or_(inside))
 
     def _updates_of(self, group: TensorGroup) -> list[MaskUpdate]:
-        """The updates whose masks a group's mask is the union of, the first of them in that mask itself."""
+        """The update of a group's mask, or the two whose masks it is the union of."""
         mask, shape, zeros = self._live_mask(group), tuple(group["sparse_block_shape"]), group["zeros_per_block"]
         level = group["sparsity_level"]
         if level <= 0 or zeros == 0 or mask.numel() == 0 or (level >= 1 and zeros == math.prod(shape)):
@@ -105,7 +105,7 @@ class WeightNormSparsifier(MaskSparsifier):
             return []
         values, norm = self._scored(group, mask)
         budgets = matrix_budgets(values, shape, level, zeros)
-        masks = [mask, mask != 0] if len(budgets) > 1 else [mask]
+        masks = [mask != 0, mask != 0] if len(budgets) > 1 else [mask]
         return [
             MaskUpdate(scope=s, masks={s.blocks()[0]: m}, keep=k, values=values, norm=norm, masked=norm is not None)
             for (s, k), m in zip(budgets, masks, strict=True)

@@ -1,0 +1,138 @@
+"""Mutates the library, one small change at a time, and runs the tests that should notice: do the tests fail?
+
+    python tests/mutations.py [first last]
+
+Each change is made in a copy of the repository, so the checkout stays as it is. Prints one line for each mutation, and
+the survivors at the end; the exit status is their number. Takes some minutes.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+ALGEBRA = ["test_properties.py", "test_axes.py"]
+SELECTION = ["test_properties.py", "test_kernels.py", "test_fuzz.py"]
+SPARSIFIERS = ["test_fuzz.py", "test_sparsifier.py", "test_config.py"]
+DYNAMIC = ["test_dynamic_counts.py", "test_dynamic_sparsifier.py"]
+EXPORT = ["test_compact.py", "test_foreign_input.py"]
+
+# (file, text, what replaces its first occurrence, test files)
+MUTATIONS = [
+    ("algebra/budget.py", "+ 1e-9", "- 1e-9", ALGEBRA),
+    ("algebra/budget.py", "0 <= float(level) <= 1", "0 <= float(level) < 1", SPARSIFIERS),
+    ("algebra/budget.py", "least <= low", "least < low", ALGEBRA),
+    ("algebra/layout.py", "end > last", "end > last + 1", ALGEBRA),
+    (
+        "algebra/layout.py",
+        "if d == 0:\n            return False",
+        "if d == 0:\n            return True",
+        ["test_fuzz.py"],
+    ),
+    ("algebra/layout.py", "if d <= end:", "if d < end:", ALGEBRA),
+    ("algebra/layout.py", "return max(size, 1)", "return size", SPARSIFIERS),
+    ("algebra/view.py", "inside.fill_(False)", "inside.fill_(True)", ["test_fuzz.py"]),
+    ("algebra/view.py", "n <= 1 or a == b", "n <= 2 or a == b", SPARSIFIERS),
+    ("algebra/sparse_scope.py", "g % n for g, n in zip(m.block", "False for g, n in zip(m.block", ALGEBRA),
+    ("algebra/sparse_scope.py", "(high + k_weight * low)", "(low + k_weight * high)", ALGEBRA),
+    ("algebra/axes.py", "1 if axis in self.scope else -1", "-1 if axis in self.scope else 1", ["test_axes.py"]),
+    ("selection/keys.py", "nan = _INF[scores.dtype] + 1", "nan = _INF[scores.dtype]", SELECTION),
+    ("selection/keys.py", "torch.where(bits < 0, -(bits & top), bits)", "torch.where(bits < 0, bits, bits)", SELECTION),
+    ("selection/reference.py", "stable=True", "stable=False", ["test_kernels.py", "test_rows.py"]),
+    ("selection/reference.py", "total / count if as_mean", "total if as_mean", SELECTION),
+    ("selection/reference.py", "interleaved.mul_(kept)", "interleaved.copy_(kept.expand_as(interleaved))", SELECTION),
+    ("selection/extremes.py", "not loses()", "loses()", ["test_fuzz.py", "test_same_bits.py"]),
+    ("selection/extremes.py", "2.0**-100", "2.0**-140", ["test_fuzz.py", "test_same_bits.py"]),
+    ("selection/extremes.py", 'rounding_mode="floor"', 'rounding_mode="trunc"', ["test_fuzz.py", "test_same_bits.py"]),
+    ("selection/extremes.py", "math.isfinite(high)", "True", ["test_fuzz.py", "test_same_bits.py"]),
+    ("selection/cpu/rows.py", "beaten[j] += wins", "beaten[j] -= wins", SELECTION),
+    ("selection/cpu/rows.py", "np.greater_equal(lanes[i]", "np.greater(lanes[i]", SELECTION),
+    ("selection/cpu/rows.py", "ties.cumsum(1) <= left", "ties.cumsum(1) < left", SELECTION),
+    ("selection/cpu/long.py", "keep == width", "False", ["test_rows.py"]),
+    ("selection/cpu/long.py", "torch.gt(keys, most", "torch.ge(keys, most", ["test_rows.py"]),
+    ("selection/cpu/masks.py", "~part.mask, absent", "part.mask, absent", SELECTION),
+    ("selection/work.py", "keep.reshape(grid) if keep.ndim", "keep.expand(grid) if keep.ndim", ["test_fuzz.py"]),
+    ("selection/api.py", "low < 0 or high > members", "low < -1 or high > members", ["test_kernels.py"]),
+    ("selection/threads.py", "for at in range(self._count)", "for at in sorted(self._found)", ["test_threads.py"]),
+    ("selection/threads.py", "self._todo.clear()\n            while", "while", ["test_threads.py", "test_faults.py"]),
+    ("sparsifiers/planned.py", "among_kept=component.stage > 0", "among_kept=component.stage > 1", ["test_fuzz.py"]),
+    (
+        "sparsifiers/planned.py",
+        "for stage in sorted(updates)",
+        "for stage in sorted(updates, reverse=True)",
+        ["test_fuzz.py"],
+    ),
+    ("sparsifiers/planned.py", ".fill_(True)", ".fill_(False)", ["test_fuzz.py"]),
+    ("sparsifiers/planned.py", "finished(_write, stages)", "_write(stages)", ["test_faults.py"]),
+    ("sparsifiers/component.py", "any(_is_scheduled", "all(_is_scheduled", ["test_fuzz.py"]),
+    ("sparsifiers/component.py", "not scheduled:", "True:", SPARSIFIERS),
+    ("sparsifiers/check.py", "low != high", "low == high", ["test_fuzz.py"]),
+    ("sparsifiers/check.py", "kept > want", "kept > want + 1", SPARSIFIERS),
+    ("sparsifiers/check.py", "views[0] != views[1] or", "", ["test_fuzz.py"]),
+    ("sparsifiers/config.py", "    refuse_expanded(", "    len if True else (", ["test_fuzz.py"]),
+    ("sparsifiers/checkpoint.py", "(own == 0) | (own == 1)", "(own == 0) | (own > 0)", ["test_foreign_input.py"]),
+    ("sparsifiers/checkpoint.py", "strict and (set(own)", "False and (set(own)", SPARSIFIERS),
+    (
+        "sparsifiers/weight_norm.py",
+        "blocks.logical_or_(inside)",
+        "blocks.logical_and_(inside)",
+        ["test_weight_norm.py"],
+    ),
+    ("sparsifiers/weight_norm.py", "level <= 0 or zeros == 0", "level < 0 or zeros == 0", ["test_weight_norm.py"]),
+    ("masking/parametrization.py", "self.mask.fill_(True)", "pass", ["test_masking.py", "test_dynamic_meta.py"]),
+    ("masking/finish.py", "        raise\n", "        pass\n", ["test_faults.py"]),
+    ("dynamic/apply.py", "masked_fill_(local(changed[k]), 0)", "masked_fill_(local(changed[k]), 1)", DYNAMIC),
+    ("dynamic/apply.py", "reset_state(optimizers, weights[k], changed[k])", "pass", DYNAMIC),
+    ("dynamic/apply.py", "        set_budgets()\n", "", DYNAMIC),
+    ("dynamic/sparsifier.py", "self._pending = False", "self._pending = True", DYNAMIC),
+    ("dynamic/choose.py", "masked_fill(b, math.inf)", "masked_fill(b, -math.inf)", DYNAMIC),
+    ("coupling/bound.py", "rest and size % rest == 0", "rest", ["test_coupling.py"]),
+    ("coupling/bound.py", '"**": ".*"', '"**": "[^.]*"', ["test_coupling.py", "test_for_model.py"]),
+    ("export/manifest.py", "now <= was", "True", ["test_foreign_input.py"]),
+    ("export/manifest.py", 'not n.startswith("_")', "True", ["test_foreign_input.py"]),
+    ("export/manifest.py", "a < b for a, b", "True for a, b", ["test_foreign_input.py"]),
+    ("export/attributes.py", "now // removal.of * removal.kept", "now // removal.of * removal.of", EXPORT),
+    ("export/removal.py", "dropped = zero.all(0)", "dropped = zero.any(0)", EXPORT),
+    ("export/removal.py", "shape[1] * groups, shape[0]", "shape[0], shape[1] * groups", EXPORT),
+]
+
+
+def outcome(copy, file, old, new, tests):
+    """ "caught", "SURVIVED", or "no such text" of one mutation."""
+    path = copy / "sparsekit_ao" / file
+    text = path.read_text()
+    if old not in text:
+        return "no such text"
+    path.write_text(text.replace(old, new, 1))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": f"{copy}:{copy / 'tests'}", "SPARSEKIT_AO_FUZZ": "200"}
+    try:
+        done = subprocess.run(
+            [*command, *(f"tests/{t}" for t in tests)], cwd=copy, env=environment, capture_output=True, timeout=400
+        )
+        return "SURVIVED" if done.returncode == 0 else "caught"
+    except subprocess.TimeoutExpired:
+        return "caught"
+    finally:
+        path.write_text(text)
+
+
+def main():
+    first, last = map(int, sys.argv[1:3]) if len(sys.argv) > 2 else (0, len(MUTATIONS))
+    left = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "examples"))
+        for number, mutation in list(enumerate(MUTATIONS))[first:last]:
+            found = outcome(copy, *mutation)
+            left += found != "caught"
+            print(f"{number:2} {found:12} {mutation[0]}: {mutation[1]!r} -> {mutation[2]!r}", flush=True)
+    print(f"{left} not caught")
+    return left
+
+
+if __name__ == "__main__":
+    sys.exit(main())
