@@ -27,6 +27,7 @@ from .ranking import (
     block_sums,
     combine,
     keep_bisected,
+    keep_pairs,
     keep_slots,
     keep_sorted,
     magnitude_bits,
@@ -36,7 +37,7 @@ from .ranking import (
     unique_keys,
 )
 
-SORTED = tl.constexpr(16)  # widest scope whose keys are sorted by a network
+NARROW = tl.constexpr(16)  # widest scope whose keys are sorted by a network, or compared in pairs
 
 
 @triton.jit
@@ -98,7 +99,8 @@ def slot_offset(part, member, i: tl.constexpr, MASKED: tl.constexpr, FORM: tl.co
 def select_tile(part, own, scores, kept, first, scope, valid, keep, FORM: tl.constexpr):
     """Masks of scopes of any kind, read as one tile."""
     NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
-    UNIQUE: tl.constexpr = FORM.single and FORM.bits <= 16 and FORM.padded <= SORTED
+    NETWORK: tl.constexpr = FORM.single and FORM.contiguous and FORM.padded <= NARROW  # a thread holds whole scopes
+    UNIQUE: tl.constexpr = NETWORK and FORM.bits <= 16
     SPARE: tl.constexpr = FORM.among_kept or FORM.padded > FORM.width  # slots that must not be kept
     real = valid[:, None] & (tl.arange(0, FORM.padded) < FORM.width)[None, :]
     total = tl.full([FORM.tile, FORM.padded], 0, tl.int32 if NORM == "inf" else tl.float32)
@@ -126,8 +128,10 @@ def select_tile(part, own, scores, kept, first, scope, valid, keep, FORM: tl.con
         keys = order_key(root(total, NORM), False)
     if SPARE:
         keys = tl.where(real & (remaining > 0) if FORM.among_kept else real, keys, 0).to(tl.uint32)
-    if FORM.padded <= SORTED:
+    if NETWORK:
         chosen = keep_sorted(keys, keep, FORM.padded, UNIQUE, SPARE)
+    elif FORM.padded <= NARROW:
+        chosen = keep_pairs(keys, keep, FORM.width)
     else:
         chosen = keep_bisected(keys, keep, FORM.bits)
     for m in range(FORM.members):

@@ -76,6 +76,18 @@ def root(total, NORM: tl.constexpr):
 
 
 @triton.jit
+def keep_pairs(keys, keep, WIDTH: tl.constexpr):
+    """Exactly `keep` of each row of keys [S, M] by comparing pairs; slot i precedes a later j unless j is higher."""
+    slot = tl.arange(0, keys.shape[1])[None, :]
+    ahead = tl.zeros(keys.shape, tl.int32)
+    for j in tl.static_range(WIDTH):
+        # j is known at compile time, so the sum below is one register where a thread holds the whole row
+        other = tl.sum(tl.where(slot == j, keys, 0), axis=1).to(tl.uint32)[:, None]
+        ahead += tl.where(slot > j, other >= keys, other > keys).to(tl.int32)
+    return (ahead < keep[:, None]) & (keys > 0)
+
+
+@triton.jit
 def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
     """uint32 keys of 16-bit values as of `order_key`, with the slot's number below, so that no two of a row are equal.
 
