@@ -120,7 +120,7 @@ def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> l
     return [
         (module, name)
         for module in model.modules()
-        for name in getattr(module, "parametrizations", ())
+        for name in module._modules.get("parametrizations", ())
         if id(find_mask(module, name)) in masks and (id(module), name) not in own
     ]
 
