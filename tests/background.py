@@ -39,8 +39,8 @@ def _process(install):
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
 
 
-def _gpu_benchmark():
-    return [sys.executable, str(HERE.parent / "examples/benchmarks/gpu_step.py"), "--tiny"], dict(os.environ)
+def _tiny(script):
+    return [sys.executable, str(HERE.parent / "examples" / script), "--tiny"], dict(os.environ)
 
 
 JOBS = {
@@ -48,7 +48,11 @@ JOBS = {
     "test_triton_interpreter.py": _interpreter,
     "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),
     "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
-    "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": _gpu_benchmark,
+    "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
+    **{
+        f"test_every_tutorial_runs[{name}]": lambda name=name: _tiny(f"tutorials/{name}.py")
+        for name in ("rigl", "trainer_2_4", "one_shot", "smaller_models")
+    },
 }
 
 

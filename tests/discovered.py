@@ -37,5 +37,5 @@ def assert_exact(model, coupling, inputs, attrs=None):
     small, report = compact(masked, coupling, inputs, attrs=attrs)
     assert report.after.parameters < report.before.parameters
     assert report.difference <= 1e-5
-    assert not report.notes
+    assert all("cannot hold the different epsilons" in note for note in report.notes)  # of Qwen3, by the head
     return small

@@ -7,7 +7,7 @@ import functools
 import itertools
 
 import torch
-from grids import grid
+from grids import EXHAUSTIVE, grid
 from torch import distributed
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View, WeightNormSparsifier
@@ -253,7 +253,7 @@ def cases():
 
     world = distributed.get_world_size()
     line = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    shapes = [(20, 16), (40, 32)][: 1 if world == 3 else 2]
+    shapes = [(20, 16), (40, 32)][: 2 if world == 2 or EXHAUSTIVE else 1]
     found = [*plain_cases(line, ([Shard(0)], [Shard(1)]), shapes)]
     rows, columns, everywhere = [Shard(0)], [Shard(1)], [Replicate()]
     found += global_cases(line, [rows, rows, rows, rows, rows], f"rows of {world}")

@@ -19,8 +19,17 @@ RULES = {
 }
 
 
-def train_rank(rank, folder, name, syncs, broadcasts):
-    """Half of every batch, in two micro-batches of which the first does not synchronize unless `syncs`."""
+CASES = [  # rules, whether the first micro-batch synchronizes, whether DDP sends masks
+    ("RigL", True, False),
+    ("RigL", False, True),
+    ("RigL", False, False),
+    ("SET", False, False),
+    ("SNFS", False, False),
+]
+
+
+def train_rank(rank, folder):
+    """All cases, one after the other."""
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meeting",
@@ -29,6 +38,13 @@ def train_rank(rank, folder, name, syncs, broadcasts):
         timeout=datetime.timedelta(seconds=60),
     )
     torch.set_num_threads(1)
+    for at, case in enumerate(CASES):
+        torch.save(train(rank, *case), f"{folder}/case{at}rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def train(rank, name, syncs, broadcasts):
+    """Half of every batch, in two micro-batches of which the first does not synchronize unless `syncs`."""
     arguments = {**RULES[name], "update_every": 2}
     kind = arguments.pop("kind", DynamicSparsifier)
     recorder = Recorder() if name == "RigL" else None
@@ -54,33 +70,29 @@ def train_rank(rank, folder, name, syncs, broadcasts):
     sparsifier.check()
     masks = {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) for g in sparsifier.groups}
     updates = sorted(recorder.seen) if recorder else [sparsifier.last_update.iteration]
-    torch.save([weights(model), masks, worst, updates], f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return [weights(model), masks, worst, updates]
 
 
-@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="needs gloo")
-@pytest.mark.parametrize(
-    ("name", "syncs", "broadcasts"),
-    [
-        ("RigL", True, False),
-        ("RigL", False, True),
-        ("RigL", False, False),
-        ("SET", False, False),
-        ("SNFS", False, False),
-    ],
-)
-def test_two_ranks_agree(name, syncs, broadcasts, tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=train_rank, args=(k, str(tmp_path), name, syncs, broadcasts)) for k in range(2)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where two ranks have saved what each case gave."""
+    found, spawn = tmp_path_factory.mktemp("ranks"), multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=train_rank, args=(k, str(found))) for k in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(120)
+        rank.join(240)
         if rank.is_alive():
             rank.terminate()
     assert [rank.exitcode for rank in ranks] == [0, 0]
-    first, second = (torch.load(tmp_path / f"rank{k}.pt") for k in range(2))
+    return found
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="needs gloo")
+@pytest.mark.parametrize("at", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+def test_two_ranks_agree(at, folder):
+    first, second = (torch.load(folder / f"case{at}rank{k}.pt") for k in range(2))
     for a, b in zip(first[:2], second[:2], strict=True):
         assert all(torch.equal(a[n], b[n]) for n in a)
     assert first[2] <= 1e-6 and second[2] <= 1e-6
-    assert first[3] == ([2, 4, 6] if name == "RigL" else [6])
+    assert first[3] == ([2, 4, 6] if CASES[at][0] == "RigL" else [6])

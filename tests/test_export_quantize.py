@@ -114,3 +114,7 @@ def test_sparse_float8_on_cuda():
     )
     with pytest.raises(SparsityError, match=r"1.weight: needs at most 2 nonzeros"):
         export.quantize(model, config, [torch.randn(64, 256).bfloat16().cuda()], tensors=["*.weight"])
+    model, _ = pruned(model, pattern=patterns.n_m(2, 4), names=["1.weight"])
+    small, report = export.quantize(model, config, [torch.randn(64, 256).bfloat16().cuda()])
+    assert sorted(report.converted) == ["0.weight", "1.weight"] and report.after < 0.4 * report.before
+    assert ((small[0].weight.dequantize() == 0) | (model[0].weight != 0)).all()

@@ -157,3 +157,5 @@ def test_like_tensors_of_a_large_model_share_a_line_of_a_printed_report(tmp_path
     page = report._repr_html_()
     assert page.count("<tr>") == 4 and "<td>layers.*.weight (45 tensors)</td>" in page
     assert report.log_dict("a/")["a/sparsity/head.weight"] == 0.5
+    report.plot(tmp_path / "report.svg")
+    assert "layers.44.weight" in (tmp_path / "report.svg").read_text()

@@ -64,7 +64,7 @@ class Row:
 class Report(Sequence[Row]):
     """Rows as data; printed, a table in which like tensors of large models share a line.
 
-    `table()` shows every tensor, `to_csv()` writes them, `log_dict()` is a flat dict of floats.
+    `table()` shows every tensor, `to_csv()` and `plot()` write them, `log_dict()` is a flat dict of floats.
 
     Attributes:
         rows: one per sparsified tensor.
@@ -141,6 +141,20 @@ class Report(Sequence[Row]):
         if path is not None:
             Path(path).write_text(out.getvalue())
         return out.getvalue()
+
+    def plot(self, path: str | Path) -> None:
+        """Save a picture of the level asked for and the sparsity of each tensor; needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 1.5 + 0.2 * len(self.rows)), layout="constrained")
+        axes, at = figure.add_subplot(), range(len(self.rows))
+        axes.barh(at, [row.sparsity for row in self.rows], color="0.75", label="sparsity")
+        axes.plot([row.asked for row in self.rows], at, "k|", label="asked")
+        axes.set_yticks(at, [row.tensor for row in self.rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1)
+        axes.legend(loc="lower right")
+        figure.savefig(path)
 
     def table(self) -> str:
         """One line for each tensor, however many there are."""

@@ -99,7 +99,7 @@ def slot_offset(part, member, i: tl.constexpr, MASKED: tl.constexpr, FORM: tl.co
 def select_tile(part, own, scores, kept, first, scope, valid, keep, FORM: tl.constexpr):
     """Masks of scopes of any kind, read as one tile."""
     NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
-    NETWORK: tl.constexpr = FORM.single and FORM.contiguous and FORM.padded <= NARROW  # a thread holds whole scopes
+    NETWORK: tl.constexpr = FORM.single and FORM.padded <= NARROW  # with sums of blocks it takes more registers
     UNIQUE: tl.constexpr = NETWORK and FORM.bits <= 16
     SPARE: tl.constexpr = FORM.among_kept or FORM.padded > FORM.width  # slots that must not be kept
     real = valid[:, None] & (tl.arange(0, FORM.padded) < FORM.width)[None, :]
