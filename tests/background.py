@@ -6,6 +6,7 @@ reads its result.
 
 import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 ARCHES = (80, 90, 100)
 _running: list[subprocess.Popen] = []
 _found: dict[str, subprocess.CompletedProcess] = {}
-_left: dict[str, list[str]] = {}
+_folders: dict[str, Path] = {}
 _ended: dict[str, threading.Event] = {}
 
 
@@ -39,20 +40,21 @@ def _process(install):
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
 
 
-def _tiny(script):
-    return [sys.executable, str(HERE.parent / "examples" / script), "--tiny"], dict(os.environ)
+def _tiny(script, *options):
+    return [sys.executable, str(HERE.parent / "examples" / script), "--tiny", *options], dict(os.environ)
 
 
-JOBS = {
-    "test_triton_aot.py": _aot,
-    "test_triton_interpreter.py": _interpreter,
-    "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),
-    "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
-    "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
+JOBS = {  # in the order in which the tests need them
     **{
         f"test_every_tutorial_runs[{name}]": lambda name=name: _tiny(f"tutorials/{name}.py")
         for name in ("rigl", "trainer_2_4", "one_shot", "smaller_models")
     },
+    "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _tiny("shrink_minilm.py", "--threads", "1"),
+    "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
+    "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),
+    "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
+    "test_triton_aot.py": _aot,
+    "test_triton_interpreter.py": _interpreter,
 }
 
 
@@ -69,22 +71,21 @@ def _start(names):
 
 
 def result(name):
-    """What a job printed, its exit code, and the files that it left in its (empty) folder; waits for it."""
+    """What a job printed and its exit code, and the folder in which it ran, empty before; waits for it."""
     _start([name])
     assert _ended[name].wait(900), f"the child process of {name} takes too long"
-    return _found[name], _left[name]
+    return _found[name], _folders[name]
 
 
 def _run(name):
     command, environment = JOBS[name]()
-    with tempfile.TemporaryDirectory() as folder:
-        child = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        _running.append(child)
-        out, err = child.communicate()
-        _found[name] = subprocess.CompletedProcess(command, child.returncode, out, err)
-        _left[name] = os.listdir(folder)
+    folder = _folders[name] = Path(tempfile.mkdtemp())
+    child = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _running.append(child)
+    out, err = child.communicate()
+    _found[name] = subprocess.CompletedProcess(command, child.returncode, out, err)
     _ended[name].set()
 
 
@@ -93,3 +94,5 @@ def _kill():
     for child in _running:
         if child.poll() is None:
             child.kill()
+    for folder in _folders.values():
+        shutil.rmtree(folder, ignore_errors=True)

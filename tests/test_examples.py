@@ -58,10 +58,10 @@ TUTORIALS = {  # what a tiny run prints
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_every_tutorial_runs(name):
-    done, left = background.result(f"test_every_tutorial_runs[{name}]")
+    done, folder = background.result(f"test_every_tutorial_runs[{name}]")
     assert done.returncode == 0, done.stderr
     assert re.search(TUTORIALS[name], done.stdout, re.DOTALL), done.stdout
-    assert not left
+    assert not list(folder.iterdir())
 
 
 def test_every_example_has_a_test():
@@ -229,8 +229,8 @@ def test_minilm_heads_are_kept_or_dropped_in_all_four_projections_together(run, 
 
 
 @pytest.mark.slow
-def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(run, tmp_path):
-    done = run(EXAMPLES / "shrink_minilm.py", "--tiny", "--threads", "1", "--out", tmp_path, cwd=tmp_path)
+def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime():
+    done, folder = background.result("test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime")
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"^\| half of the MLP units and a third of the heads .*\n.*\n\| obs \| 0\.\d+ \| 0\.\d+ \|", done.stdout, re.M
@@ -239,11 +239,11 @@ def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(run, tmp_path):
     assert len(re.findall(r"^units of layer \d +768 of 1536 units$", done.stdout, re.M)) == 6
     assert float(re.search(r"relative difference on the example inputs: (\S+)", done.stdout)[1]) <= 1e-5
     assert float(re.search(r"onnxruntime: largest difference (\S+)", done.stdout)[1]) < 1e-3
-    with (tmp_path / "shrink_minilm.csv").open() as file:
+    with (folder / "out/shrink_minilm/shrink_minilm.csv").open() as file:
         dense, small = csv.DictReader(file)
     assert (dense["parameters"], small["parameters"]) == ("22713216", "17987712")
     for name, line in (("dense", dense), ("small", small)):
-        assert (tmp_path / f"{name}.safetensors").stat().st_size == int(line["file bytes"])
+        assert (folder / f"out/shrink_minilm/{name}.safetensors").stat().st_size == int(line["file bytes"])
         assert abs(int(line["file bytes"]) / (4 * int(line["parameters"])) - 1) < 0.001
     assert int(small["flops"]) < 0.56 * int(dense["flops"])
     assert 0 < float(small["of dense"]) < 1 and 0.3 < float(small["cosine"]) < 1 == float(dense["cosine"])
@@ -346,13 +346,13 @@ def test_every_benchmark_runs(script, line, run, tmp_path):
 
 
 def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times():
-    done, left = background.result("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
+    done, folder = background.result("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
     assert done.returncode == 0, done.stderr
     assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in done.stdout
     assert "pattern: 7 weights, 1x1 at 90 %  kind: ours\n" in done.stdout
     assert "ran in the interpreter, " in done.stdout and "masks were checked" in done.stdout
     assert "ms:" not in done.stdout and "GB/s" not in done.stdout
-    assert not left
+    assert not list(folder.iterdir())
 
 
 def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):

@@ -120,7 +120,8 @@ def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> l
     return [
         (module, name)
         for module in model.modules()
-        for name in module._modules.get("parametrizations", ())
+        if "parametrizations" in module._modules  # a wrapper may only pass on that of what it wraps
+        for name in getattr(module, "parametrizations", ())
         if id(find_mask(module, name)) in masks and (id(module), name) not in own
     ]
 
