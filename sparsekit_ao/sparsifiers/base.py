@@ -119,25 +119,10 @@ class MaskSparsifier(Copies, BaseSparsifier):
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
         self._resumes = self._phase == "detached" and config is None
-        saved = self._pickled() if self._resumes else None
-        is_default = saved is None and config is None
-        if saved is not None:
-            if exclude:
-                raise SparsityError("exclude has no effect on the pickled config; give a config to prepare anew")
-            config, exclude = self.config, self._exclude
-        elif config is None:
-            self.make_config_from_model(model)
-            config = self.config
-            if not config:
-                raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
+        is_default = config is None and not self._resumes
+        config, exclude, saved = self._chosen(model, config, exclude)
         found = resolve_groups(
-            model,
-            config or (),
-            self.keys,
-            self._complete,
-            exclude=exclude,
-            is_default=is_default,
-            takes_tied=self.takes_tied,
+            model, config, self.keys, self._complete, exclude=exclude, is_default=is_default, takes_tied=self.takes_tied
         )
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
@@ -147,7 +132,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
-        self.config = [dict(e) for e in config or () if not is_default or e["tensor_fqn"] not in found.skipped]
+        self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state, self._phase, self._chosen_at = defaultdict(dict), "prepared", None
         self._forget_model()
         try:
@@ -159,6 +144,21 @@ class MaskSparsifier(Copies, BaseSparsifier):
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
+
+    def _chosen(
+        self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None, exclude: Sequence[str | type[nn.Module]]
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[str | type[nn.Module]], dict[str, Any] | None]:
+        """Config, exclude and saved state: those given, those pickled, or every Linear and convolution."""
+        if config is not None:
+            return config, exclude, None
+        if self._resumes:
+            if exclude:
+                raise SparsityError("exclude has no effect on the pickled config; give a config to prepare anew")
+            return self.config or (), self._exclude, self._pickled()
+        self.make_config_from_model(model)
+        if not self.config:
+            raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
+        return self.config, exclude, None
 
     def _forget_model(self) -> None:
         """Drop what was found out about the model that was prepared before; called in `prepare`."""
