@@ -67,6 +67,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         export.save_pretrained(model, pruned()[1], path)
     with pytest.raises(SparsityError, match="there are no masks"):
         export.save_pretrained(model, ScopeSparsifier(), path)
+    with pytest.raises(SparsityError, match=r"or {name: mask}, got torch.ao.pruning.*WeightNormSparsifier"):
+        export.save_pretrained(model, torch.ao.pruning.WeightNormSparsifier(), path)
     name = "encoder.layer.0.output.dense.weight"
     with pytest.raises(SparsityError, match=r"dense.weight is \(32, 64\), but its mask is \(64, 32\)"):
         export.save_pretrained(model, {name: torch.ones(64, 32, dtype=torch.bool)}, path)

@@ -208,8 +208,11 @@ def _masked_tensors(
     """
     if isinstance(sparsifier, MaskSparsifier):
         masks = {name: s["mask"] for name, s in sparsifier.state.items() if s.get("mask") is not None}
-    else:
+    elif isinstance(sparsifier, Mapping):
         masks = dict(sparsifier)
+    else:
+        kind = f"{type(sparsifier).__module__}.{type(sparsifier).__name__}"
+        raise SparsityError(f"{target}: expected a sparsifier of sparsekit_ao, or {{name: mask}}, got {kind}")
     if not masks:
         raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")
     found = []
