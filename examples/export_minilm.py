@@ -160,13 +160,26 @@ def to_bsr(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) ->
     """torch's BSR tensors, float32 on the CPU; safetensors does not store them."""
     converted, rows = copy.deepcopy(model), [row for row in export.report(model) if row.patterns]
     for row in rows:
-        layer = converted.get_submodule(row.tensor.removesuffix(".weight"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "Sparse BSR tensor support is in beta state"
-            weight = layer.weight.detach().to_sparse_bsr((BLOCK, BLOCK))
-        layer.weight = nn.Parameter(weight, requires_grad=False)
+        name = row.tensor.removesuffix(".weight")
+        converted.set_submodule(name, BlockLinear(converted.get_submodule(name)))
     torch.save(converted.state_dict(), f"{path}.pt")
     return Exported(name, BSR, converted, os.path.getsize(f"{path}.pt"), f"{len(rows)} layers, float32")
+
+
+class BlockLinear(nn.Module):
+    """A Linear whose weight is a BSR tensor."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Sparse BSR tensor support is in beta state"
+            weight = linear.weight.detach().to_sparse_bsr((BLOCK, BLOCK))
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs)."""
+        y = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight) + self.bias
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class Hidden(nn.Module):
@@ -194,8 +207,11 @@ def to_coreml(name: str, model: nn.Module, batches: Sequence[Batch], path: Path)
     target = coremltools.target.iOS16
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and coremltools
-        program = torch.export.export(marked, example).run_decompositions({})
-        found = coremltools.convert(program, minimum_deployment_target=target, skip_model_load=True)
+        try:
+            program = torch.export.export(marked, example).run_decompositions({})
+            found = coremltools.convert(program, minimum_deployment_target=target, skip_model_load=True)
+        except Exception as e:
+            raise SparsityError(f"coremltools cannot convert the model: {str(e).splitlines()[0]}") from e
         found.save(f"{path}.mlpackage")
     count = len(found._mil_program.functions["main"].find_ops(op_type="constexpr_sparse_to_dense"))
     size = sum(file.stat().st_size for file in Path(f"{path}.mlpackage").rglob("*") if file.is_file())

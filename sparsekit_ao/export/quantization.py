@@ -90,7 +90,7 @@ def quantize(
         after=sum(_bytes(_tensor(converted, name)) for name in done),
         difference=difference,
         notes=tuple(
-            f"{name}: no batch calls its module, so it may not be compared" for name in modules.keys() - before
+            f"{name}: no batch calls its module, so it may not be compared" for name in modules if name not in before
         ),
     )
     return converted, report
