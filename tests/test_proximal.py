@@ -646,15 +646,6 @@ def process_group(tmp_path):
     distributed.destroy_process_group()
 
 
-def test_data_parallel_training_in_one_process_equals_plain_training(process_group):
-    weights = []
-    for wrap in (lambda m: m, nn.parallel.DistributedDataParallel):
-        model, optimizer, sparsifier = run_of(0.5)
-        train(wrap(model), optimizer, 4, sparsifier)
-        weights.append(model[0].weight)
-    assert torch.equal(*weights)
-
-
 def test_sharded_weights_are_refused(process_group):
     from torch.distributed.tensor import Shard, distribute_tensor
 

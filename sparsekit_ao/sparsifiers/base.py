@@ -43,8 +43,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
     optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
     bool_masks = False
-    #: whether a parameter with several names (a head that is tied to an embedding) may be sparsified
-    takes_tied = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -121,9 +119,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self._resumes = self._phase == "detached" and config is None
         is_default = config is None and not self._resumes
         config, exclude, saved = self._chosen(model, config, exclude)
-        found = resolve_groups(
-            model, config, self.keys, self._complete, exclude=exclude, is_default=is_default, takes_tied=self.takes_tied
-        )
+        found = resolve_groups(model, config, self.keys, self._complete, exclude=exclude, is_default=is_default)
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
@@ -233,17 +229,25 @@ class MaskSparsifier(Copies, BaseSparsifier):
                 exception all masks are still registered, so that the call can be repeated.
         """
         self._need_prepared("squash_mask")
-        refuse_adapters(self.model, self.groups)
         kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
             warn_of_stale_masks(self.groups, masks, self._chosen_at)
+        self._sync_state()
+        self._squash(model, kept)
+        if model is None or model is self.model:
+            self._end()
+
+    def _squash(self, model: nn.Module | None, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Write the zeros and remove the masks of the own model (None) or a copy; `kept` is for `sparse_params`."""
+        refuse_adapters(self.model, self.groups)
         squashed = self.model if model is None else model
         assert squashed is not None
-        self._sync_state()
         squash(squashed, self.groups, [self._module_in(model, g) for g in self.groups], kept)
-        if model is None or model is self.model:
-            self._phase = "squashed"
+
+    def _end(self) -> None:
+        """Called when the own model has been squashed."""
+        self._phase = "squashed"
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
