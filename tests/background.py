@@ -5,18 +5,17 @@ reads its result.
 """
 
 import atexit
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 from grids import EXHAUSTIVE
+from kernel_cases import INTERPRETS
 
 HERE = Path(__file__).parent
 ARCHES = (80, 90, 100)
@@ -24,16 +23,8 @@ ARCHES = (80, 90, 100)
 OLDER_TRITON = os.environ.get("SPARSEKIT_AO_TRITON", "").split()
 
 
-def release(package):
-    """Major and minor version of an installed package; (0, 0) where there is none."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return tuple(int(n) for n in metadata.version(package).split(".")[:2])
-    return 0, 0
-
-
 interprets_kernels = pytest.mark.skipif(
-    (0, 0) < release("triton") < (3, 7) and release("numpy") >= (2, 4),
-    reason="triton before 3.7 interprets kernels with conversions that numpy 2.4 has removed",
+    not INTERPRETS, reason="triton before 3.7 interprets kernels with conversions that numpy 2.4 has removed"
 )
 _running: list[subprocess.Popen] = []
 _found: dict[str, subprocess.CompletedProcess] = {}

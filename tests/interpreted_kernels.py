@@ -11,11 +11,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import sharded_kernels
 import torch
 from grids import EXHAUSTIVE, grid
 from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
-from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
@@ -791,15 +789,6 @@ def test_one_bad_update_of_many_changes_nothing():
     with pytest.raises(SparsityError, match="values are float64"):
         scope_masks([*updates, bad], impl="triton")
     assert not updates[0].scopes[0].members[0].mask.any()
-
-
-# over ranks
-
-
-def test_sharded_tensors_get_the_masks_of_one_process_by_kernels_on_each_rank(tmp_path):
-    found = run_ranks(2, tmp_path, sharded_kernels.cases)
-    failed = [f"{name}\n{text}" for name, text in found.items() if text]
-    assert not failed and len(found) == 14, f"{len(failed)} of {len(found)}\n" + "\n".join(failed[:3])
 
 
 # refusals
