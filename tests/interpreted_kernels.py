@@ -17,6 +17,9 @@ from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
+from sparsekit_ao.algebra import MaskUpdate
+from sparsekit_ao.distributed.device_passes import choose_on_device
+from sparsekit_ao.distributed.pieces import Piece, Selection
 from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, keep_masks, scope_mask, scope_masks
 from sparsekit_ao.selection import triton as gpu
 from sparsekit_ao.selection.triton import Limits, device_plan, launch, plan, reasons
@@ -789,6 +792,34 @@ def test_one_bad_update_of_many_changes_nothing():
     with pytest.raises(SparsityError, match="values are float64"):
         scope_masks([*updates, bad], impl="triton")
     assert not updates[0].scopes[0].members[0].mask.any()
+
+
+# over ranks; see also sharded_kernels
+
+
+@pytest.mark.parametrize("keep", [0, 3, 60, 128])
+def test_a_rank_without_blocks_sends_as_many_counts_as_one_with_all(keep):
+    values, mask = integers((8, 16), torch.bfloat16), torch.zeros(8, 16, dtype=torch.bool)
+    scope = ScopeSpec(BlockSpec(values, name="w"))
+    member, update = scope.members()[0], MaskUpdate(scope=scope, masks={scope.block: mask}, keep=keep, values=None)
+    piece = Piece((blocks_of(values, (1, 1), mask=mask),), update, member, start=(0, 0), base=0, counts=True)
+    sent: list[torch.Tensor] = []
+    for pieces in ([(0, piece)], []):
+        given = iter(sent[:])
+
+        def summed(counts, pieces=pieces, given=given):
+            sent.extend([counts.clone()] * len(pieces))
+            expected = counts if pieces else next(given)
+            assert expected.shape == counts.shape
+            return expected
+
+        tiles = [member.shape]
+        selection = Selection(pieces=pieces, keep=torch.tensor([keep]), tiles=tiles, dtype=torch.bfloat16, signed=False)
+        choose_on_device([selection], torch.device("cpu"), summed)
+        assert next(given, None) is None
+    expected = torch.zeros_like(mask)
+    scope_mask([scopes(values, (1, 1), (8, 16), mask=expected)], keep, impl="reference")
+    assert torch.equal(mask, expected)
 
 
 # refusals
