@@ -35,9 +35,9 @@ class _Held:
         self.ids = torch.as_tensor(piece.scopes, device="cpu").to(keep.device, non_blocking=True)
         allowed = piece.candidates
         self.mask = torch.empty_like(self.scores, dtype=torch.bool) if allowed is None else allowed.clone()
-        member_windows = Blocks(shape=(1, 1), values=self.scores, mask=self.mask)
+        windows = Blocks(shape=(1, 1), values=self.scores, mask=self.mask)
         self.update = Update(
-            scopes=(Scopes(members=(member_windows,), shape=(1, piece.width)),),
+            scopes=(Scopes(members=(windows,), shape=(1, piece.width)),),
             keep=keep[self.ids][:, None],
             norm=None if selection.signed else 1,
             among_kept=allowed is not None,
@@ -85,7 +85,7 @@ class _Counted:
                 found.index_add_(0, held.ids, own)
         return found
 
-    def narrow(self, summed: Tensor, counts: Sequence[Tensor]) -> None:
+    def find_digit(self, summed: Tensor, counts: Sequence[Tensor]) -> None:
         """Find the digit from its counts over all ranks, and give these to the rows."""
         for held, own in zip(self.held, counts, strict=True):
             own.copy_(summed[held.ids])
@@ -160,7 +160,7 @@ def choose_on_device(selections: Sequence[Selection], device: torch.device, sum_
         totals = [state.total(counts) for state, counts in active]
         summed = sum_of(torch.cat([t.reshape(-1) for t in totals]))
         for (state, counts), part in zip(active, summed.split([t.numel() for t in totals]), strict=True):
-            state.narrow(part.view(-1, BINS), counts)
+            state.find_digit(part.view(-1, BINS), counts)
     needs = _by_state(states, rows.find_ties())
     if bool(torch.cat([(state.need != state.ties) & (state.need > 0) for state in states]).any()):
         run_together([state.cut_ties(own) for state, own in needs], sum_of)
