@@ -35,6 +35,8 @@ class Limits:
         narrow: fewest slots of rows, together, for which samples are drawn and the rows narrowed.
         samples: keys sampled from such a row at most, and a quarter of it at most; a power of two.
         programs: programs of a long launch.
+        workspace: bytes of scores, decisions and gathered keys that are held at once, unless a sixteenth of the number
+            of elements is more.
         big: compute offsets in 64 bits whatever the size.
     """
 
@@ -45,6 +47,7 @@ class Limits:
     narrow: int = 1 << 18
     samples: int = 1 << 13
     programs: int = 1 << 11
+    workspace: int = 1 << 25
     big: bool = False
 
 

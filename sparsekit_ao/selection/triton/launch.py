@@ -21,6 +21,7 @@ from .parts import strided_part
 from .plan import RadixPlan, make_plan, rows_plan, score_plan
 from .reasons import score_reasons
 from .shrink import condition_kernel, threshold_kernel
+from .turns import turns
 
 FINEST = 1e-6  # smallest tolerance that float32 reaches
 
@@ -33,19 +34,25 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
     """
     limits, device = limits or Limits(), updates[0].scopes[0].members[0].window.device
     with _on(device):
-        budgets = [budget_of(u.keep, device) for u in updates]
-        key = (limits, device, tuple(key_of(u, b) for u, b in zip(updates, budgets, strict=True)))
-        plan = device_plan(key, budgets, device, lambda: make_plan(updates, limits))
-        scores = torch.empty(max(plan.slots, 1), dtype=torch.float32, device=device)
-        kept = torch.empty(max(plan.slots, 1), dtype=torch.uint8, device=device)
-        for launch in plan.fused:
-            launch.run(fused_kernel, scores, kept)
-        for launch in plan.scored:
-            launch.run(score_kernel, scores, kept)
-        _select(plan, scores, kept)
-        for launch in plan.scored:
-            launch.run(fill_kernel, kept)
+        for turn in turns(updates, limits):
+            _fill_masks(turn, limits, device)
     _mark_changed(m.mask for update in updates for scopes in update.scopes for m in scopes.members)
+
+
+def _fill_masks(updates: Sequence[Update], limits: Limits, device: torch.device) -> None:
+    """Fill the masks of updates whose workspace is held at once."""
+    budgets = [budget_of(u.keep, device) for u in updates]
+    key = (limits, device, tuple(key_of(u, b) for u, b in zip(updates, budgets, strict=True)))
+    plan = device_plan(key, budgets, device, lambda: make_plan(updates, limits))
+    scores = torch.empty(max(plan.slots, 1), dtype=torch.float32, device=device)
+    kept = torch.empty(max(plan.slots, 1), dtype=torch.uint8, device=device)
+    for launch in plan.fused:
+        launch.run(fused_kernel, scores, kept)
+    for launch in plan.scored:
+        launch.run(score_kernel, scores, kept)
+    _select(plan, scores, kept)
+    for launch in plan.scored:
+        launch.run(fill_kernel, kept)
 
 
 def keep_mask(
