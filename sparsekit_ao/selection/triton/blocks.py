@@ -192,6 +192,7 @@ def powers_by_rows(part, member, base, mask_base, real, remaining, FORM: tl.cons
     ROWS: tl.constexpr = FORM.block_rows
     LEVELS: tl.constexpr = FORM.block_rows.bit_length() - 1
     exists = tl.broadcast_to(real[:, None], [FORM.tile, FORM.inner])
+    kinds = tl.full([FORM.tile, FORM.inner], 0, tl.int32)
     sums = ()
     for i in tl.static_range(ROWS):
         row = tl.full((), 0, tl.int32)
@@ -201,8 +202,8 @@ def powers_by_rows(part, member, base, mask_base, real, remaining, FORM: tl.cons
         x, left = values_left(member, at, row_of_blocks(member, mask_base, row, True, FORM), exists, FORM)
         sums = with_row(sums, power(x, NORM), i, LEVELS, NORM)
         if FORM.among_kept:
-            remaining = tl.maximum(remaining, tl.max(left, axis=1))
-    return sums[0], remaining  # type: ignore[misc]
+            kinds = tl.maximum(kinds, left)
+    return sums[0], tl.maximum(remaining, tl.max(kinds, axis=1))  # type: ignore[misc]
 
 
 @triton.jit
