@@ -157,7 +157,7 @@ def score_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS
         base = block_offsets(part, member, scope, block, False, FORM)
         mask_base = block_offsets(part, member, scope, block, True, FORM)
         if FORM.block_rows > 1:
-            powers, remaining = powers_by_rows(part, member, base, mask_base, real, remaining, FORM)
+            powers = powers_by_rows(member, base, real, FORM)
         else:
             powers, remaining = powers_by_chunks(part, member, first, base, mask_base, real, remaining, FORM)
         total = combine(total, block_sums(powers, FORM.tile, COLUMNS, NORM), NORM)
@@ -177,33 +177,33 @@ def powers_by_chunks(part, member, first, base, mask_base, real, remaining, FORM
     powers = tl.full([FORM.tile, FORM.chunk], 0, tl.int32 if NORM == "inf" else tl.float32)
     for begin in range(0, elements_of(member, FORM) if FORM.chunked else 1, FORM.chunk):
         at, exists = block_tile(part, member, first, begin, base, real, False, FORM)
-        mask_at, _ = block_tile(part, member, first, begin, mask_base, real, True, FORM)
-        x, left = values_left(member, at, mask_at, exists, FORM)
+        x = tl.load(values_of(member, FORM) + at, mask=exists, other=0.0)
+        if FORM.among_kept or FORM.masked:
+            mask_at, _ = block_tile(part, member, first, begin, mask_base, real, True, FORM)
+            left = tl.load(mask_of(member, FORM) + mask_at, mask=exists, other=0) != 0
+            x = tl.where(left, x, 0.0).to(FORM.dtype)
+            kinds = tl.reshape(left.to(tl.int32), [FORM.tile, FORM.chunk])
+            remaining = tl.maximum(remaining, tl.max(kinds, axis=1))
         powers = combine(powers, power(tl.reshape(x, [FORM.tile, FORM.chunk]), POWER), NORM)
-        if FORM.among_kept:
-            remaining = tl.maximum(remaining, tl.max(tl.reshape(left, [FORM.tile, FORM.chunk]), axis=1))
     return powers, remaining
 
 
 @triton.jit
-def powers_by_rows(part, member, base, mask_base, real, remaining, FORM: tl.constexpr):
-    """As `powers_by_chunks`, [TILE, INNER]: a row of every block at a time, added in the order of the halving tree."""
+def powers_by_rows(member, base, real, FORM: tl.constexpr):
+    """Powers [TILE, INNER] of a row of every block at a time, added in the order of the halving tree."""
     NORM: tl.constexpr = FORM.norm
     ROWS: tl.constexpr = FORM.block_rows
     LEVELS: tl.constexpr = FORM.block_rows.bit_length() - 1
     exists = tl.broadcast_to(real[:, None], [FORM.tile, FORM.inner])
-    kinds = tl.full([FORM.tile, FORM.inner], 0, tl.int32)
     sums = ()
     for i in tl.static_range(ROWS):
         row = tl.full((), 0, tl.int32)
         for level in tl.static_range(LEVELS):
             row = row * 2 + (i >> level) % 2  # the tree adds row 0 and row `block_rows` / 2 first, then a quarter apart
-        at = row_of_blocks(member, base, row, False, FORM)
-        x, left = values_left(member, at, row_of_blocks(member, mask_base, row, True, FORM), exists, FORM)
+        at = row_of_blocks(member, base, row, FORM)
+        x = tl.load(values_of(member, FORM) + at, mask=exists, other=0.0)
         sums = with_row(sums, power(x, NORM), i, LEVELS, NORM)
-        if FORM.among_kept:
-            kinds = tl.maximum(kinds, left)
-    return sums[0], tl.maximum(remaining, tl.max(kinds, axis=1))  # type: ignore[misc]
+    return sums[0]  # type: ignore[misc]
 
 
 @triton.jit
@@ -215,18 +215,6 @@ def with_row(sums, powers, i: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.const
             both = (combine(sums[-2], sums[-1], NORM),)
             sums = sums[:-2] + both
     return sums
-
-
-@triton.jit
-def values_left(member, at, mask_at, exists, FORM: tl.constexpr):
-    """Values, and for a later stage or masked scores 1 where the mask keeps them, else 0; pruned ones are 0 then."""
-    x = tl.load(values_of(member, FORM) + at, mask=exists, other=0.0)
-    left = tl.full((), 1, tl.int32)
-    if FORM.among_kept or FORM.masked:
-        is_left = tl.load(mask_of(member, FORM) + mask_at, mask=exists, other=0) != 0
-        x = tl.where(is_left, x, 0.0).to(FORM.dtype)
-        left = is_left.to(tl.int32)
-    return x, left
 
 
 @triton.jit

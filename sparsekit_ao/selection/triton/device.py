@@ -178,9 +178,9 @@ def block_tile(part, member, first, begin, base, real, MASKED: tl.constexpr, FOR
 
 
 @triton.jit
-def row_of_blocks(member, base, row, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Offsets [TILE, INNER] of one row of each of the blocks that start at `base`."""
-    stride = field(member + STRIDES + (2 * ELEMENT + MASKED) * LOOPS, 0, FORM)
+def row_of_blocks(member, base, row, FORM: tl.constexpr):
+    """Offsets [TILE, INNER] in values of one row of each of the blocks that start at `base`."""
+    stride = field(member + STRIDES + 2 * ELEMENT * LOOPS, 0, FORM)
     return (base + row * divisible(stride, FORM.alignment))[:, None] + tl.arange(0, FORM.inner)[None, :]
 
 

@@ -187,7 +187,8 @@ def block_form(
     """
     elements, sides = tree_of(part, limits)
     chunk = elements if elements <= held else min(elements, limits.block)
-    rows = rows_of_block(part, limits) if contiguous else 1
+    plain = contiguous and not among_kept and not masked  # masks would take the registers of the rows
+    rows = rows_of_block(part, limits) if plain else 1
     tile = limits.tile // chunk
     if rows > 1:  # a thread reads 16 bytes of a row of blocks at a time
         tile = max(limits.tile // 2 // part.dtype.itemsize // part.inner, 1)
