@@ -170,19 +170,21 @@ def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
     random = torch.randn(width, generator=generator()).abs()
     hidden = (random + 9).scatter(0, sampled(width, samples), random[:samples])
     crowded = torch.where(torch.arange(width) < 500, 1 + torch.arange(width) * 1e-4, random + 2)
-    modes = set()
+    modes, apart = set(), set()
     for row, keep in [(random, 200), (random * 0, 77), (hidden, 900), (crowded, 3800)]:
         for dtype in (torch.float32, torch.bfloat16):
             scores = row.to(dtype)[None]
             found = gpu.keep_mask(scores, keep, None, magnitude=True, limits=limits)
             assert torch.equal(found, keep_mask(scores, keep, magnitude=True, impl="reference"))
-            _, _, above, at_high, between, at_low, overflow, *_ = seen[-1][0].tolist()
+            _, _, above, at_high, between, at_low, overflow, counted_apart, *_ = seen[-1][0].tolist()
+            apart.add(counted_apart)
             second, third = above + at_high, above + at_high + between
             if second < keep <= third:
                 modes.add("overflow" if overflow else "inside")
             else:
                 modes.add("known" if above < keep <= third + at_low else "missed")
     assert modes == {"known", "inside", "overflow", "missed"}
+    assert apart == {0, 1}  # keys equal to the ends of the bracket are gathered, or counted
 
 
 # patterns
