@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from ..algebra import AxisPattern, dimensions_of
 from ..errors import SparsityError
 from ..sparsifiers.config import named_tensors
-from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, solve_sizes
+from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, occurrences, solve_sizes
 
 _OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 
@@ -29,7 +29,9 @@ class Coupling:
     Args:
         members: {name of a parameter or buffer: its axes}; the unit is what it has at one index of the unit axis (and
             of the scope axes), whole along all others. Axes other than unit, scope and those of `sizes` may have
-            another length in each member.
+            another length in each member. Of a concatenation, `"o (8 + u + 4)"` has units between the first 8 and the
+            last 4 entries. Where a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask
+            is on the first one, and `compact` removes both.
         unit: the one axis that is kept or dropped.
         scope: axes within which the unit is chosen, an equal number in each: the query heads of every key head.
         sizes: {axis: length}, as far as the shapes leave them open.
@@ -130,13 +132,18 @@ class Coupling:
         """The axes of a member, checked."""
         if not isinstance(member, str) or not isinstance(axes, str):
             raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
-        names = [axis for dimension in dimensions_of(axes, f"{member}: ") for axis in dimension]
+        patterns = occurrences(axes, self.unit)
+        names = [axis for text in patterns for dimension in dimensions_of(text, f"{member}: ") for axis in dimension]
         for axis in (*self.scope.split(), self.unit):
             if axis not in names:
                 raise SparsityError(
                     f"{self._where}{member} {axes!r} lacks the axis {axis!r}; every member needs the unit axis and the "
                     "scope axes"
                 )
+        if len(patterns) > 1 and self.scope:
+            raise SparsityError(
+                f"{self._where}{member} {axes!r} has the unit axis twice, so the coupling can have no scope"
+            )
         return names
 
     def _check_sizes(self, known: list[str]) -> None:
@@ -164,6 +171,7 @@ class Coupling:
     ) -> BoundCoupling:
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
         rows: list[tuple[str, str, tuple[int, ...]]] = []
+        further: set[int] = set()  # rows of a tensor that an earlier one is of
         source: dict[str, str] = {}
         for member, axes in self.members.items():
             if captured not in found[member]:
@@ -175,18 +183,23 @@ class Coupling:
                 if fqn in source:
                     raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
                 source[fqn] = member
-                rows.append((fqn, axes, tuple(tensors[fqn][0].shape)))
+                patterns = occurrences(axes, self.unit)
+                further.update(range(len(rows) + 1, len(rows) + len(patterns)))
+                rows += [(fqn, text, tuple(tensors[fqn][0].shape)) for text in patterns]
         scope = tuple(self.scope.split())
         sizes = solve_sizes(name, rows, {*scope, self.unit}, self.sizes)
         members: tuple[Member, ...] = ()
         first: dict[int, Member] = {}
-        for fqn, axes, shape in rows:
+        for at, (fqn, axes, shape) in enumerate(rows):
             own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
             pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
             pattern.check_shape(shape)
-            same = first.get(id(tensors[fqn][0]))
+            same = None if at in further else first.get(id(tensors[fqn][0]))
             bound = Member(
-                fqn=fqn, pattern=pattern, is_parameter=tensors[fqn][1], tied_to=same.fqn if same is not None else ""
+                fqn=fqn,
+                pattern=pattern,
+                is_parameter=tensors[fqn][1] and at not in further,
+                tied_to=same.fqn if same is not None else "",
             )
             first.setdefault(id(tensors[fqn][0]), bound)
             if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
