@@ -4,11 +4,12 @@ import einops
 import hf_models
 import pytest
 import torch
-from discovered import assert_exact, fill
+from discovered import assert_exact, fill, pruned
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, for_model
+from sparsekit_ao.export import compact
 
 
 class Block(nn.Module):
@@ -163,9 +164,9 @@ def refused(model, match):
 
 
 def test_unknown_tensors_of_a_layer_are_refused_not_ignored():
-    refused(
-        make("Mixtral")[0], r"^for_model: model.layers.0 is named as in Llama-.* but also has mlp.experts.down_proj and"
-    )
+    model, _ = make("Llama")
+    model.model.layers[0].mlp.adapter = nn.Linear(2, 2)
+    refused(model, r"^for_model: model.layers.0 is named as in Llama-.* but also has mlp.adapter.bias and")
     model, _ = make("BERT")
     model.encoder.layer[1].adapter = nn.Linear(2, 2)
     refused(
@@ -228,3 +229,60 @@ def test_a_prepared_model_has_the_same_couplings_as_a_plain_one():
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, plain["heads"].entries(model, sparsity_level=0.5))
     assert for_model(model) == plain
+
+
+def routed_without(model, dropped):
+    """The model whose routers never choose some experts."""
+
+    def route(router, inputs, output):
+        logits = torch.where(dropped, -torch.inf, output[0])
+        top = torch.topk(logits.softmax(-1), router.top_k)
+        return logits, top.values / top.values.sum(-1, keepdim=True), top.indices
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(route)
+    return model
+
+
+def test_whole_experts_are_removed_as_if_no_router_chose_them_which_is_not_what_zero_rows_do():
+    model, inputs = make("Mixtral")
+    experts = for_model(model)["experts"]
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, experts.entries(model, nnz=2))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj[1::2] = 0.01 * layer.mlp.experts.down_proj[1::2]
+            layer.mlp.experts.gate_up_proj[1::2] = 0
+    sparsifier.step()
+    sparsifier.squash_mask()
+    with pytest.raises(SparsityError, match="^the compacted model gives other outputs.*experts"):
+        compact(model, experts, inputs)
+    small, report = compact(model, experts, inputs, tolerance=10)
+    assert report.difference > 1e-3 and small.config.num_local_experts == 2
+    dropped = torch.tensor([False, True, False, True])
+    assert torch.allclose(small(**inputs).logits, routed_without(model, dropped)(**inputs).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+def test_units_inside_of_experts_and_whole_ones_of_packed_experts(name):
+    model, inputs = make(name)
+    ready = for_model(model)
+    assert_exact(model, ready["expert_units"], inputs)
+    small, _ = compact(pruned(model, [ready["experts"]]), ready["experts"], inputs, tolerance=10)
+    again = type(model)(small.config)
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again.eval()(**inputs).logits, small(**inputs).logits)
+
+
+def test_listed_experts_have_units_and_a_router_in_groups_keeps_as_many_in_each():
+    experts = nn.ModuleList(nn.ModuleDict({k: nn.Linear(4, 4) for k in ("w1", "w2", "w3")}) for _ in range(2))
+    assert for_model(nn.ModuleDict({"experts": experts}))["expert_units"].members == {
+        "experts.*.w1.weight": "u i",
+        "experts.*.w3.weight": "u i",
+        "experts.*.w2.weight": "o u",
+    }
+    model, _ = make("DeepSeek-V3")
+    model.model.layers[1].mlp.gate.num_group = 2
+    ready = for_model(model)["experts"]
+    assert (ready.scope, ready.sizes) == ("s", {"s": 2})
+    assert ready.members["model.layers.*.mlp.gate.e_score_correction_bias"] == "(s u)"

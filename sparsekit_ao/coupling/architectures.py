@@ -8,6 +8,7 @@ from torch import nn
 from ..errors import SparsityError
 from ..sparsifiers.config import named_tensors
 from .coupling import Coupling
+from .experts import expert_couplings
 from .resnet import resnet_couplings
 from .transformer import LAYOUTS, find_stack, transformer_couplings
 
@@ -19,7 +20,11 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
     heads, an equal number within each key head (scope `kv`), and `"kv_heads"` whole key heads with their queries. A
     decoder with an `lm_head` also has `"residual"`, its hidden size (exact where its norms are RMSNorms). A ResNet has
     `"conv1"` (and `"conv2"`, of bottlenecks), the channels inside of blocks, and `"stem"`, `"layer2"`, ...: the
-    channels of residual streams, each named after the layer that begins it. Integers that hold such a size
+    channels of residual streams, each named after the layer that begins it. A mixture of experts has `"expert_units"`,
+    hidden units inside of each expert, and `"experts"`, whole ones with their rows of the router, if they are packed
+    (its heads and hidden size are found by `discover`). The latter are not exact: a router without rows never chooses a
+    dropped expert, while rows of zeros may be chosen, so `compact` takes them with a larger `tolerance` only
+    (`tolerance=10`, say) and reports the difference. Integers that hold such a size
     (`num_attention_heads` of modules and config, say) are in the couplings' `attrs`, for `compact`. Couplings that
     share a tensor are prepared together by `joint_entries`.
 
@@ -49,6 +54,9 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
     ('o (u d)', {'d': 4})
     """
     tensors = dict(named_tensors(model))
+    experts = expert_couplings(model, tensors | dict(model.named_buffers()))
+    if experts:
+        return experts
     for layout in LAYOUTS:
         stack = find_stack(layout, model, tensors)
         if stack is not None:
