@@ -111,7 +111,7 @@ def row(name):
         return f'{name},error: {type(e).__name__},{count},,,,,"{str(e)[:200]}"'.replace("\n", " ")
     seconds = time.perf_counter() - start
     same = all(close(a, b) for a, b in zip(tensors(model, inputs), tensors(small, inputs), strict=True))
-    outcome = "nothing is removable" if report is None else "smaller, same outputs" if same else "other outputs"
+    outcome = "nothing is removable" if report is None else "smaller" if same else "other outputs"
     share = 1 - sum(p.numel() for p in small.parameters()) / count
     why = "; ".join(dict.fromkeys(why.split(":")[0] for _, why in found.left_out)).replace('"', "'")
     return f'{name},{outcome},{count},{share:.3f},{len(found.couplings)},{len(found.left_out)},{seconds:.1f},"{why}"'
