@@ -170,8 +170,34 @@ class Coupling:
         self, captured: tuple[str, ...], found: Mapping[str, Mapping], tensors: Mapping[str, tuple[Tensor, bool]]
     ) -> BoundCoupling:
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
-        rows: list[tuple[str, str, tuple[int, ...]]] = []
-        further: set[int] = set()  # rows of a tensor that an earlier one is of
+        rows = list(self._rows(captured, found))
+        shapes = {fqn: tuple(tensors[fqn][0].shape) for fqn, _, _ in rows}
+        scope = tuple(self.scope.split())
+        whole = [(fqn, axes, shapes[fqn]) for fqn, axes, _ in rows]
+        sizes = solve_sizes(name, whole, {*scope, self.unit}, self.sizes)
+        members: tuple[Member, ...] = ()
+        first: dict[int, Member] = {}
+        for fqn, axes, is_further in rows:
+            own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
+            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
+            pattern.check_shape(shapes[fqn])
+            tensor, is_parameter = tensors[fqn]
+            same = None if is_further else first.get(id(tensor))
+            tied_to = same.fqn if same is not None else ""
+            has_mask = is_parameter and not is_further
+            members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied_to),)
+            first.setdefault(id(tensor), members[-1])
+            if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
+                raise SparsityError(
+                    f"{self._where}{fqn} and {same.fqn} are one tensor, but have the unit in other dimensions: "
+                    f"{axes!r} and {same.pattern.axes!r}"
+                )
+        return BoundCoupling(
+            name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
+        )
+
+    def _rows(self, captured: tuple[str, ...], found: Mapping[str, Mapping]) -> Iterator[tuple[str, str, bool]]:
+        """(name, axes, whether an earlier dimension of the tensor has the unit too) of all tensors."""
         source: dict[str, str] = {}
         for member, axes in self.members.items():
             if captured not in found[member]:
@@ -183,34 +209,8 @@ class Coupling:
                 if fqn in source:
                     raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
                 source[fqn] = member
-                patterns = occurrences(axes, self.unit)
-                further.update(range(len(rows) + 1, len(rows) + len(patterns)))
-                rows += [(fqn, text, tuple(tensors[fqn][0].shape)) for text in patterns]
-        scope = tuple(self.scope.split())
-        sizes = solve_sizes(name, rows, {*scope, self.unit}, self.sizes)
-        members: tuple[Member, ...] = ()
-        first: dict[int, Member] = {}
-        for at, (fqn, axes, shape) in enumerate(rows):
-            own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
-            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
-            pattern.check_shape(shape)
-            same = None if at in further else first.get(id(tensors[fqn][0]))
-            bound = Member(
-                fqn=fqn,
-                pattern=pattern,
-                is_parameter=tensors[fqn][1] and at not in further,
-                tied_to=same.fqn if same is not None else "",
-            )
-            first.setdefault(id(tensors[fqn][0]), bound)
-            if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
-                raise SparsityError(
-                    f"{self._where}{fqn} and {same.fqn} are one tensor, but have the unit in other dimensions: "
-                    f"{axes!r} and {same.pattern.axes!r}"
-                )
-            members += (bound,)
-        return BoundCoupling(
-            name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
-        )
+                for at, text in enumerate(occurrences(axes, self.unit)):
+                    yield fqn, text, at > 0
 
     def _entries(self, bound: BoundCoupling, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         masked = [member for member in bound.members if member.is_parameter and not member.tied_to]
