@@ -36,7 +36,7 @@ CASES = {  # (network, sizes of the cells after half of all units are removed)
         network(layer, nn.LSTM(6, 8, 2, bias=False, bidirectional=True, batch_first=True), 16),
         (3, 4),
     ),
-    "LSTM with projections": (network(layer, nn.LSTM(6, 8, 2, proj_size=4, batch_first=True), 4), (3, 4, 2)),
+    "LSTM with projections": (network(layer, nn.LSTM(6, 12, 2, proj_size=4, batch_first=True), 4), (3, 6, 2)),
     "GRU": (network(layer, nn.GRU(6, 8)), (3, 4)),
     "plain layer": (network(layer, nn.RNN(6, 8, nonlinearity="relu")), (3, 4)),
     "learned initial state": (
