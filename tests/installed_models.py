@@ -65,6 +65,8 @@ def make(title):
         keys, size = _TORCHVISION[name]
         model = of_torchvision(name, **keys)
     for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.any():  # the head of a ViT
+            nn.init.normal_(module.weight, std=0.1)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             for tensor, lowest in ((module.weight, 0.5), (module.running_var, 0.5)):
                 nn.init.uniform_(tensor, lowest, 1.5)
