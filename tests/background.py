@@ -13,10 +13,19 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest
 from grids import EXHAUSTIVE
+from kernel_cases import INTERPRETS
 
 HERE = Path(__file__).parent
 ARCHES = (80, 90, 100)
+# releases (3.4 3.6) or folders of triton to compile with too; a wheel has 150 MB, so only where it is asked for
+OLDER_TRITON = os.environ.get("SPARSEKIT_AO_TRITON", "").split()
+
+
+interprets_kernels = pytest.mark.skipif(
+    not INTERPRETS, reason="triton before 3.7 interprets kernels with conversions that numpy 2.4 has removed"
+)
 _running: list[subprocess.Popen] = []
 _found: dict[str, subprocess.CompletedProcess] = {}
 _folders: dict[str, Path] = {}
@@ -30,9 +39,14 @@ def _aot():
     return command + (["--every"] if EXHAUSTIVE else []), environment
 
 
+def _older_aot(release):
+    environment = dict(os.environ) | {"TRITON_CACHE_DIR": tempfile.mkdtemp()}
+    return [sys.executable, str(HERE / "older_aot_child.py"), release], environment
+
+
 def _interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_kernels.py")]
-    return command, os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return command, os.environ | {"TRITON_INTERPRET": "1"}
 
 
 def _process(install):
@@ -40,8 +54,8 @@ def _process(install):
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
 
 
-def _tiny(script, *options):
-    return [sys.executable, str(HERE.parent / "examples" / script), "--tiny", *options], dict(os.environ)
+def _tiny(script, *options, run_by=()):
+    return [sys.executable, *run_by, str(HERE.parent / "examples" / script), "--tiny", *options], dict(os.environ)
 
 
 JOBS = {  # in the order in which the tests need them
@@ -49,12 +63,21 @@ JOBS = {  # in the order in which the tests need them
         f"test_every_tutorial_runs[{name}]": lambda name=name: _tiny(f"tutorials/{name}.py")
         for name in ("rigl", "trainer_2_4", "one_shot", "smaller_models")
     },
+    "test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes": lambda: _tiny(
+        "fsdp2.py", run_by=("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    ),
+    "test_minilm_is_exported_to_every_target": lambda: _tiny("export_minilm.py", "--threads", "1"),
+    "test_minilm_2_4_is_pruned_trained_saved_and_loads_again": lambda: _tiny("prune_minilm.py", "--threads", "1"),
     "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _tiny("shrink_minilm.py", "--threads", "1"),
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
     "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),
     "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
     "test_triton_aot.py": _aot,
     "test_triton_interpreter.py": _interpreter,
+    **{
+        f"test_every_form_compiles_with_an_older_triton[{release}]": lambda release=release: _older_aot(release)
+        for release in OLDER_TRITON
+    },
 }
 
 

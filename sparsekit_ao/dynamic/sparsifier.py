@@ -205,11 +205,11 @@ class DynamicSparsifier(PlannedSparsifier):
         if self._capture.masked and not was_masked:
             zero_dropped_state(self.groups, self._capture.optimizers)
 
-    def _squash(self, model: nn.Module | None, kept: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """The next step of an optimizer keeps the zeros too; `attach` it again before another `prepare`."""
         held = [(original(g), self._live_mask(g)) for g in self.groups]
         super()._squash(model, kept)
-        if model is None or model is self.model:
+        if model is self.model:
             zero_dropped_gradients(held, self._capture.optimizers)
 
     def _end(self) -> None:

@@ -233,20 +233,19 @@ class MaskSparsifier(Copies, BaseSparsifier):
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
             warn_of_stale_masks(self.groups, masks, self._chosen_at)
-        self._sync_state()
-        self._squash(model, kept)
-        if model is None or model is self.model:
-            self._end()
-
-    def _squash(self, model: nn.Module | None, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Write the zeros and remove the masks of the own model (None) or a copy; `kept` is for `sparse_params`."""
-        refuse_adapters(self.model, self.groups)
         squashed = self.model if model is None else model
         assert squashed is not None
-        squash(squashed, self.groups, [self._module_in(model, g) for g in self.groups], kept)
+        self._sync_state()
+        self._squash(squashed, kept)
+        if squashed is self.model:
+            self._end()
 
-    def _end(self) -> None:
-        """Called when the own model has been squashed."""
+    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Write the zeros and remove the masks of the own model or a copy; `kept` is for `sparse_params`."""
+        refuse_adapters(self.model, self.groups)
+        squash(model, self.groups, [self._module_in(model, g) for g in self.groups], kept)
+
+    def _end(self) -> None:  # called when the own model has been squashed
         self._phase = "squashed"
 
     @property
@@ -286,11 +285,9 @@ class MaskSparsifier(Copies, BaseSparsifier):
             yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
-        for group in self.groups:
-            own = ", ".join(f"{k}={group[k]!r}" for k in self.keys if k in group)
-            lines.append(f"  {group['tensor_fqn']}: {own}")
-        return "\n".join(lines)
+        keys = [", ".join(f"{k}={g[k]!r}" for k in self.keys if k in g) for g in self.groups]
+        lines = [f"  {g['tensor_fqn']}: {own}" for g, own in zip(self.groups, keys, strict=True)]
+        return "\n".join([f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)", *lines])
 
     def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, masking.WeightMask]]:
         """What `prepare` registers: (module, tensor name, mask) for each group."""
@@ -338,9 +335,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
         return str(group.get("tensor_fqn", tensor_name))
 
     def _refuse_unknown(self, given: Iterable[str], known: Iterable[str]) -> None:
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
+        for key in sorted(set(given) - set(known)):
+            raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(self.keys))}")
 
     def _need_prepared(self, what: str) -> None:
         if self._phase == "prepared":

@@ -245,7 +245,7 @@ class ProximalSparsifier(PlannedSparsifier):
         assert found is not None
         return found
 
-    def _squash(self, model: nn.Module | None, kept: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """Write zeros into the blocks that the last step dropped, also where the optimizer has moved them since."""
         self._zero_dropped(model)
         for group, params in zip(self.groups, kept, strict=True):
