@@ -352,6 +352,7 @@ def test_every_benchmark_runs(script, line, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@background.interprets_kernels
 def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times():
     done, folder = background.result("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
     assert done.returncode == 0, done.stderr

@@ -105,6 +105,7 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool 
     # Only leaf tensors can be copied.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
     model, inputs = (copy.deepcopy(model) if copied else model).eval(), copy.deepcopy(inputs)
+    model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     args, kwargs = inputs if dtype is None else _as_dtype(inputs, dtype)
     model = model if dtype is None else model.to(dtype)
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
