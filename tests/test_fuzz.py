@@ -1,22 +1,24 @@
 """Random sequences of operations against the oracle (`fuzz.py`), and what they have found.
 
 SPARSEKIT_AO_FUZZ=20000 in the environment runs as many sequences; SPARSEKIT_AO_FUZZ_NUMBA=300 as many of them also on
-the compiled loops, however small the tensors are.
+the compiled loops, however small the tensors are; SPARSEKIT_AO_FUZZ_DYNAMIC=1000 as many training runs.
 """
 
 import copy
 import os
 
 import fuzz
+import fuzz_dynamic
 import pytest
 import torch
 from torch import nn
 
-from sparsekit_ao import BlockSpec, ScopeCoupling, ScopeSparsifier, ScopeSpec, SparsityError, WeightNormSparsifier
+from sparsekit_ao import BlockSpec, ScopeCoupling, ScopeSparsifier, ScopeSpec, SparsityError, View, WeightNormSparsifier
 from sparsekit_ao.selection import backend
 
 PLAIN = int(os.environ.get("SPARSEKIT_AO_FUZZ", "200"))
 COMPILED = int(os.environ.get("SPARSEKIT_AO_FUZZ_NUMBA", "0"))
+DYNAMIC = int(os.environ.get("SPARSEKIT_AO_FUZZ_DYNAMIC", "40"))
 PARTS = 8
 
 
@@ -36,6 +38,10 @@ def test_masks_of_compiled_loops_are_those_of_the_oracle(small_numba, one_thread
     pytest.importorskip("numba")
     for seed in range(COMPILED):
         fuzz.run(seed)
+
+
+def test_training_runs_that_are_copied_and_resumed_equal_plain_ones(one_thread):
+    assert sum(map(fuzz_dynamic.run, range(DYNAMIC))) > DYNAMIC // 2  # the others' configs are refused
 
 
 def one_layer(weight):
@@ -76,6 +82,15 @@ def test_a_view_of_a_part_is_written_to_a_mask_of_other_strides():
     sparsifier.step()
     mask = sparsifier.mask("0.weight")
     assert mask[:, 2:].all() and mask[:, :2].tolist() == [[False, True]] * 3
+
+
+def test_what_is_outside_of_a_view_is_not_written_back():
+    target, view = torch.zeros(3, 4).t(), View(torch.zeros(4, 3), (2, 3), (3, 1))
+    window = view.window(target)  # a copy
+    window.fill_(1)
+    target[3] = 5
+    view.write_back(window, target)
+    assert target.tolist() == [[1] * 3, [1] * 3, [0] * 3, [5] * 3]
 
 
 @pytest.mark.parametrize(
