@@ -126,3 +126,23 @@ def test_larger_blocks_are_kept_where_squares_leave_the_range(impl, exponent):
     mask = torch.ones_like(weight, dtype=torch.bool)
     scope.update_masks({scope.block: mask}, 1, impl=impl)
     assert mask[:, 6:].all() and not mask[:, :6].any()
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_a_larger_block_is_kept_where_some_squares_overflow(impl):
+    weight = torch.ones(2, 8)
+    weight[:, 2:4], weight[:, 4:6] = 2.0**100, 2.0**101
+    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 4))
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    scope.update_masks({scope.block: mask}, 1, impl=impl)
+    assert mask.tolist() == [[False] * 4 + [True] * 2 + [False] * 2] * 2
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_a_slightly_larger_block_is_kept_where_squares_lose_bits(impl):
+    small = 2.0**-69  # its square has 11 bits in float32
+    weight = torch.tensor([[small, 0, small * (1 + 2.0**-13), 0]])
+    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 2))
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    scope.update_masks({scope.block: mask}, 1, impl=impl)
+    assert mask.tolist() == [[False, False, True, True]]
