@@ -253,3 +253,45 @@ def test_usual_expressions_are_accepted(expression):
 def test_name_patterns_with_too_many_stars_are_refused(name):
     with pytest.raises(CouplingError, match=r"may have at most 4 '\*\*'"):
         Coupling({name: "u i"}).bind(model())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["attributes"][0].update(now=5),
+        lambda m: m["attributes"][0].update(path="_hidden"),
+        lambda m: m["groups"][0].update(kept=[[0, 0]]),
+        lambda m: m["groups"][0].update(kept=[[1, 0]]),
+    ],
+)
+def test_a_manifest_lowers_public_integers_and_lists_units_in_order(change):
+    net, manifest = Attention(), json.loads(json.dumps(compacted()))
+    net._hidden = 4
+    change(manifest)
+    before = copy.deepcopy(state_of(net))
+    with pytest.raises(SparsityError, match="cut_to"):
+        cut_to(net, manifest)
+    assert same(state_of(net), before) and net._hidden == 4
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0])
+def test_masks_of_other_values_than_0_and_1_are_refused(value):
+    target = scope_sparsifier()
+    state = target.state_dict()
+    state["state"]["0.weight"]["mask"] = torch.full((4, 8), value)
+    with pytest.raises(SparsityError, match="a mask must hold 0 and 1 only"):
+        target.load_state_dict(state)
+
+
+def test_other_tensors_than_the_prepared_ones_are_refused_unless_strict_is_false():
+    target = scope_sparsifier()
+    for change in (
+        lambda s: s["state"].pop("2.weight"),
+        lambda s: s["groups"].pop(),
+        lambda s: s["state"].update({"4.weight": {"mask": torch.ones(2)}}),
+    ):
+        state = target.state_dict()
+        change(state)
+        with pytest.raises(SparsityError, match="missing tensors .* unexpected tensors"):
+            target.load_state_dict(state)
+        target.load_state_dict(state, strict=False)

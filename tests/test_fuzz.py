@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from sparsekit_ao import BlockSpec, ScopeCoupling, ScopeSparsifier, ScopeSpec, SparsityError, View, WeightNormSparsifier
+from sparsekit_ao import (
+    BlockSpec,
+    CouplingError,
+    ScopeCoupling,
+    ScopeSparsifier,
+    ScopeSpec,
+    SparsityError,
+    View,
+    WeightNormSparsifier,
+)
 from sparsekit_ao.selection import backend
 
 PLAIN = int(os.environ.get("SPARSEKIT_AO_FUZZ", "200"))
@@ -146,3 +155,24 @@ def test_a_slightly_larger_block_is_kept_where_squares_lose_bits(impl):
     mask = torch.ones_like(weight, dtype=torch.bool)
     scope.update_masks({scope.block: mask}, 1, impl=impl)
     assert mask.tolist() == [[False, False, True, True]]
+
+
+def test_a_level_that_is_written_to_one_of_two_tensors_with_a_shared_count_is_an_error():
+    model, shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"nnz": 8, "scope_coupling": "both"}
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, [{"tensor_fqn": f"{k}.weight", **shared} for k in range(2)])
+    sparsifier.groups[0]["sparsity_level"] = 0.9
+    with pytest.raises(CouplingError, match="members share one budget"):
+        sparsifier.step()
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_check_notices_one_element_too_many_or_too_few(change):
+    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
+    sparsifier.prepare(one_layer(torch.randn(3, 4)), [ENTRY])
+    sparsifier.step()
+    mask = sparsifier.mask("0.weight")
+    row = mask[1].clone()
+    mask[1, int((row if change < 0 else ~row).nonzero()[0])] = change > 0
+    with pytest.raises(SparsityError, match="0.weight"):
+        sparsifier.check()

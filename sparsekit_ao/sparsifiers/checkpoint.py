@@ -157,7 +157,7 @@ def check_saved(
         raise SparsityError("load_state_dict: 'enable_mask_update' must be a bool")
     own = {g["tensor_fqn"]: _shape(g) for g in groups}
     if strict and (set(own) != set(masks) or set(own) != set(saved)):
-        missing, unexpected = sorted(set(own) - set(masks)), sorted((set(masks) | set(saved)) - set(own))
+        missing, unexpected = sorted(set(own) - (set(masks) & set(saved))), sorted((set(masks) | set(saved)) - set(own))
         raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
     for fqn, shape in own.items():
         if fqn in masks and masks[fqn].shape != shape:
