@@ -150,7 +150,7 @@ def test_a_larger_block_is_kept_where_some_squares_overflow(impl):
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_a_slightly_larger_block_is_kept_where_squares_lose_bits(impl):
     small = 2.0**-69  # its square has 11 bits in float32
-    weight = torch.tensor([[small, 0, small * (1 + 2.0**-13), 0]])
+    weight = torch.tensor([[small, 0, small * (1 + 2.0**-14), 0]])
     scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 2))
     mask = torch.ones_like(weight, dtype=torch.bool)
     scope.update_masks({scope.block: mask}, 1, impl=impl)
