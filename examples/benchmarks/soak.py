@@ -21,7 +21,7 @@ from torch import nn
 from sparsekit_ao import RigL, ScopeSparsifier
 from sparsekit_ao.selection import backend
 
-SIZE, ROWS, PARTS = 192, 8, 20  # PARTS rows of the table for each run
+SIZE, ROWS, PARTS = 160, 8, 20  # PARTS rows of the table for each run
 MOST = 1.02  # resident memory at any later row over that of the first one
 
 
