@@ -1,4 +1,4 @@
-"""Many steps of training with masks: is memory flat, are threads and files as many, does a step take as long?
+"""Many steps of training with masks: is memory flat, are threads and files as many, does a step take as much work?
 
     python examples/benchmarks/soak.py      # the table, and a CSV under examples/benchmarks/results/
 
@@ -47,20 +47,20 @@ def training(kind: str, steps: int) -> Callable[[], None]:
 
 
 def soak(kind: str, path: str, steps: int) -> Iterator[dict]:
-    """A row for each part of the steps: median milliseconds of a step, and what the process holds at its end."""
+    """A row for each part of the steps: median milliseconds of CPU time of a step, and what the process holds at its end."""
     with plain_install(path == "plain"):
         step = training(kind, steps)
         for part in range(PARTS):
             times = []
             for _ in range(steps // PARTS):
-                start = time.perf_counter()
+                start = time.process_time()
                 step()
-                times.append((time.perf_counter() - start) * 1e3)
+                times.append((time.process_time() - start) * 1e3)
             yield {
                 "kind": kind,
                 "path": path,
                 "step": (part + 1) * (steps // PARTS),
-                "step ms": round(statistics.median(times), 3),
+                "cpu ms": round(statistics.median(times), 3),
                 "resident MiB": round(resident() / 2**20, 2),
                 "threads": len(list(Path("/proc/self/task").iterdir())),
                 "python threads": threading.active_count(),
@@ -91,9 +91,11 @@ def main() -> int:
         backend.LEAST["numba"] = 0  # compiled loops, however small the weights are
         for kind in ("RigL", "ScopeSparsifier"):
             rows = [show(row) for row in soak(kind, path, steps)]
-            times = [statistics.median(r["step ms"] for r in half) for half in (rows[1:11], rows[10:])]
+            times = [statistics.median(r["cpu ms"] for r in half) for half in (rows[1:11], rows[10:])]
             found = growth(rows) if not args.tiny else []
-            print(f"{kind}, {path}: later over earlier steps {times[1] / times[0]:.3f}; {found[:1] or 'nothing grew'}")
+            print(
+                f"{kind}, {path}: CPU time of later over earlier steps {times[1] / times[0]:.3f}; {found[:1] or 'nothing grew'}"
+            )
             bad, lines = bad + bool(found), lines + rows
         backend.LEAST.update(before)
     if not args.tiny:
