@@ -47,7 +47,7 @@ def training(kind: str, steps: int) -> Callable[[], None]:
 
 
 def soak(kind: str, path: str, steps: int) -> Iterator[dict]:
-    """A row for each part of the steps: median milliseconds of CPU time of a step, and what the process holds at its end."""
+    """A row for each part of the steps: median CPU time of a step, and what the process holds at the end."""
     with plain_install(path == "plain"):
         step = training(kind, steps)
         for part in range(PARTS):
@@ -94,7 +94,7 @@ def main() -> int:
             times = [statistics.median(r["cpu ms"] for r in half) for half in (rows[1:11], rows[10:])]
             found = growth(rows) if not args.tiny else []
             print(
-                f"{kind}, {path}: CPU time of later over earlier steps {times[1] / times[0]:.3f}; {found[:1] or 'nothing grew'}"
+                f"{kind}, {path}: CPU time of later over earlier steps {times[1] / times[0]:.3f}; {found or 'no growth'}"
             )
             bad, lines = bad + bool(found), lines + rows
         backend.LEAST.update(before)
