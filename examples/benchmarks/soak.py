@@ -93,9 +93,8 @@ def main() -> int:
             rows = [show(row) for row in soak(kind, path, steps)]
             times = [statistics.median(r["cpu ms"] for r in half) for half in (rows[1:11], rows[10:])]
             found = growth(rows) if not args.tiny else []
-            print(
-                f"{kind}, {path}: CPU time of later over earlier steps {times[1] / times[0]:.3f}; {found or 'no growth'}"
-            )
+            ratio = times[1] / times[0]
+            print(f"{kind}, {path}: CPU time of later over earlier steps {ratio:.3f}; {found or 'no growth'}")
             bad, lines = bad + bool(found), lines + rows
         backend.LEAST.update(before)
     if not args.tiny:
