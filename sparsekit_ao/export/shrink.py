@@ -80,11 +80,12 @@ def _one_for_each_dimension(
     model: nn.Module, couplings: Sequence[Coupling]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings without those that divide a dimension that an earlier one divides; and (name, reason) of these."""
-    owner: dict[tuple[str, int], str] = {}
+    owner: dict[tuple[str, int, tuple[int, int] | None], str] = {}  # by tensor, dimension, and part of a concatenation
     chosen, left = [], []
     for coupling in couplings:
         members = [member for bound in coupling.bind(model) for member in bound.members]
-        places = [(member.fqn, member.pattern.dimension_of(coupling.unit)) for member in members]
+        divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
+        places = [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
         shared = next((place for place in places if place in owner), None)
         if shared is None:
             owner |= dict.fromkeys(places, coupling.name)
