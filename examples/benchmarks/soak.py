@@ -62,7 +62,7 @@ def soak(kind: str, path: str, steps: int) -> Iterator[dict]:
                 "step": (part + 1) * (steps // PARTS),
                 "cpu ms": round(statistics.median(times), 3),
                 "resident MiB": round(resident() / 2**20, 2),
-                "threads": len(list(Path("/proc/self/task").iterdir())),
+                "os threads": len(list(Path("/proc/self/task").iterdir())),
                 "python threads": threading.active_count(),
                 "open files": len(list(Path("/proc/self/fd").iterdir())),
             }
@@ -74,7 +74,7 @@ def growth(rows: list[dict]) -> list[str]:
     for row in rows[1:]:
         if row["resident MiB"] > MOST * first["resident MiB"]:
             found.append(f"{row['resident MiB']} MiB are resident after {first['resident MiB']} MiB")
-        found += [f"{row[k]} {k} after {first[k]}" for k in ("threads", "open files") if row[k] != first[k]]
+        found += [f"{row[k]} {k} after {first[k]}" for k in ("os threads", "open files") if row[k] != first[k]]
     return found
 
 
