@@ -54,6 +54,11 @@ def _process(install):
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
 
 
+def _forks():
+    command = [sys.executable, "-O", "-W", "error", str(HERE / "forks_child.py"), "20" if EXHAUSTIVE else "1"]
+    return command, os.environ | {"OMP_NUM_THREADS": "1"}
+
+
 def _tiny(script, *options, run_by=()):
     return [sys.executable, *run_by, str(HERE.parent / "examples" / script), "--tiny", *options], dict(os.environ)
 
@@ -72,6 +77,7 @@ JOBS = {  # in the order in which the tests need them
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
     "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),
     "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
+    "test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits": _forks,
     "test_triton_aot.py": _aot,
     "test_triton_interpreter.py": _interpreter,
     **{

@@ -13,7 +13,6 @@ from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, WeightNormSparsifier
 
-torch.set_num_threads(2)
 CONFIG = [
     {"tensor_fqn": "0.weight", "block_shape": (1, -1), "block_coupling": "u"},
     {"tensor_fqn": "1.weight", "block_shape": (-1, 1), "block_coupling": "u", "coupling_order": (1, 0)},
@@ -30,9 +29,9 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def prepared(kind):
+def prepared(kind, size=SIZE):
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(4)))
     sparsifier = ScopeSparsifier(0.5) if kind == "scope" else WeightNormSparsifier(0.5, (4, 4), zeros_per_block=9)
     sparsifier.prepare(model, CONFIG if kind == "scope" else [{"tensor_fqn": f"{k}.weight"} for k in range(4)])
     return model, sparsifier
@@ -74,6 +73,7 @@ def main(kind, count):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(2)
     try:
         for kind in ("scope", "stock"):
             main(kind, int(sys.argv[1]))

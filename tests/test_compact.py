@@ -16,7 +16,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
 from sparsekit_ao.export import compact, cut_to
-from sparsekit_ao.export.removal import find_removal
+from sparsekit_ao.export.removal import find_removal, sizes_of
 
 PAIR = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
 STREAM_COUPLING = Coupling(STREAM, name="stream")
@@ -609,3 +609,10 @@ def test_a_tensor_packed_in_any_order_loses_what_its_scopes_drop(case):
     )
     assert torch.equal(small.w, einops.rearrange(rows, f"s u a b -> {axes}"))
     assert (report.couplings[0].kept, report.couplings[0].scopes) == (len(keep[0]), sizes["s"])
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_has_the_channels_of_its_weight(kind):
+    layer = kind(4, 6, 3)
+    found = sizes_of(layer, "weight", layer.weight, [])
+    assert (found["in_channels"], found["out_channels"]) == (4, 6)

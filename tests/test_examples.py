@@ -341,6 +341,7 @@ BENCHMARKS = {
     "sparse_files.py": "target: save_sparse  dtype: int8",
     "selection_bytes.py": "way: histograms  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
+    "soak.py": "RigL, plain: CPU time of later over earlier steps",
 }
 
 

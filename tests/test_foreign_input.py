@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from sparsekit_ao import Coupling, RigL, ScopeSparsifier, SparsityError, patterns
+from sparsekit_ao import (
+    Coupling,
+    CouplingError,
+    ProximalSparsifier,
+    RigL,
+    ScopeSparsifier,
+    SparsityError,
+    one_shot,
+    patterns,
+)
 from sparsekit_ao.export import compact, cut_to
 from sparsekit_ao.schedules import ScheduleSL, linear
 
@@ -69,6 +78,24 @@ def dynamic_sparsifier():
     return found
 
 
+def in_a_pass():
+    """Between two layers of `one_shot`."""
+    found, saved = ScopeSparsifier(0.5), []
+    found.prepare(model())
+    one_shot(found, [torch.randn(9, 8)], checkpoint=lambda: saved.append(copy.deepcopy(found)))
+    return saved[0]
+
+
+def proximal_sparsifier():
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    found = ProximalSparsifier(strength=0.1, optimizer=optimizer, block_shape=(1, 2))
+    found.prepare(net, [{"tensor_fqn": "0.weight"}])
+    net(torch.randn(3, 8)).sum().backward()
+    optimizer.step()
+    return found
+
+
 def same(one, other):
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
@@ -93,7 +120,7 @@ def check_loading(load, original, data, rng):
     assert refused > COUNT // 3
 
 
-@pytest.mark.parametrize("make", [scope_sparsifier, dynamic_sparsifier])
+@pytest.mark.parametrize("make", [scope_sparsifier, dynamic_sparsifier, in_a_pass, proximal_sparsifier])
 def test_mutated_state_dicts(make):
     original, rng = make(), random.Random(1)
 
@@ -203,3 +230,68 @@ def test_a_manifest_sets_sizes_of_modules_and_nothing_else(path):
     manifest = {**compacted(), "attributes": [{"path": path, "was": 4, "now": 2}]}
     with pytest.raises(SparsityError, match="cut_to"):
         cut_to(Attention(), manifest)
+
+
+SLOW = ["(a+)+$", "(.*)*x", "(?:a|aa)*b", "(a?){30}a", ".*" * 12 + "x", "a?" * 60 + "b", "(?=(x+x+)+y)", "(" * 5000]
+
+
+@pytest.mark.parametrize("expression", SLOW, ids=range(len(SLOW)))
+def test_expressions_that_could_take_very_long_are_refused(expression):
+    with pytest.raises(SparsityError, match="could take very long|is not a regular expression"):
+        ScopeSparsifier().prepare(model(), [{"tensor_fqn": f"re:{expression}"}])
+
+
+@pytest.mark.parametrize(
+    "expression", [r".*\.(query|key)\.weight", r"^(?!.*head).*\d+\.weight$", r"(?:layer\.){2}\d{1,3}(_proj)?", "[ab]+"]
+)
+def test_usual_expressions_are_accepted(expression):
+    with pytest.raises(SparsityError, match="matches no|no tensor"):
+        ScopeSparsifier().prepare(nn.Module(), [{"tensor_fqn": f"re:{expression}"}])
+
+
+@pytest.mark.parametrize("name", ["**" * 5 + ".weight", "a*b*c*d*e*.weight"])
+def test_name_patterns_with_too_many_stars_are_refused(name):
+    with pytest.raises(CouplingError, match=r"may have at most 4 '\*\*'"):
+        Coupling({name: "u i"}).bind(model())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["attributes"][0].update(now=5),
+        lambda m: m["attributes"][0].update(path="_hidden"),
+        lambda m: m["groups"][0].update(kept=[[0, 0]]),
+        lambda m: m["groups"][0].update(kept=[[1, 0]]),
+    ],
+)
+def test_a_manifest_lowers_public_integers_and_lists_units_in_order(change):
+    net, manifest = Attention(), json.loads(json.dumps(compacted()))
+    net._hidden = 4
+    change(manifest)
+    before = copy.deepcopy(state_of(net))
+    with pytest.raises(SparsityError, match="cut_to"):
+        cut_to(net, manifest)
+    assert same(state_of(net), before) and net._hidden == 4
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0])
+def test_masks_of_other_values_than_0_and_1_are_refused(value):
+    target = scope_sparsifier()
+    state = target.state_dict()
+    state["state"]["0.weight"]["mask"] = torch.full((4, 8), value)
+    with pytest.raises(SparsityError, match="a mask must hold 0 and 1 only"):
+        target.load_state_dict(state)
+
+
+def test_other_tensors_than_the_prepared_ones_are_refused_unless_strict_is_false():
+    target = scope_sparsifier()
+    for change in (
+        lambda s: s["state"].pop("2.weight"),
+        lambda s: s["groups"].pop(),
+        lambda s: s["state"].update({"4.weight": {"mask": torch.ones(2)}}),
+    ):
+        state = target.state_dict()
+        change(state)
+        with pytest.raises(SparsityError, match="missing tensors .* unexpected tensors"):
+            target.load_state_dict(state)
+        target.load_state_dict(state, strict=False)

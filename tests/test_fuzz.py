@@ -1,22 +1,33 @@
 """Random sequences of operations against the oracle (`fuzz.py`), and what they have found.
 
 SPARSEKIT_AO_FUZZ=20000 in the environment runs as many sequences; SPARSEKIT_AO_FUZZ_NUMBA=300 as many of them also on
-the compiled loops, however small the tensors are.
+the compiled loops, however small the tensors are; SPARSEKIT_AO_FUZZ_DYNAMIC=1000 as many training runs.
 """
 
 import copy
 import os
 
 import fuzz
+import fuzz_dynamic
 import pytest
 import torch
 from torch import nn
 
-from sparsekit_ao import BlockSpec, ScopeCoupling, ScopeSparsifier, ScopeSpec, SparsityError, WeightNormSparsifier
+from sparsekit_ao import (
+    BlockSpec,
+    CouplingError,
+    ScopeCoupling,
+    ScopeSparsifier,
+    ScopeSpec,
+    SparsityError,
+    View,
+    WeightNormSparsifier,
+)
 from sparsekit_ao.selection import backend
 
 PLAIN = int(os.environ.get("SPARSEKIT_AO_FUZZ", "200"))
 COMPILED = int(os.environ.get("SPARSEKIT_AO_FUZZ_NUMBA", "0"))
+DYNAMIC = int(os.environ.get("SPARSEKIT_AO_FUZZ_DYNAMIC", "40"))
 PARTS = 8
 
 
@@ -36,6 +47,10 @@ def test_masks_of_compiled_loops_are_those_of_the_oracle(small_numba):
     pytest.importorskip("numba")
     for seed in range(COMPILED):
         fuzz.run(seed)
+
+
+def test_training_runs_that_are_copied_and_resumed_equal_plain_ones():
+    assert sum(map(fuzz_dynamic.run, range(DYNAMIC))) > DYNAMIC // 2  # the others' configs are refused
 
 
 def one_layer(weight):
@@ -78,6 +93,15 @@ def test_a_view_of_a_part_is_written_to_a_mask_of_other_strides():
     assert mask[:, 2:].all() and mask[:, :2].tolist() == [[False, True]] * 3
 
 
+def test_what_is_outside_of_a_view_is_not_written_back():
+    target, view = torch.zeros(3, 4).t(), View(torch.zeros(4, 3), (2, 3), (3, 1))
+    window = view.window(target)  # a copy
+    window.fill_(1)
+    target[3] = 5
+    view.write_back(window, target)
+    assert target.tolist() == [[1] * 3, [1] * 3, [0] * 3, [5] * 3]
+
+
 @pytest.mark.parametrize(
     "stages",
     [  # blocks of the last stage are cut by the first; views of one shape with other strides; a block at the edge
@@ -111,3 +135,44 @@ def test_larger_blocks_are_kept_where_squares_leave_the_range(impl, exponent):
     mask = torch.ones_like(weight, dtype=torch.bool)
     scope.update_masks({scope.block: mask}, 1, impl=impl)
     assert mask[:, 6:].all() and not mask[:, :6].any()
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_a_larger_block_is_kept_where_some_squares_overflow(impl):
+    weight = torch.ones(2, 8)
+    weight[:, 2:4], weight[:, 4:6] = 2.0**100, 2.0**101
+    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 4))
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    scope.update_masks({scope.block: mask}, 1, impl=impl)
+    assert mask.tolist() == [[False] * 4 + [True] * 2 + [False] * 2] * 2
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_a_slightly_larger_block_is_kept_where_squares_lose_bits(impl):
+    small = 2.0**-69  # its square has 11 bits in float32
+    weight = torch.tensor([[small, 0, small * (1 + 2.0**-14), 0]])
+    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 2))
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    scope.update_masks({scope.block: mask}, 1, impl=impl)
+    assert mask.tolist() == [[False, False, True, True]]
+
+
+def test_a_level_that_is_written_to_one_of_two_tensors_with_a_shared_count_is_an_error():
+    model, shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"nnz": 8, "scope_coupling": "both"}
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, [{"tensor_fqn": f"{k}.weight", **shared} for k in range(2)])
+    sparsifier.groups[0]["sparsity_level"] = 0.9
+    with pytest.raises(CouplingError, match="members share one budget"):
+        sparsifier.step()
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_check_notices_one_element_too_many_or_too_few(change):
+    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
+    sparsifier.prepare(one_layer(torch.randn(3, 4)), [ENTRY])
+    sparsifier.step()
+    mask = sparsifier.mask("0.weight")
+    row = mask[1].clone()
+    mask[1, int((row if change < 0 else ~row).nonzero()[0])] = change > 0
+    with pytest.raises(SparsityError, match="0.weight"):
+        sparsifier.check()

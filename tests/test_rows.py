@@ -147,3 +147,16 @@ def test_a_default_device_changes_nothing():
             with torch.device("cpu"):
                 scope_mask([as_scopes(values, masks[1], block, shape)], 20, impl="reference")
             assert torch.equal(*masks)
+
+
+def test_a_row_is_read_once_where_the_bracket_decides(monkeypatch):
+    """Its ends may be tied, and all slots may be kept."""
+    scores = torch.zeros(1, 1 << 14)
+    scores[0, ::1000] = 9
+    out = torch.empty(scores.shape[1], dtype=torch.bool)
+    source = long.KeysOf(scores, None, False)
+    assert long.keep_row([out], [source], scores.shape[1]) and out.all()
+    key = int(source.keys(0, 0, 1))
+    monkeypatch.setattr(long, "_bracket", lambda *_: (key - 1, key))
+    assert long.keep_row([out], [source], 2)
+    assert out.nonzero()[:, 0].tolist() == [0, 1000]

@@ -14,6 +14,7 @@ from ..selection.strides import Shape
 
 _DIMENSION = re.compile(r"\([^()]*\)|[^\s()]+")
 _STAR = re.compile(r"(\*\*?)")
+MOST_STARS = 4
 _MATCHES = {"*": "([^.]+)", "**": ".*"}
 
 
@@ -145,6 +146,11 @@ def match_names(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], lis
     >>> match_names("**.weight", ["a.weight", "a.b.weight"])
     {(): ['a.weight', 'a.b.weight']}
     """
+    if pattern.count("**") > MOST_STARS or max(part.count("*") for part in pattern.split(".")) > MOST_STARS:
+        raise CouplingError(
+            f"{pattern!r}: a name pattern may have at most {MOST_STARS} '**', and as many '*' between two dots, since "
+            "matching more could take very long"
+        )
     regex = re.compile("".join(_MATCHES.get(text) or re.escape(text) for text in _STAR.split(pattern)))
     found: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, map(regex.fullmatch, names)):

@@ -190,9 +190,9 @@ class GradientCapture(StepHooks):
         if is_open:
             found = [(g["tensor_fqn"], original(g).grad) for g in self.groups]
             self._before_open = {n: (weakref.ref(g), _version(g)) for n, g in found if g is not None}
-        self.is_open = is_open
         for group in self.groups:
             find_dynamic(group["module"], group["tensor_name"]).set_open(is_open)
+        self.is_open = is_open
 
     def clear(self) -> None:
         """Drop what was captured; a new iteration begins."""

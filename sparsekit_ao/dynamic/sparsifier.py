@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..distributed import has_process_group
 from ..errors import SparsityError
+from ..masking import finished
 from ..sparsifiers.config import Place, TensorGroup
 from ..sparsifiers.optimizers import unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
@@ -124,7 +125,7 @@ class DynamicSparsifier(PlannedSparsifier):
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: Movement | None = None
-        self._pending = False
+        self._pending = self._has_updated = False
         self._start_masks: dict[str, Tensor] = {}
         self._known: list[int] = []  # ids of the parameters that were looked up in the optimizers
         self._capture = GradientCapture()
@@ -191,15 +192,22 @@ class DynamicSparsifier(PlannedSparsifier):
             self._finish_start(self._capture.optimizers)
         before, was_masked = (self.iteration, self._pending), self._capture.masked
         self.iteration += 1
+        self._has_updated = False
         try:
             with torch.no_grad():
                 if self.enable_mask_update:
                     self._update_all()
-                if not was_masked or not all(map(keeps_zeros, self._capture.optimizers)):
-                    zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
-        except Exception:
-            self.iteration, self._pending = before
+        except BaseException:
+            if self._has_updated:  # Ctrl-C after everything was written: the iteration counts
+                finished(self._end_iteration, was_masked)
+            else:
+                self.iteration, self._pending = before
             raise
+        finished(self._end_iteration, was_masked)
+
+    def _end_iteration(self, was_masked: bool) -> None:
+        if not was_masked or not all(map(keeps_zeros, self._capture.optimizers)):
+            zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
         self._capture.clear()
         self._set_open()
         if self._capture.masked and not was_masked:
@@ -296,7 +304,7 @@ class DynamicSparsifier(PlannedSparsifier):
                 self.last_update = run_update(*arguments, self._finish_update)
 
     def _finish_update(self) -> None:
-        self._pending = False
+        self._pending, self._has_updated = False, True
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
         return {g["tensor_fqn"]: self.settings.statistics for g in self.groups}

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ def one_shot(
     where: str | Callable[[Any], Tensor] | None = None,
     progress: bool = True,
     resume: bool = False,
+    checkpoint: Callable[[], None] | None = None,
 ) -> OneShotReport:
     """Prune a trained model in one pass: layer after layer, masks are chosen and the kept weights make up for the rest.
 
@@ -51,7 +53,10 @@ def one_shot(
             applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
             (a pooled token, say), count every position.
         progress: show a progress bar on a terminal.
-        resume: continue after an interruption; layers that were finished stay as they are.
+        resume: continue after an interruption; layers that were finished stay as they are. In a new process, load the
+            state dicts of the model and of the sparsifier first; without one of a pass in progress, it starts anew.
+        checkpoint: called after each finished block or layer, to save the state dicts of the model and the sparsifier.
+            A pass that resumes from them gives the same bits as one that was never interrupted.
 
     Tensors that are coupled or share a budget are pruned in two phases: their masks are chosen by the score before any
     layer changes; then each layer is compensated by least squares when the pass reaches it. Inputs are recorded before
@@ -81,7 +86,7 @@ def one_shot(
         model.eval()
         with torch.no_grad():
             state = _Pass(sparsifier, data, compensate, blocks, resume)
-            rows = _pass(state, progress)
+            rows = _pass(state, progress, checkpoint)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -103,10 +108,9 @@ class _Pass:
         joint = {id(c) for own in plan.connected if any(len(c.leaves) > 1 for c in own) for c in own}
         self.joint = [c for c in plan.components if id(c) in joint]
         self.own = [[c for c in plan.connected[i] if id(c) not in joint] for i in range(len(self.groups))]
-        if resume and sparsifier._one_shot is not None:
-            self.done, self.chosen = sparsifier._one_shot
-        else:
-            self.done, self.chosen = {}, {}
+        before = sparsifier._one_shot if resume else None
+        self.progress = {"rows": {}, "masks": {}} if before is None else before
+        self.done, self.chosen = self.progress["rows"], self.progress["masks"]
         self.walked = 0  # blocks
         self.resumes = resume and bool(self.chosen or self.done)
 
@@ -151,12 +155,12 @@ class _Pass:
         )
 
 
-def _pass(state: _Pass, progress: bool) -> list[LayerRow]:
+def _pass(state: _Pass, progress: bool, checkpoint: Callable[[], None] | None) -> list[LayerRow]:
     sparsifier = state.sparsifier
     _check_gradients(state)
     if state.joint and not state.resumes:
         state.chosen.update(_joint_masks(state))
-    sparsifier._one_shot = (state.done, state.chosen)
+    sparsifier._one_shot = state.progress
     walk = state.walk(state.needs)
     state.walked = walk.blocks
     unreached = [t.name for t in walk.unreached]
@@ -176,9 +180,11 @@ def _pass(state: _Pass, progress: bool) -> list[LayerRow]:
                 for layer in fresh:
                     row = _row(layer, layer.target.name in unreached)
                     _write(sparsifier, layer)
-                    state.done[layer.target.name] = row
+                    state.done[layer.target.name] = asdict(row)
             bar.update(len(layers))
-    return [state.done[t.name] for t in (*(t for u in units for t in u.targets), *rest)]
+            if fresh and checkpoint is not None:
+                checkpoint()
+    return [LayerRow(**state.done[t.name]) for t in (*(t for u in units for t in u.targets), *rest)]
 
 
 def _check_gradients(state: _Pass) -> None:

@@ -16,6 +16,7 @@ from .config import TensorGroup, copied
 # A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
 _NOT_COPIED = ("step", "_plan", "_forms")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
+_ROW = {"tensor": str, "before": float, "after": float, "density": float, "seconds": float, "note": str}  # of a report
 
 
 class Copies:
@@ -156,7 +157,7 @@ def check_saved(
         raise SparsityError("load_state_dict: 'enable_mask_update' must be a bool")
     own = {g["tensor_fqn"]: _shape(g) for g in groups}
     if strict and (set(own) != set(masks) or set(own) != set(saved)):
-        missing, unexpected = sorted(set(own) - set(masks)), sorted((set(masks) | set(saved)) - set(own))
+        missing, unexpected = sorted(set(own) - (set(masks) & set(saved))), sorted((set(masks) | set(saved)) - set(own))
         raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
     for fqn, shape in own.items():
         if fqn in masks and masks[fqn].shape != shape:
@@ -178,6 +179,47 @@ def _saved_masks(state: object) -> dict[str, Tensor]:
         if not mask.is_meta and mask.dtype != torch.bool and not bool(((own == 0) | (own == 1)).all()):
             raise SparsityError(f"load_state_dict: {fqn}: a mask must hold 0 and 1 only")
     return masks
+
+
+def saved_count(state_dict: object, key: str, default: int) -> int:
+    """A number of steps in a state dict, or the default if it has none."""
+    found = state_dict.get(key, default) if isinstance(state_dict, Mapping) else default
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise SparsityError(f"load_state_dict: {key!r} must be an int >= 0, got {found!r}")
+    return found
+
+
+def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> list[str]:
+    """Names of some of these groups in a state dict, none if it has no such entry."""
+    found = state_dict.get(key, []) if isinstance(state_dict, Mapping) else []
+    own = [g["tensor_fqn"] for g in groups]
+    if not isinstance(found, list) or any(n not in own for n in found):
+        raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {found!r}")
+    return list(found)
+
+
+def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, dict[str, Any]] | None:
+    """Copies of the saved progress of `one_shot`, if there is one: rows of finished tensors, and chosen masks.
+
+    Raises:
+        SparsityError: it is not of these groups.
+    """
+    saved = state_dict.get("one_shot") if isinstance(state_dict, Mapping) else None
+    if saved is None:
+        return None
+    rows, masks = (saved.get("rows"), saved.get("masks")) if isinstance(saved, Mapping) else (None, None)
+    if not isinstance(rows, Mapping) or not isinstance(masks, Mapping):
+        raise SparsityError("load_state_dict: 'one_shot' must be a dict with 'rows' and 'masks', as state_dict() gives")
+    own = {g["tensor_fqn"]: g for g in groups}
+    found = _saved_masks({fqn: {"mask": mask} for fqn, mask in masks.items()})
+    for fqn in (*rows, *masks):
+        if fqn not in own or (fqn in masks and (fqn not in found or found[fqn].shape != _shape(own[fqn]))):
+            raise SparsityError(f"load_state_dict: 'one_shot': {fqn!r} is unknown, or its mask has another shape")
+        if fqn in rows and not (isinstance(rows[fqn], Mapping) and {k: type(v) for k, v in rows[fqn].items()} == _ROW):
+            raise SparsityError(f"load_state_dict: 'one_shot': {fqn}: a row has {', '.join(_ROW)}, got {rows[fqn]!r}")
+    devices = {fqn: getattr(own[fqn]["module"], own[fqn]["tensor_name"]).device for fqn in found}
+    copies = {fqn: mask.detach().to(devices[fqn], torch.bool, copy=True) for fqn, mask in found.items()}
+    return {"rows": {fqn: dict(row) for fqn, row in rows.items()}, "masks": copies}
 
 
 def _saved_groups(groups: object) -> dict[str, TensorGroup]:

@@ -1,6 +1,6 @@
 """Optimizers inside the wrappers of trainers, which of them trains a parameter, and how many steps each has taken."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,11 +37,13 @@ class StepCounts:
     Attributes:
         optimizers: those that are counted.
         counts: steps of each since it was attached.
+        used: {name of a parameter: steps of its optimizer at the last `use`}; -1 where a loaded state waits for one.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self.counts: list[int] = []
+        self.used: dict[str, int] = {}
         self._handles: list[Any] = []
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -60,6 +62,25 @@ class StepCounts:
                 "its optimizer, or leave the tensor out of the config."
             )
         return found[0]
+
+    def stepped(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Names of those whose optimizer has stepped since their last `use`."""
+        return [n for n, p in parameters.items() if self._taken(p, n) > self.used.get(n, 0)]
+
+    def use(self, parameters: Mapping[str, Tensor]) -> None:
+        """Note that the steps up to now have been considered for these."""
+        self.used |= {n: self._taken(p, n) for n, p in parameters.items()}
+
+    def restore(self, stepped: Iterable[str]) -> None:
+        """Begin with the result that `stepped` had when it was saved."""
+        self.counts, self.used = [0] * len(self.optimizers), dict.fromkeys(stepped, -1)
+
+    def restored(self) -> list[str]:
+        """Names that were restored and not used since."""
+        return [n for n, count in self.used.items() if count < 0]
+
+    def _taken(self, parameter: Tensor, name: str) -> int:
+        return self.counts[self.trainer_of(parameter, name)] if self.optimizers else 0
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         skipped = getattr(optimizer, "found_inf", None)  # set by GradScaler where the optimizer itself skips

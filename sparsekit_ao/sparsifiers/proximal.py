@@ -4,7 +4,7 @@ Weights stay plain parameters, which the proximal operator changes in place; no 
 remembered as masks, for `squash_mask`, for checkpoints and for `to_masks`, which hands the zeros over.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError
 from ..masking import WeightMask
+from .checkpoint import saved_count, saved_names
 from .component import Component
 from .conditioners import Conditioner, Diagonal, check_conditioner, check_optimizer, diagonal_of
 from .config import Place, TensorGroup
@@ -98,7 +99,6 @@ class ProximalSparsifier(PlannedSparsifier):
         self.conditioner: Conditioner = conditioner
         self.iteration = 0
         self._counts = StepCounts()
-        self._used: dict[str, int] = {}  # by tensor_fqn, the optimizer's steps at the last step here
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -116,7 +116,7 @@ class ProximalSparsifier(PlannedSparsifier):
             self._counts = before
             raise
         before.attach([])
-        self._used = {}
+        self._counts.restore(before.restored())
 
     def step(self, use_path: bool = True) -> None:
         """Apply the proximal operator to every tensor whose optimizer has stepped since the last call.
@@ -162,20 +162,30 @@ class ProximalSparsifier(PlannedSparsifier):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What the last step kept, groups, and the number of steps; see `MaskSparsifier.state_dict`."""
-        return {**super().state_dict(), "iteration": self.iteration}
+        """What the last step kept, groups, the number of steps, and tensors whose optimizer has stepped since then."""
+        return {**super().state_dict(), **self._position()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where `state_dict` was saved, at that position of the strength's schedule."""
+        self._need_prepared("load_state_dict")
+        iteration, stepped = saved_count(state_dict, "iteration", 0), saved_names(state_dict, "stepped", self.groups)
         super().load_state_dict(state_dict, strict)
-        self.iteration = int(state_dict.get("iteration", 0))
+        self.iteration = iteration
+        self._counts.restore(stepped)
 
     def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), "iteration": self.iteration}
+        return {**super()._pickled(), **self._position()}
+
+    def _position(self) -> dict[str, Any]:
+        is_prepared = self._phase == "prepared"
+        stepped = self._counts.stepped(self._parameters(self.groups)) if is_prepared else self._counts.restored()
+        return {"iteration": self.iteration, "stepped": stepped}
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user."""
-        return {**super().__getstate__(), "_counts": StepCounts(), "_used": {}}
+        counts = StepCounts()
+        counts.restore(self._position()["stepped"])
+        return {**super().__getstate__(), "_counts": counts}
 
     def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: Place) -> dict[str, Any]:
         pattern = checked_pattern(own.get("pattern"), place.where)
@@ -225,11 +235,16 @@ class ProximalSparsifier(PlannedSparsifier):
         return []
 
     def _after_prepare(self) -> None:
-        self._used = {}
         if not self._resumes:
             self.iteration = 0
+            self._counts.restore(())
         if self._counts.optimizers:
             self._check_optimizers()
+
+    def _sync_state(self) -> None:
+        for group in self.groups:
+            if group.get("module") is not None:
+                self._live_mask(group)
 
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         """What the last step kept, bool of the tensor's shape on its device; all True before."""
@@ -271,38 +286,34 @@ class ProximalSparsifier(PlannedSparsifier):
 
     def _update_all(self) -> None:
         self._check_groups(self.groups)
-        taken = self._steps_taken()
         components = self._planned(self.groups).components
-        names = [g["tensor_fqn"] for g in self.groups]
-        due = [c for c in components if all(taken[at] > self._used.get(names[at], 0) for _, at in c.leaves)]
-        if due:
-            self._update_components(due, self.groups)
-            self._used |= {names[at]: taken[at] for c in due for _, at in c.leaves}
+        if self._counts.optimizers:  # else every call is a step
+            stepped = set(self._counts.stepped(self._parameters(self.groups)))
+            own = [{self.groups[at]["tensor_fqn"] for _, at in c.leaves} for c in components]
+            components = tuple(c for c, names in zip(components, own, strict=True) if names <= stepped)
+        if components:
+            self._update_components(components, self.groups)
             self.iteration += 1
 
-    def _steps_taken(self) -> list[int]:
-        """For each group, the steps of its optimizer; without optimizers every call is one."""
-        counts = self._counts
-        if not counts.optimizers:
-            return [self.iteration + 1] * len(self.groups)
-        return [counts.counts[counts.trainer_of(self._parameter(g), g["tensor_fqn"])] for g in self.groups]
+    def _parameters(self, groups: Iterable[TensorGroup]) -> dict[str, Tensor]:
+        return {g["tensor_fqn"]: self._parameter(g) for g in groups}
 
     def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
         for component in components:
             own = {leaf: groups[at] for leaf, at in component.leaves}
             diagonals = {leaf: self._diagonal(g) for leaf, g in own.items()}
             known = {leaf: d for leaf, d in diagonals.items() if d is not None}
-            if len(known) < len(own):
-                continue  # the optimizer has not moved some member yet
             strength = groups[component.leaves[0][1]].get("strength")
-            proximal_step(
-                component,
-                {leaf: self._parameter(g).detach() for leaf, g in own.items()},
-                known,
-                {leaf: self._live_mask(g) for leaf, g in own.items()},
-                strength=None if strength is None else self._value(strength, component.label),
-                keep=component.budget(groups, self._level_given),
-            )
+            if len(known) == len(own):  # else the optimizer has not moved some member yet
+                proximal_step(
+                    component,
+                    {leaf: self._parameter(g).detach() for leaf, g in own.items()},
+                    known,
+                    {leaf: self._live_mask(g) for leaf, g in own.items()},
+                    strength=None if strength is None else self._value(strength, component.label),
+                    keep=component.budget(groups, self._level_given),
+                )
+            self._counts.use(self._parameters(own.values()))
 
     def _diagonal(self, group: TensorGroup) -> Diagonal | None:
         """The metric of a tensor; None where its optimizer changes nothing."""

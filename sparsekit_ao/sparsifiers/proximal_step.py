@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..algebra import BlockSpec, Budget, SparseBlock, block_windows, is_number, soft_threshold_windows
 from ..errors import SparsityError
+from ..masking import finished
 from ..selection import Newton, Scopes, block_scores, fill_mask
 from .component import Component
 from .conditioners import Diagonal
@@ -27,7 +28,7 @@ def proximal_step(
     strength: float | None,
     keep: Budget,
 ) -> None:
-    """Shrink the blocks of a component in place, and fill masks with what is then not zero.
+    """Shrink the blocks of a component in place, and fill masks with what is then not zero, also if it is interrupted.
 
     Args:
         component: over meta placeholders.
@@ -48,9 +49,18 @@ def proximal_step(
         thresholds = component.scope.keep_thresholds(keep, values)
         if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
             thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
+    shrunk = {s: w.clone() for s, w in weights.items()}
+    kept = {s: m.clone() for s, m in masks.items()}
     for member in component.scope.members():
-        _shrink(member.block, thresholds[member.block], weights, tensors)
-        _fill(member.block, weights, masks)
+        _shrink(member.block, thresholds[member.block], shrunk, tensors)
+        _fill(member.block, shrunk, kept)
+
+    def write() -> None:
+        for spec, weight in weights.items():
+            weight.copy_(shrunk[spec])
+            masks[spec].copy_(kept[spec])
+
+    finished(write)
 
 
 def _as_tensor(diagonal: Diagonal, weight: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ..errors import SparsityError
 from ..patterns import Pattern
 from ..schedules import Cadence
 from ..scores import Score
+from .checkpoint import checked_pass, copied_state, saved_count
 from .planned import PlannedSparsifier
 
 
@@ -65,7 +65,7 @@ class ScopeSparsifier(PlannedSparsifier):
     """
 
     optional_keys = (*PlannedSparsifier.optional_keys, "max_sparsity")
-    _one_shot: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # finished rows, chosen masks; see `one_shot`
+    _one_shot: dict[str, dict[str, Any]] | None = None  # finished rows and chosen masks of a pass; see `one_shot`
 
     def __init__(
         self,
@@ -111,16 +111,21 @@ class ScopeSparsifier(PlannedSparsifier):
         return self.cadence.until is not None and self._steps >= self.cadence.until
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any sparsifier, with the number of calls of `step`."""
-        return {**super().state_dict(), "steps": self._steps}
+        """As of any sparsifier, with the number of calls of `step`, and the progress of an unfinished `one_shot`."""
+        return {**super().state_dict(), **self._progress(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """As of any sparsifier, with the number of calls of `step` if there is one."""
-        steps = state_dict.get("steps", self._steps) if isinstance(state_dict, Mapping) else 0
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise SparsityError(f"load_state_dict: 'steps' must be an int >= 0, got {steps!r}")
+        """As of any sparsifier, with the number of calls of `step` and the progress of `one_shot` if there are any."""
+        self._need_prepared("load_state_dict")
+        steps, progress = saved_count(state_dict, "steps", self._steps), checked_pass(state_dict, self.groups)
         super().load_state_dict(state_dict, strict)
-        self._steps = steps
+        self._steps, self._one_shot = steps, progress
+
+    def _pickled(self) -> dict[str, Any]:
+        return {**super()._pickled(), **self._progress()}
+
+    def _progress(self) -> dict[str, Any]:
+        return {} if self._one_shot is None else {"one_shot": copied_state(self._one_shot)}
 
     def _forget_model(self) -> None:
         super()._forget_model()
