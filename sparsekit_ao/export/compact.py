@@ -91,7 +91,8 @@ def verified(
     found = compared(reference, result, tolerance)
     if isinstance(found, str):
         raise _error(model, reference, tolerance, result, found)
-    of_config, not_in_config = [], None
+    of_config: list[Change] = []
+    not_in_config = None
     if with_config and has_config(model):
         of_config, not_in_config = fit_config(model, result.model, removals, reference, tolerance)
     changes = [*result.changes, *of_config]

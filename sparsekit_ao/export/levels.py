@@ -21,7 +21,7 @@ from .removal import Removal, plain_tensors, remove_units
 from .verify import count_flops
 
 Cost = Callable[[nn.Module], float]
-Rows = Mapping[str, Sequence[Tensor]]  # {coupling: the scores of units of each of its layers, [scopes, units]}
+Rows = Mapping[str, Sequence[Tensor]]  # {coupling: for each of its layers, numbers of units [scopes, units]}
 
 
 def cost_of(of: str | Cost, inputs: Any) -> Cost:
@@ -79,29 +79,28 @@ def counts_at_levels(
 def counts_within(
     model: nn.Module,
     couplings: Sequence[Coupling],
-    scores: Rows,
+    importances: Rows,
     cost: Cost,
     ratio: float,
     *,
     multiples: Mapping[str, int],
     limits: Mapping[str, float],
-    comparable: bool,
 ) -> dict[str, int]:
     """{coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
-    Units are dropped in the order of importance per cost: scores, relative to the mean of their coupling unless they
-    are comparable, by the cost that one unit saves. With one step less (a multiple of units of one coupling) the model
-    would cost more.
+    Units are dropped one by one: next is always the one by which the lost importance of its coupling, relative to the
+    kept one, increases least for the square root of the cost that it saves. The root keeps costly couplings from being
+    cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less (a unit, or a multiple of units)
+    the model would cost more.
 
     Args:
         model: not changed.
         couplings: of one layer, or of layers that keep equal numbers.
-        scores: of their units.
+        importances: of their units; they add up.
         cost: of a model.
         ratio: fraction of the cost that is saved, at least.
         multiples: {coupling: units that are dropped at once}.
         limits: {coupling: largest fraction of its units that is dropped}.
-        comparable: whether scores of different couplings measure the same.
 
     Raises:
         SparsityError: with all that may be dropped, the model costs more.
@@ -112,22 +111,18 @@ def counts_within(
     def cost_at(counts: Mapping[str, int]) -> float:
         return cost(_without(model, couplings, bounds, counts))
 
-    dense = cost_at({})
-    steps: list[tuple[float, list[str], int]] = []
+    dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
     for names in _tied(couplings):
         units, multiple = full[names[0]], max(multiples[name] for name in names)
-        if any(full[name] != units for name in names):
-            continue  # equal fractions of different numbers would be needed
         least = rounded(max(sparsity_to_nnz(limits[name], units, "max_sparsity: ") for name in names), units, multiple)
-        half = rounded(units // 2, units, multiple)
-        if least == units:
-            continue
-        half = half if half < units else least
-        saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
-        importance = torch.stack([_importance(scores[name], comparable) for name in names]).sum(0)
+        if least == units or any(full[name] != units for name in names):
+            continue  # of different numbers, equal fractions would be needed
+        some = max(least, rounded(units // 2, units - multiple, multiple))
+        saved = (dense - cost_at(dict.fromkeys(names, some))) / (units - some)
+        kept_share = _kept_shares([row for name in names for row in importances[name]])
         for kept, before in _multiples_down(units, least, multiple):
-            lost = float(importance[kept:before].mean())
-            steps.append((lost / saved if saved > 0 else math.inf, names, kept))
+            lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)
+            steps.append((lost / math.sqrt(saved) if saved > 0 else math.inf, names, kept))
     steps.sort(key=lambda step: step[0])  # stable, so that a coupling drops its units one after the other
 
     def counts(taken: int) -> dict[str, int]:
@@ -168,12 +163,13 @@ def _without(
     return small
 
 
-def _importance(rows: Sequence[Tensor], comparable: bool) -> Tensor:
-    """What is lost with the units of a coupling, the most important first; summed over scopes and layers."""
+def _kept_shares(rows: Sequence[Tensor]) -> list[float]:
+    """The share of the importance of a coupling that its k most important units have, for k = 1, 2, ..."""
     found = torch.cat([one.double().cpu().reshape(-1, one.shape[-1]) for one in rows])
-    if not comparable:
-        found = found / found.abs().mean().clamp(min=torch.finfo(found.dtype).tiny)
-    return found.sort(1, descending=True).values.sum(0)
+    found = found - found.amin(1, keepdim=True).clamp(max=0)  # saliencies may be negative
+    sums = found.sort(1, descending=True).values.cumsum(1)
+    shares: list[float] = (sums / sums[:, -1:]).nan_to_num(1.0).mean(0).clamp(min=1e-12).tolist()
+    return shares
 
 
 def _multiples_down(units: int, least: int, multiple: int) -> Iterator[tuple[int, int]]:

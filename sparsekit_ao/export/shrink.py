@@ -46,10 +46,10 @@ def shrink(
     several that divide one dimension of a tensor (key heads, query heads in each, numbers of a head) the first is
     pruned, so that a dimension loses `ratio` of its length once. The report lists what is left out, with the reason.
 
-    With `of="flops"` or another cost, units are dropped in the order of importance per cost until the model costs
-    `1 - ratio` of what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then
-    keeps a number of its own; where the model has a `config`, layers of one coupling keep equal numbers, so that the
-    config can hold them. Importances are relative to the mean of their coupling, but for scores that are `comparable`.
+    With `of="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
+    what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of
+    its own; where the model has a `config`, layers of one coupling keep equal numbers, so that the config can hold
+    them. Importances count relative to those of their coupling.
 
     Args:
         model: not changed.
@@ -96,14 +96,15 @@ def shrink(
     if cost and not hasattr(model, "config"):
         layers = [(layer, one.name) for one in chosen for layer in one.of_layers(model)]
         chosen = [layer for layer, _ in layers]
-        multiples, limits = ({layer.name: of_all[name] for layer, name in layers} for of_all in (multiples, limits))
+        multiples = {layer.name: multiples[name] for layer, name in layers}
+        limits = {layer.name: limits[name] for layer, name in layers}
 
     def counts(some: Sequence[Coupling], scores: _Scores) -> dict[str, int]:
         if cost is None:
             return counts_at_levels(model, some, {one.name: _number(ratio, one.name, 0.0) for one in some}, multiples)
-        comparable = getattr(parse_score(score, ""), "comparable", False)
-        options: dict[str, Any] = {"multiples": multiples, "limits": limits, "comparable": comparable}
-        return counts_within(model, some, scores, cost, trial, **options)
+        power = 2 if score is None else 1  # squares of norms add up, and saliencies do
+        importances = {one.name: [rows**power for rows in scores[one.name]] for one in some}
+        return counts_within(model, some, importances, cost, trial, multiples=multiples, limits=limits)
 
     scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
     trials = partial(_trials, example_inputs, multiples, tolerance)
@@ -119,7 +120,7 @@ def _pruned(
     scored: Callable[[Sequence[Coupling]], _Scores],
     counts: Callable[[Sequence[Coupling], _Scores], dict[str, int]],
     trials: Callable[[nn.Module], Trials],
-) -> tuple[nn.Module, Sequence[Coupling], _Left]:
+) -> tuple[nn.Module, list[Coupling], _Left]:
     """A copy of the model in which the lowest units are zero, the couplings that can be removed from it, and others."""
     left: _Left = []
     while True:
@@ -133,7 +134,7 @@ def _pruned(
         good, bad = trials(masked).sort(rated)
         left += [(one.name, why) for one, why in bad.items()]
         if not bad:
-            return masked, good, left  # what was pruned is what will be removed
+            return masked, list(good), left  # what was pruned is what will be removed
         couplings = good
 
 

@@ -28,12 +28,10 @@ class BuiltInScore:
     Attributes:
         needs: the statistics to collect, some of `calibration.NEEDS`.
         uses_blocks: whether `statistics.blocks` must hold each element's block.
-        comparable: whether saliencies of different layers measure the same, such as a change of the loss.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     uses_blocks: ClassVar[bool] = False
-    comparable: ClassVar[bool] = False
 
     def __call__(self, weight: Tensor, statistics: Statistics) -> Tensor:
         """Saliencies in the weight's shape."""
@@ -92,13 +90,11 @@ class scale(BuiltInScore):
 class lamp(BuiltInScore):
     """w^2 / (the sum of the squares of the tensor's weights that are at least as large) (arXiv 2010.07611).
 
-    Of equal weights the first counts as the larger one. Levels of layers follow from one threshold for all of them.
+    Of equal weights the first counts as the larger one.
 
     >>> sparsekit_ao.scores.saliency_of(lamp(), torch.tensor([1.0, -3.0, 2.0]), "fc.weight")
     tensor([0.0714, 1.0000, 0.3077])
     """
-
-    comparable: ClassVar[bool] = True
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
         square, order = weight.double().square().flatten().sort(descending=True, stable=True)
@@ -205,7 +201,6 @@ class taylor(BuiltInScore):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("gradient",)
-    comparable: ClassVar[bool] = True
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
         return (weight.float() * statistics.gradient).abs()
@@ -220,7 +215,6 @@ class fisher(BuiltInScore):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("gradient_square",)
-    comparable: ClassVar[bool] = True
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
         return weight.float().square() * statistics.gradient_square

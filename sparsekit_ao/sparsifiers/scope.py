@@ -133,7 +133,7 @@ class ScopeSparsifier(PlannedSparsifier):
                 lambda i: self._dense(self.groups[i]), lambda i: self._statistics_of(self.groups[i])
             )
             scores = component.scope.block_norms(values, norm=component.norm_of(values.values()))
-            found.append((tuple(leaf.name for leaf, _ in component.leaves), scores))
+            found.append((tuple(self.groups[at]["tensor_fqn"] for _, at in component.leaves), scores))
         return found
 
     def state_dict(self) -> dict[str, Any]:
