@@ -32,12 +32,11 @@ sys.path.append(str(Path(__file__).parent.parent))
 from dst_language_model import read_text
 
 Loss = Callable[[nn.Module, Any], Tensor]
-OURS = {"norm": None, "taylor": "taylor", "lamp": "lamp", "fisher": "fisher", "scale": "scale", "random": "random"}
+OURS = {"norm": None, "taylor": "taylor", "lamp": "lamp", "random": "random"}
 THEIRS = {
     "norm": "GroupMagnitudeImportance",
     "taylor": "GroupTaylorImportance",
     "lamp": "LAMPImportance",
-    "hessian": "GroupHessianImportance",
     "scale": "BNScaleImportance",
     "random": "RandomImportance",
 }
@@ -64,7 +63,7 @@ class Residual(nn.Module):
 class Digits:
     """A residual network on 8 x 8 digits, its batches, and its accuracy."""
 
-    epochs, tuned, lr, is_accuracy = 30, 12, 2e-3, True
+    epochs, tuned, lr, is_accuracy = 30, 10, 2e-3, True
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
@@ -170,16 +169,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("network", choices=("digits", "text"))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=10, help="the rule for levels was chosen on seeds 0 to 4")
     parser.add_argument("--flops", type=float, default=0.3, help="fraction that is kept (default: 0.3)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     task: Any = Digits() if args.network == "digits" else Text()
     found: dict[str, list[tuple[float, float, float]]] = {}
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name, numbers in one_seed(task, seed, args.flops):
             found.setdefault(name, []).append(numbers)
-    rows = [show(row(args, task, name, numbers)) for name, numbers in found.items()]
-    write_csv(rows, RESULTS / f"compare_accuracy_{args.network}.csv")
+        write_csv([row(args, task, *item) for item in found.items()], RESULTS / f"compare_accuracy_{args.network}.csv")
+    for item in found.items():
+        show(row(args, task, *item))
 
 
 def row(args: argparse.Namespace, task: Any, name: str, numbers: Sequence[tuple[float, float, float]]) -> dict:
@@ -265,7 +266,7 @@ def theirs(task: Any, model: nn.Module, importance: str, is_global: bool, budget
     """Pruned by Torch-Pruning, with the smallest ratio that stays within the FLOPs."""
     target, low, high = budget * flops_of(model, task.example), 0.0, 1.0
     best = None
-    for _ in range(8):
+    for _ in range(7):
         ratio = (low + high) / 2
         small = torch_pruned(task, copy.deepcopy(model), importance, is_global, ratio)
         if flops_of(small, task.example) <= target:
@@ -292,15 +293,7 @@ def torch_pruned(task: Any, model: nn.Module, importance: str, is_global: bool, 
         max_pruning_ratio=0.9,
         ignored_layers=[last],
     )
-    if "Hessian" in importance:
-        scorer.zero_grad()
-        for batch in calibration(task)[:3]:
-            for one in range(len(batch if isinstance(batch, Tensor) else batch[0])):
-                piece = batch[one : one + 1] if isinstance(batch, Tensor) else [t[one : one + 1] for t in batch]
-                model.zero_grad()
-                task.loss(model, piece).backward()
-                scorer.accumulate_grad(model)
-    elif "Taylor" in importance:
+    if "Taylor" in importance:
         for batch in calibration(task):
             (task.loss(model, batch) / len(calibration(task))).backward()
     pruner.step()

@@ -107,10 +107,12 @@ class Coupling:
         >>> [one.members for one in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
         [{'0.weight': 'u i', '0.bias': 'u'}, {'1.weight': 'u i', '1.bias': 'u'}]
         """
+        names = dict(_tensors(model))
+        found = {member: match_names(member, names) for member in self.members}
         return [
             replace(
                 self,
-                members={member.fqn: member.pattern.axes for member in bound.members},
+                members={fqn: axes for member, axes in self.members.items() for fqn in found[member][bound.captured]},
                 name=bound.name,
                 attrs={fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()},
             )

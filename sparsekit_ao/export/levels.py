@@ -60,8 +60,9 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
         for member in bound.members:
             tensor = tensors[member.fqn]
             if tensor.ndim > 1 and tensor.is_floating_point() and tensor.element_size() == 2:
-                each = tensor.shape[member.pattern.dimension_of(coupling.unit)] // bound.grid[-1]
-                found = max(found, 8 // math.gcd(8, each))
+                lengths, axes = member.pattern.lengths(tuple(tensor.shape)), member.pattern.dimensions
+                inner = [axis for axis in axes[member.pattern.dimension_of(coupling.unit)] if axis != coupling.unit]
+                found = max(found, 8 // math.gcd(8, math.prod(lengths[axis] for axis in inner)))
     return found
 
 
