@@ -164,13 +164,19 @@ def torch_pruned(model: nn.Module, inputs: Any, frozen: Sequence[FrozenAxis], nu
         forward_fn=run,
     )
     names = {id(module): name for name, module in model.named_modules()}
+    left: dict[tuple[str, bool], list[int]] = {}  # of a layer, its channels of the dense model that are still there
     zeroing = 0.0
     for group in pruner.step(interactive=True):
         begun = time.perf_counter()
+        channels: dict[tuple[str, bool], set[int]] = {}
         for dependency, indices in group:
             name = names.get(id(dependency.target.module))
             if name:
-                zero(masked.get_submodule(name), dependency.handler.__name__, list(indices))
+                channels.setdefault((name, "in_channels" in dependency.handler.__name__), set()).update(indices)
+        for (name, reads), indices in channels.items():
+            own = left.setdefault((name, reads), list(range(1 << 16)))
+            zero(masked.get_submodule(name), reads, [own[at] for at in sorted(indices)])
+            left[name, reads] = [channel for at, channel in enumerate(own) if at not in indices]
         zeroing += time.perf_counter() - begun
         group.prune()
     seconds = time.perf_counter() - start - zeroing
@@ -215,20 +221,16 @@ def run(model: nn.Module, inputs: Any) -> list[Tensor]:
     return [t for t in _pytree.tree_leaves({"out": output}) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def zero(module: nn.Module, function: str, indices: list[int]) -> None:
+def zero(module: nn.Module, reads: bool, indices: list[int]) -> None:
     """Zeros in what reads or writes these channels of a layer of the dense model."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    reads = "in_channels" in function
-    if weight is None or isinstance(module, nn.MultiheadAttention):
-        return
+    is_grouped = getattr(module, "groups", 1) > 1
+    if weight is None or isinstance(module, nn.MultiheadAttention) or (is_grouped and reads):
+        return  # what a grouped layer reads is zero where it is written
     with torch.no_grad():
-        if weight.ndim > 1:
-            swapped = isinstance(module, (nn.modules.conv._ConvTransposeNd, nn.Embedding))
-            depthwise = getattr(module, "groups", 1) > 1
-            dimension = 0 if depthwise else int(reads != swapped)
-            weight.index_fill_(dimension, torch.tensor([i for i in indices if i < weight.shape[dimension]]), 0.0)
-        else:
-            weight[indices] = 0.0
+        swapped = isinstance(module, (nn.modules.conv._ConvTransposeNd, nn.Embedding)) and not is_grouped
+        dimension = int(reads != swapped) if weight.ndim > 1 else 0
+        weight.index_fill_(dimension, torch.tensor([i for i in indices if i < weight.shape[dimension]]), 0.0)
         if bias is not None and (weight.ndim == 1 or not reads):
             bias[indices] = 0.0
 
