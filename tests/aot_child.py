@@ -113,6 +113,8 @@ FURTHER = {
     "1x1 over a tensor as a second stage, float16": update(WHOLE, F16, (1, 1), WHOLE, among_kept=True),
     "1x4 over a tensor": update(WHOLE, BF16, (1, 4), (8192, 2048)),
     "1x4 over a tensor as a second stage": update(WHOLE, BF16, (1, 4), (8192, 2048), norm=1, among_kept=True),
+    "32x32 over a tensor, float32": update(WHOLE, F32, (32, 32), (256, 256)),
+    "32x32 over a tensor as a second stage": update(WHOLE, BF16, (32, 32), (256, 256), among_kept=True),
     "32x32 over a tensor, inf": update(WHOLE, BF16, (32, 32), (256, 256), norm=math.inf),
     "a hidden unit of three tensors, 64-bit, float32": hidden_units(F32, True, among_kept=True),
     "signed rows of 1,000": rows(F32, 1000, False, True),

@@ -13,10 +13,19 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest
 from grids import EXHAUSTIVE
+from kernel_cases import INTERPRETS
 
 HERE = Path(__file__).parent
 ARCHES = (80, 90, 100)
+# releases (3.4 3.6) or folders of triton to compile with too; a wheel has 150 MB, so only where it is asked for
+OLDER_TRITON = os.environ.get("SPARSEKIT_AO_TRITON", "").split()
+
+
+interprets_kernels = pytest.mark.skipif(
+    not INTERPRETS, reason="triton before 3.7 interprets kernels with conversions that numpy 2.4 has removed"
+)
 _running: list[subprocess.Popen] = []
 _found: dict[str, subprocess.CompletedProcess] = {}
 _folders: dict[str, Path] = {}
@@ -28,6 +37,11 @@ def _aot():
     environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # compile, whatever was compiled before
     command = [sys.executable, str(HERE / "aot_child.py"), *map(str, ARCHES)]
     return command + (["--every"] if EXHAUSTIVE else []), environment
+
+
+def _older_aot(release):
+    environment = dict(os.environ) | {"TRITON_CACHE_DIR": tempfile.mkdtemp()}
+    return [sys.executable, str(HERE / "older_aot_child.py"), release], environment
 
 
 def _interpreter():
@@ -60,6 +74,10 @@ JOBS = {  # in the order in which the tests need them
     "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
     "test_triton_aot.py": _aot,
     "test_triton_interpreter.py": _interpreter,
+    **{
+        f"test_every_form_compiles_with_an_older_triton[{release}]": lambda release=release: _older_aot(release)
+        for release in OLDER_TRITON
+    },
 }
 
 

@@ -14,11 +14,16 @@ import pytest
 import torch
 from grids import EXHAUSTIVE, grid
 from kernel_cases import INF, KINDS, NAN, budgets, generator, scores_like
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparsityError, View
-from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, scope_mask, scope_masks
+from sparsekit_ao.algebra import MaskUpdate
+from sparsekit_ao.distributed.device_passes import choose_on_device
+from sparsekit_ao.distributed.pieces import Piece, Selection
+from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, keep_masks, scope_mask, scope_masks
 from sparsekit_ao.selection import triton as gpu
 from sparsekit_ao.selection.triton import Limits, device_plan, launch, plan, reasons
+from sparsekit_ao.selection.triton import turns as gpu_turns
 from sparsekit_ao.selection.triton.plan import make_plan
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -124,6 +129,31 @@ def test_candidates_may_be_fewer_than_the_budget():
     assert torch.equal(keep_mask(scores, keep, candidates=candidates, impl="triton"), expected)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_saliencies_of_single_elements_compete_by_their_signed_values(path):
+    dtype = FLOATS[len(path) % 3]
+    agree([scopes(integers((4, 24), dtype), (1, 1), (1, 12))], 5, PATHS[path], None)
+    masks = [(torch.rand(4, 24, generator=generator(k)) < 0.6) for k in range(2)]
+    both = [scopes(scores_like("special", 4, 24, dtype, k), (1, 1), (4, 24), mask=masks[k]) for k in range(2)]
+    agree(both[:1], 40, PATHS[path], None, among_kept=True)
+    agree(both, 90, PATHS[path], None, among_kept=True)
+
+
+def test_rows_of_several_tensors_share_launches_and_equal_one_by_one(monkeypatch):
+    monkeypatch.setattr(launch, "Limits", lambda: LONG)
+    kernels = []
+    monkeypatch.setattr(device_plan, "run", lambda *a, real=device_plan.run, **k: kernels.append(1) or real(*a, **k))
+    counts = []
+    for widths in ((96,), (96, 80, 64)):
+        kernels.clear()
+        rows = [(integers((1, n), seed=n), torch.tensor(n // 3), integers((1, n)) != 0) for n in widths]
+        found = keep_masks(rows * 2, impl="triton")
+        for (scores, keep, candidates), mask in zip(rows * 2, found, strict=True):
+            assert torch.equal(mask, keep_mask(scores, keep, candidates=candidates, impl="reference"))
+        counts.append(len(kernels))
+    assert counts[0] == counts[1]
+
+
 def sampled(width, count):
     """Which slots of a row the sample takes."""
     at = torch.arange(count)
@@ -140,19 +170,21 @@ def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
     random = torch.randn(width, generator=generator()).abs()
     hidden = (random + 9).scatter(0, sampled(width, samples), random[:samples])
     crowded = torch.where(torch.arange(width) < 500, 1 + torch.arange(width) * 1e-4, random + 2)
-    modes = set()
+    modes, apart = set(), set()
     for row, keep in [(random, 200), (random * 0, 77), (hidden, 900), (crowded, 3800)]:
         for dtype in (torch.float32, torch.bfloat16):
             scores = row.to(dtype)[None]
             found = gpu.keep_mask(scores, keep, None, magnitude=True, limits=limits)
             assert torch.equal(found, keep_mask(scores, keep, magnitude=True, impl="reference"))
-            _, _, above, at_high, between, at_low, overflow, *_ = seen[-1][0].tolist()
+            _, _, above, at_high, between, at_low, overflow, counted_apart, *_ = seen[-1][0].tolist()
+            apart.add(counted_apart)
             second, third = above + at_high, above + at_high + between
             if second < keep <= third:
                 modes.add("overflow" if overflow else "inside")
             else:
                 modes.add("known" if above < keep <= third + at_low else "missed")
     assert modes == {"known", "inside", "overflow", "missed"}
+    assert apart == {0, 1}  # keys equal to the ends of the bracket are gathered, or counted
 
 
 # patterns
@@ -500,8 +532,9 @@ def test_numbers_among_budgets_are_written_in_place(monkeypatch):
 
 def test_the_cache_of_plans_is_bounded_by_bytes(plans, monkeypatch):
     monkeypatch.setattr(device_plan, "CACHE_BYTES", 4000)
-    for k in range(20):
-        gpu.scope_masks([one_of(integers((2, 8), seed=k), 2)])
+    updates = [one_of(integers((2, 8), seed=k), 2) for k in range(20)]  # all alive, so that no address comes twice
+    for update in updates:
+        gpu.scope_masks([update])
     held = [8 * r.memory.numel() for r in plans.values()]
     assert 2 <= len(held) < 20 and sum(held) <= 4000 < sum(held) + held[0]
     assert plans.bytes == sum(held)
@@ -607,20 +640,64 @@ def by_row(shape, width, stride=None):
 
 
 @pytest.mark.parametrize(
-    ("block", "scope", "count"), [((1, 1), (1, 4), 1), ((1, 1), (8192, 8192), 7), ((32, 32), (256, 256), 8)]
+    ("block", "scope", "count"), [((1, 1), (1, 4), 1), ((1, 1), (2048, 2048), 7), ((32, 32), (256, 256), 8)]
 )
 def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypatch):
-    seen = []
+    seen, shape = [], [max(2048, n * b) for n, b in zip(scope, block, strict=True)]
     for module in (device_plan, launch):
         monkeypatch.setattr(module, "run", lambda kernel, *a, **k: seen.append(kernel.__name__))
     for weights in (1, 5):
         groups = []
         for _ in range(weights):
-            values, mask = (torch.empty(8192, 8192, dtype=t, device="meta") for t in (torch.bfloat16, torch.bool))
+            values, mask = (torch.empty(shape, dtype=t, device="meta") for t in (torch.bfloat16, torch.bool))
             groups.append(Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=scope))
         gpu.scope_masks([Update(scopes=(g,), keep=1) for g in groups])
         assert len(seen) == count, seen
         seen.clear()
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that were made, by the turn in which they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if self.turns and isinstance(found, torch.Tensor) and found.is_meta and found._base is None:
+            self.turns[-1] += found.numel() * found.element_size()
+        return found
+
+
+@pytest.mark.parametrize(("block", "most"), [((1, 1), 10), ((32, 32), 1), ((1, 4), 32)])
+def test_tensors_take_turns_so_that_the_workspace_is_a_sixteenth_of_the_elements(block, most, monkeypatch):
+    """Of 64 weights of 16 million elements; tables are not workspace."""
+    for module in (device_plan, launch):
+        monkeypatch.setattr(module, "run", lambda *a, **k: None)
+    monkeypatch.setattr(device_plan, "_upload", lambda *a: None)
+    weights = torch.empty(64, 4096, 4096, dtype=torch.bfloat16, device="meta")
+    masks = torch.empty_like(weights, dtype=torch.bool)
+    grid = tuple(4096 // b for b in block)
+    found = [Blocks(shape=block, values=w, mask=m) for w, m in zip(weights, masks, strict=True)]
+    with Allocated() as allocated:
+        real = launch._fill_masks
+        monkeypatch.setattr(launch, "_fill_masks", lambda *a: allocated.turns.append(0) or real(*a))
+        gpu.scope_masks([Update(scopes=(Scopes(members=(m,), shape=grid),), keep=1) for m in found])
+    assert max(allocated.turns) <= weights.numel() // 16 + (8 << 20) and len(allocated.turns) <= most
+    assert len(gpu_turns.turns([by_row((4096, 4096), 4)] * 64, FUSED)) == 1  # no workspace, one launch
+
+
+def test_masks_of_tensors_that_take_turns_are_the_references():
+    limits = replace(NARROWED, workspace=200)
+    groups = [[scopes(integers((8, 24), seed=k), (1, 1 + k % 2), (8, 24 // (1 + k % 2)))] for k in range(5)]
+    expected = [copied(g) for g in groups]
+    updates = [Update(scopes=tuple(g), keep=50) for g in groups]
+    assert len(gpu_turns.turns(updates, limits)) > 2
+    gpu.scope_masks(updates, limits)
+    for g, e in zip(groups, expected, strict=True):
+        scope_mask(e, 50, impl="reference")
+        assert torch.equal(g[0].members[0].mask, e[0].members[0].mask)
 
 
 def test_rows_just_too_long_for_one_program_are_narrowed_where_they_are_many():
@@ -719,6 +796,34 @@ def test_one_bad_update_of_many_changes_nothing():
     assert not updates[0].scopes[0].members[0].mask.any()
 
 
+# over ranks; see also sharded_kernels
+
+
+@pytest.mark.parametrize("keep", [0, 3, 60, 128])
+def test_a_rank_without_blocks_sends_as_many_counts_as_one_with_all(keep):
+    values, mask = integers((8, 16), torch.bfloat16), torch.zeros(8, 16, dtype=torch.bool)
+    scope = ScopeSpec(BlockSpec(values, name="w"))
+    member, update = scope.members()[0], MaskUpdate(scope=scope, masks={scope.block: mask}, keep=keep, values=None)
+    piece = Piece((blocks_of(values, (1, 1), mask=mask),), update, member, start=(0, 0), base=0, counts=True)
+    sent: list[torch.Tensor] = []
+    for pieces in ([(0, piece)], []):
+        given = iter(sent[:])
+
+        def summed(counts, pieces=pieces, given=given):
+            sent.extend([counts.clone()] * len(pieces))
+            expected = counts if pieces else next(given)
+            assert expected.shape == counts.shape
+            return expected
+
+        tiles = [member.shape]
+        selection = Selection(pieces=pieces, keep=torch.tensor([keep]), tiles=tiles, dtype=torch.bfloat16, signed=False)
+        choose_on_device([selection], torch.device("cpu"), summed)
+        assert next(given, None) is None
+    expected = torch.zeros_like(mask)
+    scope_mask([scopes(values, (1, 1), (8, 16), mask=expected)], keep, impl="reference")
+    assert torch.equal(mask, expected)
+
+
 # refusals
 
 
@@ -739,7 +844,7 @@ def test_one_bad_update_of_many_changes_nothing():
         ),
         (lambda: blocks_of(torch.zeros(4, 8), (1, 3)), (1, 3), 2, "a block at an edge is smaller than the others"),
         (lambda: blocks_of(torch.zeros(4, 8), (1, 1)), (1, 3), 2, "a scope at an edge is smaller than the others"),
-        (lambda: blocks_of(torch.zeros(4, 8), (1, 1)), (1, 4), None, "values are saliencies"),
+        (lambda: blocks_of(torch.zeros(4, 8), (1, 2)), (1, 4), None, "values are saliencies .* sums over blocks"),
         (
             lambda: blocks_of(torch.zeros([2] * 14).permute(*range(0, 14, 2), *range(1, 14, 2)), (1,) * 14),
             (1,) * 14,

@@ -1,6 +1,8 @@
 """Scores, budgets and windows that the tests of the kernels share, and the rule by numpy's sort."""
 
+import contextlib
 import math
+from importlib import metadata
 
 import numpy as np
 import torch
@@ -10,6 +12,16 @@ from sparsekit_ao.selection import Blocks, Scopes
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 INF, NAN = math.inf, math.nan
+
+
+def release(package):
+    """Major and minor version of an installed package; (0, 0) where there is none."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return tuple(int(n) for n in metadata.version(package).split(".")[:2])
+    return 0, 0
+
+
+INTERPRETS = not (0, 0) < release("triton") < (3, 7) or release("numpy") < (2, 4)  # whether it can interpret kernels
 
 
 def generator(seed=0):

@@ -33,7 +33,8 @@ TOGETHER = {
     "T5": [
         {1: {"encoder.block.*.layer.0.SelfAttention.key_value_proj_dim": "u"}, 2: {}},
         {5: {"decoder.block.*.layer.0.SelfAttention.key_value_proj_dim": "u"}, 6: {}},
-        {7: {"decoder.block.*.layer.1.EncDecAttention.key_value_proj_dim": "u"}, 8: {}},
+        {7: {"decoder.block.**.layer.1.EncDecAttention.n_heads": "u"}},
+        {8: {"decoder.block.*.layer.1.EncDecAttention.key_value_proj_dim": "u"}, 9: {}},
     ],
     "BERT": [{1: {"encoder.layer.*.attention.self.attention_head_size": "u"}, 2: {}}],
     "DistilBERT": [{1: {"transformer.layer.*.attention.attention_head_size": "u"}, 2: {}}],
@@ -42,7 +43,7 @@ TOGETHER = {
 COUNTS = {  # kinds of axes that discover finds, so that one which it no longer finds fails the test
     **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Mixtral"), 6),
     **dict.fromkeys(("BERT", "DistilBERT", "ViT"), 4),
-    **{"GPT-2": 3, "GPT-NeoX": 2, "T5": 10, "ConvNeXt": 1, "ResNet": 5, "MobileNetV2": 10},
+    **{"GPT-2": 3, "GPT-NeoX": 2, "T5": 11, "ConvNeXt": 1, "ResNet": 5, "MobileNetV2": 10},
 }
 
 

@@ -229,6 +229,9 @@ BAD = [
     (axes("o o", "o"), "duplicate dimension"),
     (axes("o ...", "o"), "give every axis a name"),
     (axes("o (i 4)", "o"), "give every axis a name"),
+    (axes("o (5 + u + 3)", "u"), W + "'o (5 + u + 3)': dimension 1 has size 8, so nothing is left beside 5 + 3"),
+    (axes("o (3 + u m)", "u", m=4), "dimension 1 (u m) has size 5, which is not a multiple of m=4"),
+    (axes("o (i + u)", "u"), W + "'o (i + u)': (i + u) must be one part with names and lengths of the others"),
     (axes(7, "o"), "axes must be a str such as 'o (s m)', got 7"),
     ({"axes": "o i"}, "'axes' needs 'unit'"),
     ({"unit": "o"}, "'unit' is part of an axis pattern and needs 'axes'"),
@@ -264,3 +267,11 @@ def test_the_view_of_a_transposed_weight_is_an_alias():
     weight = torch.randn(8, 4).t()
     seen = AxisPattern(axes="o (s m)", unit="s o m", sizes={"m": 4})(weight)
     assert seen.data_ptr() == weight.data_ptr() and seen.shape == (2, 4, 4)
+
+
+def test_blocks_of_a_part_of_a_concatenation_compete_and_what_is_outside_is_kept():
+    model = Holder(w=torch.tensor([[9.0, 1, 4, 2, 3, 9], [9, 1, 4, 2, 3, 9]]))
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, [{"tensor_fqn": "w", **axes("o (1 + u + 1)", "u")}])
+    sparsifier.step()
+    assert sparsifier.mask("w")[0].tolist() == [True, False, True, False, True, True]

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError
+from sparsekit_ao.coupling import joint_entries
+from sparsekit_ao.coupling.merged import merged_couplings
+from sparsekit_ao.export import compact, cut_to
 
 MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
 
@@ -316,3 +319,35 @@ def test_a_size_that_was_given_and_does_not_fit_is_not_blamed_on_a_member():
     with pytest.raises(SparsityError, match=r"^0.weight: .*99") as e:
         Coupling({"0.weight": "u i", "1.weight": "o u"}, sizes={"u": 99}).bind(model)
     assert not isinstance(e.value, CouplingError) and "0.weight has" not in str(e.value)
+
+
+def test_the_parts_of_a_concatenation_have_units_of_their_own_and_are_removed_one_by_one():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(3, 6), nn.Linear(10, 2)
+
+        def forward(self, x):
+            return self.c(torch.cat([self.a(x), torch.tanh(self.b(x))], -1))
+
+    torch.manual_seed(0)
+    model, inputs = Branches(), torch.randn(5, 3)
+    first, second = (
+        Coupling({f"{name}.weight": "u i", f"{name}.bias": "u", "c.weight": part}, name=name)
+        for name, part in (("a", "o (u + 6)"), ("b", "o (4 + u)"))
+    )
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, joint_entries([first, second], model, sparsity_level={"a": 0.5, "b": 2 / 3}))
+    sparsifier.step()
+    sparsifier.check()
+    kept = sparsifier.mask("c.weight")[0]
+    assert [int(part.sum()) for part in kept.split([4, 6])] == [2, 2]
+    sparsifier.squash_mask()
+    small, report = compact(model, [first, second], inputs)
+    assert small.c.weight.equal(model.c.weight[:, kept]) and report.after.parameters == 26
+    fresh = cut_to(Branches(), report.manifest)
+    fresh.load_state_dict(small.state_dict())
+    assert torch.equal(fresh(inputs), small(inputs))
+    assert merged_couplings(first, second, model) is None
+    with pytest.raises(CouplingError, match="of its .2, 10. that do not form a rectangle"):
+        compact(model, [second, Coupling({"c.weight": "o (3 + u)"}, name="c")], inputs)

@@ -206,6 +206,58 @@ CASES = {  # (model, example inputs, the couplings: members, scope)
             ({"q.weight": "(s d u) i", "kv.weight": "(d s u) i", "o.weight": "o (s d u)"}, "s"),
         ],
     ),
+    "two axes of one tensor": (
+        Net(lambda m, x: m.c((lambda y: y + m.b(y))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
+        ROWS,
+        [
+            (
+                {
+                    "a.weight": "u i",
+                    "a.bias": "u",
+                    "b.weight": "u u",
+                    "b.bias": "u",
+                    "c.weight": "o u",
+                },
+                "",
+            )
+        ],
+    ),
+    "concatenated, of other lengths": (
+        Net(
+            lambda m, x: m.c(torch.cat([m.a(x), torch.tanh(m.b(x)), m.a(x)[:, :1], x], 1).flatten(1)),
+            a=nn.Conv2d(3, 8, 1),
+            b=nn.Conv2d(3, 6, 1),
+            c=nn.Linear(18 * 16, 2),
+        ),
+        IMAGE,
+        [({"b.weight": "u i 1 1", "b.bias": "u", "c.weight": "o (128 + u d + 64)"}, "")],
+    ),
+    "norm and depthwise convolution of a concatenation": (
+        Net(
+            lambda m, x: m.e(F.relu(m.d(m.c(torch.cat([m.a(x), m.b(x)], 1))))),
+            a=nn.Conv2d(3, 8, 1),
+            b=nn.Conv2d(3, 6, 1),
+            c=nn.BatchNorm2d(14),
+            d=nn.Conv2d(14, 14, 3, groups=14),
+            e=nn.Conv2d(14, 2, 1),
+        ),
+        IMAGE,
+        [
+            (
+                {
+                    f"{name}.weight": "u i 1 1",
+                    f"{name}.bias": "u",
+                    **{f"c.{k}": part for k in ("weight", "bias")},
+                    "d.weight": f"{part} 1 h w",
+                    "d.bias": part,
+                    "e.weight": f"o {part} 1 1",
+                    **{f"c.{k}": part for k in ("running_mean", "running_var")},
+                },
+                "",
+            )
+            for name, part in (("a", "(u + 6)"), ("b", "(8 + u)"))
+        ],
+    ),
     "residual stream": (
         Net(skip, stem=nn.Conv2d(3, 8, 1), blocks=nn.ModuleList([block(), block()]), head=nn.Linear(8, 2)),
         IMAGE,
@@ -300,20 +352,35 @@ FROZEN = {  # (model, example inputs, a line with what is frozen and why)
         ROWS,
         "#   2 in a.weight[0] and a.bias[0]: view_as_complex in the model: not understood",
     ),
-    "two axes of one tensor": (
-        Net(lambda m, x: m.c((lambda y: y + m.b(y))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
-        ROWS,
-        "#   8 in a.weight[0] and 5 more: b.weight has it on two axes, which a coupling cannot express",
-    ),
     "a constant": (
         Net(lambda m, x: m.b(m.a(x) * torch.arange(8)), **PAIR),
         ROWS,
         "#   8 in a.weight[0] and 2 more: a constant made in the model",
     ),
-    "unequal pieces": (
-        Net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=nn.Linear(4, 8), b=nn.Linear(4, 6), c=nn.Linear(14, 2)),
+    "divided after a concatenation": (
+        Net(
+            lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1).unflatten(1, (2, 6)).sum(1)),
+            a=nn.Linear(4, 8),
+            b=nn.Linear(4, 4),
+            c=nn.Linear(6, 2),
+        ),
         ROWS,
-        "#   8 in a.weight[0] and a.bias[0]: cat in the model",
+        "#   8 in a.weight[0] and a.bias[0]: a concatenation of unequal parts that is divided",
+    ),
+    "twice in one dimension": (
+        Net(
+            lambda m, x: (lambda y: m.c(torch.cat([y, m.b(x), y], 1)))(m.a(x)),
+            a=nn.Linear(4, 8),
+            b=nn.Linear(4, 6),
+            c=nn.Linear(22, 2),
+        ),
+        ROWS,
+        "#   8 in a.weight[0] and 2 more: c.weight has it twice in one dimension, which a coupling cannot express",
+    ),
+    "two axes of one tensor, not zero": (
+        Net(lambda m, x: m.b(torch.sigmoid(m.b(m.a(x)))).sum(), a=nn.Linear(4, 8), b=nn.Linear(8, 8)),
+        ROWS,
+        "in a.weight[0] and 4 more: addmm in b: what it sums over is not zero where a unit is",
     ),
     "a shape across factors": (
         Net(

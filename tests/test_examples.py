@@ -103,7 +103,12 @@ def test_minilm_is_exported_to_every_target():
     with (folder / "out/export_minilm/export_minilm.csv").open() as file:
         rows = {(r["pattern"], r["target"]): r for r in csv.DictReader(file)}
     blocks = "1x4 blocks at 80%"
-    assert {pattern for pattern, _ in rows} == {"dense", blocks, "2:4"} and len(rows) == 14
+    forward, large = "1x4 blocks at 80%, feed-forward only", "16x16 blocks at 80%"
+    assert {pattern for pattern, _ in rows} == {"dense", blocks, forward, "2:4", large} and len(rows) == 21
+    assert rows[forward, "fbgemm, others torch.ao dynamic int8"]["ran sparse"] == "2 layers, int8"
+    assert rows[large, "BSR"]["ran sparse"] == "6 layers, float32"
+    assert abs(float(rows[large, "BSR"]["cosine"]) - float(rows[large, "float32"]["cosine"])) < 1e-3
+    assert "Core ML" in {target for _, target in rows}
     assert rows[blocks, "fbgemm"]["ran sparse"] == "6 layers, int8"
     assert "needs at least 60% of its 1x4 blocks" in rows["2:4", "fbgemm"]["ran sparse"]
     assert rows["2:4", "pack_2_4, bfloat16"]["ran sparse"] == "6 layers on CUDA"
@@ -328,6 +333,7 @@ BENCHMARKS = {
     "masked_linear.py": "layer: bool mask, plain install",
     "dst_overhead.py": "step: update",
     "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16  caches: cold",
+    "openvino_mlp.py": "amx_int8: ",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
@@ -346,6 +352,7 @@ def test_every_benchmark_runs(script, line, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@background.interprets_kernels
 def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times():
     done, folder = background.result("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
     assert done.returncode == 0, done.stderr

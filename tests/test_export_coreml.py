@@ -5,7 +5,7 @@ import torch
 from export_models import linear, squashed, with_value
 from torch import nn
 
-from sparsekit_ao import export, patterns
+from sparsekit_ao import SparsityError, export, patterns
 
 
 def model():
@@ -31,6 +31,21 @@ def test_bytes_are_those_of_values_and_bits():
     assert (report.before, report.after) == (8192, 4096 + 512) and not report.notes
     _, report = export.coreml_metadata(squashed(linear(64, 64), pattern=patterns.n_m(1, 4)), int8=True)
     assert report.after == 1024 + 512
+
+
+def test_marks_of_an_earlier_call_are_replaced():
+    marked, _ = export.coreml_metadata(model(), int8=True)
+    again, report = export.coreml_metadata(marked, ["2.weight"])
+    assert report.converted == ("2.weight",)
+    assert [n for n in again.state_dict() if "COREML" in n] == [
+        "_COREML_/metadata_version",
+        "2._COREML_/weight/compression_type",
+    ]
+
+
+def test_values_beyond_float16_are_refused():
+    with pytest.raises(SparsityError, match=r"0\.weight: needs values up to 65504, those of float16, got 1e\+06"):
+        export.coreml_metadata(with_value(squashed(linear()), 1e6))
 
 
 def test_values_that_coremltools_sets_to_zero_are_reported():

@@ -12,6 +12,8 @@ from export_models import TWO_FOUR, masked
 from grids import EXHAUSTIVE
 from torch import nn
 
+from sparsekit_ao import patterns
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/export.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -56,6 +58,21 @@ def test_the_sizes_equal_the_csv():
     core = [float(found["coreml_metadata", p, d]["of dense"]) for d in ("float16", "int8") for p in ("2:4", "90 %")]
     sentence = "2:4 takes {:.3f} and 90 % {:.3f} of the dense float16 file, with int8 {:.3f} and {:.3f}"
     assert sentence.format(*core) in " ".join(PAGE.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_blocks_run_as_bsr_tensors_on_a_gpu(dtype):
+    model = nn.Sequential(nn.Linear(256, 128, bias=False))
+    masked(model, pattern=patterns.blocks(16, 16, 0.8)).squash_mask()
+    model.cuda().to(dtype)
+    x = torch.randn(64, 256, device="cuda", dtype=dtype)
+    expected = model(x)
+    weight = model[0].weight.detach().to_sparse_bsr((16, 16))
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import torch
 from exported import batches, looks, mlp, pruned, same
 from torch import nn
 
-from sparsekit_ao import SparsityError, export
-from sparsekit_ao.export.fbgemm import SparseInt8Linear
+from sparsekit_ao import SparsityError, export, patterns
+from sparsekit_ao.export.fbgemm import LEAST_ZEROS
+from sparsekit_ao.export.int8_linear import SparseInt8Linear
 from sparsekit_ao.export.ranges import Range, Steps
 
 pytestmark = pytest.mark.skipif(
@@ -124,6 +125,9 @@ def test_inputs_of_any_rank(shape):
     assert layer(x).shape == (*shape[:-1], 128)
     assert torch.equal(layer(x), layer(x.reshape(-1, 64)).reshape(*shape[:-1], 128))
     assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert (layer.in_features, layer.out_features) == (64, 128)
+    with pytest.raises(SparsityError, match="the layer has 64 inputs, got a tensor"):
+        layer(torch.randn(3, 60))
 
 
 def test_only_a_whole_model_on_the_cpu_in_float32():
@@ -154,6 +158,55 @@ def test_copies_pickles_and_state_dicts_give_the_same_bits(tmp_path):
     assert not torch.equal(other(x), want)
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     assert torch.equal(other(x), want)
+
+
+DAMAGED = [
+    ("0.columns", lambda t: t + 100, "columns must be from 0 to 15, got"),
+    ("0.counts", lambda t: t + 1, "counts must add up to"),
+    ("0.blocks", lambda t: t.float(), "blocks must be torch.int8 of 2 dimensions, got torch.float32 of 2"),
+    ("0.scales", lambda t: t * torch.nan, "scales must be positive"),
+    ("0.steps", lambda t: t * 2.1, "a largest value of at most 127, got"),
+    ("0.shape", lambda t: t * 2, r"counts must have shape \(256,\), got \(128,\)"),
+    ("0.shape", lambda t: t[:1], "shape must be"),
+    ("0.bias", lambda t: t[:3], "bias must have shape"),
+    ("0.bias", lambda t: None, "with bias=False inside the model, got Linear"),
+    ("0.blocks", lambda t: None, "the state dict is of another model: 0.columns is in one only"),
+    ("4.weight", lambda t: t[:1], r"4.weight of the model is \(3, 64\) on cpu, in the state dict \(1, 64\)"),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "text"), DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_state_dict_is_refused_before_anything_changes(key, change, text):
+    converted, _ = export.fbgemm(pruned()[0], batches(1))
+    changed = {**converted.state_dict(), key: change(converted.state_dict()[key])}
+    state = {k: t for k, t in changed.items() if t is not None}
+    model = mlp()
+    before = looks(model)
+    with pytest.raises(SparsityError, match=f"load_fbgemm: .*{text}"):
+        export.load_fbgemm(model, state)
+    assert same(before, model)
+    with pytest.raises(RuntimeError, match=r"0 holds no SparseInt8Linear that fits|Missing key|size mismatch"):
+        converted.load_state_dict(state)
+
+
+def test_a_loaded_model_shares_no_memory_and_other_tensors_may_be_named_blocks():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = pruned()[0][0]
+            self.register_buffer("blocks", torch.ones(2))
+
+        def forward(self, x):
+            return self.layer(x)
+
+    converted, _ = export.fbgemm(Model(), batches())
+    fresh = export.load_fbgemm(Model().eval(), converted.state_dict())
+    assert fresh.layer.blocks.data_ptr() != converted.layer.blocks.data_ptr() and not fresh.layer.training
+    assert torch.equal(fresh(batches()[0]), converted(batches()[0]))
+    with torch.device("meta"):
+        empty = mlp()
+    with pytest.raises(SparsityError, match="to_empty"):
+        export.load_fbgemm(empty, export.fbgemm(pruned()[0], batches())[0].state_dict())
 
 
 def test_a_state_dict_of_another_model_is_refused():
@@ -208,3 +261,9 @@ def test_the_committed_figures_are_those_of_the_page():
         assert f"| {float(level):.0%} | {batch} | {' | '.join(cells)} |" in page
     best = [float(r["times dense int8"]) for r in rows if (r["level"], r["caches"]) == ("0.9", "warm")]
     assert max(best) >= 1.8
+
+
+def test_the_least_level_is_taken_whatever_its_budget_rounds_to():
+    for columns in (60, 64, 72):
+        model, _ = pruned(nn.Sequential(nn.Linear(columns, 3)), patterns.blocks(1, 4, LEAST_ZEROS), ["0.weight"])
+        assert export.check(model, "fbgemm")

@@ -67,16 +67,56 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         export.save_pretrained(model, pruned()[1], path)
     with pytest.raises(SparsityError, match="there are no masks"):
         export.save_pretrained(model, ScopeSparsifier(), path)
+    with pytest.raises(SparsityError, match=r"or {name: mask}, got torch.ao.pruning.*WeightNormSparsifier"):
+        export.save_pretrained(model, torch.ao.pruning.WeightNormSparsifier(), path)
     name = "encoder.layer.0.output.dense.weight"
     with pytest.raises(SparsityError, match=r"dense.weight is \(32, 64\), but its mask is \(64, 32\)"):
         export.save_pretrained(model, {name: torch.ones(64, 32, dtype=torch.bool)}, path)
     assert not path.exists()
 
 
+def test_a_weight_that_lost_its_zeros_is_refused_and_kept_nan_is_saved(tmp_path):
+    model, sparsifier = masked_bert()
+    sparsifier.squash_mask()
+    name = "encoder.layer.0.output.dense.weight"
+    dropped = ~(sparsifier.mask(name) != 0)
+    with torch.no_grad():
+        model.get_parameter(name)[dropped] = 1
+    with pytest.raises(SparsityError, match=rf"{name} is not zero at .*, which its mask drops \(1,024 such"):
+        export.save_pretrained(model, sparsifier, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with torch.no_grad():
+        model.get_parameter(name)[dropped] = 0
+        model.get_parameter(name)[~dropped] = torch.nan
+    assert len(export.save_pretrained(model, sparsifier, tmp_path).notes) == 1
+
+
+def test_damaged_files_of_masks_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    def save(shapes, **tensors):
+        save_file(tensors or {"w": torch.full((2,), 255, dtype=torch.uint8)}, tmp_path / "masks.safetensors", shapes)
+
+    for shapes, text in (
+        (None, "was not written by save_pretrained"),
+        ({"shapes": "{"}, "is not JSON"),
+        ({"shapes": "[1]"}, "must hold the shape of every mask"),
+        ({"shapes": '{"v": [16]}'}, "must hold the shape of every mask"),
+        ({"shapes": '{"w": [1000000, 1000000]}'}, "2 bytes do not hold a mask of shape"),
+        ({"shapes": '{"w": [-4, -4]}'}, "2 bytes do not hold a mask of shape"),
+        ({"shapes": '{"w": [3, 5]}'}, "2 bytes do not hold a mask of shape"),
+    ):
+        save(shapes)
+        with pytest.raises(SparsityError, match=text):
+            export.load_masks(tmp_path)
+    save({"shapes": '{"w": [4, 4]}'})
+    assert export.load_masks(tmp_path)["w"].all()
+
+
 # LoRA
 
 
-def adapted(squash, targets=("up", "down")):
+def adapted(squash, targets=("up", "down"), **options):
     """A pruned model with trained adapters, the base model's weights, and the product that each adapter adds."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -84,7 +124,7 @@ def adapted(squash, targets=("up", "down")):
     model, sparsifier = pruned(model, pattern=patterns.n_m(2, 4), names=["up.weight", "down.weight"], squash=squash)
     with torch.no_grad():
         before = {name: sparsifier.groups[k]["module"].weight.clone() for k, name in enumerate(sparsifier.state)}
-    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=list(targets)))
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=list(targets), **options))
     deltas = {}
     for name, module in lora.named_modules():
         if hasattr(module, "lora_A"):
@@ -128,6 +168,71 @@ def test_masks_may_come_from_a_file_and_layers_without_adapters_are_reported():
     merged, report = export.merge_lora(lora, masks)
     assert report.converted == ("down.weight",) and dict(report.left) == {"up.weight": "no adapter changes it"}
     assert not merged.down.weight[~masks["down.weight"]].any()
+
+
+def test_weight_norms_of_adapters_are_those_of_masked_weights():
+    merged = {}
+    for squash in (False, True):
+        lora, sparsifier, _before, _deltas = adapted(squash, use_dora=True)
+        original = lora.get_base_model().up.get_base_layer()
+        dense = original.weight if squash else original.parametrizations.weight.original.detach().clone()
+        merged[squash] = export.merge_lora(lora, sparsifier)[0].up
+        if not squash:  # what the mask hides is still there
+            hidden = ~(sparsifier.mask("up.weight") != 0)
+            found = merged[squash].parametrizations.weight.original
+            assert (found - dense)[hidden].abs().max() > 0 and (found != 0).all()
+    torch.testing.assert_close(merged[False].weight, merged[True].weight, rtol=0, atol=0)
+
+
+def test_states_of_adapters_that_cannot_be_merged_are_refused():
+    def broken(lora):
+        torch.nn.init.constant_(lora.get_base_model().up.lora_A["default"].weight, torch.nan)
+
+    for change, text in (
+        (lambda lora: lora.merge_adapter(), "is merged into a Linear already; call model.unmerge_adapter"),
+        (lambda lora: lora.disable_adapter_layers(), "adapters are disabled"),
+        (broken, "lora_A.default.weight of a Linear is not finite"),
+    ):
+        lora, sparsifier, _, _ = adapted(squash=True)
+        change(lora)
+        before = looks(lora)
+        with pytest.raises(SparsityError, match=text):
+            export.merge_lora(lora, sparsifier)
+        assert same(before, lora)
+    lora, sparsifier, _, _ = adapted(squash=True, targets=["up"], modules_to_save=["down"])
+    with pytest.raises(SparsityError, match="down.weight is in modules_to_save, so peft replaces it"):
+        export.merge_lora(lora, sparsifier)
+
+
+def test_several_adapters_and_other_kinds():
+    lora, sparsifier, _before, _ = adapted(squash=True)
+    peft = pytest.importorskip("peft")
+    lora.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up"]))
+    assert "the adapter 'second' is not active, so it is not merged but removed" in str(
+        export.merge_lora(lora, sparsifier)[1]
+    )
+    model = pruned(nn.Sequential(OrderedDict(up=nn.Linear(64, 64))), pattern=patterns.n_m(2, 4), names=["up.weight"])
+    other = peft.get_peft_model(model[0], peft.LoHaConfig(r=2, target_modules=["up"]))
+    with pytest.raises(SparsityError, match="call export.merge_lora"):
+        export.save_pretrained(other, model[1], "nowhere")
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter) if parameter.requires_grad else None
+    merged, report = export.merge_lora(other, model[1])
+    assert report.converted == ("up.weight",) and float((merged.up.weight == 0).float().mean()) == 0.5
+
+
+def test_sparsifiers_prepared_on_the_model_with_adapters():
+    peft = pytest.importorskip("peft")
+    for squash in (False, True):
+        model = nn.Sequential(OrderedDict(up=nn.Linear(64, 64), down=nn.Linear(64, 4)))
+        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up"]))
+        torch.nn.init.normal_(lora.get_base_model().up.lora_B["default"].weight)
+        _, sparsifier = pruned(lora, patterns.n_m(2, 4), ["base_model.model.up.base_layer.weight"], squash)
+        if squash:
+            assert float((export.merge_lora(lora, sparsifier)[0].up.weight == 0).float().mean()) == 0.5
+            continue
+        with pytest.raises(SparsityError, match="call sparsifier.squash_mask"):
+            export.merge_lora(lora, sparsifier)
 
 
 def test_a_merge_that_does_not_fit_is_refused_before_anything_changes():

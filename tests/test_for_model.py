@@ -1,14 +1,17 @@
 """for_model: it returns what discover finds, its couplings leave outputs unchanged, and unknown models are errors."""
 
+import functools
+
 import einops
 import hf_models
 import pytest
 import torch
-from discovered import assert_exact, fill
+from discovered import assert_exact, fill, pruned
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, for_model
+from sparsekit_ao.export import compact
 
 
 class Block(nn.Module):
@@ -163,9 +166,9 @@ def refused(model, match):
 
 
 def test_unknown_tensors_of_a_layer_are_refused_not_ignored():
-    refused(
-        make("Mixtral")[0], r"^for_model: model.layers.0 is named as in Llama-.* but also has mlp.experts.down_proj and"
-    )
+    model, _ = make("Llama")
+    model.model.layers[0].mlp.adapter = nn.Linear(2, 2)
+    refused(model, r"^for_model: model.layers.0 is named as in Llama-.* but also has mlp.adapter.bias and")
     model, _ = make("BERT")
     model.encoder.layer[1].adapter = nn.Linear(2, 2)
     refused(
@@ -228,3 +231,66 @@ def test_a_prepared_model_has_the_same_couplings_as_a_plain_one():
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, plain["heads"].entries(model, sparsity_level=0.5))
     assert for_model(model) == plain
+
+
+def routed_without(model, dropped):
+    """The model whose routers never choose some experts."""
+
+    def route(own, router, inputs, output):
+        logits = torch.where(own, -torch.inf, output[0])
+        top = torch.topk(logits.softmax(-1), router.top_k)
+        return logits, top.values / top.values.sum(-1, keepdim=True), top.indices
+
+    for own, layer in zip(dropped, model.model.layers, strict=True):
+        layer.mlp.gate.register_forward_hook(functools.partial(route, own))
+    return model
+
+
+def test_whole_experts_are_removed_as_if_no_router_chose_them_which_is_not_what_zero_rows_do():
+    model, inputs = make("Mixtral")
+    experts = for_model(model)["experts"]
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, experts.entries(model, nnz=2))
+    sparsifier.step()
+    dropped = [~sparsifier.mask(f"model.layers.{k}.mlp.gate.weight").any(1) for k in range(2)]
+    sparsifier.squash_mask()
+    with pytest.raises(SparsityError, match="(?s)^the compacted model gives other outputs.*'experts 0' by itself"):
+        compact(model, experts, inputs)
+    small, report = compact(model, experts, inputs, tolerance=10)
+    assert report.difference > 1e-3 and small.config.num_local_experts == 2
+    assert torch.allclose(small(**inputs).logits, routed_without(model, dropped)(**inputs).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+def test_units_inside_of_experts_and_whole_ones_of_packed_experts(name):
+    model, inputs = make(name)
+    ready = for_model(model)
+    assert_exact(model, ready["expert_units"], inputs)
+    small, _ = compact(pruned(model, [ready["experts"]]), ready["experts"], inputs, tolerance=10)
+    again = type(model)(small.config)
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again.eval()(**inputs).logits, small(**inputs).logits)
+
+
+def test_listed_experts_have_units_and_a_router_in_groups_keeps_as_many_in_each():
+    experts = nn.ModuleList(nn.ModuleDict({k: nn.Linear(4, 4) for k in ("w1", "w2", "w3")}) for _ in range(2))
+    assert for_model(nn.ModuleDict({"experts": experts}))["expert_units"].members == {
+        "experts.*.w1.weight": "u i",
+        "experts.*.w3.weight": "u i",
+        "experts.*.w2.weight": "o u",
+    }
+    model, _ = make("DeepSeek-V3")
+    model.model.layers[1].mlp.gate.num_group = 2
+    ready = for_model(model)["experts"]
+    assert (ready.scope, ready.sizes) == ("s", {"s": 2})
+    assert ready.members["model.layers.*.mlp.gate.e_score_correction_bias"] == "(s u)"
+
+
+def test_query_heads_of_a_falcon_are_removed_beside_their_shared_key_head():
+    model, inputs = make("Falcon")
+    ready = for_model(model)
+    assert ready["heads"].members["transformer.h.*.self_attention.query_key_value.weight"] == "(u d + 16) i"
+    for coupling in ready.values():
+        assert_exact(model, coupling, inputs)
+    model.transformer.h[0].self_attention.num_heads = 3
+    refused(model, "^for_model does not know FalconForCausalLM")

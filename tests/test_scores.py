@@ -37,6 +37,8 @@ def formula(name, w, x, g, i, j):
     w, square = w.double(), x[:, j].square().sum()
     return {
         "magnitude": lambda: abs(w[i, j]),
+        "scale": lambda: 0.0,
+        "lamp": lambda: w[i, j] ** 2 / w[w.abs() >= abs(w[i, j])].square().sum(),
         "wanda": lambda: abs(w[i, j]) * math.sqrt(square),
         "ria": lambda: (abs(w[i, j]) / w[i].abs().sum() + abs(w[i, j]) / w[:, j].abs().sum()) * square**0.25,
         "obd": lambda: w[i, j] ** 2 * square / 2,
@@ -47,14 +49,19 @@ def formula(name, w, x, g, i, j):
     }[name]()
 
 
-@pytest.mark.parametrize("name", ["magnitude", "wanda", "ria", "obd", "obs", "taylor", "fisher", "movement"])
+@pytest.mark.parametrize(
+    "name", ["magnitude", "scale", "lamp", "wanda", "ria", "obd", "obs", "taylor", "fisher", "movement"]
+)
 def test_formulas(name, case):
     weight, statistics, x = case
     found = scores.saliency_of(scores.NAMES[name], weight, "w", statistics)
     gradient = statistics.gradient.double()
     for i, j in itertools.product(range(OUT), range(IN)):
         torch.testing.assert_close(
-            found[i, j].double(), torch.as_tensor(formula(name, weight, x, gradient, i, j)), rtol=1e-3, atol=1e-6
+            found[i, j].double(),
+            torch.as_tensor(formula(name, weight, x, gradient, i, j)).double(),
+            rtol=1e-3,
+            atol=1e-6,
         )
 
 

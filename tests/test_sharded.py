@@ -1,6 +1,6 @@
 """Over 2, 3 and 4 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn for each number of ranks.
 
-The cases are in `sharded_selection`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
+The cases are in `sharded_selection`, `sharded_kernels`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
 """
 
 import sys
@@ -9,6 +9,7 @@ import warnings
 import pytest
 import sharded_dynamic
 import sharded_fsdp
+import sharded_kernels
 import sharded_selection
 import sharded_training
 from ranks import run_ranks
@@ -22,6 +23,7 @@ def cases_of_two():
     yield from sharded_fsdp.cases()
     yield from sharded_training.cases_of_two()
     yield from sharded_dynamic.cases_of_two()
+    yield from sharded_kernels.cases()
 
 
 def cases_of_three():
@@ -60,7 +62,8 @@ def test_a_rank_exits_between_two_checkpoints(folder, capfd):
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, cases_of_two), (3, cases_of_three), (4, cases_of_four)])
-def test_every_case(world, cases, folder):
+def test_every_case(world, cases, folder, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a rank imports triton
     found = run_ranks(world, subfolder(folder, str(world)), cases)
     report(found)
     assert len(found) >= 90

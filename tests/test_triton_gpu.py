@@ -88,6 +88,20 @@ def test_ties_zeros_and_masked_weights_of_a_whole_tensor():
             agree([scopes(values, (1, 1), (2048, 2048))], keep)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["random", "all equal", "half equal"])
+def test_a_repeated_update_is_the_same_whatever_its_workspace_held_before(kind, dtype):
+    """A difference would be a race, or a read of what was never written."""
+    values = scores_like(kind, 1, 1 << 22, dtype).view(2048, 2048).cuda()
+    (mask,) = agree([scopes(values, (1, 1), (2048, 2048))], 3_000_001)
+    member = blocks_of(values, (1, 1))
+    for turn in range(40):
+        dirt = [torch.randint(0, 1 << 31, (1 << 19,), device="cuda") for _ in range(3)]
+        del dirt  # the caching allocator hands out the same memory again
+        scope_mask([Scopes(members=(member,), shape=(2048, 2048))], 3_000_001, impl="triton")
+        assert torch.equal(member.mask, mask), turn
+
+
 def test_strides_and_couplings():
     conv = torch.randn(256, 128, 3, 3, generator=generator()).cuda().to(memory_format=torch.channels_last)
     mask = torch.zeros_like(conv, dtype=torch.bool)
@@ -129,11 +143,11 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
     updates = [
         Update(scopes=(Scopes(members=(Blocks(shape=(1, 1), values=values, mask=masks[0]),), shape=(1, 4)),), keep=two),
         Update(
-            groups=(Scopes(members=(Blocks(shape=(1, 1), values=values, mask=masks[1]),), shape=(1024, 1024)),),
+            scopes=(Scopes(members=(Blocks(shape=(1, 1), values=values, mask=masks[1]),), shape=(1024, 1024)),),
             keep=keep,
         ),
         Update(
-            groups=(Scopes(members=(Blocks(shape=(32, 32), values=values, mask=masks[2]),), shape=(32, 32)),),
+            scopes=(Scopes(members=(Blocks(shape=(32, 32), values=values, mask=masks[2]),), shape=(32, 32)),),
             keep=blocks,
         ),
     ]

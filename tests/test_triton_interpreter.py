@@ -4,12 +4,10 @@ The interpreter is chosen by an environment variable that must be set before tri
 themselves are in `interpreted_kernels.py`.
 """
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import background
@@ -22,18 +20,8 @@ from sparsekit_ao.selection import Blocks, Scopes, block_scores, keep_mask, scop
 HERE = Path(__file__).parent
 
 
-def release(package):
-    """Major and minor version of an installed package; (0, 0) where there is none."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return tuple(int(n) for n in metadata.version(package).split(".")[:2])
-    return 0, 0
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(
-    (0, 0) < release("triton") < (3, 7) and release("numpy") >= (2, 4),
-    reason="triton before 3.7 interprets kernels with conversions that numpy 2.4 has removed",
-)
+@background.interprets_kernels
 def test_every_kernel_equals_the_reference_bit_for_bit():
     done, _ = background.result("test_triton_interpreter.py")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

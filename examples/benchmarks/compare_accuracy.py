@@ -227,7 +227,7 @@ def methods(task: Any, budget: float) -> dict[str, Callable[[nn.Module], nn.Modu
     for name, score in OURS.items():
         found[f"sparsekit_ao {name}"] = lambda model, score=score: ours(task, model, score, budget)
     for name, importance in THEIRS.items():
-        for scope in ("layer", "global"):
+        for scope in ("layer", "global") if task.is_accuracy or name != "scale" else ():
             found[f"Torch-Pruning {name}, {scope}"] = lambda model, i=importance, s=scope: theirs(
                 task, model, i, s == "global", budget
             )
@@ -284,6 +284,7 @@ def torch_pruned(task: Any, model: nn.Module, importance: str, is_global: bool, 
 
     scorer = getattr(tp.importance, importance)()
     last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    heads = {layer: m.heads for m in model.modules() if isinstance(m, Block) for layer in (m.q, m.k, m.v)}
     pruner = tp.pruner.BasePruner(
         model,
         task.example,
@@ -292,6 +293,7 @@ def torch_pruned(task: Any, model: nn.Module, importance: str, is_global: bool, 
         pruning_ratio=ratio,
         max_pruning_ratio=0.9,
         ignored_layers=[last],
+        num_heads=heads,
     )
     if "Taylor" in importance:
         for batch in calibration(task):

@@ -19,7 +19,7 @@ from machine import RESULTS, medians, show, write_csv
 from torch import Tensor, nn
 
 from sparsekit_ao import ScopeSparsifier, export, patterns
-from sparsekit_ao.export.fbgemm import SparseInt8Linear
+from sparsekit_ao.export.int8_linear import SparseInt8Linear
 
 ENGINES = ("fbgemm", "x86")
 

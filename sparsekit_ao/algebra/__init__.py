@@ -3,7 +3,7 @@
 The algebra is that of the Structured Sparsity Specification (S3, arXiv 2604.11315); docs/names.md compares the names.
 """
 
-from .axes import AxisPattern, dimensions_of
+from .axes import AxisPattern, dimensions_of, window_shape
 from .block import BlockCoupling, BlockSpec, SparseBlock, block_windows
 from .budget import Budget, checked_level, is_number, sparsity_to_nnz
 from .elements import elements_of

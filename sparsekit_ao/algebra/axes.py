@@ -2,9 +2,12 @@
 
 The factors of every dimension are named; `unit` axes index what is kept or dropped as one, `scope` axes (some of them)
 index independent budgets, every other axis is inside the block. einops parses the notation and makes the view.
+A dimension may be a concatenation of which one part is viewed, `(8 + u + 4)`: its first 8 and last 4 entries are
+outside of the view.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +37,8 @@ class AxisPattern:
     >>> n_m = AxisPattern(axes="o (s m)", unit="o s m", scope="o s", sizes={"m": 4})
     >>> n_m(torch.zeros(2, 8)).shape, n_m.block_shape, n_m.scope_shape
     (torch.Size([2, 2, 4]), (1, 1, 1), (1, 1, -1))
+    >>> AxisPattern(axes="o (8 + u)", unit="u")(torch.zeros(2, 12)).shape  # the last 4 columns, a row each
+    torch.Size([4, 2])
     >>> tiles = AxisPattern(axes="(r a) (c b)", unit="r c", sizes={"a": 32, "b": 32})
     >>> tiles(torch.zeros(64, 96)).shape, tiles.block_shape, tiles.scope_shape
     (torch.Size([2, 3, 32, 32]), (1, 1, -1, -1), (-1, -1))
@@ -75,13 +80,20 @@ class AxisPattern:
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as a torch view: unit axes first, in their order, then the axes inside the block."""
         self.check_shape(tuple(weight.shape))
-        view: Tensor = einops.rearrange(weight, f"{self.axes} -> {' '.join((*self.unit, *self._inner))}", **self.sizes)
+        text = f"{self._text} -> {' '.join((*self.unit, *self._inner))}"
+        view: Tensor = einops.rearrange(self.window(weight), text, **self.sizes)
         return view
 
     def undo(self, view: Tensor) -> Tensor:
-        """The inverse of a call: a view's axes back in the tensor's order; they may have other lengths by now."""
-        tensor: Tensor = einops.rearrange(view, f"{' '.join((*self.unit, *self._inner))} -> {self.axes}")
+        """A view's axes back in the order of the window that was viewed; they may have other lengths by now."""
+        tensor: Tensor = einops.rearrange(view, f"{' '.join((*self.unit, *self._inner))} -> {self._text}")
         return tensor
+
+    def window(self, weight: Tensor) -> Tensor:
+        """The part of the weight that is viewed: all of it, but for concatenated dimensions."""
+        for dimension, (before, after) in self.outside.items():
+            weight = weight.narrow(dimension, before, weight.shape[dimension] - before - after)
+        return weight
 
     def lengths(self, shape: Shape) -> dict[str, int]:
         """Every axis and its length in a tensor of this shape.
@@ -91,7 +103,7 @@ class AxisPattern:
         """
         self.check_shape(shape)
         found: dict[str, int] = {}
-        for size, axes in zip(shape, self.dimensions, strict=True):
+        for size, axes in zip(window_shape(self.axes, shape), self.dimensions, strict=True):
             rest = size // math.prod(self.sizes.get(axis, 1) for axis in axes)
             found |= {axis: self.sizes.get(axis, rest) for axis in axes}
         return found
@@ -129,6 +141,16 @@ class AxisPattern:
         return dimensions_of(self.axes, self.where)
 
     @cached_property
+    def outside(self) -> dict[int, tuple[int, int]]:
+        """{dimension: entries before and after the part of it that is viewed}, of concatenated dimensions."""
+        return _parsed(self.axes, self.where)[1]
+
+    @cached_property
+    def _text(self) -> str:
+        """The pattern of the window, as einops takes it."""
+        return _parsed(self.axes, self.where)[0]
+
+    @cached_property
     def _inner(self) -> list[str]:
         return [axis for dimension in self.dimensions for axis in dimension if axis not in self.unit]
 
@@ -136,7 +158,10 @@ class AxisPattern:
         """Raise unless the pattern fits a tensor of this shape."""
         if len(shape) != len(self.dimensions):
             raise self._error(f"it has {len(self.dimensions)} dimensions, but the tensor has {len(shape)}: {shape}")
-        for k, (size, axes) in enumerate(zip(shape, self.dimensions, strict=True)):
+        for d, (before, after) in self.outside.items():
+            if shape[d] <= before + after:
+                raise self._error(f"dimension {d} has size {shape[d]}, so nothing is left beside {before} + {after}")
+        for k, (size, axes) in enumerate(zip(window_shape(self.axes, shape), self.dimensions, strict=True)):
             known = {axis: self.sizes[axis] for axis in axes if axis in self.sizes}
             product, unknown = math.prod(known.values()), [axis for axis in axes if axis not in known]
             dimension, wanted = f"dimension {k} ({' '.join(axes)})", " * ".join(f"{a}={n}" for a, n in known.items())
@@ -163,10 +188,41 @@ def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
     """
     if not isinstance(axes, str):
         raise SparsityError(f"{where}axes must be a str such as 'o (s m)', got {axes!r}")
+    text, _ = _parsed(axes, where)
     try:
-        parsed = ParsedExpression(axes)
+        parsed = ParsedExpression(text)
     except einops.EinopsError as e:
         raise SparsityError(f"{where}axes {axes!r}: {e}") from None
     if parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
         raise SparsityError(f"{where}axes {axes!r}: give every axis a name (and its length in sizes)")
     return [list(dimension) for dimension in parsed.composition]
+
+
+def window_shape(axes: str, shape: Shape) -> Shape:
+    """The shape of what a pattern views of a tensor of this shape.
+
+    >>> window_shape("(8 + u + 4) i", (20, 5))
+    (8, 5)
+    """
+    _, outside = _parsed(axes, "")
+    return tuple(size - sum(outside.get(d, ())) for d, size in enumerate(shape))
+
+
+def _parsed(axes: str, where: str) -> tuple[str, dict[int, tuple[int, int]]]:
+    """The pattern without the lengths of concatenations, and these: {dimension: (before, after)}."""
+    if "+" not in axes:
+        return axes, {}
+    found, outside = [], {}
+    for d, dimension in enumerate(re.findall(r"\([^()]*\)|[^\s()]+", axes)):
+        parts = [part.strip() for part in dimension.strip("()").split("+")]
+        named = [at for at, part in enumerate(parts) if not part.isdecimal()]
+        if len(named) != 1 and "+" in dimension:
+            raise SparsityError(
+                f"{where}axes {axes!r}: {dimension} must be one part with names and lengths of the others"
+            )
+        if len(parts) > 1:
+            before, after = parts[: named[0]], parts[named[0] + 1 :]
+            outside[d] = sum(map(int, before)), sum(map(int, after))
+            dimension = f"({parts[named[0]]})"
+        found.append(dimension)
+    return " ".join(found), outside

@@ -8,22 +8,24 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..algebra import AxisPattern, dimensions_of
+from ..algebra import AxisPattern, dimensions_of, window_shape
 from ..errors import CouplingError
 from ..selection.strides import Shape
 
+_DIMENSION = re.compile(r"\([^()]*\)|[^\s()]+")
 _STAR = re.compile(r"(\*\*?)")
 _MATCHES = {"*": "([^.]+)", "**": ".*"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One tensor of a coupling.
+    """One dimension of a tensor that has the unit of a coupling.
 
     Attributes:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: False for a buffer, which cannot have a mask.
+        is_parameter: False for what has no mask: a buffer, and a further dimension of a parameter that has the unit
+            (the columns of recurrent weights), whose entries are removed only.
         tied_to: the name of an earlier member that is the same tensor; empty if there is none.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
@@ -101,12 +103,29 @@ def _implied_sizes(axes: str, shape: Shape, sizes: Mapping[str, int], where: str
     dimensions = dimensions_of(axes, where)
     if len(dimensions) != len(shape):
         return  # check_shape reports it
-    for size, factors in zip(shape, dimensions, strict=True):
+    for size, factors in zip(window_shape(axes, shape), dimensions, strict=True):
         for axis in factors:
             others = [other for other in factors if other != axis]
             rest = math.prod(sizes.get(other, 0) for other in others)
             if rest and size % rest == 0:
                 yield axis, size // rest
+
+
+def occurrences(axes: str, unit: str) -> list[str]:
+    """A pattern once for each dimension that has the unit; what the others have of it gets another name there.
+
+    >>> occurrences("o u h w", "u"), occurrences("(g u) u", "u")
+    (['o u h w'], ['(g u) u1', '(g u0) u'])
+    """
+    dimensions, word = _DIMENSION.findall(axes), re.compile(rf"\b{re.escape(unit)}\b")
+    at = [d for d, dimension in enumerate(dimensions) if word.search(dimension)]
+    if len(at) < 2:
+        return [axes]
+    found = []
+    for own in at:
+        other = {d: word.sub(f"{unit}{d}", dimensions[d]) for d in at if d != own}
+        found.append(" ".join(other.get(d, dimension) for d, dimension in enumerate(dimensions)))
+    return found
 
 
 def count_stars(pattern: str) -> int:

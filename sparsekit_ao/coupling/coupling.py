@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from ..algebra import AxisPattern, dimensions_of
 from ..errors import SparsityError
 from ..sparsifiers.config import named_tensors
-from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, solve_sizes
+from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, occurrences, solve_sizes
 
 _OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 
@@ -29,7 +29,9 @@ class Coupling:
     Args:
         members: {name of a parameter or buffer: its axes}; the unit is what it has at one index of the unit axis (and
             of the scope axes), whole along all others. Axes other than unit, scope and those of `sizes` may have
-            another length in each member.
+            another length in each member. Of a concatenation, `"o (8 + u + 4)"` has units between the first 8 and the
+            last 4 entries. Where a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask
+            is on the first one, and `compact` removes both.
         unit: the one axis that is kept or dropped.
         scope: axes within which the unit is chosen, an equal number in each: the query heads of every key head.
         sizes: {axis: length}, as far as the shapes leave them open.
@@ -149,13 +151,18 @@ class Coupling:
         """The axes of a member, checked."""
         if not isinstance(member, str) or not isinstance(axes, str):
             raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
-        names = [axis for dimension in dimensions_of(axes, f"{member}: ") for axis in dimension]
+        patterns = occurrences(axes, self.unit)
+        names = [axis for text in patterns for dimension in dimensions_of(text, f"{member}: ") for axis in dimension]
         for axis in (*self.scope.split(), self.unit):
             if axis not in names:
                 raise SparsityError(
                     f"{self._where}{member} {axes!r} lacks the axis {axis!r}; every member needs the unit axis and the "
                     "scope axes"
                 )
+        if len(patterns) > 1 and self.scope:
+            raise SparsityError(
+                f"{self._where}{member} {axes!r} has the unit axis twice, so the coupling can have no scope"
+            )
         return names
 
     def _check_sizes(self, known: list[str]) -> None:
@@ -182,7 +189,34 @@ class Coupling:
         self, captured: tuple[str, ...], found: Mapping[str, Mapping], tensors: Mapping[str, tuple[Tensor, bool]]
     ) -> BoundCoupling:
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
-        rows: list[tuple[str, str, tuple[int, ...]]] = []
+        rows = list(self._rows(captured, found))
+        shapes = {fqn: tuple(tensors[fqn][0].shape) for fqn, _, _ in rows}
+        scope = tuple(self.scope.split())
+        whole = [(fqn, axes, shapes[fqn]) for fqn, axes, _ in rows]
+        sizes = solve_sizes(name, whole, {*scope, self.unit}, self.sizes)
+        members: tuple[Member, ...] = ()
+        first: dict[int, Member] = {}
+        for fqn, axes, is_further in rows:
+            own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
+            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
+            pattern.check_shape(shapes[fqn])
+            tensor, is_parameter = tensors[fqn]
+            same = None if is_further else first.get(id(tensor))
+            tied_to = same.fqn if same is not None else ""
+            has_mask = is_parameter and not is_further
+            members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied_to),)
+            first.setdefault(id(tensor), members[-1])
+            if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
+                raise SparsityError(
+                    f"{self._where}{fqn} and {same.fqn} are one tensor, but have the unit in other dimensions: "
+                    f"{axes!r} and {same.pattern.axes!r}"
+                )
+        return BoundCoupling(
+            name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
+        )
+
+    def _rows(self, captured: tuple[str, ...], found: Mapping[str, Mapping]) -> Iterator[tuple[str, str, bool]]:
+        """(name, axes, whether an earlier dimension of the tensor has the unit too) of all tensors."""
         source: dict[str, str] = {}
         for member, axes in self.members.items():
             if captured not in found[member]:
@@ -194,29 +228,8 @@ class Coupling:
                 if fqn in source:
                     raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
                 source[fqn] = member
-                rows.append((fqn, axes, tuple(tensors[fqn][0].shape)))
-        scope = tuple(self.scope.split())
-        sizes = solve_sizes(name, rows, {*scope, self.unit}, self.sizes)
-        members: tuple[Member, ...] = ()
-        first: dict[int, Member] = {}
-        for fqn, axes, shape in rows:
-            own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
-            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
-            pattern.check_shape(shape)
-            same = first.get(id(tensors[fqn][0]))
-            bound = Member(
-                fqn=fqn, pattern=pattern, is_parameter=tensors[fqn][1], tied_to=same.fqn if same is not None else ""
-            )
-            first.setdefault(id(tensors[fqn][0]), bound)
-            if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
-                raise SparsityError(
-                    f"{self._where}{fqn} and {same.fqn} are one tensor, but have the unit in other dimensions: "
-                    f"{axes!r} and {same.pattern.axes!r}"
-                )
-            members += (bound,)
-        return BoundCoupling(
-            name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
-        )
+                for at, text in enumerate(occurrences(axes, self.unit)):
+                    yield fqn, text, at > 0
 
     def _entries(self, bound: BoundCoupling, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         masked = [member for member in bound.members if member.is_parameter and not member.tied_to]

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..algebra import dimensions_of
 from ..errors import SparsityError
-from .bound import BoundCoupling, count_stars
+from .bound import BoundCoupling, count_stars, occurrences
 from .coupling import Coupling
 
 
@@ -19,14 +19,18 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
     size of a head for all, a pair goes with two single ones.
 
     Returns:
-        The coupling, with the attributes of both; None if they share a tensor, are not bound to the same layers, or
-        have numbers of units of which neither divides the other.
+        The coupling, with the attributes of both; None if they share a tensor, are not bound to the same layers, have
+        numbers of units of which neither divides the other, or have units in parts of a concatenation or in two
+        dimensions of a tensor.
 
     >>> model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8)})
     >>> pairs, single = Coupling({"q.weight": "(d u) i"}, sizes={"d": 2}), Coupling({"v.weight": "u i"})
     >>> merged_couplings(pairs, single, model).members
     {'q.weight': '(d u) i', 'v.weight': '(a u) i'}
     """
+    texts = [(axes, one.unit) for one in (first, second) for axes in one.members.values()]
+    if any("+" in axes or len(occurrences(axes, unit)) > 1 for axes, unit in texts):
+        return None
     if len({count_stars(next(iter(one.members))) for one in (first, second)}) > 1:
         first, second = _of_all_layers(first), _of_all_layers(second)
     try:

@@ -5,9 +5,10 @@ gives the keys of its blocks, the scopes that they belong to and their indices i
 its masks from thresholds, without communication.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ class Piece:
         start: the first block's place in the member's block grid.
         base: index that the member's first block has in a scope (those of members before it come first).
         counts: whether this rank counts the piece; of replicas only one does.
+
+    Attributes:
+        rows: scores [rows, slots].
+        candidates: bool of the same shape, which of them may be kept; None where all may.
+        row_shape: slots of a row along each dimension.
+        shift: index of a row's first slot in its scope along each dimension.
+        scopes: the scope of each row.
     """
 
     def __init__(
@@ -51,34 +59,34 @@ class Piece:
         last = [(at + n - 1) // g for at, n, g in zip(start, self._grid, self._tile, strict=True)]
         inner = [a == b for a, b in zip(first, last, strict=True)]  # this rank's blocks are in one scope along it
         into = [at % g for at, g in zip(start, self._tile, strict=True)]  # place of the first block in its scope
-        self._row_shape = tuple(n if one else g for n, g, one in zip(self._grid, self._tile, inner, strict=True))
+        self.row_shape = tuple(n if one else g for n, g, one in zip(self._grid, self._tile, inner, strict=True))
         padding = [0 if one else at for one, at in zip(inner, into, strict=True)]  # slots before the blocks
         self._padded = tuple(a + n for a, n in zip(padding, self._grid, strict=True))
         self._blocks = tuple(slice(a, None) for a in padding)
-        self._shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))  # of a row in its scope
+        self.shift = tuple(at if one else 0 for one, at in zip(inner, into, strict=True))  # of a row in its scope
         self.scopes = _scope_ids(member.grid_shape, self._order, first, last)
         values, candidates = _scored(self._windows, update)
-        self._rows = self._in_rows(values, 0)
-        if candidates is None and self._rows.numel() > values.numel():  # padded
+        self.rows = self._in_rows(values, 0)
+        if candidates is None and self.rows.numel() > values.numel():  # padded
             candidates = torch.ones(self._grid, dtype=torch.bool, device=values.device)
-        self._candidates = None if candidates is None else self._in_rows(candidates, False).bool()
+        self.candidates = None if candidates is None else self._in_rows(candidates, False).bool()
 
     @property
     def width(self) -> int:
         """Slots of a row."""
-        return self._rows.shape[1]
+        return self.rows.shape[1]
 
     def keys(self, row: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Keys of slots start .. stop of one of its rows, as scores of `dtype` have them."""
-        keys = order_keys(self._rows[row, start:stop].to(dtype), magnitude=self._magnitude)
-        if self._candidates is not None:
-            keys.masked_fill_(~self._candidates[row, start:stop], absent(dtype))
+        keys = order_keys(self.rows[row, start:stop].to(dtype), magnitude=self._magnitude)
+        if self.candidates is not None:
+            keys.masked_fill_(~self.candidates[row, start:stop], absent(dtype))
         return keys
 
     def indices(self, slots: Tensor) -> Tensor:
         """The index of every slot in its scope over all ranks; int64."""
         out = torch.full_like(slots, self._base)
-        for own, shift, step in zip(row_major(self._row_shape), self._shift, row_major(self._tile), strict=True):
+        for own, shift, step in zip(row_major(self.row_shape), self.shift, row_major(self._tile), strict=True):
             out += (slots // own + shift) * step
             slots = slots % own
         return out
@@ -89,7 +97,7 @@ class Piece:
 
     def fill(self, limits: Tensor, last: Tensor, dtype: torch.dtype) -> None:
         """Write the masks: keys above their scope's limit stay, and of those equal to it indices up to `last`."""
-        kept = torch.empty(self._rows.shape, dtype=torch.bool, device=self._rows.device)
+        kept = torch.empty(self.rows.shape, dtype=torch.bool, device=self.rows.device)
         for row, scope in enumerate(self.scopes):
             limit = int(limits[scope])
             for start in range(0, self.width, CHUNK):
@@ -97,19 +105,54 @@ class Piece:
                 part = torch.gt(self.keys(row, start, stop, dtype), limit, out=kept[row, start:stop])
                 ties = self.tied(row, start, stop, limit, dtype)
                 part[ties - start] = self.indices(ties) <= int(last[scope])
-        if self._candidates is not None:
-            kept &= self._candidates
+        self.write(kept if self.candidates is None else kept & self.candidates)
+
+    def write(self, kept: Tensor) -> None:
+        """Write the masks from bool rows."""
         padded = from_scopes(kept, self._layout(kept.new_empty(self._padded)))
         fill_mask(self._windows, padded[self._blocks], among_kept=self._among_kept)
 
     def _layout(self, grid: Tensor) -> Scopes:
-        return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self._row_shape, order=self._order)
+        return Scopes(members=(Blocks(shape=(1,) * grid.ndim, values=grid),), shape=self.row_shape, order=self._order)
 
     def _in_rows(self, grid: Tensor, blank: float | bool) -> Tensor:
         padded = grid.new_full(self._padded, blank) if self._padded != self._grid else grid
         if padded is not grid:
             padded[self._blocks] = grid
         return to_scopes(padded, self._layout(padded), blank)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """The scopes of one update over all ranks, and this rank's pieces of them.
+
+    Attributes:
+        pieces: (index of its member in the scope, the piece).
+        keep: int64 [scopes] on the CPU, at most the blocks that a scope has.
+        tiles: blocks of a scope along each dimension, of each member.
+        dtype: of the scores that are compared, on all ranks.
+        signed: whether they are saliencies; else their magnitudes are compared.
+    """
+
+    pieces: Sequence[tuple[int, Piece]]
+    keep: Tensor
+    tiles: Sequence[Shape]
+    dtype: torch.dtype
+    signed: bool
+
+    @property
+    def counted(self) -> list[Piece]:
+        """The pieces that this rank counts."""
+        return [piece for _, piece in self.pieces if piece.counts]
+
+
+def dtype_of(update: MaskUpdate) -> torch.dtype:
+    """The dtype in which an update's scores are compared, the same on every rank."""
+    single = not update.scope.as_mean and all(n == 1 for spec in update.scope.blocks() for n in spec.shape)
+    dtypes = {update.value_of(spec).dtype for spec in update.scope.blocks()}
+    if torch.float64 in dtypes:
+        return torch.float64
+    return dtypes.pop() if single and len(dtypes) == 1 else torch.float32
 
 
 class PieceRows:
@@ -154,19 +197,20 @@ class TiedRows:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def choose_passes(pieces: Sequence[Piece], keep: Tensor, members: int, dtype: torch.dtype) -> Passes[None]:
+def choose_passes(selection: Selection) -> Passes[None]:
     """Choose the blocks of scopes that are spread over ranks, and fill the masks of this rank's pieces.
 
-    Yields histograms, for their sums over the ranks. `keep` is int64 [scopes], at most the blocks that a scope has;
-    `members` the blocks of the largest scope, over all ranks; `dtype` that of scores on all ranks, float32 or float64.
+    Yields histograms, for their sums over the ranks.
     """
-    source = PieceRows([p for p in pieces if p.counts], len(keep), dtype)
+    keep, dtype = selection.keep, torch.promote_types(selection.dtype, torch.float32)
+    members = sum(map(math.prod, selection.tiles))
+    source = PieceRows(selection.counted, len(keep), dtype)
     limits, need, ties = yield from threshold_passes(source, keep)
     last = torch.full_like(need, members)
     if not torch.equal(need, ties):
         place, _, _ = yield from threshold_passes(TiedRows(source, limits, members), need)
         last = torch.where(need > 0, -place, -1)
-    for piece in pieces:
+    for _, piece in selection.pieces:
         piece.fill(limits, last, dtype)
 
 

@@ -18,7 +18,8 @@ from ..errors import SparsityError
 from ..selection import Blocks, Scopes, Update, scope_masks
 from ..selection.radix import BITS
 from ..selection.strides import Shape
-from .pieces import Piece, choose_passes, run_together, sum_over
+from .device_passes import choose_on_device, kernels_take
+from .pieces import Piece, Selection, choose_passes, dtype_of, run_together, sum_over
 from .placement import GATHERED, HISTOGRAM, LOCAL, box_of, cuts_of, is_cut, is_part, is_sharded, method_of, window_of
 from .tensors import copied_like, fill, full_tensor, local
 
@@ -152,25 +153,36 @@ def _choose_gathered(update: MaskUpdate) -> None:
 
 def _choose_by_histograms(mesh: Any, dims: Sequence[int], updates: Sequence[tuple[MaskUpdate, list[int]]]) -> None:
     """Scopes that are spread over ranks: one sum of histograms a pass, for all updates together."""
-    selections = []
+    selections: dict[torch.device | None, list[Selection]] = {}  # by the device on which kernels take them
     gathered: list[tuple[Tensor, Tensor]] = []
     for update, methods in updates:
-        pieces: list[Piece] = []
+        pieces: list[tuple[int, Piece]] = []
         base = 0
-        for member, method in zip(update.scope.members(), methods, strict=True):
+        for at, (member, method) in enumerate(zip(update.scope.members(), methods, strict=True)):
             spec = member.block.blocks()[0]
             cuts = () if method == GATHERED else cuts_of(update.value_of(spec), mesh)
             windows, start = _local_windows(update, spec) if cuts else _gathered_windows(update, member, gathered)
             counts = all(mesh.get_local_rank(d) == 0 for d in dims if d not in cuts)
             if windows[0].window.numel():
-                pieces.append(Piece(windows, update, member, start=start, base=base, counts=counts))
+                pieces.append((at, Piece(windows, update, member, start=start, base=base, counts=counts)))
             base += member.width
-        wide = any(update.value_of(spec).dtype == torch.float64 for spec in update.scope.blocks())
-        dtype = torch.float64 if wide else torch.float32
-        selections.append(choose_passes(pieces, _budgets(update), update.scope.numblk_per_scope(), dtype))
-    run_together(selections, sum_over(mesh, dims, max(update.scope.numblk() for update, _ in updates)))
+        dtype, tiles = dtype_of(update), [member.shape for member in update.scope.members()]
+        found = Selection(pieces=pieces, keep=_budgets(update), tiles=tiles, dtype=dtype, signed=update.norm is None)
+        selections.setdefault(_kernel_device(update, dtype), []).append(found)
+    sum_of = sum_over(mesh, dims, max(update.scope.numblk() for update, _ in updates))
+    for device, chosen in selections.items():
+        if device is None:
+            run_together([choose_passes(s) for s in chosen], sum_of)
+        else:
+            choose_on_device(chosen, device, sum_of)
     for mask, filled in gathered:
         fill(mask, filled)
+
+
+def _kernel_device(update: MaskUpdate, dtype: torch.dtype) -> torch.device | None:
+    """The device on which kernels select among an update's scores, on every rank; offloaded shards are on the CPU."""
+    device, *more = {update.value_of(spec).device for spec in update.scope.blocks()}
+    return device if not more and kernels_take(dtype, device) else None
 
 
 def _gathered_windows(

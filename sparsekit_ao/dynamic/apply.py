@@ -3,8 +3,9 @@
 `run_update` gathers, chooses and applies. What may raise is computed before anything is changed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from .choose import choose
 from .gradients import GradientCapture
 from .mask import find_dynamic
 from .optimizers import original, placed_gradient, reset_state, second_moments, start_second_moments
-from .settings import Settings, value_at
+from .settings import Settings, read_numbers, value_at
 from .slots import Gathered, Part, Slots
 
 
@@ -33,7 +34,7 @@ class Movement:
         iteration: when.
         fraction: of the active blocks that were pruned, of which some may have grown again at once.
         grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
-        kept: {tensor_fqn: elements} that are active now.
+        kept: {tensor_fqn: elements} that are active now. On a GPU these three are read when they are first used.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,6 +54,36 @@ class Movement:
     kept: Mapping[str, int]
 
 
+class Counts(Mapping[str, int]):
+    """{name: a number in a tensor}, all read together when one of them is first used; pickled as a dict.
+
+    >>> Counts({"0.weight": torch.tensor(3), "1.weight": torch.tensor(4)})
+    {'0.weight': 3, '1.weight': 4}
+    """
+
+    def __init__(self, found: Mapping[str, Tensor]) -> None:
+        self._found = found
+
+    @cached_property
+    def _read(self) -> dict[str, int]:
+        return dict(zip(self._found, map(int, read_numbers([*self._found.values()])), strict=True))
+
+    def __getitem__(self, name: str) -> int:
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return repr(self._read)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
+        return dict, (self._read,)
+
+
 def run_update(
     budgets: Budgets,
     capture: GradientCapture,
@@ -64,7 +95,9 @@ def run_update(
 ) -> Movement:
     """Gather, choose and apply; if a rule raises, nothing has changed.
 
-    Shared budgets are set to their new values, and their levels written into `level_given` (see `ScopeSparsifier`).
+    It waits for a device only where budgets depend on what is pruned: where tensors compete (prune="global"), share
+    what grows (redistribute), or follow a target. Shared budgets are set to their new values, and their levels written
+    into `level_given` (see `ScopeSparsifier`).
     `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one for each group. `done` is called once
     everything is written.
     """
@@ -78,19 +111,20 @@ def run_update(
         new = part.masks(kept)
         masks.update({at: new[spec] for spec, at in part.slots.component.leaves})
     ordered = [masks[at] for at in range(len(budgets.groups))]
+    shared = dict(zip(budgets.shared, map(int, read_numbers([held[k][0] for k in budgets.shared])), strict=True))
 
     def set_budgets() -> None:
-        for k in budgets.shared:
-            level_given.update(budgets.set(k, int(held[k][0])))
+        for k, nnz in shared.items():
+            level_given.update(budgets.set(k, nnz))
         done()
 
     counts = _apply(budgets.groups, ordered, settings, capture, iteration, set_budgets)
     return Movement(
         iteration=iteration,
         fraction=fraction,
-        grown={fqn: grown for fqn, (grown, _, _) in counts.items()},
-        pruned={fqn: changed - grown for fqn, (grown, changed, _) in counts.items()},
-        kept={fqn: kept for fqn, (_, _, kept) in counts.items()},
+        grown=Counts({fqn: found[0] for fqn, found in counts.items()}),
+        pruned=Counts({fqn: found[1] - found[0] for fqn, found in counts.items()}),
+        kept=Counts({fqn: found[2] for fqn, found in counts.items()}),
     )
 
 
@@ -120,7 +154,7 @@ def _gather(
             seed=budgets.settings.seed,
         )
         sharded = weights if any(map(is_sharded, weights.values())) else {}
-        parts.append(Part(slots=slots, budget=budgets.rows(k, level_given).to(device), sharded=sharded))
+        parts.append(Part(slots=slots, budget=budgets.rows(k, level_given), sharded=sharded))
     return parts
 
 
@@ -131,7 +165,7 @@ def _apply(
     capture: GradientCapture,
     iteration: int,
     set_budgets: Callable[[], None],
-) -> dict[str, list[int]]:
+) -> dict[str, Tensor]:
     """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
 
     Grown and pruned weights become zero (or `new_values`), and so does their optimizer state; all of it also where
@@ -161,7 +195,7 @@ def _apply(
     for k, group in enumerate(groups):
         found = torch.stack([local(t).count_nonzero() for t in (changed[k] & masks[k], changed[k], masks[k])])
         counts[group["tensor_fqn"]] = sum_over_ranks(found, weights[k])
-    return {fqn: found.tolist() for fqn, found in counts.items()}  # waits for the device once all is launched
+    return counts
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:

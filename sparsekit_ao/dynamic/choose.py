@@ -1,11 +1,12 @@
 """Chooses the slots that every part of an update keeps, by pruning, redistribution and growth.
 
 Takes parts, settings and budgets; returns `KeptSlots` and changes nothing. Counts are exact in every scope. Parts are
-read one after the other, and only what each keeps is held meanwhile; where all compete, all are read together.
+read one after the other, on a GPU several at once so that they share launches, and only what each keeps is held
+meanwhile; where all compete, all are read together.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from ..densities import allocate, shares
 from ..errors import SparsityError
-from ..selection import keep_mask
+from ..selection import keep_mask, keep_masks
 from .budgets import Budgets, overall_level
 from .rules import Rule
-from .settings import number_of
+from .settings import number_of, read_numbers
 from .slots import KeptSlots, Part, Slots
+
+AT_ONCE = 1 << 26  # slots on a GPU that share launches: their scores and rows take some ten bytes each
 
 
 def choose(
@@ -41,23 +44,41 @@ def choose(
     kept = _prune(parts, competing, settings.prune, fraction, most, regrows=settings.grow is not None)
     if settings.grow is None:
         new = [kept[k] if k in shared else p.store(p.slots.active) for k, p in enumerate(parts)]
-        return new, [k.count for k in new]
+        is_known = settings.target is not None and most is None  # no scope held fewer blocks than its budget is now
+        return new, [p.budget if is_known else k.count for p, k in zip(parts, new, strict=True)]
     if most is not None:
-        low = {k: int(found.count.max()) for k, found in enumerate(kept)}
+        low = dict(enumerate(map(int, read_numbers([found.count.max() for found in kept]))))
         parts = _with_budgets(parts, budgets.counts(level, low=low))
     after = [p.budget for p in parts]
     if settings.redistribute is not None:
         after = _redistribute(parts, kept, budgets, settings.redistribute)
-    return [_grow(p, k, b, settings.grow) for p, k, b in zip(parts, kept, after, strict=True)], after
+    grown: list[KeptSlots] = []
+    for at in _batches(parts):
+        grown += _grow(parts[at], kept[at], after[at], settings.grow)
+    return grown, after
+
+
+def _batches(parts: Sequence[Part]) -> Iterator[slice]:
+    """Which parts are read at once: on a GPU as many as `AT_ONCE` allows, else one, which limits memory."""
+    begin = held = 0
+    for k, part in enumerate(parts):
+        size = math.prod(part.slots.shape)
+        is_alone = part.slots.device.type == "cpu" or part.sharded or parts[begin].sharded or held + size > AT_ONCE
+        if k > begin and is_alone:
+            yield slice(begin, k)
+            begin, held = k, 0
+        held += size
+    if parts:
+        yield slice(begin, len(parts))
 
 
 def _active_counts(parts: Sequence[Part]) -> dict[int, int]:
     """Blocks that the first scope of each part holds now; with a target all scopes hold the same number."""
-    out = {}
-    for k, part in enumerate(parts):
-        out[k] = int(part.slots.active[0].sum())
+    out = []
+    for part in parts:
+        out.append(part.slots.active[0].sum())
         part.release()
-    return out
+    return dict(enumerate(map(int, read_numbers(out))))
 
 
 def _with_budgets(parts: Sequence[Part], nnz: Mapping[int, int]) -> list[Part]:
@@ -76,16 +97,24 @@ def _prune(
     their budgets afterwards, all scopes of a part lose the same number.
     """
     even = most is not None or not regrows
-    found = _prune_together([parts[k] for k in competing], rule, fraction, most, even)
-    together = dict(zip(competing, found, strict=True))
-    return [together[k] if k in together else _prune_alone(p, rule, fraction, regrows) for k, p in enumerate(parts)]
+    found = dict(
+        zip(competing, _prune_together([parts[k] for k in competing], rule, fraction, most, even), strict=True)
+    )
+    alone = [k for k in range(len(parts)) if k not in found]
+    for at in _batches([parts[k] for k in alone]):
+        kept = _prune_alone([parts[k] for k in alone[at]], rule, fraction, regrows)
+        found.update(zip(alone[at], kept, strict=True))
+    return [found[k] for k in range(len(parts))]
 
 
-def _prune_alone(part: Part, rule: Rule, fraction: float, regrows: bool) -> KeptSlots:
-    scores, active = _scores(rule, part.slots), part.slots.active
-    count = torch.minimum(count_after_pruning(active.sum(1), fraction), part.budget)
-    rows = keep_mask(scores, count, candidates=active)
-    return part.store(_without_weakest(part, scores, rows, fraction) if regrows else rows)
+def _prune_alone(parts: Sequence[Part], rule: Rule, fraction: float, regrows: bool) -> list[KeptSlots]:
+    """Parts that do not compete with others, read at once."""
+    scores, active = [_scores(rule, p.slots) for p in parts], [p.slots.active for p in parts]
+    counts = [p.at_most_budget(count_after_pruning(a.sum(1), fraction)) for p, a in zip(parts, active, strict=True)]
+    rows = keep_masks([*zip(scores, counts, active, strict=True)])
+    if regrows:
+        _drop_weakest(parts, scores, rows, fraction)
+    return [p.store(kept) for p, kept in zip(parts, rows, strict=True)]
 
 
 def _prune_together(
@@ -95,10 +124,9 @@ def _prune_together(
         return []
     scored = [_scores(rule, p.slots) for p in parts]
     found = _compete(parts, scored, fraction, most, even)
-    return [  # a scheduler may have lowered a budget
-        p.store(keep_mask(s, torch.minimum(rows.sum(1), p.budget), candidates=rows))
-        for p, s, rows in zip(parts, scored, found, strict=True)
-    ]
+    counts = [p.at_most_budget(rows.sum(1)) for p, rows in zip(parts, found, strict=True)]  # a scheduler may lower one
+    kept = keep_masks([*zip(scored, counts, found, strict=True)])
+    return [p.store(rows) for p, rows in zip(parts, kept, strict=True)]
 
 
 def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
@@ -106,15 +134,17 @@ def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
     return count - torch.floor(count.double() * fraction + 1e-9).long()
 
 
-def _without_weakest(part: Part, scores: Tensor, kept: Tensor, fraction: float) -> Tensor:
-    """Drop what is still missing from the part's number, at most one more in every scope."""
-    surplus = int(kept.sum() - count_after_pruning(part.slots.active.sum(), fraction))
-    if surplus <= 0 or part.scopes == 1:
-        return kept
-    weakest = kept & ~keep_mask(scores, (kept.sum(1) - 1).clamp(min=0), candidates=kept)
-    flat, row = weakest.reshape(1, -1), scores.reshape(1, -1)
-    stays = keep_mask(row, max(int(flat.sum()) - surplus, 0), candidates=flat)
-    return kept & ~(flat & ~stays).reshape(kept.shape)
+def _drop_weakest(parts: Sequence[Part], scores: Sequence[Tensor], rows: list[Tensor], fraction: float) -> None:
+    """Drop from `rows` what is still missing from each part's number, at most one more in every scope."""
+    surplus = [r.sum() - count_after_pruning(p.slots.active.sum(), fraction) for p, r in zip(parts, rows, strict=True)]
+    # on a GPU the numbers are not looked at, since that would wait for it: where none are missing none are dropped
+    at = [k for k, p in enumerate(parts) if p.scopes > 1 and (rows[k].device.type != "cpu" or surplus[k] > 0)]
+    fewer = keep_masks([(scores[k], (rows[k].sum(1) - 1).clamp(min=0), rows[k]) for k in at])
+    flat = [(rows[k] & ~less).reshape(1, -1) for k, less in zip(at, fewer, strict=True)]
+    counts = [(weakest.sum() - surplus[k].clamp(min=0)).clamp(min=0) for k, weakest in zip(at, flat, strict=True)]
+    stays = keep_masks([(scores[k].reshape(1, -1), c, w) for k, c, w in zip(at, counts, flat, strict=True)])
+    for k, weakest, kept in zip(at, flat, stays, strict=True):
+        rows[k] = rows[k] & ~(weakest & ~kept).reshape(rows[k].shape)
 
 
 def _compete(
@@ -125,7 +155,7 @@ def _compete(
     With `even` every scope of a part keeps the same number: the competition decides how many, its scores which.
     """
     active = [p.slots.active for p in parts]
-    held = [int(a.sum()) for a in active]
+    held = [int(n) for n in read_numbers([a.sum() for a in active])]
     keep = sum(held) - math.floor(sum(held) * fraction + 1e-9)
     keep = keep if most is None else min(keep, most)
     scopes = [p.scopes if even else 1 for p in parts]
@@ -144,7 +174,7 @@ def _compete(
     kept = keep_mask(torch.cat(rows, dim=1), keep, candidates=flat).split([a.numel() for a in active], dim=1)
     if not even:
         return [k.reshape(a.shape) for k, a in zip(kept, active, strict=True)]
-    counts = allocate([float(k.sum()) for k in kept], keep, scopes, held, scopes)
+    counts = allocate(read_numbers([k.sum() for k in kept]), keep, scopes, held, scopes)
     return [keep_mask(s, n // m, candidates=a) for s, n, m, a in zip(scored, counts, scopes, active, strict=True)]
 
 
@@ -156,15 +186,18 @@ def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Bud
     """
     at = budgets.shared
     units, capacity = [budgets.units[k] for k in at], [budgets.capacities[k] for k in at]
-    left = [int(kept[k].count.sum()) * budgets.sizes[k] for k in at]
+    shares_of_rule = [_share(rule, parts[k]) for k in at]
+    counts_left = [n for k in at for n in (kept[k].count.sum(), kept[k].count.max())]
+    read = read_numbers([*shares_of_rule, *counts_left])
+    weights, most_of_scope = read[: len(at)], [int(n) for n in read[len(at) + 1 :: 2]]
+    left = [int(n) * budgets.sizes[k] for k, n in zip(at, read[len(at) :: 2], strict=True)]
     now = [int(parts[k].budget.sum()) * budgets.sizes[k] for k in at]
-    weights = [_share(rule, parts[k]) for k in at]
     if not any(math.isfinite(w) and w > 0 for w in weights):
         weights = [float(b - n) for b, n in zip(now, left, strict=True)]
     free = [c - n for c, n in zip(capacity, left, strict=True)]
     given = shares(weights, sum(now) - sum(left), free)
     ideals = [n + g for n, g in zip(left, given, strict=True)]
-    low = [int(kept[k].count.max()) * budgets.units[k] for k in at]
+    low = [n * unit for n, unit in zip(most_of_scope, units, strict=True)]
     is_even = len(set(units)) == 1
     bounds = low, capacity, units
     counts = allocate(ideals, sum(now), *bounds) if is_even else exchange(now, ideals, *bounds)
@@ -194,17 +227,21 @@ def exchange(
     return out
 
 
-def _share(rule: Rule, part: Part) -> float:
+def _share(rule: Rule, part: Part) -> Tensor | float:
     found = rule.share_of(part.slots)
     part.release()
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found  # read later, together with others
     return number_of(found, f"{part.slots.name}: rule {rule.name!r} must return one number for redistribution")
 
 
-def _grow(part: Part, kept: KeptSlots, budget: Tensor, rule: Rule) -> KeptSlots:
-    """What a part kept, and its highest inactive slots up to its budget."""
-    stay, missing = part.rows(kept), budget.to(kept.count.device) - kept.count
-    grown = keep_mask(_scores(rule, part.slots), missing, candidates=part.slots.real & ~stay)
-    return part.store(stay | grown)
+def _grow(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Sequence[Tensor], rule: Rule) -> list[KeptSlots]:
+    """What each part kept, and its highest inactive slots up to its budget."""
+    stay = [p.rows(k) for p, k in zip(parts, kept, strict=True)]
+    missing = [b.to(k.count.device, non_blocking=True) - k.count for b, k in zip(budgets, kept, strict=True)]
+    free = [p.slots.real & ~s for p, s in zip(parts, stay, strict=True)]
+    grown = keep_masks([(_scores(rule, p.slots), m, f) for p, m, f in zip(parts, missing, free, strict=True)])
+    return [p.store(s | g) for p, s, g in zip(parts, stay, grown, strict=True)]
 
 
 def _scores(rule: Rule, slots: Slots) -> Tensor:

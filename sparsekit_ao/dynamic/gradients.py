@@ -4,13 +4,15 @@ While masks are open `.grad` is dense. Before the optimizer reads it, `GradientC
 masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay of SR-STE, once for each step.
 """
 
+import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ..distributed import all_agree, from_local, local, placed_like
@@ -114,7 +116,8 @@ class GradientCapture(StepHooks):
 
     Attributes:
         gradients: {tensor_fqn: dense gradient} captured since the last `clear`.
-        stepped: whether each optimizer has stepped since then; a step that a fused optimizer skipped does not count.
+        stepped: whether each optimizer has stepped since then; a step that a fused optimizer skipped does not count (a
+            bool tensor on its device).
         is_open: masks are open, so `.grad` is dense.
         keep: the coming step feeds an update: keep the captured gradients.
         masked: mask `.grad` before the step; False leaves it dense, so that momentum includes inactive weights.
@@ -123,7 +126,7 @@ class GradientCapture(StepHooks):
     def __init__(self) -> None:
         super().__init__()
         self.gradients: dict[str, Tensor] = {}
-        self.stepped: list[bool] = []
+        self.stepped: list[bool | Tensor] = []
         self.is_open = False
         self.keep = False
         self.masked = True
@@ -172,7 +175,7 @@ class GradientCapture(StepHooks):
 
     def restorable(self) -> list[bool]:
         """`stepped` for `restore`: of the attached optimizers, or as it was restored until there are any."""
-        return list(self.stepped if self.optimizers else self._restored)
+        return [bool(s) for s in (self.stepped if self.optimizers else self._restored)]
 
     def shard_like_weights(self) -> None:
         """Shard captured gradients like their weights, which may have been sharded since `restore`."""
@@ -272,17 +275,20 @@ class GradientCapture(StepHooks):
         """Whether every optimizer has stepped and all that an update reads exists and is finite, on every rank."""
         found = [*self.gradients.values(), *momenta.values()]
         exists = not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups)
-        is_ready = all(self.stepped) and exists and all(t is not None and _is_finite(local(t)) for t in found)
+        is_ready: bool | Tensor = (
+            exists and not any(t is None for t in found) and all(s is not False for s in self.stepped)
+        )
+        if is_ready:
+            is_ready = _all_true([s for s in self.stepped if isinstance(s, Tensor)] + _are_finite(map(local, found)))
         return all_agree(is_ready, map(original, self.groups))
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._before_closure = {}
         if self.is_open:  # another step in this iteration has another gradient
             self._used.update(g["tensor_fqn"] for g in groups_of(optimizer, self.groups, self.model))
-        skipped = getattr(optimizer, "found_inf", None)
-        skipped = skipped if self.keep else None  # reading it waits for the device
+        skipped = getattr(optimizer, "found_inf", None) if self.keep else None
         at = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
-        self.stepped[at] = skipped is None or not bool(skipped > 0)
+        self.stepped[at] = skipped is None or ~(skipped > 0)  # reading it would wait for the device
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k not in ("_before_open", "_before_closure")}
@@ -298,5 +304,14 @@ def _version(grad: Tensor) -> Version:
     return grad._version, local(grad)._version
 
 
-def _is_finite(t: Tensor) -> bool:
-    return t.numel() == 0 or all(bool(x.isfinite()) for x in t.aminmax())
+def _are_finite(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Whether all elements are finite: a bool tensor of no dimension for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for t in tensors:
+        if t.numel():
+            by_device.setdefault(t.device, []).append(t)
+    return [get_total_norm(found, math.inf).isfinite() for found in by_device.values()]
+
+
+def _all_true(flags: Sequence[Tensor]) -> bool | Tensor:
+    return torch.stack([f.reshape(()).to(flags[0].device, non_blocking=True) for f in flags]).all() if flags else True

@@ -201,7 +201,7 @@ def _by_score(score: Score, slots: Slots) -> Tensor:
     return slots.scores(found, None, signed=True)
 
 
-def _mean_absolute(values: str, slots: Slots) -> float:
+def _mean_absolute(values: str, slots: Slots) -> Tensor:
     return slots.mean_active(_pooled(values, *_POOLING["mean"], slots))
 
 
@@ -209,10 +209,10 @@ def _is_active(slots: Slots) -> Tensor:
     return slots.active.double()
 
 
-def _active_elements(slots: Slots) -> float:
+def _active_elements(slots: Slots) -> Tensor:
     members = slots.component.scope.members()  # of equal blocks, or of blocks that are chosen together
     size = sum(m.block.numel_per_block() for m in members) / len(members)
-    return float(slots.active.sum()) * size
+    return slots.active.sum().double() * size
 
 
 #: rules by name, for each argument of `DynamicSparsifier`

@@ -1,7 +1,7 @@
 """`Settings`: the checked arguments of a dynamic sparsifier; when updates happen, and what their rules need."""
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,17 @@ def value_at(schedule: Schedule, iteration: int, name: str) -> float:
     0.5
     """
     return number_of(schedule(iteration), f"{name}: a schedule must return a number", f" at iteration {iteration}")
+
+
+def read_numbers(found: Sequence[Tensor | float]) -> list[float]:
+    """Numbers, of which those in tensors of one element are read together: one wait for a device.
+
+    >>> read_numbers([torch.tensor(2), 0.5, torch.tensor([3])])
+    [2.0, 0.5, 3.0]
+    """
+    tensors = [t.detach().reshape(()).double() for t in found if isinstance(t, Tensor)]
+    read = iter(torch.stack([t.to(tensors[0].device, non_blocking=True) for t in tensors]).tolist() if tensors else ())
+    return [next(read) if isinstance(one, Tensor) else one for one in found]
 
 
 def number_of(found: Any, required: str, when: str = "") -> float:

@@ -147,11 +147,13 @@ class Slots:
     def random(self, purpose: str) -> Tensor:
         """Uniform numbers in [0, 1), the same on every rank, on every device and after a resume; float64 rows."""
         source = keyed_generator(self.seed, self.name, self.step, purpose)
-        return torch.rand(self.shape, generator=source, dtype=torch.float64, device="cpu").to(self.device)
+        return torch.rand(self.shape, generator=source, dtype=torch.float64, device="cpu").to(
+            self.device, non_blocking=True
+        )
 
-    def mean_active(self, scores: Tensor) -> float:
-        """The mean of float rows over the active slots."""
-        return float(torch.where(self.active, scores.double(), 0).sum() / self.active.sum().clamp(min=1))
+    def mean_active(self, scores: Tensor) -> Tensor:
+        """The mean of float rows over the active slots, float64 of no dimension."""
+        return torch.where(self.active, scores.double(), 0).sum() / self.active.sum().clamp(min=1)
 
     def rows_of_masks(self, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
         """Which slots some parameter-shaped masks keep; bool rows."""
@@ -184,8 +186,8 @@ class KeptSlots:
 class Part:
     """A component in an update: its blocks with all that rules read, and its budget.
 
-    `budget` is int64 [scopes], blocks that each scope keeps after the update, unless they are redistributed; `sharded`
-    is {block: weight} where weights are sharded, and empty where all are plain.
+    `budget` is int64 [scopes] on the CPU, blocks that each scope keeps after the update, unless they are redistributed;
+    `sharded` is {block: weight} where weights are sharded, and empty where all are plain.
     """
 
     slots: Slots
@@ -196,6 +198,10 @@ class Part:
     def scopes(self) -> int:
         """Number of scopes."""
         return self.slots.shape[0]
+
+    def at_most_budget(self, count: Tensor) -> Tensor:
+        """Counts of each scope, none above its budget, on the device of the slots."""
+        return torch.minimum(count, self.budget.to(count.device, non_blocking=True))
 
     def store(self, rows: Tensor) -> KeptSlots:
         """What is kept, from bool rows; where weights are sharded no whole tensor or row is held afterwards."""

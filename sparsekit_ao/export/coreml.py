@@ -1,6 +1,5 @@
 """Buffers by which coremltools stores pruned weights as sparse ones."""
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -8,11 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from . import rules
+from .batches import copied
 from .layers import Layer, checked_layers
 from .results import Conversion
 
 _THRESHOLD = torch.finfo(torch.float16).eps  # coremltools sets values up to this magnitude to zero, in every dtype
 _PRUNING, _QUANTIZATION = 1, 3  # coremltools' numbers
+_PREFIX = "_COREML_/"  # of the buffers that coremltools reads
+_LARGEST = torch.finfo(torch.float16).max
 
 
 def reasons(layer: Layer) -> list[str]:
@@ -21,7 +23,7 @@ def reasons(layer: Layer) -> list[str]:
     if found:
         return found
     found = [*rules.is_not_parametrized(layer), *rules.is_not_shared(layer), *rules.is_finite(layer)]
-    return found or ([] if layer.density < 1 - 1 / 16 else ["needs more than a sixteenth of zeros to be smaller"])
+    return found or rules.has_zeros(layer, 1 / 16) or _fits_float16(layer)
 
 
 def coreml_metadata(
@@ -54,11 +56,14 @@ def coreml_metadata(
     ['0._COREML_/weight/compression_type', '0.weight', '_COREML_/metadata_version']
     """
     chosen, left = checked_layers(model, "coreml_metadata", reasons, tensors, squashed=True)
-    marked = copy.deepcopy(model)
-    marked.register_buffer("_COREML_/metadata_version", torch.tensor(1))
+    marked = copied(model, "coreml_metadata")
+    for module in marked.modules():  # of an earlier call
+        for name in [name for name in module._buffers if name.startswith(_PREFIX)]:
+            delattr(module, name)
+    marked.register_buffer(f"{_PREFIX}metadata_version", torch.tensor(1))
     for layer in chosen:
         for field, value in _fields(layer.weight, int8).items():
-            marked.get_submodule(layer.name).register_buffer(f"_COREML_/weight/{field}", value)
+            marked.get_submodule(layer.name).register_buffer(f"{_PREFIX}weight/{field}", value)
     sizes = [(layer.weight.numel(), int(layer.weight.abs().gt(_THRESHOLD).sum())) for layer in chosen]
     return marked, Conversion(
         target="coreml_metadata",
@@ -77,6 +82,11 @@ def _fields(weight: Tensor, int8: bool) -> dict[str, Tensor]:
     scale = (largest / 127).reshape(-1, *[1] * (weight.ndim - 1))
     kinds = torch.tensor([_PRUNING, _QUANTIZATION])
     return {"compression_type": kinds, "quantization_n_bits": torch.tensor(8), "quantization_scale": scale}
+
+
+def _fits_float16(layer: Layer) -> list[str]:
+    largest = max(abs(float(end)) for end in layer.weight.aminmax())
+    return [] if largest <= _LARGEST else [f"needs values up to {_LARGEST:g}, those of float16, got {largest:g}"]
 
 
 def _dropped(layer: Layer) -> list[str]:

@@ -76,7 +76,7 @@ def from_gaps(gaps: Tensor, n: int) -> Tensor | None:
 
 def smaller_code(kept: Tensor) -> tuple[str, int]:
     """The code of fewer bytes, "mask" or "gaps", and its bytes."""
-    n, count = len(kept), int(kept.sum())
+    n, count = len(kept), int(kept.count_nonzero())
     mask = -(-n // 8)
     gaps = len(to_gaps(kept)) if count < mask else mask
     return ("gaps", gaps) if gaps < mask else ("mask", mask)

@@ -4,37 +4,32 @@ The kernels are `torch.ops.sparse.qlinear_prepack` and `qlinear`, for which torc
 made. They leave out every block of 4 consecutive inputs of one output that holds only zeros.
 """
 
-import copy
-import dataclasses
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..errors import SparsityError
 from . import rules
-from .layers import Layer, checked_layers
-from .ranges import Forward, Range, Steps, compare, int8_rows, record_ranges
+from .batches import Forward, check_calls, compare, copied, listed
+from .int8_linear import BITS, ENGINE, FIELDS, SparseInt8Linear, fault_of
+from .layers import Layer, checked_layers, plain_name
+from .ranges import record_ranges
 from .results import Conversion
 
-BITS = 7  # of activations: products of 8 bits saturate the 16-bit sums of the kernel, which are then silently wrong
 LEAST_ZEROS = 0.6  # fraction of blocks that hold only zeros; with fewer, dense int8 is faster at every batch size
-_ENGINE = "fbgemm"
+_MOST_INPUTS = (1 << 31) // (127 * 127)  # with more, the kernel's 32-bit sums may overflow
 
 
 def reasons(layer: Layer) -> list[str]:
     """Why the kernels do not take a weight; empty if they do."""
     found = rules.is_a(layer, nn.Linear) or rules.has_dtype(layer, [torch.float32])
-    return found or [
-        *rules.is_not_parametrized(layer),
-        *rules.is_not_shared(layer),
-        *_is_on_cpu(layer),
-        *(rules.has_multiples(layer, 1, 4) or rules.is_finite(layer) or _has_zero_blocks(layer)),
-    ]
+    if found:
+        return found
+    found = [*rules.is_not_parametrized(layer), *rules.is_not_shared(layer), *rules.computes_as(layer, nn.Linear)]
+    found += [*_is_on_cpu(layer), *rules.has_multiples(layer, 1, 4)]
+    return found or [*_has_few_inputs(layer), *(rules.is_finite(layer) or _has_zero_blocks(layer))]
 
 
 def fbgemm(
@@ -87,12 +82,15 @@ def fbgemm(
             f"fbgemm: bits must be 1 to {BITS}, got {bits!r}: with 8 bits the kernel's 16-bit sums overflow silently"
         )
     layers, left = checked_layers(model, "fbgemm", reasons, tensors, squashed=True)
-    if _ENGINE not in torch.backends.quantized.supported_engines:
+    if ENGINE not in torch.backends.quantized.supported_engines:
         raise SparsityError("fbgemm: this build of torch, or this CPU, has no fbgemm kernels; they need x86 with AVX2")
-    batches = list(batches)
+    batches = listed(batches, "fbgemm")
     ranges, outputs = record_ranges(model, layers, batches, forward, "fbgemm")
-    converted = _converted(model, {a.name: SparseInt8Linear.of(a.module, ranges[a.fqn], bits) for a in layers})
+    modules = {a.fqn: a.name for a in layers}
+    new = {a.name: SparseInt8Linear.of(a.module, ranges[a.fqn], bits) for a in layers}
+    converted = copied(model, "fbgemm", new)
     difference = compare(outputs, converted, batches, forward, "fbgemm")
+    check_calls(converted, modules, batches, forward, "fbgemm")
     small = [converted.get_submodule(a.name) for a in layers]
     report = Conversion(
         target="fbgemm",
@@ -116,7 +114,8 @@ def load_fbgemm(model: nn.Module, state_dict: dict[str, Tensor]) -> nn.Module:
         The model.
 
     Raises:
-        SparsityError: a converted layer is no Linear of the model; the model is then unchanged.
+        SparsityError: a converted layer is no Linear of the model, or the state dict is of another model or damaged.
+            The model is then unchanged.
 
     >>> from sparsekit_ao import export
     >>> model, fresh = (torch.nn.Sequential(torch.nn.Linear(64, 32)) for _ in range(2))
@@ -127,167 +126,65 @@ def load_fbgemm(model: nn.Module, state_dict: dict[str, Tensor]) -> nn.Module:
     >>> torch.equal(load_fbgemm(fresh, converted.state_dict())(x), converted(x))
     True
     """
-    names = [name for name, _, last in (key.rpartition(".") for key in state_dict) if last == "blocks"]
-    layers = {
-        name: {k.rpartition(".")[2]: v for k, v in state_dict.items() if k.rpartition(".")[0] == name} for name in names
-    }
-    found = {name: m for name, m in model.named_modules() if name in layers}
+    layers = _stored_layers(state_dict)
+    found = {plain_name(name): (name, m) for name, m in model.named_modules()}
     for name, own in layers.items():
-        shape = own["shape"].tolist()
-        linear = found.get(name)
-        if not name or type(linear) is not nn.Linear or [linear.out_features, linear.in_features] != shape:
-            wanted = f"a torch.nn.Linear of {shape[1]} inputs and {shape[0]} outputs inside the model"
+        fault, (_, linear) = fault_of(own), found.get(name, ("", None))
+        if fault is not None:
+            raise SparsityError(f"load_fbgemm: {name!r} in the state dict is damaged: {fault}")
+        shape, bias = own["shape"].tolist(), "bias" in own
+        fits = _is_linear(linear) and [linear.out_features, linear.in_features] == shape
+        if not name or not fits or (linear.bias is not None) != bias:
+            wanted = f"a torch.nn.Linear of {shape[1]} inputs and {shape[0]} outputs with bias={bias} inside the model"
             raise SparsityError(f"load_fbgemm: {name!r} must be {wanted}, got {linear}")
-    rest = {k for k in state_dict if k.rpartition(".")[0] not in layers}
-    expected = {k for k in model.state_dict() if k.rpartition(".")[0] not in layers}
-    if rest != expected:
-        raise SparsityError(
-            f"load_fbgemm: the state dict is of another model: {sorted(rest ^ expected)[0]} is in one only"
-        )
-    for name, own in layers.items():
-        model.set_submodule(name, SparseInt8Linear(**own))
+    _check_others(model.state_dict(), state_dict, layers)
+    new = {found[name][0]: SparseInt8Linear(**{k: t.clone() for k, t in own.items()}) for name, own in layers.items()}
+    for path, layer in new.items():
+        model.set_submodule(path, layer.train(model.get_submodule(path).training))
     model.load_state_dict(state_dict)
     return model
 
 
-class SparseInt8Linear(nn.Module):
-    """`nn.Linear` in int8, whose 1x4 blocks of zeros are not stored; made by `fbgemm`.
-
-    Buffers hold everything, so that state dicts are plain tensors; the kernel's packed weight is made from them.
-
-    Attributes:
-        blocks: int8 [n, 4], the blocks that are not zero, row by row.
-        columns: int16 or int32 [n], the place of each block in its row.
-        counts: int32 [out_features], the number of blocks of each row.
-        scales: float32 [out_features].
-        bias: float32 [out_features], or None.
-        steps: float64 [6], scale, zero point and largest value of the inputs, then of the outputs.
-        in_features: of the layer.
-    """
-
-    blocks: Tensor
-    columns: Tensor
-    counts: Tensor
-    scales: Tensor
-    bias: Tensor | None
-    steps: Tensor
-    shape: Tensor
-
-    def __init__(
-        self,
-        blocks: Tensor,
-        columns: Tensor,
-        counts: Tensor,
-        scales: Tensor,
-        steps: Tensor,
-        shape: Tensor,
-        bias: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        for name, tensor in (("blocks", blocks), ("columns", columns), ("counts", counts), ("scales", scales)):
-            self.register_buffer(name, tensor)
-        self.register_buffer("steps", steps)
-        self.register_buffer("shape", shape)
-        self.register_buffer("bias", bias)
-        self._pack()
-
-    @classmethod
-    def of(cls, linear: Any, seen: Range, bits: int = BITS) -> "SparseInt8Linear":
-        """The layer of an `nn.Linear` whose inputs and outputs are in a range."""
-        weight, bias = linear.weight.detach(), linear.bias
-        values, scales = int8_rows(weight)
-        groups = values.unflatten(1, (-1, 4))
-        kept = groups.ne(0).any(2)
-        steps = Steps.of(*seen.inputs, bits=bits), Steps.of(*seen.outputs, bits=8)
-        return cls(
-            blocks=groups[kept],
-            columns=kept.nonzero()[:, 1].to(torch.int16 if groups.shape[1] <= 1 << 15 else torch.int32),
-            counts=kept.sum(1, dtype=torch.int32),
-            scales=scales,
-            steps=torch.tensor([n for s in steps for n in dataclasses.astuple(s)], dtype=torch.float64),
-            shape=torch.tensor(values.shape),
-            bias=None if bias is None else bias.detach().clone(),
-        )
-
-    def int8_weight(self) -> Tensor:
-        """The weight as int8 [out_features, in_features], with its zeros."""
-        rows, columns = (int(n) for n in self.shape)
-        found = self.blocks.new_zeros(rows, columns // 4, 4)
-        at = torch.arange(rows).repeat_interleave(self.counts.long()), self.columns.long()
-        return found.index_put(at, self.blocks).reshape(rows, columns)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features), of the input's dtype."""
-        rows = input.reshape(-1, input.shape[-1])
-        if not rows.shape[0]:
-            return F.linear(input, input.new_zeros(len(self.counts), rows.shape[1]))
-        clamped = rows.float().clamp(self._inputs.low, self._inputs.high)
-        x = torch.quantize_per_tensor(clamped, self._inputs.scale, self._inputs.zero_point, torch.quint8)
-        y = torch.ops.sparse.qlinear(x, self._packed, self._outputs.scale, self._outputs.zero_point)
-        return y.dequantize().to(input.dtype).reshape(*input.shape[:-1], -1)
-
-    def extra_repr(self) -> str:
-        """The sizes of the layer, and how many blocks are stored."""
-        rows, columns = (int(n) for n in self.shape)
-        sizes = f"in_features={columns}, out_features={rows}, bias={self.bias is not None}"
-        return f"{sizes}, blocks={len(self.blocks)} of {rows * columns // 4}"
-
-    def _pack(self) -> None:
-        numbers = self.steps.tolist()
-        self._inputs, self._outputs = (
-            Steps(scale=scale, zero_point=int(zero), largest=int(largest))
-            for scale, zero, largest in (numbers[:3], numbers[3:])
-        )
-        zeros = torch.zeros(len(self.scales), dtype=torch.long)
-        with _engine(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
-            weight = torch._make_per_channel_quantized_tensor(self.int8_weight(), self.scales.double(), zeros, 0)
-            self._packed = torch.ops.sparse.qlinear_prepack(weight, self.bias, 1, 4)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "SparseInt8Linear":
-        moved = fn(self.scales)
-        if moved.device.type != "cpu" or moved.dtype != torch.float32:
-            raise SparsityError(
-                f"a SparseInt8Linear runs on the CPU in float32 only, not as {moved.dtype} on {moved.device.type}"
-            )
-        return self
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        """As any module's; another number of blocks than this layer has can be loaded."""
-        counts = state_dict.get(f"{prefix}counts")
-        for name in ("blocks", "columns") if isinstance(counts, Tensor) and counts.shape == self.counts.shape else ():
-            if f"{prefix}{name}" in state_dict:
-                setattr(self, name, torch.empty_like(state_dict[f"{prefix}{name}"]))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._pack()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_packed"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._pack()
+def _stored_layers(state_dict: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """{name of a SparseInt8Linear: its tensors} of a state dict."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state_dict.items():
+        name, _, field = key.rpartition(".")
+        if field in (*FIELDS, "bias"):
+            found.setdefault(name, {})[field] = tensor
+    return {name: own for name, own in found.items() if own.keys() >= FIELDS.keys()}
 
 
-@contextmanager
-def _engine() -> Iterator[None]:
-    """Pack weights by fbgemm; the process's engine is restored."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = _ENGINE
-    try:
-        yield
-    finally:
-        torch.backends.quantized.engine = before
+def _is_linear(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _converted(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
-    """A copy of the model with other modules in these places; their own weights are not copied."""
-    old = {id(model.get_submodule(name)): new for name, new in layers.items()}
-    return copy.deepcopy(model, memo=old)
+def _check_others(own: Mapping[str, Any], saved: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
+    """Tensors outside of converted layers must be those of the model."""
+    expected, given = ({k for k in state if k.rpartition(".")[0] not in layers} for state in (own, saved))
+    if given != expected:
+        name = min(given ^ expected)
+        raise SparsityError(f"load_fbgemm: the state dict is of another model: {name} is in one only")
+    for name in sorted(expected):
+        one, other = own[name], saved[name]
+        if isinstance(one, Tensor) and (not isinstance(other, Tensor) or one.shape != other.shape or one.is_meta):
+            got = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
+            hint = "; model.to_empty(device='cpu') first" if one.is_meta else ""
+            place = f"{tuple(one.shape)} on {one.device.type}"
+            raise SparsityError(f"load_fbgemm: {name} of the model is {place}, in the state dict {got}{hint}")
 
 
 def _bytes(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def _has_few_inputs(layer: Layer) -> list[str]:
+    inputs = layer.weight.shape[1]
+    return (
+        []
+        if inputs <= _MOST_INPUTS
+        else [f"needs at most {_MOST_INPUTS:,} inputs, whose sums fit 32 bits, got {inputs:,}"]
+    )
 
 
 def _is_on_cpu(layer: Layer) -> list[str]:
@@ -297,17 +194,21 @@ def _is_on_cpu(layer: Layer) -> list[str]:
 
 def _has_zero_blocks(layer: Layer) -> list[str]:
     """Most blocks of 4 consecutive inputs must hold only zeros."""
-    zero = layer.weight.eq(0)
-    groups = zero.unflatten(1, (-1, 4))
-    empty = groups.all(2)
-    share = float(empty.float().mean())
-    if share >= LEAST_ZEROS:
+    kept = layer.kept.view(torch.uint8)
+    blocks = kept.unflatten(1, (-1, 4))
+    most = blocks.amax(2)
+    share = _share_of_zeros(most)
+    if share + 1 / most.numel() >= LEAST_ZEROS:  # budgets are whole numbers of blocks
         return []
     text = f"needs at least {LEAST_ZEROS:.0%} of its 1x4 blocks (4 inputs of one output) to be zero, got {share:.0%}"
-    mixed = (groups.any(2) & ~empty).nonzero()
-    if len(mixed):
-        row, column = (int(n) for n in mixed[0])
+    mixed = rules.first(most != blocks.amin(2))
+    if mixed is not None:
+        row, column = mixed
         text += f"; [{row}, {column * 4}:{column * 4 + 4}] is the first that holds zeros and other values"
-    if len(zero) % 4 == 0 and float(zero.unflatten(0, (-1, 4)).all(1).float().mean()) >= LEAST_ZEROS:
+    if len(kept) % 4 == 0 and _share_of_zeros(kept.unflatten(0, (-1, 4)).amax(1)) >= LEAST_ZEROS:
         text += "; its blocks are 4x1, along the outputs"
     return [text]
+
+
+def _share_of_zeros(bytes_: Tensor) -> float:
+    return 1 - int(bytes_.count_nonzero()) / bytes_.numel()

@@ -4,15 +4,17 @@ Works on masked and on squashed models; nothing is changed.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from ..distributed import is_sharded
 from ..errors import SparsityError
-from ..masking import find_mask, used_weight
+from ..masking import used_weight
 from ..sparsifiers.names import matcher, parameter_of
 from .encoding import memory_of
 
@@ -20,6 +22,7 @@ DENSE = 0.99  # a weight of a larger density is called dense
 ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on
 
 _SHOWN = 10  # lines of an error
+_CHECKPOINT = "_checkpoint_wrapped_module."  # in names of modules inside torch's checkpoint_wrapper, not of tensors
 
 Reasons = Callable[["Layer"], list[str]]
 
@@ -32,9 +35,9 @@ class Layer:
         name: of the module, as in `model.named_modules()`.
         module: that holds the weight.
         tensor_name: of the weight in the module.
-        masked: whether it has a mask, that is, was not squashed yet.
-        names: every name of the weight in the model, the first one first; several if it is tied (one parameter, or
-            several in the same memory), or its module is used in several places.
+        masked: whether it has a mask, this library's or torch.ao's, that is, was not squashed yet.
+        names: every name of the weight in the model's state dict after `squash_mask`, the first one first; several if
+            it is tied (one parameter, or several in the same memory), or its module is used in several places.
     """
 
     name: str
@@ -69,7 +72,36 @@ class Layer:
     def density(self) -> float:
         """The fraction of values that are not zero; 1 for an empty weight."""
         kept = self.kept
-        return int(kept.sum()) / kept.numel() if kept.numel() else 1.0
+        return int(kept.count_nonzero()) / kept.numel() if kept.numel() else 1.0
+
+    def loaded(self) -> "Layer":
+        """The same layer with a weight that is computed once, for several questions about unchanged values."""
+        return _Loaded(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+class _Loaded(Layer):
+    """A `Layer` that holds its weight, and which values are kept."""
+
+    @cached_property
+    def weight(self) -> Tensor:
+        return super().weight
+
+    @cached_property
+    def kept(self) -> Tensor:
+        return super().kept
+
+    @cached_property
+    def density(self) -> float:
+        return super().density
+
+
+def plain_name(name: str) -> str:
+    """A name of `named_modules` as state dicts have it: without torch's checkpoint wrappers.
+
+    >>> plain_name("layers.0._checkpoint_wrapped_module.fc")
+    'layers.0.fc'
+    """
+    return f"{name}.".replace(_CHECKPOINT, "").removesuffix(".")
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
@@ -86,16 +118,23 @@ def layers_of(model: nn.Module) -> list[Layer]:
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
             continue
         own = [n for n, p in module._parameters.items() if p is not None]
-        for name in [*own, *getattr(module, "parametrizations", ())]:
-            fqn, parameter = f"{path}.{name}".removeprefix("."), parameter_of(module, name)
+        for name in [*own, *module._modules.get("parametrizations", ())]:
+            fqn, parameter = f"{plain_name(path)}.{name}".removeprefix("."), parameter_of(module, name)
             _refuse_special(fqn, parameter)
-            masked = find_mask(module, name) is not None
+            masked = is_masked(module, name)
             if masked or used_weight(module, name).ndim > 1:
                 layer = Layer(name=path, module=module, tensor_name=name, masked=masked, names=())
                 key = memory_of(parameter) or id(parameter)
                 first = found.setdefault(key, layer)
                 found[key] = replace(first, names=(*first.names, fqn))
     return list(found.values())
+
+
+def is_masked(module: nn.Module, tensor_name: str) -> bool:
+    """Whether a tensor has a mask, of this library or of torch.ao's own sparsifiers."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return False
+    return any(isinstance(p, FakeSparsity) for p in module.parametrizations[tensor_name])  # type: ignore[index]
 
 
 def _refuse_special(fqn: str, parameter: Tensor) -> None:
@@ -144,7 +183,7 @@ def _named(layers: Sequence[Layer], rules: Sequence[str], target: str) -> list[L
         if not isinstance(rule, str):
             raise SparsityError(f"{target}: tensors takes names, globs or re: expressions, got {type(rule).__name__}")
         matches = matcher(rule, f"{target}: ")
-        found = {id(layer) for layer in layers if any(map(matches, layer.names))}
+        found = {id(a) for a in layers if any(map(matches, (*a.names, f"{a.name}.{a.tensor_name}")))}
         if not found:
             hint = f" The weights are {', '.join(every[:5]) or 'none'}{', ...' if len(every) > 5 else ''}."
             raise SparsityError(f"{target}: {rule!r} names no weight of the model.{hint}")
@@ -169,7 +208,7 @@ def checked_layers(
     if squashed:
         refuse_masks(model, target)
     chosen, left = choose_layers(model, tensors, target)
-    wrong = [f"{layer.fqn}: {text}" for layer in chosen for text in reasons(layer)]
+    wrong = [f"{layer.fqn}: {text}" for layer in chosen for text in reasons(layer.loaded())]
     if wrong:
         lines = wrong[:_SHOWN] + ([f"{len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
         hint = "" if tensors is not None else "\nPass tensors=[...] to convert only others."

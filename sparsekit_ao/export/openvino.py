@@ -5,11 +5,11 @@ does so from a fraction of zeros on (its property CPU_SPARSE_WEIGHTS_DECOMPRESSI
 which both dimensions are multiples of 64. On other CPUs the same int8 model runs dense.
 """
 
-import copy
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..calibration import call
 from ..coupling.values import arguments
 from ..errors import SparsityError
 from . import rules
+from .batches import calls_of, copied, listed, refuse_uncalled
 from .layers import Layer, checked_layers
 from .ranges import Range, Steps, int8_rows, record_ranges
 from .results import Conversion
@@ -28,6 +29,8 @@ from .verify import Outputs, largest_difference
 RATE = "CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE"
 _OFF = 1.0
 MULTIPLE = 64
+_AND = ", "
+_LEAST_ZEROS = 1 / 8  # of int8 weights: each element takes a bit besides
 
 
 def reasons(layer: Layer) -> list[str]:
@@ -36,8 +39,9 @@ def reasons(layer: Layer) -> list[str]:
     return found or [
         *rules.is_not_parametrized(layer),
         *rules.is_not_shared(layer),
+        *rules.computes_as(layer, nn.Linear),
         *rules.has_multiples(layer, MULTIPLE, MULTIPLE),
-        *rules.is_finite(layer),
+        *(rules.is_finite(layer) or rules.has_zeros(layer, _LEAST_ZEROS)),
     ]
 
 
@@ -47,7 +51,7 @@ class OpenVinoConversion(Conversion):
 
     Attributes:
         rate: the fraction of zeros from which a weight is run sparse.
-        kernels: {tensor: OpenVINO's primitiveType}; "sparse" in it where the weight runs sparse.
+        kernels: {tensor: OpenVINO's primitiveType, or several of them}; "sparse" in each where the weight runs sparse.
     """
 
     rate: float
@@ -56,7 +60,8 @@ class OpenVinoConversion(Conversion):
     @property
     def ran_sparse(self) -> tuple[str, ...]:
         """Names of the tensors that run sparse on this CPU."""
-        return tuple(name for name, kernel in self.kernels.items() if "sparse" in kernel)
+        found = {name: kernels.split(_AND) for name, kernels in self.kernels.items()}
+        return tuple(name for name, kernels in found.items() if all("sparse" in kernel for kernel in kernels))
 
     def __str__(self) -> str:
         lines = [f"{name} runs as {kernel}" for name, kernel in self.kernels.items()]
@@ -77,23 +82,28 @@ class OpenVinoModel:
         import openvino
 
         self.graph = graph
-        self.compiled = openvino.Core().compile_model(graph, "CPU", dict(config))
+        try:
+            self.compiled = openvino.Core().compile_model(graph, "CPU", dict(config))
+        except RuntimeError as e:
+            raise SparsityError(f"openvino: it cannot compile the model with {dict(config)}: {e}") from e
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
         """The outputs in order; arguments as the torch model takes them."""
         given: dict[Any, Tensor] = {**dict(enumerate(args)), **kwargs}
-        found = self.compiled({key: tensor.numpy() for key, tensor in given.items()})
+        found = self.compiled({key: tensor.detach().contiguous().numpy() for key, tensor in given.items()})
         return tuple(torch.from_numpy(found[port].copy()) for port in self.compiled.outputs)
 
     def kernels(self, names: Iterable[str]) -> dict[str, str]:
-        """{name of a Linear: primitiveType of its matrix product}; it is chosen when the model first runs."""
-        found: dict[str, str] = {}
+        """{name of a Linear: primitiveType of its matrix products}; it is chosen when the model first runs."""
+        found: dict[str, set[str]] = {}
         for op in self.compiled.get_runtime_model().get_ops():
             info = op.get_rt_info()
             if str(info["layerType"].astype(str)) in ("FullyConnected", "MatMul"):
                 origin, kernel = (info[key].astype(str) for key in ("originalLayersNames", "primitiveType"))
-                found |= {name: kernel for name in names if f"__module.{name}/aten::linear/" in origin}
-        return found
+                for name in names:
+                    if (f"__module.{name}/" if name else "") + "aten::linear/" in origin:
+                        found.setdefault(name, set()).add(kernel)
+        return {name: _AND.join(sorted(kernels)) for name, kernels in found.items()}
 
 
 def openvino(
@@ -137,14 +147,18 @@ def openvino(
     layers, left = checked_layers(model, "openvino", reasons, tensors, squashed=True)
     if rate is not None and not 0 < rate <= 1:
         raise SparsityError(f"openvino: rate must be a fraction above 0 and at most 1, got {rate!r}")
+    if RATE in (config or {}):
+        raise SparsityError(f"openvino: {RATE} is set by rate=..., not in config")
     if need_sparse and not _has_amx():
         raise SparsityError("openvino: need_sparse, but sparse weights need amx_int8, which this CPU does not have")
-    batches = list(batches)
+    batches = _tensors_only(listed(batches, "openvino"))
     ranges, outputs = record_ranges(model, layers, batches, None, "openvino")
-    new = {id(a.module): _Int8Linear(a.module, ranges[a.fqn]) for a in layers}
-    zeros = {a.fqn: new[id(a.module)].zeros for a in layers}
+    if find_spec("openvino") is None:
+        raise ImportError("openvino is not installed: pip install 'sparsekit_ao[openvino]'")
+    new = {a.name: _Int8Linear(a.module, ranges[a.fqn]) for a in layers}
+    zeros = {a.fqn: new[a.name].zeros for a in layers}
     rate = math.floor(min(zeros.values()) * 1000) / 1000 if rate is None else rate
-    graph = _graph(copy.deepcopy(model, memo=dict(new)), batches[0])
+    graph = _graph(copied(model, "openvino", new), batches[0], list(new))
     options = {"INFERENCE_PRECISION_HINT": "f32", **(config or {})}
     converted = OpenVinoModel(graph, {**options, RATE: rate})
     found = _outputs(converted, batches, outputs)
@@ -188,8 +202,18 @@ class _Int8Linear(nn.Module):
         return F.linear(x, self.values.float() * self.scales, self.bias)  # type: ignore[operator, arg-type]
 
 
-def _graph(model: nn.Module, batch: Any) -> Any:
-    """The model as an `openvino.Model` of any batch size and length."""
+def _tensors_only(batches: list[Any]) -> list[Any]:
+    for batch in batches:
+        args, kwargs = arguments(batch)
+        for key, value in [*enumerate(args), *kwargs.items()]:
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise SparsityError(f"openvino: batches must hold tensors only, got {kind} as argument {key!r}")
+    return batches
+
+
+def _graph(model: nn.Module, batch: Any, names: Sequence[str]) -> Any:
+    """The model as an `openvino.Model` of any batch size and length; the modules of these names must be called."""
     import openvino
 
     args, kwargs = arguments(batch)
@@ -197,16 +221,22 @@ def _graph(model: nn.Module, batch: Any) -> Any:
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # of tracing
-            return openvino.convert_model(model.eval(), example_input=example)
+            with calls_of(model, {name: name for name in names}) as called:
+                found = openvino.convert_model(model.eval(), example_input=example)
     except Exception as e:
         raise SparsityError(f"openvino: it cannot convert the model: {e}") from e
+    refuse_uncalled(names, called, "openvino")
+    return found
 
 
 def _outputs(model: OpenVinoModel, batches: Sequence[Any], like: Sequence[Outputs]) -> list[Outputs]:
     """The outputs for every batch, named as the torch model's."""
     found = []
     for batch, want in zip(batches, like, strict=True):
-        tensors = call(model, batch)  # type: ignore[arg-type]
+        try:
+            tensors = call(model, batch)  # type: ignore[arg-type]
+        except Exception as e:
+            raise SparsityError(f"openvino: the converted model does not run: {e}") from e
         if len(tensors) != len(want):
             raise SparsityError(f"openvino: the converted model returns {len(tensors)} tensors instead of {len(want)}")
         found.append([(place, tensor) for (place, _), tensor in zip(want, tensors, strict=True)])

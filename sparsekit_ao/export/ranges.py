@@ -1,9 +1,9 @@
-"""Ranges of the values that layers read and return, recorded while a user's batches run, and int8 steps for them.
+"""Ranges of the values that layers read and return on a user's batches, and int8 steps for them.
 
 Also int8 values of a weight: one scale for each row, zeros stay zeros.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration import Calibration, call, run_batches
-from ..coupling.values import tensors_in
 from ..errors import SparsityError
+from .batches import Forward, outputs_of
 from .layers import Layer
-from .verify import Outputs, largest_difference
-
-Forward = Callable[[nn.Module, Any], Any]
+from .verify import Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,7 @@ class Range:
 
 
 def record_ranges(
-    model: nn.Module, layers: Sequence[Layer], batches: Iterable[Any], forward: Forward | None, target: str
+    model: nn.Module, layers: Sequence[Layer], batches: Sequence[Any], forward: Forward | None, target: str
 ) -> tuple[dict[str, Range], list[Outputs]]:
     """Run the model on the batches in eval mode; {name of the weight: Range} and the model's outputs.
 
@@ -73,7 +70,7 @@ def record_ranges(
         target: first word of error messages.
 
     Raises:
-        SparsityError: a layer was not called, or a value is not finite; no batches.
+        SparsityError: a layer was not called, or a value is not finite.
     """
     found: dict[str, Range] = {}
     with ExitStack() as hooks:
@@ -89,29 +86,6 @@ def record_ranges(
             "calling it (nn.MultiheadAttention's out_proj, nn.TransformerEncoderLayer in eval mode) cannot be replaced."
         )
     return found, outputs
-
-
-def outputs_of(model: nn.Module, batches: Iterable[Any], forward: Forward | None = None) -> list[Outputs]:
-    """The tensors that a model returns for each batch, in eval mode and without gradients."""
-    outputs: list[Outputs] = []
-
-    def run(model: nn.Module, batch: Any) -> None:
-        result = call(model, batch) if forward is None else forward(model, batch)
-        outputs.append([(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)])
-
-    run_batches(Calibration(()), model, batches, run, None)
-    return outputs
-
-
-def compare(
-    want: list[Outputs], converted: nn.Module, batches: Iterable[Any], forward: Forward | None, target: str
-) -> float:
-    """The largest relative difference of a converted model from recorded outputs; see `largest_difference`."""
-    try:
-        found = outputs_of(converted, batches, forward)
-    except Exception as e:
-        raise SparsityError(f"{target}: the converted model does not run: {e}") from e
-    return largest_difference(want, found, target)
 
 
 def _recorder(layer: Layer, found: dict[str, Range], target: str) -> Callable[..., None]:

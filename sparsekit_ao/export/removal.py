@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import einops
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -161,26 +160,38 @@ def zero_units(model: nn.Module, removal: Removal) -> None:
 
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
     """Which elements of a member of this shape belong to kept units; bool, of its shape."""
-    pattern = member.pattern
-    inner = {axis: size for axis, size in pattern.lengths(shape).items() if axis not in pattern.unit}
-    kept: Tensor = einops.repeat(removal.keep, f"{' '.join(pattern.unit)} -> {pattern.axes}", **inner)
+    kept = torch.ones(shape, dtype=torch.bool, device="cpu")
+    view = member.pattern(kept)
+    view.copy_(removal.keep.reshape(removal.keep.shape + (1,) * (view.ndim - removal.keep.ndim)).expand_as(view))
     return kept
 
 
 def _smaller(tensor: Tensor, own: Sequence[tuple[Member, Removal]]) -> Tensor:
     """A copy without the removed units; of the same kind (parameter or not) and memory format."""
-    shape = list(tensor.shape)
-    for member, removal in own:
-        dimension = member.pattern.dimension_of(removal.coupling.unit)
-        shape[dimension] = shape[dimension] // removal.of * removal.kept
+    shape = _shape_left(tuple(tensor.shape), own)
     if tensor.is_meta:
         data = tensor.new_empty(shape)
     else:
-        data = _without_units(tensor.detach(), *own[0]) if len(own) == 1 else _without_all(tensor.detach(), own, shape)
+        is_one = len(own) == 1 and not own[0][0].pattern.outside
+        data = _without_units(tensor.detach(), *own[0]) if is_one else _without_all(tensor.detach(), own, shape)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
     keeps_last = last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
     data = data.contiguous(memory_format=last if last is not None and keeps_last else torch.contiguous_format)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def _shape_left(shape: Shape, own: Sequence[tuple[Member, Removal]]) -> list[int]:
+    """The shape without the removed units; those of one part of a concatenation shrink that part."""
+    parts: dict[tuple[int, tuple[int, int]], int] = {}  # entries left of (dimension, entries before and after)
+    for member, removal in own:
+        d = member.pattern.dimension_of(removal.coupling.unit)
+        around = member.pattern.outside.get(d, (0, 0))
+        left = parts.get((d, around), shape[d] - sum(around))
+        parts[d, around] = left // removal.of * removal.kept
+    found = list(shape)
+    for (d, around), left in parts.items():
+        found[d] -= shape[d] - sum(around) - left
+    return found
 
 
 def _without_units(tensor: Tensor, member: Member, removal: Removal) -> Tensor:
@@ -228,8 +239,8 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, removed: _Removed) ->
         return {"num_features": shape[0]}
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return {"normalized_shape": shape}
-    if isinstance(module, nn.RNNBase) and name == "weight_ih_l0":
-        return {"input_size": shape[1]}
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return _recurrent_sizes(module, name, shape)
     if name != "weight":
         return {}
     if isinstance(module, nn.GroupNorm):
@@ -241,6 +252,17 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, removed: _Removed) ->
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         _check_rows(module, shape[0], removed)
     return dict(zip(_matrix_sizes(module), shape, strict=False))
+
+
+def _recurrent_sizes(module: nn.RNNBase | nn.RNNCellBase, name: str, shape: Shape) -> dict[str, Any]:
+    """The integers of a recurrent layer or cell that one of its tensors determines."""
+    if name in ("weight_ih_l0", "weight_ih"):
+        return {"input_size": shape[1]}
+    if name == "weight_hr_l0":
+        return {"proj_size": shape[0], "hidden_size": shape[1]}
+    if name in ("weight_hh_l0", "weight_hh") and not getattr(module, "proj_size", 0):
+        return {"hidden_size": shape[1]}
+    return {}
 
 
 def _matrix_sizes(module: nn.Module) -> tuple[str, ...]:
@@ -267,12 +289,16 @@ def _check_rows(module: nn.Embedding | nn.EmbeddingBag, rows: int, removed: _Rem
         )
 
 
-def _groups_left(module: nn.Module, groups: int, removed: _Removed) -> int:
+def _groups_left(module: nn.GroupNorm | _ConvNd, groups: int, removed: _Removed) -> int:
     """Groups of a layer whose first dimension is smaller: fewer of the same width, or as many of a smaller width."""
     left = groups
     for pattern, kept in removed:
         unit = pattern.unit[-1]
         if groups == 1 or pattern.dimension_of(unit) != 0:
+            continue
+        if 0 in pattern.outside and len(module.weight) == groups:  # a channel in each group
+            part = groups - sum(pattern.outside[0])
+            left -= part - part // pattern.sizes[unit] * kept
             continue
         outer = pattern.leading(groups)
         if outer is None:

@@ -105,7 +105,7 @@ def report(model: nn.Module) -> LayerReport:
     >>> [(row.tensor, row.density, row.patterns, "pack_2_4" in row.taken_by) for row in export.report(model)]
     [('0.weight', 0.5, ('2:4',), True), ('1.weight', 1.0, (), False)]
     """
-    return LayerReport(rows=tuple(_row(layer) for layer in layers_of(model)))
+    return LayerReport(rows=tuple(_row(layer.loaded()) for layer in layers_of(model)))
 
 
 def _row(layer: Layer) -> LayerRow:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.ao.pruning import FakeSparsity
 
-from ..masking import WeightMask
 from ..patterns import is_of_transformers
 from .layers import DENSE, Layer
 
@@ -43,10 +43,14 @@ def has_multiples(layer: Layer, *sizes: int) -> Found:
 def is_finite(layer: Layer) -> Found:
     """Neither nan nor inf: a kernel that leaves out zeros treats 0 * inf differently, and nan equals nothing."""
     weight = layer.weight
-    if not weight.is_floating_point():
+    if not weight.is_floating_point() or not weight.numel():
         return []
-    at = _first(~weight.float().isfinite())
-    return [] if at is None else [f"needs finite values, got {float(weight[at])} at {list(at)}"]
+    wide = weight.float() if weight.itemsize == 1 else weight
+    if all(bool(end.isfinite()) for end in wide.aminmax()):  # a nan is both ends
+        return []
+    at = first(~wide.isfinite())
+    assert at is not None
+    return [f"needs finite values, got {float(weight[at])} at {list(at)}"]
 
 
 def is_not_shared(layer: Layer) -> Found:
@@ -59,10 +63,26 @@ def is_not_parametrized(layer: Layer) -> Found:
     """Nothing but the mask may compute the weight."""
     chain = getattr(layer.module, "parametrizations", {})
     found = [p for name in chain if name == layer.tensor_name for p in chain[name]]
-    others = [type(p).__name__ for p in found if not isinstance(p, WeightMask)]
+    others = [type(p).__name__ for p in found if not isinstance(p, FakeSparsity)]
     if not others:
         return []
     return [f"is computed by {', '.join(others)}; call torch.nn.utils.parametrize.remove_parametrizations first"]
+
+
+def computes_as(layer: Layer, kind: type[nn.Module]) -> Found:
+    """The module must compute what its base class does and nothing besides, since another module replaces it."""
+    module = layer.module
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        return [f"needs the forward of {kind.__name__}, but {layer.kind} has its own, which would not run"]
+    if module._forward_hooks or module._forward_pre_hooks:
+        return ["has forward hooks, which the converted layer would not run; remove them first"]
+    return []
+
+
+def has_zeros(layer: Layer, least: float) -> Found:
+    """More than a fraction of the values must be zero, so that leaving out zeros saves more than it costs."""
+    zeros = 1 - layer.density
+    return [] if zeros > least else [f"needs more than {least:.2%} of zeros to be smaller, got {zeros:.2%}"]
 
 
 def keeps_n_of_m(layer: Layer, n: int, m: int, dim: int = 1) -> Found:
@@ -71,7 +91,7 @@ def keeps_n_of_m(layer: Layer, n: int, m: int, dim: int = 1) -> Found:
     if not -kept.ndim <= dim < kept.ndim or shape[dim] % m:
         return [f"needs dimension {dim} in groups of {m}, got shape {shape}"]
     counts = _counts(kept, m, dim)
-    at = _first(counts > n)
+    at = first(counts > n)
     if at is None:
         return []
     place = [f"{i * m}:{i * m + m}" if k == dim else str(i) for k, i in enumerate(at)]
@@ -88,10 +108,10 @@ def keeps_n_of_m(layer: Layer, n: int, m: int, dim: int = 1) -> Found:
 
 def _counts(kept: Tensor, m: int, dim: int) -> Tensor:
     """Nonzeros in every m consecutive elements of a dimension."""
-    return kept.unflatten(dim, (-1, m)).sum(dim + 1)
+    return kept.unflatten(dim, (-1, m)).sum(dim + 1, dtype=torch.uint8 if m < 256 else torch.int32)
 
 
-def _first(wrong: Tensor) -> tuple[int, ...] | None:
+def first(wrong: Tensor) -> tuple[int, ...] | None:
     """The index of the first True, or None."""
     flat = wrong.flatten()
     if not flat.numel() or not bool(flat.any()):

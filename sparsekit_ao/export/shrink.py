@@ -198,11 +198,12 @@ def _number(given: T | Mapping[str, T], name: str, default: T) -> T:
 
 def _chosen(model: nn.Module, found: Discovery, ratio: float | Mapping[str, float]) -> tuple[list[Coupling], _Left]:
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
-    owner: dict[tuple[str, int], str] = {}
+    owner: dict[tuple[str, int, tuple[int, int] | None], str] = {}  # by tensor, dimension, and part of a concatenation
     chosen, left = [], list(found.left_out)
     for coupling in found.couplings:
         members = [member for bound in coupling.bind(model) for member in bound.members]
-        places = [(member.fqn, member.pattern.dimension_of(coupling.unit)) for member in members]
+        divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
+        places = [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
         shared = next((place for place in places if place in owner), None)
         if not _number(ratio, coupling.name, 0.0):
             left.append((coupling.name, "the ratio of it is 0, or does not name it"))

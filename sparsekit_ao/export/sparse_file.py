@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
+from . import rules
 from .encoding import CODES, bits_of, flat, kept_of, smaller_code
 from .layers import Layer, refuse_masks
 from .results import Conversion
@@ -36,6 +37,9 @@ _ENTRY = 200  # bytes that a tensor in two parts adds to the header, about, and 
 def reasons(layer: Layer) -> list[str]:
     """Why a weight would not be stored sparse; empty if it would."""
     weight = layer.weight
+    found = rules.is_not_parametrized(layer)
+    if found:
+        return found
     if weight.dtype not in DTYPES:
         return [f"the file format has no {str(weight.dtype).removeprefix('torch.')}"]
     row = _encode(layer.fqn, weight)
@@ -146,7 +150,7 @@ def _encode(name: str, tensor: Tensor) -> _Row:
     """Counts only: the code itself is made when it is written."""
     elements = flat(tensor)
     kept = kept_of(elements)
-    count = int(kept.sum())
+    count = int(kept.count_nonzero())
     code, size = smaller_code(kept)
     entry = _ENTRY + 2 * len(name)
     is_smaller = count * tensor.element_size() + size + entry < tensor.numel() * tensor.element_size()

@@ -1,8 +1,9 @@
 """Which common structures the zeros of a weight satisfy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from .. import patterns
@@ -10,6 +11,7 @@ from ..errors import SparsityError
 from .layers import DENSE, Layer
 
 _N_M = ((1, 8), (1, 4), (2, 4), (4, 8), (8, 16))  # the first that fits implies those after it
+_SAMPLE = 64  # parts of each dimension that are looked at first, since most weights break a structure there
 _BLOCKS = ((32, 32), (16, 16), (8, 8), (4, 4), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1))  # the largest first
 
 
@@ -19,7 +21,7 @@ def satisfied(layer: Layer) -> list[str]:
     "n:m" is along the inputs of the module. In rows, columns and blocks no zero is outside of one that is all zero.
     """
     kept = layer.kept
-    if int(kept.sum()) >= DENSE * kept.numel():  # an empty one, too
+    if layer.density >= DENSE:  # an empty one, too
         return []
     found = [p.kind for p in (patterns.rows(), patterns.columns()) if _is_blocks(layer, kept, p)]
     found += [f"{n}:{m}" for n, m in _N_M if _is_n_m(layer, kept, n, m)][:1]
@@ -32,16 +34,14 @@ def _is_n_m(layer: Layer, kept: Tensor, n: int, m: int) -> bool:
     scope = _shape(layer, kept, patterns.n_m(n, m), "scope_shape")
     if scope is None:
         return False
-    counts = _split(kept, scope).sum(tuple(range(1, 2 * kept.ndim, 2)))
-    return bool((counts <= n).all())
+    return all(bool((reduced(part, _sum) <= n).all()) for part in _parts(kept, scope))
 
 
 def _is_blocks(layer: Layer, kept: Tensor, pattern: patterns.Pattern) -> bool:
     block = _shape(layer, kept, pattern, "block_shape")
     if block is None or math.prod(block) == 1:
         return False
-    inside, split = tuple(range(1, 2 * kept.ndim, 2)), _split(kept, block)
-    return bool((split.any(inside) == split.all(inside)).all())
+    return all(torch.equal(reduced(p, torch.amax), reduced(p, torch.amin)) for p in _parts(kept, block))
 
 
 def _shape(layer: Layer, kept: Tensor, pattern: patterns.Pattern, key: str) -> tuple[int, ...] | None:
@@ -56,6 +56,21 @@ def _shape(layer: Layer, kept: Tensor, pattern: patterns.Pattern, key: str) -> t
     return None if any(size == 0 or n % size for n, size in zip(kept.shape, sizes, strict=True)) else sizes
 
 
-def _split(kept: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Each dimension as two: number of parts, and their size."""
-    return kept.reshape([k for n, size in zip(kept.shape, sizes, strict=True) for k in (n // size, size)])
+def reduced(split: Tensor, function: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Reduce every second dimension of a tensor of bytes, one after the other, which is faster than all at once."""
+    for dim in range(split.ndim - 1, 0, -2):
+        split = function(split, dim)
+    return split
+
+
+def _sum(values: Tensor, dim: int) -> Tensor:
+    return values.sum(dim, dtype=torch.uint8)  # of at most 16 ones
+
+
+def _parts(kept: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Bytes, each dimension as two, number of parts and their size: of the first parts, then of all."""
+    split = kept.view(torch.uint8).reshape(
+        [k for n, size in zip(kept.shape, sizes, strict=True) for k in (n // size, size)]
+    )
+    yield split[tuple(slice(None) if k % 2 else slice(_SAMPLE) for k in range(split.ndim))]
+    yield split

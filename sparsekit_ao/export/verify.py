@@ -114,16 +114,17 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool 
     # Only leaf tensors can be copied.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
     model, inputs = (copy.deepcopy(model) if copied else model).eval(), copy.deepcopy(inputs)
+    model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     args, kwargs = inputs if dtype is None else _as_dtype(inputs, dtype)
     model = model if dtype is None else model.to(dtype)
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
-    with _seeded(tensors), FlopCounterMode(display=False) as count:
+    with seeded(tensors), FlopCounterMode(display=False) as count:
         output = model(*args, **kwargs)
     return output, count.get_total_flops()
 
 
 @contextlib.contextmanager
-def _seeded(tensors: list[Tensor]) -> Iterator[None]:
+def seeded(tensors: list[Tensor]) -> Iterator[None]:
     """Seed the generators of the CPU and of the tensors' devices; their states are restored afterwards."""
     devices = sorted({t.device.index for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
@@ -183,12 +184,18 @@ def largest_difference(want: list[Outputs], found: list[Outputs], target: str) -
     """The largest relative difference of outputs over several batches.
 
     Raises:
-        SparsityError: shapes or integers differ, a value is not finite in one of the models only, or nothing was
-            returned; `target` is the first word.
+        SparsityError: shapes or integers differ, a value is not finite in one of the models only, the first model
+            returned nan, or nothing; `target` is the first word.
     """
     if not any(want):
         raise SparsityError(f"{target}: the model returned no tensor, so there is nothing to compare")
+    for place, tensor in (pair for outputs in want for pair in outputs):
+        if bool(tensor.isnan().any()):
+            raise SparsityError(f"{target}: {place} of the model contains nan on these batches, and nan equals nothing")
     worst = max((_difference(a, b) for a, b in zip(want, found, strict=True) if a or b), default=0.0)
     if worst == float("inf"):
-        raise SparsityError(f"{target}: the converted model returns other shapes, other integers, inf or nan")
+        raise SparsityError(
+            f"{target}: the converted model returns other shapes, other integers, inf or nan. Integers computed from "
+            "outputs, such as an argmax, may change with rounding; compare what they are computed from"
+        )
     return worst

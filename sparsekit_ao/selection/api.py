@@ -48,6 +48,33 @@ def keep_mask(
     >>> keep_mask(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 1)
     tensor([[False,  True, False, False]])
     """
+    (mask,) = keep_masks([(scores, keep, candidates)], magnitude=magnitude, impl=impl)
+    return mask
+
+
+def keep_masks(
+    rows: Sequence[tuple[Tensor, int | Tensor, Tensor | None]], *, magnitude: bool = False, impl: str = "auto"
+) -> list[Tensor]:
+    """`keep_mask` of each (scores, keep, candidates); on a GPU those of one dtype share launches.
+
+    All of them are checked before anything is selected.
+    """
+    check_impl(impl)
+    masks, updates = [], []
+    for scores, keep, candidates in rows:
+        _check_rows(scores, keep, candidates)
+        masks.append(torch.empty(scores.shape, dtype=torch.bool, device=scores.device))
+    for (scores, keep, candidates), mask in zip(rows, masks, strict=True):
+        if candidates is not None:
+            mask.copy_(candidates)
+        if mask.numel():
+            updates.append(_update_of_rows(scores.detach(), keep, mask, candidates is not None, magnitude))
+    for backend, found in _by_backend(updates, impl):
+        backend.run(found)
+    return masks
+
+
+def _check_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None) -> None:
     if scores.ndim != 2 or scores.dtype not in KEY_DTYPES:
         raise SparsityError(
             f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, members], "
@@ -58,20 +85,16 @@ def keep_mask(
             f"keep_mask: candidates must be bool {tuple(scores.shape)}, "
             f"got {candidates.dtype} {tuple(candidates.shape)}"
         )
-    check_impl(impl)
-    rows, members = scores.shape
-    _check_budget(keep, (rows,), members)
-    mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    if candidates is not None:
-        mask.copy_(candidates)
-    if mask.numel():
-        if isinstance(keep, Tensor):
-            keep = keep.to(scores.device, torch.int64, non_blocking=True).reshape(-1).expand(rows).reshape(rows, 1)
-        row = Scopes(members=(Blocks(shape=(1, 1), values=scores.detach(), mask=mask),), shape=(1, members))
-        norm = 1 if magnitude else None
-        update = Update(scopes=(row,), keep=keep, norm=norm, among_kept=candidates is not None)
-        choose(update, impl).run([update])
-    return mask
+    _check_budget(keep, (scores.shape[0],), scores.shape[1])
+
+
+def _update_of_rows(scores: Tensor, keep: int | Tensor, mask: Tensor, among_kept: bool, magnitude: bool) -> Update:
+    """Rows of scores as the windows of an update."""
+    count, members = scores.shape
+    if isinstance(keep, Tensor):
+        keep = keep.to(scores.device, torch.int64, non_blocking=True).reshape(-1).expand(count).reshape(count, 1)
+    row = Scopes(members=(Blocks(shape=(1, 1), values=scores, mask=mask),), shape=(1, members))
+    return Update(scopes=(row,), keep=keep, norm=1 if magnitude else None, among_kept=among_kept)
 
 
 def block_scores(
@@ -156,17 +179,23 @@ def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
         _check_norm(update.norm)
         _check_windows(update.scopes)
         _check_budget(update.keep, update.scopes[0].scope_grid, sum(math.prod(s.shape) for s in update.scopes))
-    shared: dict[tuple[str, torch.device], tuple[Backend, list[Update]]] = {}
     with one_step(sum(update.numel for update in updates)):
-        for update in updates:
-            backend = choose(update, impl)
-            shared.setdefault((backend.name, update.device), (backend, []))[1].append(update)
-    for backend, found in shared.values():
+        shared = _by_backend(updates, impl)
+    for backend, found in shared:
         if impl == "auto" and backend.name == reference.name:  # others may still take the single steps
             for update in found:
                 reference.update_in_steps(update, block_scores, keep_mask)
         else:
             backend.run(found)
+
+
+def _by_backend(updates: Sequence[Update], impl: str) -> list[tuple[Backend, list[Update]]]:
+    """Each backend with the updates that it is chosen for, on one device."""
+    shared: dict[tuple[str, torch.device], tuple[Backend, list[Update]]] = {}
+    for update in updates:
+        backend = choose(update, impl)
+        shared.setdefault((backend.name, update.device), (backend, []))[1].append(update)
+    return list(shared.values())
 
 
 def threshold_backend(work: Sequence[Threshold], impl: str = "auto") -> Backend | None:

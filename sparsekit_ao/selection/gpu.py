@@ -34,25 +34,26 @@ def run(work: Sequence[Work]) -> None:
     """Launch kernels; updates share launches. Nothing waits for the device."""
     from . import triton
 
-    together = [one for one in work if isinstance(one, Update) and not _is_rows(one)]
-    if together:
-        triton.scope_masks(together)
+    updates = [one for one in work if isinstance(one, Update)]
+    alone = [one for one in updates if len(updates) == 1 and _is_rows(one)]
+    if updates and not alone:
+        triton.scope_masks(updates)
     for one in work:
         if isinstance(one, Scores):
             assert one.norm is not None
             one.out.copy_(triton.block_scores(one.members, one.norm, one.out.ndim))
         elif isinstance(one, Threshold):
             _threshold(one)
-        elif _is_rows(one):
-            (member,) = one.members
-            assert member.values is not None and member.mask is not None
-            candidates = member.mask if one.among_kept else None
-            budget = one.keep.reshape(-1) if isinstance(one.keep, torch.Tensor) else one.keep
-            member.mask.copy_(triton.keep_mask(member.values, budget, candidates, magnitude=False))
+    for one in alone:
+        (member,) = one.members
+        assert member.values is not None and member.mask is not None
+        candidates = member.mask if one.among_kept else None
+        budget = one.keep.reshape(-1) if isinstance(one.keep, torch.Tensor) else one.keep
+        member.mask.copy_(triton.keep_mask(member.values, budget, candidates, magnitude=False))
 
 
 def _is_rows(update: Update) -> bool:
-    """Whether these are rows of given scores, as `keep_mask` takes them: their tables do not depend on addresses."""
+    """Whether these are rows of given scores, as `keep_mask` takes them. Alone, they need no table of addresses."""
     first, *more = update.members
     if update.norm is not None or more or first.window.ndim != 2 or first.mask is None:
         return False

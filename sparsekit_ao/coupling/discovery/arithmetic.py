@@ -92,7 +92,7 @@ def _matmul(call: Call) -> Label:
     name = call.name.rstrip("_")
     a, b = (call.label(operand) for operand in (_PRODUCTS | _WITH_BIAS)[name])
     inner = max(len(b) - 2, 0)
-    _contract(call, a[-1], b[inner])
+    contract(call, a[-1], b[inner])
     batch = combined([a[:-2], b[:-2]], call.why, any) if len(b) > 2 else ()
     product = (*batch, *a[len(batch) : -1], *b[inner + 1 :])
     return product if name in _PRODUCTS else combined([product, call.label("self")], call.why)
@@ -105,7 +105,7 @@ def _convolution(call: Call) -> Label:
     w_group, rest = split_axis(w[0], groups, call.why)
     w_in, w_out = (rest, w[1]) if call["transposed"] else (w[1], rest)
     group = combined([(x_group,), (w_group,)], call.why, any)[0]
-    _contract(call, x_in, w_in)
+    contract(call, x_in, w_in)
     call.freeze(*x[2:], *w[2:])
     out = (x[0], group + w_out, *call.fixed(*call.outs[0].shape[2:]))
     return combined([out, *((*bias, *((),) * (len(x) - 2)) for bias in call.labels("bias"))], call.why)
@@ -186,7 +186,7 @@ def _pool(call: Call) -> list[Label]:
     return [(*label[:first], *call.fixed(*out.shape[first:])) for out in call.outs]
 
 
-def _contract(call: Call, a: Axis, b: Axis) -> None:
+def contract(call: Call, a: Axis, b: Axis) -> None:
     """Sum over an axis that two operands share."""
     _require_zeros(call, combined([(a,), (b,)], call.why, any)[0])
 

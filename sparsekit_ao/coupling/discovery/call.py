@@ -50,7 +50,8 @@ class Call:
         """Whether it squares a tensor: `x**2`, `x.square()`, `x * x`."""
         if self.name == "mul":
             return self["self"] is self["other"]
-        return self.name == "square" or (self.name == "pow" and self["exponent"] == 2)
+        exponent = self["exponent"]
+        return self.name == "square" or (self.name == "pow" and not isinstance(exponent, Tensor) and exponent == 2)
 
     @cached_property
     def _bound(self) -> dict[str, Any]:

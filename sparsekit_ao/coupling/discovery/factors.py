@@ -1,10 +1,12 @@
 """Axes made of factors: what a reshape splits and merges, and what an operation makes equal.
 
 A dimension of a tensor is a sequence of factors, outermost first, as einops writes them: `(h d)`. A factor is a node
-that may be united with another one or split in two at any time, and every axis that contains it is affected. This
-module handles integers and reasons only, no tensors and no operations.
+that may be united with another one or split in two at any time, and every axis that contains it is affected. It may
+also be a concatenation of axes of other lengths. This module handles integers and reasons only, no tensors and no
+operations.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +21,14 @@ class Factor:
     [2, 3]
     """
 
-    __slots__ = ("_frozen", "_parts", "_same", "size")
+    __slots__ = ("_frozen", "_parts", "_pieces", "_same", "size")
 
     def __init__(self, size: int, frozen: str = ""):
         self.size = size
         self._frozen = frozen
         self._same: Factor | None = None
         self._parts: tuple[Factor, ...] = ()
+        self._pieces: tuple[tuple[Factor, ...], ...] = ()
 
     @property
     def root(self) -> "Factor":
@@ -48,21 +51,53 @@ class Factor:
     def split(self, outer: int) -> tuple["Factor", "Factor"]:
         """Two factors in place of an undivided one; `outer` divides its size."""
         root = self.root
+        if root._pieces:
+            root.freeze("a concatenation of unequal parts that is divided")
+            root._pieces = ()
         parts = Factor(outer, root._frozen), Factor(root.size // outer, root._frozen)
         root._parts = parts
         return parts
 
-    def unite(self, other: "Factor") -> None:
-        """Make two undivided factors of one size the same."""
+    @property
+    def pieces(self) -> "list[list[Factor]]":
+        """The leaves of each part of a concatenation, in order; of another factor, its own leaves."""
+        root, found = self.root, list[list[Factor]]()
+        if not root._pieces:
+            return [root.leaves()]
+        for piece in root._pieces:
+            own = [leaf for factor in piece for leaf in factor.leaves()]
+            found += own[0].pieces if len(own) == 1 else [own]
+        return found
+
+    @property
+    def is_concatenation(self) -> bool:
+        """Whether it consists of parts that follow each other."""
+        return bool(self.root._pieces)
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Make an undivided factor a concatenation of parts of these lengths."""
+        root = self.root
+        root._pieces = tuple((Factor(n, root._frozen),) if n > 1 else () for n in lengths)
+
+    def unite(self, other: "Factor", why: str = "") -> None:
+        """Make two undivided factors of one size the same; of two concatenations, their parts."""
         a, b = self.root, other.root
-        if a is not b:
-            b._frozen = b._frozen or a._frozen
-            a._same = b
+        if a is b:
+            return
+        if a._pieces and b._pieces:
+            _unite_pieces(a, b, why)
+        elif a._pieces:
+            a, b = b, a
+        if a._frozen:
+            b.freeze(a._frozen)
+        a._same = b
 
     def freeze(self, why: str) -> None:
         """Nothing may be removed from any of its leaves; the first reason is kept."""
         for leaf in self.leaves():
             leaf._frozen = leaf._frozen or why
+            for factor in (factor for piece in leaf._pieces for factor in piece):
+                factor.freeze(why)
 
 
 @dataclass(frozen=True)
@@ -83,6 +118,11 @@ Axis = tuple[AxisFactor, ...]
 def leaves(axis: Sequence[AxisFactor]) -> Axis:
     """The axis with every factor replaced by what it has been split into."""
     return tuple(replace(part, factor=leaf) for part in axis for leaf in part.factor.leaves())
+
+
+def every_factor(axis: Sequence[AxisFactor]) -> list[Factor]:
+    """The factors of an axis, and of the parts of its concatenations, divided no further."""
+    return [factor for part in leaves(axis) for piece in part.factor.pieces for factor in piece]
 
 
 def freeze(axis: Sequence[AxisFactor], why: str) -> None:
@@ -109,7 +149,37 @@ def unify(axes: Sequence[Axis], why: str) -> None:
             if a.size != b.size:
                 freeze((*axes[0], *other), f"{why}: its factors do not line up")
                 return
-            a.unite(b)
+            a.unite(b, why)
+
+
+def concatenated(axes: Sequence[Axis]) -> Axis:
+    """One axis of several that follow each other; it is zero where all of them are."""
+    found = Factor(sum(_length(axis) for axis in axes))
+    found._pieces = tuple(tuple(part.factor for part in axis) for axis in axes)
+    return (AxisFactor(found, all(part.zero for axis in axes for part in leaves(axis))),)
+
+
+def _length(axis: Axis) -> int:
+    return math.prod(part.factor.size for part in axis)
+
+
+def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
+    """Make the parts of two concatenations of one size the same; undivided ones are cut where the other has an end."""
+    ends = [set(itertools.accumulate(math.prod(f.size for f in piece) for piece in one.pieces)) for one in (a, b)]
+    for one in (a, b):
+        start = 0
+        for piece in one.pieces:
+            size = math.prod(factor.size for factor in piece)
+            inside = sorted(end - start for end in ends[0] | ends[1] if start < end <= start + size)
+            if len(inside) > 1 and len(piece) > 1:
+                a.freeze(f"{why}: its parts do not line up")
+                b.freeze(f"{why}: its parts do not line up")
+                return
+            if len(inside) > 1:
+                piece[0].cut([end - begin for begin, end in itertools.pairwise([0, *inside])])
+            start += size
+    for ours, theirs in zip(a.pieces, b.pieces, strict=True):
+        unify([tuple(map(AxisFactor, ours)), tuple(map(AxisFactor, theirs))], why)
 
 
 def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:

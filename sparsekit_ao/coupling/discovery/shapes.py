@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .arithmetic import combined
 from .call import AxisRule, Call, Label
-from .factors import Axis, AxisFactor, fixed, reshape_axes, split_axis
+from .factors import Axis, AxisFactor, Factor, concatenated, fixed, leaves, reshape_axes, split_axis
 
 
 def _same(call: Call) -> Label:
@@ -22,6 +22,12 @@ def _like(call: Call) -> Label:
     """A new tensor of the same shape, all of one value: `zeros_like`, `full_like`."""
     zero = call.name == "zeros_like" or call["fill_value"] == 0
     return tuple(tuple(AxisFactor(part.factor, zero) for part in axis) for axis in _same(call))
+
+
+def filled(call: Call) -> Label:
+    """A constant of one value: its sizes are integers of the forward, as those of a reshape are."""
+    zero = call.name in ("zeros", "new_zeros") or call["fill_value"] == 0
+    return tuple(() if n == 1 else (AxisFactor(Factor(n), zero),) for n in call.outs[0].shape)
 
 
 def _reshape(call: Call) -> Label:
@@ -111,7 +117,7 @@ def _unbind(call: Call) -> list[Label]:
 
 
 def _concatenate(call: Call) -> Label:
-    """Tensors one after the other: of equal lengths (or multiples of the smallest) they are united, else frozen."""
+    """Tensors one after the other: equal ones are united, others stay apart as parts of one axis."""
     rank = call.outs[0].dim()
     dim = call.dim("dim", rank)
     tensors = [t for t in call["tensors"] if t.dim() == rank and t.shape[dim]]  # empty ones contribute nothing
@@ -119,12 +125,27 @@ def _concatenate(call: Call) -> Label:
     if len(tensors) < 2:
         return labels[0] if labels else call.fixed(*call.outs[0].shape)
     sizes = [t.shape[dim] for t in tensors]
-    inner = min(sizes) if all(n % min(sizes) == 0 for n in sizes) else 1
+    axes, inner = [label[dim] for label in labels], min(sizes)
+    if len(set(sizes)) > 1 and not (all(n % inner == 0 for n in sizes) and _end_alike(axes, inner)):
+        rest = combined([(*label[:dim], (), *label[dim + 1 :]) for label in labels], call.why)
+        return (*rest[:dim], concatenated(axes), *rest[dim + 1 :])
     halves = [split_axis(label[dim], n // inner, call.why) for label, n in zip(labels, sizes, strict=True)]
     call.freeze(*(outer for outer, _ in halves))
     united = [(*label[:dim], half, *label[dim + 1 :]) for label, (_, half) in zip(labels, halves, strict=True)]
     label = combined(united, call.why)
     return (*label[:dim], call.fixed(sum(sizes) // inner)[0] + label[dim], *label[dim + 1 :])
+
+
+def _end_alike(axes: Sequence[Axis], size: int) -> bool:
+    """Whether all axes have the same innermost factors, of this size: they are made of pieces of one tensor."""
+    ends = []
+    for axis in axes:
+        end: list[Factor] = []
+        for part in reversed(leaves(axis)):
+            if math.prod(factor.size for factor in end) < size:
+                end.append(part.factor)
+        ends.append(end)
+    return math.prod(factor.size for factor in ends[0]) == size > 1 and all(end == ends[0] for end in ends)
 
 
 def _stack(call: Call) -> Label:
@@ -180,13 +201,14 @@ def _index(call: Call) -> Label:
 RULES: dict[AxisRule, str] = {
     _same: "clone alias detach _to_copy lift_fresh contiguous",
     _like: "zeros_like ones_like full_like empty_like rand_like randn_like",
+    filled: "zeros ones full new_zeros new_ones new_full",
     _reshape: "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten",
     _permute: "permute",
     _transpose: "transpose t",
     _expand: "expand",
     _repeat: "repeat",
     _slice: "slice",
-    _split: "split split_with_sizes chunk",
+    _split: "split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk",
     _select: "select",
     _unbind: "unbind",
     _concatenate: "cat",

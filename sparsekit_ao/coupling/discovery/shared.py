@@ -3,6 +3,7 @@
 `fold` and `fold_frozen` join those of repeated layers, with stars for numbers where they match the joined names only.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,51 +46,92 @@ class FrozenAxis:
     places: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One dimension of a tensor: its factors; of a concatenation those of one part, and the entries around it."""
+
+    factors: tuple[Factor, ...]
+    before: int = 0
+    after: int = 0
+
+
 def shared_axes(found: Trace, parameters: Iterable[str]) -> tuple[list[SharedAxis], list[FrozenAxis]]:
     """Every axis of a parameter, free and frozen, in the order of their first tensors."""
     own = set(parameters)
-    labels = {name: tuple(leaves(axis) for axis in label) for name, label in found.named.items()}
-    places: dict[Factor, list[tuple[str, int]]] = {}
-    for name, label in labels.items():
+    for axis in (axis for label in found.named.values() for axis in label):
+        for part in leaves(axis)[1:] if axis else ():
+            if part.factor.is_concatenation:
+                part.factor.freeze("a concatenation inside of another axis, which a coupling cannot express")
+    places: dict[Factor, list[tuple[str, int, _Row]]] = {}
+    for name, label in found.named.items():
         for d, axis in enumerate(label):
-            for part in axis:
-                places.setdefault(part.factor, []).append((name, d))
-    companions = _companions([*found.seen, *labels.values()])
+            for row, factors in _rows(axis):
+                for factor in factors:
+                    places.setdefault(factor, []).append((name, d, row))
+    companions = _companions([*found.seen, *found.named.values()])
     free, frozen = [], []
     for unit, at in places.items():
-        names = [name for name, _ in at]
-        if not own.intersection(names):
+        if not own.intersection(name for name, _, _ in at):
             continue
-        twice = next((name for name in names if names.count(name) > 1), "")
-        why = unit.frozen or (twice and f"{twice} has it on two axes, which a coupling cannot express")
+        counts = Counter((name, d) for name, d, _ in at)
+        twice = next((name for (name, _), count in counts.items() if count > 1), "")
+        why = unit.frozen or (twice and f"{twice} has it twice in one dimension, which a coupling cannot express")
         if why:
-            frozen.append(FrozenAxis(why=why, size=unit.size, places=tuple(at)))
+            frozen.append(FrozenAxis(why=why, size=unit.size, places=tuple(counts)))
         else:
-            free.append(_shared(unit, {name: labels[name] for name in names}, companions[unit]))
+            free.append(_shared(unit, _with_unit(found.named, at), companions[unit]))
     return free, frozen
+
+
+def _rows(axis: Axis) -> list[tuple[_Row, list[Factor]]]:
+    """A dimension as a member of a coupling has it, and the factors that can be its unit, for each part of it."""
+    factors = [part.factor for part in leaves(axis)]
+    if not factors or not factors[0].is_concatenation:
+        return [(_Row(tuple(factors)), factors)]
+    first, *rest = factors
+    found, start, each = [(_Row(tuple(factors)), rest)], 0, math.prod(factor.size for factor in rest)
+    for piece in first.pieces:
+        size = math.prod(factor.size for factor in piece)
+        row = _Row((*piece, *rest), start * each, (first.size - start - size) * each)
+        found.append((row, piece))
+        start += size
+    return found
+
+
+def _with_unit(named: Mapping[str, Label], at: Sequence[tuple[str, int, _Row]]) -> dict[str, list[_Row]]:
+    """The dimensions of every tensor with the unit."""
+    found: dict[str, list[_Row]] = {}
+    for name, d, row in at:
+        whole = [_Row(tuple(part.factor for part in leaves(axis))) for axis in named[name]]
+        found.setdefault(name, whole)[d] = row
+    return found
 
 
 def _companions(labels: Iterable[Label]) -> dict[Factor, set[Factor]]:
     """{factor: the factors that all tensors with it have}."""
     found: dict[Factor, set[Factor]] = {}
     for label in labels:
-        factors = {part.factor for axis in label for part in leaves(axis)}
-        for factor in factors:
-            found[factor] = found[factor] & factors if factor in found else set(factors)
+        rows = [row for axis in label for row in _rows(axis)]
+        whole = {factor for axis in label for factor in (part.factor for part in leaves(axis))}
+        for row, factors in rows:
+            for factor in factors:
+                together = whole.union(row.factors)
+                found[factor] = found[factor] & together if factor in found else together
     return found
 
 
-def _shared(unit: Factor, labels: Mapping[str, Label], companions: set[Factor]) -> SharedAxis:
-    order = [[part.factor for axis in label for part in axis] for label in labels.values()]
+def _shared(unit: Factor, labels: Mapping[str, Sequence[_Row]], companions: set[Factor]) -> SharedAxis:
+    order = [[factor for row in label for factor in row.factors] for label in labels.values()]
     # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is no scope. Scopes are
     # looked for outside of units only, as heads are outside of their dimensions: two axes are not each other's scope.
     together = [factor for factor in dict.fromkeys(order[0]) if factor in companions - {unit} and not factor.frozen]
-    outer = [f for f in together if all(row.count(f) == 1 and row.index(f) < row.index(unit) for row in order)]
+    once = all(row.count(unit) == 1 for row in order)
+    outer = [f for f in together if once and all(row.count(f) == 1 and row.index(f) < row.index(unit) for row in order)]
     scopes = outer[: len(_SCOPES)]
     names = {unit: "u"} | dict(zip(scopes, _SCOPES, strict=False))
-    joined = _joined([axis for label in labels.values() for axis in label], names)
+    joined = _joined([row.factors for label in labels.values() for row in label], names)
     others: dict[tuple[int, int], str] = {}
-    members = {fqn: _pattern([_runs(axis, names, joined) for axis in label], others) for fqn, label in labels.items()}
+    members = {fqn: _pattern(label, names, joined, others) for fqn, label in labels.items()}
     return SharedAxis(
         members=members,
         scope=" ".join(names[factor] for factor in scopes),
@@ -98,22 +140,24 @@ def _shared(unit: Factor, labels: Mapping[str, Label], companions: set[Factor]) 
     )
 
 
-def _joined(axes: Sequence[Axis], names: Mapping[Factor, str]) -> set[tuple[Factor, Factor]]:
+def _joined(axes: Sequence[Sequence[Factor]], names: Mapping[Factor, str]) -> set[tuple[Factor, Factor]]:
     """Pairs of unnamed factors that are neighbours wherever they occur, so that they can be one factor."""
     pairs: set[tuple[Factor | None, Factor | None]] = set()
     for axis in axes:
-        row = [None if part.factor in names else part.factor for part in axis]
+        row = [None if factor in names else factor for factor in axis]
         pairs |= set(pairwise([None, *row, None]))
     after = {a: [y for x, y in pairs if x is a] for a, _ in pairs if a}
     before = {b: [x for x, y in pairs if y is b] for _, b in pairs if b}
     return {(a, b) for a, b in pairs if a and b and after[a] == [b] and before[b] == [a]}
 
 
-def _runs(axis: Axis, names: Mapping[Factor, str], joined: set[tuple[Factor, Factor]]) -> list[str | int]:
+def _runs(
+    factors: Sequence[Factor], names: Mapping[Factor, str], joined: set[tuple[Factor, Factor]]
+) -> list[str | int]:
     """The factors of a dimension: the names of unit and scopes, and the sizes of the others."""
     runs: list[str | int] = []
     last = None
-    for factor in (part.factor for part in axis):
+    for factor in factors:
         if factor in names:
             runs.append(names[factor])
         elif (last, factor) in joined:
@@ -124,7 +168,12 @@ def _runs(axis: Axis, names: Mapping[Factor, str], joined: set[tuple[Factor, Fac
     return runs
 
 
-def _pattern(row: Sequence[Sequence[str | int]], others: dict[tuple[int, int], str]) -> str:
+def _pattern(
+    label: Sequence[_Row],
+    names: Mapping[Factor, str],
+    joined: set[tuple[Factor, Factor]],
+    others: dict[tuple[int, int], str],
+) -> str:
     """One tensor's axes as text. Unnamed factors are named from the right, the same in all tensors, in `others`."""
     counts: Counter[int] = Counter()
 
@@ -137,12 +186,14 @@ def _pattern(row: Sequence[Sequence[str | int]], others: dict[tuple[int, int], s
         return others[run, counts[run]]
 
     dimensions = []
-    for d, axis in reversed(list(enumerate(row))):
+    for d, row in reversed(list(enumerate(label))):
+        axis = _runs(row.factors, names, joined)
         if all(isinstance(run, int) for run in axis):
             dimensions.append(_DIMENSIONS[d] if axis else "1")
         else:
-            names = " ".join(reversed([name(run) for run in reversed(axis)]))
-            dimensions.append(names if len(axis) == 1 else f"({names})")
+            text = " ".join(reversed([name(run) for run in reversed(axis)]))
+            parts = [str(row.before)] * (row.before > 0) + [text] + [str(row.after)] * (row.after > 0)
+            dimensions.append(text if len(parts) == len(axis) == 1 else f"({' + '.join(parts)})")
     return " ".join(reversed(dimensions))
 
 

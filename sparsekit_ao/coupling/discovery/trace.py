@@ -28,11 +28,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import SparsityError
 from ..values import arguments, opaque_in, tensors_in
-from . import arithmetic, shapes
+from . import arithmetic, recurrent, shapes
 from .call import AxisRule, Call, Label
-from .factors import AxisFactor, Factor, fixed, freeze, leaves
+from .factors import AxisFactor, Factor, every_factor, fixed, freeze, leaves
 
-_RULES = {name: rule for rule, names in (arithmetic.RULES | shapes.RULES).items() for name in names.split()}
+_ALL = arithmetic.RULES | shapes.RULES | recurrent.RULES
+_RULES = {name: rule for rule, names in _ALL.items() for name in names.split()}
 
 
 def rule_of(func: Any) -> AxisRule | None:
@@ -66,6 +67,7 @@ class Trace(TorchDispatchMode):
 
     Attributes:
         named: {name of a parameter or buffer: its axes}; a tensor with several names has the first.
+        further: (name, dimension) of axes that an earlier dimension of the parameter has too: masks are on that one.
         seen: the axes of every result of an operation.
         used: names of the parameters and buffers that were read.
         opaque: descriptions of objects in the output that are not inspected.
@@ -74,6 +76,7 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.named: dict[str, Label] = {}
+        self.further: set[tuple[str, int]] = set()
         self.seen: list[Label] = []
         self.used: set[str] = set()
         self.opaque: list[str] = []
@@ -85,12 +88,8 @@ class Trace(TorchDispatchMode):
         self._steps: list[_Step] = []
 
     def name(self, name: str, tensor: Tensor) -> None:
-        """Give a parameter (whose units a mask may make zero) or buffer new axes that are not frozen."""
-        if tensor not in self._labels:
-            zero = isinstance(tensor, nn.Parameter)
-            label = tuple(() if n == 1 else (AxisFactor(Factor(n), zero),) for n in tensor.shape)
-            self.named[name] = self._labels[tensor] = label
-            self._names[tensor] = name
+        """Remember a parameter (whose units a mask may make zero) or buffer."""
+        self._names.setdefault(tensor, name)
 
     def fix(self, value: Any, why: str) -> None:
         """Freeze every dimension of the tensors in an input or output."""
@@ -138,23 +137,57 @@ class Trace(TorchDispatchMode):
         if rule is None and touched and (out := self._decomposed(func, args, kwargs)) is not NotImplemented:
             return out
         out = func(*args, **kwargs)
-        if touched:
+        if touched or rule is shapes.filled:
             is_norm = partial(self._is_norm, self._modules[-1][1] if self._modules else None)
             call = Call(func, args, kwargs, out, self.where, self.label_of, is_norm)
             self._steps.append(_Step(call.tensors, call.outs, partial(self._apply, rule, call)))
         return out
 
-    def follow(self, output: Any) -> None:
-        """Apply the rules of all operations in their order; the output decides which results are used."""
+    def follow(self, inputs: Any, output: Any) -> None:
+        """Apply the rules of all operations in their order; the output decides which results are used.
+
+        Again where a parameter has an axis twice: its values along the second one are not zero then.
+        """
+        used = self._used_steps(output)
+        while True:
+            self._start(inputs)
+            for step, is_used in zip(self._steps, used, strict=True):
+                step.run(is_used)
+            self.fix(output, "output")
+            found = set(self._repeated())
+            if found <= self.further:
+                break
+            self.further |= found
+        self._steps = []
+
+    def _start(self, inputs: Any) -> None:
+        """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
+        self.seen, self._labels = [], WeakIdKeyDictionary()
+        for tensor, name in self._names.items():
+            zero = [isinstance(tensor, nn.Parameter) and (name, d) not in self.further for d in range(tensor.dim())]
+            sizes = zip(tensor.shape, zero, strict=True)
+            self.named[name] = tuple(() if n == 1 else (AxisFactor(Factor(n), is_zero),) for n, is_zero in sizes)
+            self._labels[tensor] = self.named[name]
+        self.fix(inputs, "input")
+
+    def _repeated(self) -> Iterator[tuple[str, int]]:
+        for name, label in self.named.items():
+            earlier: set[Factor] = set()
+            for d, axis in enumerate(label):
+                own = {factor for factor in every_factor(axis) if not factor.frozen}
+                if own & earlier:
+                    yield name, d
+                earlier |= own
+
+    def _used_steps(self, output: Any) -> list[bool]:
+        """For each operation whether the output depends on its result."""
         needed = {id(tensor) for _, tensor in tensors_in("output", output)}
         used = []
         for step in reversed(self._steps):
             used.append(bool(needed.intersection(map(id, step.writes))))
             if used[-1]:
                 needed.update(map(id, step.reads))
-        for step, is_used in zip(self._steps, reversed(used), strict=True):
-            step.run(is_used)
-        self._steps = []
+        return used[::-1]
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation run as torch's decomposition of it; NotImplemented if there is none."""
@@ -223,11 +256,9 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
             copied.set_experts_implementation("batched_mm")
         found.watch(copied)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
-        found.fix(args or kwargs, "input")  # one of both is empty
         with mode, found:
             out = _forward(copied, args, kwargs, found)
-        found.follow(out)
-        found.fix(out, "output")
+        found.follow(args or kwargs, out)  # one of both is empty
         found.opaque = opaque_in("output", out)
     found.freeze_unused()
     return found

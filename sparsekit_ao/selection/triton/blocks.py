@@ -16,6 +16,7 @@ from .device import (
     mask_of,
     offset_of,
     part_of_program,
+    row_of_blocks,
     scope_tile,
     slots_of,
     stored_slots,
@@ -144,36 +145,76 @@ def select_tile(part, own, scores, kept, first, scope, valid, keep, FORM: tl.con
 
 @triton.jit
 def score_kernel(starts, parts, members, scores, kept, FORM: tl.constexpr, PARTS: tl.constexpr):
-    """float32 scores of TILE blocks, CHUNK elements at a time; for a later stage also which blocks were kept so far."""
+    """float32 scores of TILE blocks; for a later stage also which blocks were kept so far."""
     NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
-    POWER: tl.constexpr = "1" if FORM.single else NORM
+    COLUMNS: tl.constexpr = FORM.inner if FORM.block_rows > 1 else FORM.chunk
     index, part, first = part_of_program(starts, parts, PARTS, FORM.big)
     scope, block, real = slots_of(part, first, FORM)
     total = tl.full([FORM.tile], 0, tl.int32 if NORM == "inf" else tl.float32)
     remaining = tl.full([FORM.tile], 0, tl.int32)
     for m in range(FORM.members):
         member = members + (index * FORM.members + m) * MEMBER_FIELDS
-        values, mask = values_of(member, FORM), mask_of(member, FORM)
         base = block_offsets(part, member, scope, block, False, FORM)
         mask_base = block_offsets(part, member, scope, block, True, FORM)
-        powers = tl.full([FORM.tile, FORM.chunk], 0, tl.int32 if NORM == "inf" else tl.float32)
-        for begin in range(0, elements_of(member, FORM) if FORM.chunked else 1, FORM.chunk):
-            at, exists = block_tile(part, member, first, begin, base, real, False, FORM)
-            x = tl.load(values + at, mask=exists, other=0.0)
-            if FORM.among_kept or FORM.masked:
-                mask_at, _ = block_tile(part, member, first, begin, mask_base, real, True, FORM)
-                left = tl.load(mask + mask_at, mask=exists, other=0) != 0
-                x = tl.where(left, x, 0.0).to(FORM.dtype)
-                kinds = tl.reshape(left.to(tl.int32), [FORM.tile, FORM.chunk])
-                remaining = tl.maximum(remaining, tl.max(kinds, axis=1))
-            powers = combine(powers, power(tl.reshape(x, [FORM.tile, FORM.chunk]), POWER), NORM)
-        total = combine(total, block_sums(powers, FORM.tile, FORM.chunk, NORM), NORM)
+        if FORM.block_rows > 1:
+            powers = powers_by_rows(member, base, real, FORM)
+        else:
+            powers, remaining = powers_by_chunks(part, member, first, base, mask_base, real, remaining, FORM)
+        total = combine(total, block_sums(powers, FORM.tile, COLUMNS, NORM), NORM)
     # the score of a single element is |x|, with one bit pattern for every NaN
     result = magnitude_bits(total).to(tl.float32, bitcast=True) if FORM.single else root(total, NORM)
     out = stored_slots(part, scope, block)
     tl.store(scores + out, result, mask=real)
     if FORM.among_kept:
         tl.store(kept + out, (remaining > 0).to(tl.uint8), mask=real)
+
+
+@triton.jit
+def powers_by_chunks(part, member, first, base, mask_base, real, remaining, FORM: tl.constexpr):
+    """Powers [TILE, CHUNK] of the elements of blocks, chunks added up; `remaining` is 1 where a mask keeps any."""
+    NORM: tl.constexpr = FORM.norm
+    POWER: tl.constexpr = "1" if FORM.single else NORM
+    powers = tl.full([FORM.tile, FORM.chunk], 0, tl.int32 if NORM == "inf" else tl.float32)
+    for begin in range(0, elements_of(member, FORM) if FORM.chunked else 1, FORM.chunk):
+        at, exists = block_tile(part, member, first, begin, base, real, False, FORM)
+        x = tl.load(values_of(member, FORM) + at, mask=exists, other=0.0)
+        if FORM.among_kept or FORM.masked:
+            mask_at, _ = block_tile(part, member, first, begin, mask_base, real, True, FORM)
+            left = tl.load(mask_of(member, FORM) + mask_at, mask=exists, other=0) != 0
+            x = tl.where(left, x, 0.0).to(FORM.dtype)
+            kinds = tl.reshape(left.to(tl.int32), [FORM.tile, FORM.chunk])
+            remaining = tl.maximum(remaining, tl.max(kinds, axis=1))
+        powers = combine(powers, power(tl.reshape(x, [FORM.tile, FORM.chunk]), POWER), NORM)
+    return powers, remaining
+
+
+@triton.jit
+def powers_by_rows(member, base, real, FORM: tl.constexpr):
+    """Powers [TILE, INNER] of a row of every block at a time, added in the order of the halving tree."""
+    NORM: tl.constexpr = FORM.norm
+    ROWS: tl.constexpr = FORM.block_rows
+    LEVELS: tl.constexpr = FORM.block_rows.bit_length() - 1
+    exists = tl.broadcast_to(real[:, None], [FORM.tile, FORM.inner])
+    sums = ()
+    for i in tl.static_range(ROWS):
+        row = tl.full((), 0, tl.int32)
+        for level in tl.static_range(LEVELS):
+            row = row * 2 + (i >> level) % 2  # the tree adds row 0 and row `block_rows` / 2 first, then a quarter apart
+        at = row_of_blocks(member, base, row, FORM)
+        x = tl.load(values_of(member, FORM) + at, mask=exists, other=0.0)
+        sums = with_row(sums, power(x, NORM), i, LEVELS, NORM)
+    return sums[0]  # type: ignore[misc]
+
+
+@triton.jit
+def with_row(sums, powers, i: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.constexpr):
+    """Sums of 1, 2, 4 ... rows, the fewest last, with row i of the tree's order: two of equally many are added."""
+    sums += (powers,)
+    for level in tl.static_range(LEVELS):
+        if (i + 1) % (2 << level) == 0:
+            both = (combine(sums[-2], sums[-1], NORM),)
+            sums = sums[:-2] + both
+    return sums
 
 
 @triton.jit

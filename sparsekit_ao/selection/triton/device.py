@@ -43,9 +43,9 @@ ELEMENT = tl.constexpr(2)
 
 
 @triton.jit
-def part_of_program(starts, parts, PARTS: tl.constexpr, BIG: tl.constexpr):
+def part_of_program(starts, parts, PARTS: tl.constexpr, BIG: tl.constexpr, BACKWARDS: tl.constexpr = False):
     """The number of the program's part, the part's row of the table, and the program's number within the part."""
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0) if BACKWARDS else tl.program_id(0)
     first_programs = tl.load(starts + tl.arange(0, PARTS))
     index = tl.sum((first_programs <= program).to(tl.int32)) - 1  # the last part that starts here or before
     local = program - tl.load(starts + index)
@@ -178,6 +178,13 @@ def block_tile(part, member, first, begin, base, real, MASKED: tl.constexpr, FOR
 
 
 @triton.jit
+def row_of_blocks(member, base, row, FORM: tl.constexpr):
+    """Offsets [TILE, INNER] in values of one row of each of the blocks that start at `base`."""
+    stride = field(member + STRIDES + 2 * ELEMENT * LOOPS, 0, FORM)
+    return (base + row * divisible(stride, FORM.alignment))[:, None] + tl.arange(0, FORM.inner)[None, :]
+
+
+@triton.jit
 def scope_tile(part, member, first, scope, real, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Offsets [TILE, PADDED, CHUNK] in values or mask, and which exist; contiguous where FORM states so."""
     if FORM.contiguous:
@@ -243,10 +250,16 @@ def budget(part, rows, valid, PER_SCOPE: tl.constexpr):
 
 
 @triton.jit
+def read(at, exists):
+    """What is stored at these addresses; 0 where nothing exists, unless `exists` is None, so that all of it does."""
+    return tl.load(at) if exists is None else tl.load(at, mask=exists, other=0)
+
+
+@triton.jit
 def write_mask(at, chosen, exists, FORM: tl.constexpr):
-    """Write decisions to a mask; a later stage only removes."""
+    """Write decisions to a mask, those that exist, or all if `exists` is None; a later stage only removes."""
     if FORM.among_kept:
-        tl.store(at, tl.where(chosen, tl.load(at, mask=exists, other=0), 0), mask=exists)
+        tl.store(at, tl.where(chosen, read(at, exists), 0), mask=exists)
     elif tl.bfloat16 == FORM.mask_dtype:
         tl.store(at, chosen.to(tl.float32).to(tl.bfloat16), mask=exists)  # the interpreter converts no integer to bf16
     else:
@@ -263,21 +276,24 @@ def row_pointers(part, member, row, scores, kept, FORM: tl.constexpr):
 
 @triton.jit
 def row_keys(part, member, values, mask, slot, real, FORM: tl.constexpr):
-    """Keys of these slots of a row; 0 where there is none or an earlier stage pruned it."""
-    x = tl.load(values + offset_of(part, member, slot, BLOCK, False, FORM), mask=real, other=0.0)
+    """Keys of these slots of a row, all real if `real` is None; 0 where there is none or an earlier stage pruned it."""
+    x = read(values + offset_of(part, member, slot, BLOCK, False, FORM), real)
     if FORM.among_kept or FORM.masked:
-        left = tl.load(mask + offset_of(part, member, slot, BLOCK, True, FORM), mask=real, other=0) != 0
+        left = read(mask + offset_of(part, member, slot, BLOCK, True, FORM), real) != 0
         if FORM.masked:
             x = tl.where(left, x, 0.0).to(FORM.dtype)
-        else:
-            real = real & left
-    return tl.where(real, order_key(x, FORM.signed), 0).to(tl.uint32)
+    keys = order_key(x, FORM.signed)
+    if FORM.among_kept:
+        keys = tl.where(left, keys, 0).to(tl.uint32)
+    return keys if real is None else tl.where(real, keys, 0).to(tl.uint32)
 
 
 @triton.jit
-def span_of(starts, parts, members, scores, kept, PARTS: tl.constexpr, FORM: tl.constexpr):
+def span_of(
+    starts, parts, members, scores, kept, PARTS: tl.constexpr, FORM: tl.constexpr, BACKWARDS: tl.constexpr = False
+):
     """Part, member, pointers to the row's values and mask, row, its state, span, and the span's record."""
-    index, part, local = part_of_program(starts, parts, PARTS, True)
+    index, part, local = part_of_program(starts, parts, PARTS, True, BACKWARDS)
     spans = tl.load(part + SPANS)
     row, span = local // spans, local % spans
     member = members + index * MEMBER_FIELDS

@@ -18,6 +18,7 @@ from .parts import Part, power_of_two
 
 REGISTERS = 128  # of a thread, so that an SM holds 16 warps; without a limit the assembler uses fewer, and spills
 APART = 16  # most blocks of a scope whose slots are read as one vector each
+MOST_ROWS = 32  # of a block, for which code is unrolled
 SECTOR = 32  # bytes that one memory transaction reads
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
@@ -33,8 +34,10 @@ class Limits:
         block: elements of a block that are added up at a time; a power of two. Sums depend on it.
         held: elements of the largest block that one program takes whole.
         narrow: fewest slots of rows, together, for which samples are drawn and the rows narrowed.
-        samples: keys sampled from such a row at most, and a quarter of it at most; a power of two.
+        samples: keys sampled from such a row at most, and a quarter of it at most; a power of two below 2^15.
         programs: programs of a long launch.
+        workspace: bytes of scores, decisions and gathered keys that are held at once, unless a sixteenth of the number
+            of elements is more.
         big: compute offsets in 64 bits whatever the size.
     """
 
@@ -45,6 +48,7 @@ class Limits:
     narrow: int = 1 << 18
     samples: int = 1 << 13
     programs: int = 1 << 11
+    workspace: int = 1 << 25
     big: bool = False
 
 
@@ -63,6 +67,7 @@ class Form:
         tile: scopes, slots or keys that a program holds at a time.
         width, padded: blocks of a scope that a program takes whole, and the power of two above.
         chunk: elements of a block that are read at a time, a power of two.
+        block_rows: rows of a block that are scored one after the other; 1 where blocks are scored by chunks.
         sides: empty if all sides of a block are powers of two; else for each side its size, the power of two above, and
             its stride among tree positions and among elements.
         norm: "1", "2" or "inf".
@@ -91,6 +96,7 @@ class Form:
     width: int = 0
     padded: int = 1
     chunk: int = 1
+    block_rows: int = 1
     sides: tuple[tuple[int, int, int, int], ...] = ()
     norm: str = "2"
     single: bool = False
@@ -106,6 +112,21 @@ class Form:
     per_scope: bool = False
     counts_16: bool = False
     narrow: bool = False
+
+    @property
+    def row_warps(self) -> int:
+        """Warps of a program that reads all of a long row; more where offsets take many registers too."""
+        return 16 if self.big or self.among_kept or self.masked or not self.alignment or max(self.nests[1:]) > 1 else 8
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring slots of a long row that a thread reads at once."""
+        return max(1, min(self.alignment, 128 // self.dtype.primitive_bitwidth)) if self.unit_strides[2] else 1
+
+    @property
+    def runs(self) -> int:
+        """Runs of two tiles of a long row: the slots that one thread reads are a run."""
+        return min(32 * self.row_warps, 2 * self.tile // self.vector)
 
 
 @lru_cache(maxsize=4096)
@@ -165,18 +186,25 @@ def block_form(
 ) -> Form:
     """What kernels over blocks are specialised on: scores, masks, thresholds.
 
-    `contiguous` permits contiguous tiles; blocks of at most `held` elements are read in one chunk.
+    `contiguous` permits contiguous tiles and scores by rows; blocks of at most `held` elements are read in one chunk.
     """
     elements, sides = tree_of(part, limits)
     chunk = elements if elements <= held else min(elements, limits.block)
+    plain = contiguous and not among_kept and not masked  # masks would take the registers of the rows
+    rows = rows_of_block(part, limits) if plain else 1
+    tile = limits.tile // chunk
+    if rows > 1:  # a thread reads 16 bytes of a row of blocks at a time
+        tile = max(limits.tile // 2 // part.dtype.itemsize // part.inner, 1)
+        chunk = min(elements, limits.tile // tile)
     # Where neighbours in memory are other blocks, not other elements, a tile takes enough blocks to use whole sectors.
     across = any(m.block[0][-1:] == (1,) and m.elements.strides[0][-1:] != (1,) for m in part.members)
     return _form(
         part,
         among_kept,
         contiguous and part.contiguous and part.elements == chunk,
-        tile=max(limits.tile // chunk, SECTOR // part.dtype.itemsize if across else 1),
+        tile=max(tile, SECTOR // part.dtype.itemsize if across else 1),
         chunk=chunk,
+        block_rows=rows,
         sides=sides,
         norm=norm,
         chunked=part.elements > chunk,
@@ -223,6 +251,14 @@ def tree_of(part: Part, limits: Limits) -> tuple[int, tuple[tuple[int, int, int,
     return max(prod(padded), power_of_two(part.elements)), tuple(sides)
 
 
+def rows_of_block(part: Part, limits: Limits) -> int:
+    """Rows of a block, where they are few, contiguous and not short, and its sum is that of the whole tree; else 1."""
+    sides, (m, *others) = part.block, part.members
+    is_plain = not others and len(sides) == len(m.elements.sizes) == 2 and all(part.unit_strides[4:])
+    in_tree = is_plain and all(n == power_of_two(n) for n in sides) and prod(sides) <= 2 * limits.block
+    return sides[0] if in_tree and sides[0] <= MOST_ROWS and sides[1] * part.dtype.itemsize >= 16 else 1
+
+
 def key_bits(dtype: torch.dtype, signed: bool) -> int:
     """Bits of a key: one less for magnitudes, which have no sign."""
     return (32 if dtype == torch.float32 else 16) - (not signed)
@@ -238,10 +274,12 @@ def is_per_scope(keep: int | Tensor) -> bool:
     return isinstance(keep, Tensor) and keep.numel() > 1
 
 
-def run(kernel: Any, programs: int, *arguments: Any, form: Form, **constants: Any) -> None:
-    """Launch a kernel on `programs` programs: its arguments in order, then its form and further constants."""
+def run(kernel: Any, programs: int, *arguments: Any, form: Form, columns: int = 1, **constants: Any) -> None:
+    """Launch a kernel on `programs` times `columns` programs: its arguments in order, then form and constants."""
     options = options_of(kernel.__name__, form)
-    kernel[(programs,)](*arguments, **({"FORM": form} if "FORM" in kernel.arg_names else {}), **constants, **options)
+    kernel[(programs, columns)](
+        *arguments, **({"FORM": form} if "FORM" in kernel.arg_names else {}), **constants, **options
+    )
 
 
 def options_of(kernel: str, form: Form) -> dict[str, Any]:
@@ -262,8 +300,7 @@ def options_of(kernel: str, form: Form) -> dict[str, Any]:
     elif kernel == "sample_kernel":
         warps = 4
     elif kernel in ("narrow_kernel", "mark_kernel"):
-        costly_offsets = form.big or form.among_kept or form.masked or not form.alignment or max(form.nests[1:]) > 1
-        warps = 16 if costly_offsets else 8
+        warps = form.row_warps
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     return options if kernel == "fused_kernel" else options | {"maxnreg": REGISTERS}  # that one spills with a limit
 

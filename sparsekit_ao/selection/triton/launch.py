@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..tiling import Blocks, Scopes
 from ..work import Update
-from . import radix
+from . import narrow, radix
 from .blocks import fill_kernel, fused_kernel, score_kernel
 from .device_plan import DevicePlan, Launch, budget_of, device_plan, key_of
 from .forms import Limits, run
@@ -21,6 +21,7 @@ from .parts import strided_part
 from .plan import RadixPlan, make_plan, rows_plan, score_plan
 from .reasons import score_reasons
 from .shrink import condition_kernel, threshold_kernel
+from .turns import turns
 
 FINEST = 1e-6  # smallest tolerance that float32 reaches
 
@@ -33,19 +34,25 @@ def scope_masks(updates: Sequence[Update], limits: Limits | None = None) -> None
     """
     limits, device = limits or Limits(), updates[0].scopes[0].members[0].window.device
     with _on(device):
-        budgets = [budget_of(u.keep, device) for u in updates]
-        key = (limits, device, tuple(key_of(u, b) for u, b in zip(updates, budgets, strict=True)))
-        plan = device_plan(key, budgets, device, lambda: make_plan(updates, limits))
-        scores = torch.empty(max(plan.slots, 1), dtype=torch.float32, device=device)
-        kept = torch.empty(max(plan.slots, 1), dtype=torch.uint8, device=device)
-        for launch in plan.fused:
-            launch.run(fused_kernel, scores, kept)
-        for launch in plan.scored:
-            launch.run(score_kernel, scores, kept)
-        _select(plan, scores, kept)
-        for launch in plan.scored:
-            launch.run(fill_kernel, kept)
+        for turn in turns(updates, limits):
+            _fill_masks(turn, limits, device)
     _mark_changed(m.mask for update in updates for scopes in update.scopes for m in scopes.members)
+
+
+def _fill_masks(updates: Sequence[Update], limits: Limits, device: torch.device) -> None:
+    """Fill the masks of updates whose workspace is held at once."""
+    budgets = [budget_of(u.keep, device) for u in updates]
+    key = (limits, device, tuple(key_of(u, b) for u, b in zip(updates, budgets, strict=True)))
+    plan = device_plan(key, budgets, device, lambda: make_plan(updates, limits))
+    scores = torch.empty(max(plan.slots, 1), dtype=torch.float32, device=device)
+    kept = torch.empty(max(plan.slots, 1), dtype=torch.uint8, device=device)
+    for launch in plan.fused:
+        launch.run(fused_kernel, scores, kept)
+    for launch in plan.scored:
+        launch.run(score_kernel, scores, kept)
+    _select(plan, scores, kept)
+    for launch in plan.scored:
+        launch.run(fill_kernel, kept)
 
 
 def keep_mask(
@@ -101,15 +108,15 @@ def _radix_select(plan: RadixPlan, launches: Sequence[Launch], scores: Tensor, k
     passes = -(-form.bits // radix.DIGIT.value)
     gathered = plan.spans * length * (form.tile // 8) if form.narrow else 1
     count_dtype = torch.int64 if plan.wide_counts else torch.int32
-    state = torch.zeros(plan.rows, radix.STATE_FIELDS.value, dtype=torch.int64, device=device)
+    state = torch.zeros(plan.rows, narrow.STATE_FIELDS.value, dtype=torch.int64, device=device)
     counts = torch.zeros(plan.rows, passes, radix.BINS.value, dtype=count_dtype, device=device)
-    spans = torch.empty(plan.spans, radix.SPAN_FIELDS.value, dtype=torch.int32, device=device)
+    spans = torch.empty(plan.spans, narrow.SPAN_FIELDS.value, dtype=torch.int32, device=device)
     inside = torch.empty(gathered, dtype=torch.uint32, device=device)
     memory = (scores, kept, state, spans, inside)
     if form.narrow:
         _bracket(plan, launches, scores, kept, state)
         for launch in launches:
-            launch.run(radix.narrow_kernel, *memory, length)
+            launch.run(narrow.narrow_kernel, *memory, length)
     for at in range(passes):
         for launch in launches:
             launch.run(radix.histogram_kernel, *memory, counts, length, PASS=at)
@@ -123,12 +130,14 @@ def _bracket(plan: RadixPlan, launches: Sequence[Launch], scores: Tensor, kept: 
     """Bracket each row's threshold from a sample."""
     capacity = plan.samples
     samples = torch.empty(plan.rows, capacity, dtype=torch.uint32, device=scores.device)
+    tiles = max(1, capacity // narrow.SAMPLE_TILE.value)
     for x in launches:
         _, *tables = x.tables  # these programs take rows, not spans
-        run(radix.sample_kernel, x.rows, *tables, scores, kept, samples, form=x.form, CAPACITY=capacity, PARTS=x.count)
+        constants = {"CAPACITY": capacity, "PARTS": x.count}
+        run(narrow.sample_kernel, x.rows, *tables, scores, kept, samples, form=x.form, columns=tiles, **constants)
     for x in launches:
         constants = {"CAPACITY": capacity, "BITS": x.form.bits, "PARTS": x.count}
-        run(radix.bracket_kernel, x.rows, *x.tables[1:3], state, samples, form=x.form, **constants)
+        run(narrow.bracket_kernel, x.rows, *x.tables[1:3], state, samples, form=x.form, **constants)
 
 
 def threshold_reasons(scopes: Scopes, as_mean: bool | None = None) -> list[str]:

@@ -159,17 +159,16 @@ def make_plan(updates: Sequence[Update], limits: Limits) -> Plan:
     slots = 0
     for at, update in enumerate(updates):
         parts, among_kept, norm = _placed_parts(update, at, limits), update.among_kept, norm_name(update)
-        masked = update.masked and not among_kept
+        masked, signed = update.masked and not among_kept, update.norm is None
+        more = {"masked": masked, "signed": signed}
         per_scope, first = is_per_scope(update.keep), parts[0]
         if first.width * first.part.rows * first.part.elements == 0:
             continue
         if len(parts) == 1 and is_fused(first.part, update.scores_masked, limits):
             part = first.part if per_scope else first.part.in_memory_order  # budgets go by the index of a scope
-            fused.append(
-                (fused_form(part, norm, among_kept, per_scope, limits, masked=masked), replace(first, part=part))
-            )
-        elif _is_long(parts, limits):
-            long.append([(row_form(p.part, among_kept, limits, masked=masked), p) for p in parts])
+            fused.append((fused_form(part, norm, among_kept, per_scope, limits, **more), replace(first, part=part)))
+        elif _is_long(parts, limits) or signed:  # stored scores are magnitudes
+            long.append([(row_form(p.part, among_kept, limits, **more), p) for p in parts])
         else:
             count = first.part.rows
             scored += [

@@ -1,4 +1,4 @@
-"""Kernels that select in long rows: a sample and one full pass make rows short, radix passes find the k-th largest key.
+"""Kernels that select in long rows, narrowed or whole: radix passes find the k-th largest key, then masks are written.
 
 A row's keys are read from the weight itself, so scores of single elements are never stored. Programs work on spans of
 consecutive tiles, so that ties by index need one count per span. Every program of a row computes the digit that the
@@ -11,45 +11,35 @@ import triton.language as tl
 
 from .device import (
     BLOCK,
-    BLOCKS,
-    COLUMN,
-    MEMBER_FIELDS,
-    ROW_SAMPLES,
-    SAMPLE,
-    SAMPLES,
     SPAN,
-    STATE,
-    WIDTH,
     budget,
+    divisible,
     offset_of,
-    part_of_program,
     row_keys,
-    row_pointers,
     slots_of_span,
     span_of,
     write_mask,
 )
-from .ranking import key_of_rank
-
-# Columns of a row's state, int64, initially zero.
-LOW = tl.constexpr(0)  # the bracket: keys from LOW to HIGH
-HIGH = tl.constexpr(1)
-ABOVE = tl.constexpr(2)  # keys above HIGH
-AT_HIGH = tl.constexpr(3)
-BETWEEN = tl.constexpr(4)  # keys strictly inside, gathered
-AT_LOW = tl.constexpr(5)
-OVERFLOW = tl.constexpr(6)  # spans with more keys inside than their buffers hold
-PASSES = tl.constexpr(8)  # prefix and need after each pass
-THRESHOLD = tl.constexpr(16)  # the k-th largest key
-NEED = tl.constexpr(17)  # how many keys equal to it are kept
-STATE_FIELDS = tl.constexpr(18)
-
-# Columns of a span's record, int32, each written before it is read.
-GATHERED = tl.constexpr(0)
-SPAN_HIGH = tl.constexpr(1)
-SPAN_LOW = tl.constexpr(2)
-TIED = tl.constexpr(3)
-SPAN_FIELDS = tl.constexpr(4)
+from .narrow import (
+    ABOVE,
+    AT_HIGH,
+    AT_LOW,
+    BETWEEN,
+    GATHERED,
+    HIGH,
+    LOW,
+    NEED,
+    OVERFLOW,
+    PASSES,
+    SPAN_FIELDS,
+    SPAN_HIGH,
+    SPAN_LOW,
+    STATE_FIELDS,
+    THRESHOLD,
+    TIED,
+    buffer_of,
+    least_gathered,
+)
 
 FULL = tl.constexpr(0)  # modes of a row: read all of it,
 INSIDE = tl.constexpr(1)  # read the gathered keys,
@@ -57,100 +47,11 @@ KNOWN = tl.constexpr(2)  # or read nothing: the threshold is an end of the brack
 
 DIGIT = tl.constexpr(8)
 BINS = tl.constexpr(256)
-SAMPLE_TILE = tl.constexpr(1024)  # keys that are sampled at a time
-
-
-@triton.jit
-def buffer_of(gathered_keys, entry, length, FORM: tl.constexpr):
-    """The buffer of a span's gathered keys and its capacity, an eighth of the span's slots."""
-    capacity = length * (FORM.tile // 8)
-    return gathered_keys + entry * capacity, capacity
-
-
-@triton.jit
-def sample_kernel(
-    starts, parts, members, scores, kept, samples, CAPACITY: tl.constexpr, FORM: tl.constexpr, PARTS: tl.constexpr
-):
-    """Keys at scattered slots of each row of a part, one from each equal stretch; a program takes one row."""
-    index, part, row = part_of_program(starts, parts, PARTS, True)
-    member = members + index * MEMBER_FIELDS
-    values, mask = row_pointers(part, member, row, scores, kept, FORM)
-    count, blocks = tl.load(part + SAMPLES), tl.load(part + BLOCKS)
-    out = samples + (tl.load(part + STATE) + row) * CAPACITY + tl.load(part + SAMPLE)
-    for begin in range(0, count, SAMPLE_TILE):
-        at = begin + tl.arange(0, SAMPLE_TILE).to(tl.int64)
-        jitter = (at * 2654435761 % 4294967296) % tl.maximum(blocks // count, 1)  # no fixed stride over the weight
-        slot = at * blocks // count + jitter
-        slot = slot if FORM.big else slot.to(tl.int32)
-        tl.store(out + at, row_keys(part, member, values, mask, slot, at < count, FORM), mask=at < count)
-
-
-@triton.jit
-def bracket_kernel(starts, parts, state, samples, CAPACITY: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """Two keys that very likely bracket the threshold, from the row's samples; a program takes one row."""
-    _, part, row = part_of_program(starts, parts, PARTS, True)
-    if tl.load(part + COLUMN) == 0:  # one program per row, whatever the number of its parts
-        row_state = tl.load(part + STATE) + row
-        taken = tl.load(part + ROW_SAMPLES)
-        at = tl.arange(0, CAPACITY)
-        keys = tl.load(samples + row_state * CAPACITY + at, mask=at < taken, other=0)
-        share = budget(part, row, row >= 0, True).to(tl.float32) / tl.load(part + WIDTH).to(tl.float32)
-        rank = share * taken.to(tl.float32)
-        margin = 4 * tl.sqrt(rank * tl.maximum(1 - share, 0.0)) + 8  # four standard deviations of a sample's rank
-        upper, lower = tl.floor(rank - margin).to(tl.int32), tl.ceil(rank + margin).to(tl.int32)
-        line = state + row_state * STATE_FIELDS + tl.arange(0, 1)
-        tl.store(line + HIGH, key_of_rank(keys, upper, BITS).to(tl.int64))
-        tl.store(line + LOW, key_of_rank(keys, lower, BITS).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["length"])
-def narrow_kernel(
-    starts, parts, members, scores, kept, state, spans, inside, length, FORM: tl.constexpr, PARTS: tl.constexpr
-):
-    """One pass over the rows: count keys above and at the ends of the bracket, gather those strictly inside it."""
-    part, member, values, mask, _, row_state, span, entry = span_of(starts, parts, members, scores, kept, PARTS, FORM)
-    line = state + row_state * STATE_FIELDS
-    high, low = tl.load(line + HIGH).to(tl.uint32), tl.load(line + LOW).to(tl.uint32)
-    buffer, capacity = buffer_of(inside, entry, length, FORM)
-    begin, end, blocks = slots_of_span(part, span, length, FORM)
-    counts = tl.full([FORM.tile], 0, tl.int32)  # ten bits each for keys above, at HIGH and at LOW: spans < 1024 tiles
-    gathered = tl.full((), 0, tl.int32)
-    for at in range(begin, end, FORM.tile):
-        slot = at + tl.arange(0, FORM.tile)
-        real = slot < blocks
-        keys = row_keys(part, member, values, mask, slot, real, FORM)
-        counts += (keys > high).to(tl.int32) + tl.where(real & (keys == high), 1 << 10, 0)
-        counts += tl.where(real & (keys == low), 1 << 20, 0)
-        between = ((keys > low) & (keys < high)).to(tl.int32)
-        gather(buffer, capacity, keys, between, gathered, FORM)
-        gathered += tl.sum(between)
-    above, at_high = tl.sum(counts & 1023), tl.sum((counts >> 10) & 1023)
-    at_low = tl.where(low < high, tl.sum(counts >> 20), 0)
-    fields = spans + entry * SPAN_FIELDS
-    tl.store(fields + GATHERED, tl.minimum(gathered, capacity))
-    tl.store(fields + SPAN_HIGH, at_high)
-    tl.store(fields + SPAN_LOW, at_low)
-    tl.atomic_add(line + ABOVE, above.to(tl.int64))
-    tl.atomic_add(line + AT_HIGH, at_high.to(tl.int64))
-    tl.atomic_add(line + BETWEEN, gathered.to(tl.int64))
-    tl.atomic_add(line + AT_LOW, at_low.to(tl.int64))
-    if gathered > capacity:
-        tl.atomic_add(line + OVERFLOW, 1)
-
-
-@triton.jit
-def gather(buffer, capacity, keys, between, before, FORM: tl.constexpr):
-    """Append the keys strictly inside the bracket; what exceeds the capacity is dropped (and counted by the caller)."""
-    position = (before + tl.cumsum(between, 0) - 1).to(tl.int64)
-    # position and key in one integer may be reordered freely, so no data changes threads before the scattered store
-    both = tl.reshape(tl.where(between > 0, (position << 32) | keys.to(tl.int64), -1), [FORM.tile], can_reorder=True)
-    position = (both >> 32).to(tl.int32)
-    tl.store(buffer + position, both.to(tl.uint32), mask=(both >= 0) & (position < capacity))
 
 
 @triton.jit
 def resolve(line, keep, NARROW: tl.constexpr):
-    """Append the keys strictly inside the bracket; those beyond the capacity are dropped (the caller counts them)."""
+    """What is known before the first pass: what to read, the key that counts start from, keys still to be found."""
     mode, base, need = FULL + 0 * keep, 0 * keep, keep
     if NARROW:
         first = tl.load(line + ABOVE)
@@ -161,7 +62,8 @@ def resolve(line, keep, NARROW: tl.constexpr):
         is_low = (keep > third) & (keep <= fourth)
         between = (keep > second) & (keep <= third) & (tl.load(line + OVERFLOW) == 0)
         mode = tl.where(is_high | is_low, KNOWN, tl.where(between, INSIDE, FULL))
-        base = tl.where(is_high, tl.load(line + HIGH), tl.where(is_low | between, tl.load(line + LOW), 0))
+        base = tl.where(is_high, tl.load(line + HIGH), tl.where(is_low, tl.load(line + LOW), 0))
+        base = tl.where(between, least_gathered(line), base)
         need = keep - tl.where(is_high, first, tl.where(between, second, tl.where(is_low, third, 0)))
         nothing = keep <= 0
         mode, base = tl.where(nothing, KNOWN, mode), tl.where(nothing, 0xFFFFFFFF, base)  # above every key
@@ -215,19 +117,21 @@ def histogram_kernel(
     COUNT: tl.constexpr = (FORM.bits + 7) // DIGIT
     SHIFT: tl.constexpr = DIGIT * (COUNT - 1 - PASS)
     line, counts = state + row_state * STATE_FIELDS, counts + row_state * (COUNT * BINS)
-    mode, base, need = resolve(line, budget(part, row, row >= 0, True), FORM.narrow)
+    mode, _, need = resolve(line, budget(part, row, row >= 0, True), FORM.narrow)
     prefix, need = prefix_after(line, counts, mode, need, PASS, COUNT)
     if PASS > 0:
         tl.store(line + PASSES + 2 * (PASS - 1), prefix)
         tl.store(line + PASSES + 2 * (PASS - 1) + 1, need)
-    prefix, base = prefix.to(tl.uint32), base.to(tl.uint32)
+    prefix = prefix.to(tl.uint32)
     found = tl.zeros([BINS], tl.int32)
     if mode == FULL:
         found = count_row(part, member, values, mask, span, length, prefix, SHIFT, PASS, FORM)
     elif is_counted(line, mode, SHIFT):
         gathered = tl.load(spans + entry * SPAN_FIELDS + GATHERED)
-        found = count_inside(buffer_of(inside, entry, length, FORM)[0], gathered, base, prefix, SHIFT, PASS, FORM)
-    tl.atomic_add(counts + PASS * BINS + tl.arange(0, BINS), found.to(counts.dtype.element_ty), mask=found > 0)
+        found = count_inside(buffer_of(inside, entry, length, FORM)[0], gathered, prefix, SHIFT, PASS, FORM)
+    tl.atomic_add(
+        counts + PASS * BINS + tl.arange(0, BINS), found.to(counts.dtype.element_ty), mask=found > 0, sem="relaxed"
+    )
 
 
 @triton.jit
@@ -246,13 +150,13 @@ def count_row(
 
 
 @triton.jit
-def count_inside(buffer, gathered, base, prefix, SHIFT: tl.constexpr, PASS: tl.constexpr, FORM: tl.constexpr):
-    """The histogram of the keys that a span gathered, relative to the lower end of the bracket."""
+def count_inside(buffer, gathered, prefix, SHIFT: tl.constexpr, PASS: tl.constexpr, FORM: tl.constexpr):
+    """The histogram of the keys that a span gathered, of differences from the least."""
     TILE: tl.constexpr = FORM.tile // 2
     found = tl.zeros([BINS], tl.int32)
     for begin in range(0, gathered, TILE):
         at = begin + tl.arange(0, TILE)
-        keys = tl.load(buffer + at, mask=at < gathered, other=0) - base
+        keys = tl.load(buffer + at, mask=at < gathered, other=0)
         found += digit_histogram(keys, at < gathered, prefix, SHIFT, PASS)
     return found
 
@@ -273,13 +177,14 @@ def tie_kernel(
     part, member, values, mask, row, row_state, span, entry = span_of(starts, parts, members, scores, kept, PARTS, FORM)
     COUNT: tl.constexpr = (FORM.bits + 7) // DIGIT
     line, counts = state + row_state * STATE_FIELDS, counts + row_state * (COUNT * BINS)
-    mode, threshold, need = resolve(line, budget(part, row, row >= 0, True), FORM.narrow)
+    mode, base, need = resolve(line, budget(part, row, row >= 0, True), FORM.narrow)
+    prefix = 0 * need
     if mode != KNOWN:
         prefix, need = prefix_after(line, counts, mode, need, COUNT, COUNT)
-        threshold += prefix
+    threshold = base + prefix
     tl.store(line + THRESHOLD, threshold)
     tl.store(line + NEED, need)
-    limit = threshold.to(tl.uint32)
+    limit = prefix.to(tl.uint32)  # of what is read: keys of the whole row start from 0
     fields = spans + entry * SPAN_FIELDS
     if mode == KNOWN:
         tied = tl.load(fields + tl.where(threshold == tl.load(line + HIGH), SPAN_HIGH, SPAN_LOW))
@@ -314,27 +219,51 @@ def equal_in_row(part, member, values, mask, span, length, limit, FORM: tl.const
 
 @triton.jit(do_not_specialize=["length"])
 def mark_kernel(starts, parts, members, scores, kept, state, spans, length, FORM: tl.constexpr, PARTS: tl.constexpr):
-    """The mask: keys above the threshold, and of those equal to it the first ones by index."""
-    part, member, values, mask, _, row_state, span, entry = span_of(starts, parts, members, scores, kept, PARTS, FORM)
+    """The mask: keys above the threshold, and of those equal to it the first ones by index.
+
+    Programs go backwards: the end of a weight, which was read last, may still be in the cache.
+    """
+    part, member, values, mask, _, row_state, span, entry = span_of(
+        starts, parts, members, scores, kept, PARTS, FORM, True
+    )
     line = state + row_state * STATE_FIELDS
     limit, need = tl.load(line + THRESHOLD).to(tl.uint32), tl.load(line + NEED)
     ahead = tl.load(part + SPAN) + span
     tied_so_far = ties_before(spans + (entry - ahead) * SPAN_FIELDS, ahead)
     keeps_all = tied_so_far < need
-    # in the one span that keeps only some of its ties
-    cuts = keeps_all & (tied_so_far + tl.load(spans + entry * SPAN_FIELDS + TIED) > need)
-    begin, end, blocks = slots_of_span(part, span, length, FORM)
+    begin, end, _ = slots_of_span(part, span, length, FORM)
+    if keeps_all & (tied_so_far + tl.load(spans + entry * SPAN_FIELDS + TIED) > need):
+        mark_first(part, member, values, mask, begin, end, limit, need - tied_so_far, FORM)
+    else:
+        dropped = tl.where(keeps_all, tl.maximum(limit, 1) - 1, limit)
+        mark_above(part, member, values, mask, begin, end, dropped, FORM)
+
+
+@triton.jit
+def mark_above(part, member, values, mask, begin, end, dropped, FORM: tl.constexpr):
+    """The mask of a span that keeps exactly the keys above `dropped`."""
+    whole = begin + (end - begin) // FORM.tile * FORM.tile
+    for at in range(begin, whole, FORM.tile):
+        slot = at + tl.arange(0, FORM.tile)
+        keys = row_keys(part, member, values, mask, slot, None, FORM)
+        write_mask(mask + offset_of(part, member, slot, BLOCK, True, FORM), keys > dropped, None, FORM)
+    if whole < end:
+        slot = whole + tl.arange(0, FORM.tile)
+        real = slot < divisible(end, 16 if FORM.counts_16 else 1)
+        keys = row_keys(part, member, values, mask, slot, real, FORM)
+        write_mask(mask + offset_of(part, member, slot, BLOCK, True, FORM), keys > dropped, real, FORM)
+
+
+@triton.jit
+def mark_first(part, member, values, mask, begin, end, limit, need, FORM: tl.constexpr):
+    """The mask of the one span that keeps only the first `need` of its keys equal to `limit`."""
     for at in range(begin, end, FORM.tile):
         slot = at + tl.arange(0, FORM.tile)
-        real = slot < blocks
+        real = slot < divisible(end, 16 if FORM.counts_16 else 1)
         keys = row_keys(part, member, values, mask, slot, real, FORM)
-        tied = keys == limit
-        if cuts:
-            ranks = tl.cumsum(tied.to(tl.int32), 0) + tied_so_far
-            chosen = (keys > limit) | (tied & (ranks <= need))
-            tied_so_far += tl.sum(tied.to(tl.int32))
-        else:
-            chosen = (keys > limit) | (tied & keeps_all)
+        tied = (keys == limit).to(tl.int32)
+        chosen = (keys > limit) | ((tied > 0) & (tl.cumsum(tied, 0) <= need))
+        need -= tl.sum(tied)
         write_mask(mask + offset_of(part, member, slot, BLOCK, True, FORM), chosen & (keys > 0), real, FORM)
 
 

@@ -222,12 +222,16 @@ def keep_bisected(keys, keep, BITS: tl.constexpr):
 
 
 @triton.jit
-def key_of_rank(keys, rank, BITS: tl.constexpr):
-    """The largest key [1] that at least `rank` of the keys reach, bit by bit."""
-    found = tl.zeros([1], tl.uint32)
+def keys_of_ranks(keys, upper, lower, BITS: tl.constexpr):
+    """The largest keys [1] that at least `upper`, and at least `lower`, of less than 2^15 keys reach, bit by bit."""
+    high = tl.zeros([1], tl.uint32)
+    low = high
     bit = tl.full([1], 1 << (BITS - 1), tl.uint32)
     for _ in range(BITS):
-        reached = tl.sum((keys >= tl.broadcast_to(found | bit, keys.shape)).to(tl.int32)) >= rank
-        found = tl.where(reached, found | bit, found)
+        reached = (keys >= tl.broadcast_to(high | bit, keys.shape)).to(tl.int32)
+        reached += (keys >= tl.broadcast_to(low | bit, keys.shape)).to(tl.int32) << 16  # one sum of both counts
+        counts = tl.sum(reached)
+        high = tl.where((counts & 0xFFFF) >= upper, high | bit, high)
+        low = tl.where((counts >> 16) >= lower, low | bit, low)
         bit = bit >> 1
-    return found
+    return high, low

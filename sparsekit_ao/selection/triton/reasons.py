@@ -36,7 +36,9 @@ def _layout(m: Blocks) -> tuple:
 
 def _reasons_of(update: Update) -> list[str]:
     members = [m for g in update.scopes for m in g.members]
-    found = _member_reasons(members, update.norm)
+    found = _member_reasons(members, update.norm, is_single=all(_is_single(g) for g in update.scopes))
+    if update.norm is None and len({m.window.dtype for m in members}) > 1:
+        found.append("saliencies that compete differ in dtype")
     if any(g % n for s in update.scopes for g, n in zip(s.grid, s.shape, strict=True)):
         found.append("a scope at an edge is smaller than the others")
     if any(len({t.dtype for t in tensors}) > 1 for g in update.scopes for tensors in _columns(g.members)):
@@ -58,10 +60,10 @@ def rows_reasons(scores: Tensor) -> list[str]:
     return [] if scores.dtype in DTYPES else [_dtype("scores are", scores.dtype, DTYPES)]
 
 
-def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
+def _member_reasons(members: Sequence[Blocks], norm: Norm, is_single: bool = False) -> list[str]:
     found = ["values are scored under masks"] * any(m.under is not None for m in members)
-    if norm is None:
-        found.append("values are saliencies (norm=None), which kernels take as rows of scores only")
+    if norm is None and not is_single:
+        found.append("values are saliencies (norm=None), whose sums over blocks no kernel takes")
     for dtype in sorted({m.window.dtype for m in members} - set(DTYPES), key=str):
         found.append(_dtype("values are", dtype, DTYPES))
     for dtype in sorted({m.mask.dtype for m in members if m.mask is not None} - set(MASK_DTYPES), key=str):
@@ -72,6 +74,11 @@ def _member_reasons(members: Sequence[Blocks], norm: Norm) -> list[str]:
     if len(devices) > 1:
         found.append(f"tensors are on several devices ({', '.join(sorted(map(str, devices)))})")
     return found
+
+
+def _is_single(scopes: Scopes) -> bool:
+    """Whether a block is one element of one tensor."""
+    return len(scopes.members) == 1 and all(n == 1 for n in scopes.members[0].shape)
 
 
 def _columns(members: Sequence[Blocks]) -> tuple[list[Tensor], list[Tensor]]:
