@@ -1,6 +1,7 @@
 """Compacted models exported by torch.export and to ONNX give the outputs of the compacted model.
 
-Two networks run by default, ten with SPARSEKIT_AO_EXHAUSTIVE=1 in the environment.
+torch.export of one runs by default, ten of both with SPARSEKIT_AO_EXHAUSTIVE=1 in the environment; a tutorial, which
+is tested too, exports a compacted Llama to ONNX.
 """
 
 import hf_models
@@ -39,7 +40,7 @@ def shrunk(name):
     return Tensors(small, tuple(inputs)).eval(), tuple(inputs.values())
 
 
-@pytest.mark.parametrize("name", ALL if EXHAUSTIVE else ("ViT",))
+@pytest.mark.parametrize("name", ALL if EXHAUSTIVE else ("VGG",))
 def test_torch_export(name):
     small, inputs = shrunk(name)
     with torch.no_grad():
@@ -47,7 +48,8 @@ def test_torch_export(name):
         torch.testing.assert_close(program(*inputs), small(*inputs), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ALL if EXHAUSTIVE else ("VGG",))
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")  # of torch
+@pytest.mark.parametrize("name", ALL if EXHAUSTIVE else ())
 def test_onnx(name, tmp_path):
     import onnxruntime
 
