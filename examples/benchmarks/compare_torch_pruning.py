@@ -62,13 +62,17 @@ def main() -> None:
         row: dict[str, Any] = {"network": name}
         for library, prune in (("sparsekit_ao", ours), ("Torch-Pruning", theirs)):
             result, removed, seconds, details = measured(prune, make)
-            row |= {library: result, f"{library} removed": f"{removed:.3f}", f"{library} seconds": f"{seconds:.2f}"}
+            row |= {
+                f"{library} result": result,
+                f"{library} removed": f"{removed:.3f}",
+                f"{library} seconds": f"{seconds:.2f}",
+            }
             row |= {f"{library} details": " ".join(details.split())[:160]}
         rows.append(show(row))
         if not args.names:
             write_csv(rows, RESULTS / "compare_torch_pruning.csv")
     for library in ("sparsekit_ao", "Torch-Pruning"):
-        print(library, dict(Counter(row[library] for row in rows)))
+        print(library, dict(Counter(row[f"{library} result"] for row in rows)))
 
 
 def networks() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
