@@ -16,7 +16,7 @@ from sharded_fsdp import CONFIGS, assert_same_masks, batch, every_method, mine, 
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao import ProximalSparsifier, ScopeSparsifier, SparsityError, patterns
 from sparsekit_ao.distributed import full_tensor, local
 from sparsekit_ao.schedules import cubic
 
@@ -48,6 +48,33 @@ def ddp(broadcast, config):
         everyone = [torch.empty_like(mask) for _ in range(distributed.get_world_size())]
         distributed.all_gather(everyone, mask)
         assert all(torch.equal(m, mask) for m in everyone)
+
+
+def proximal(make, budget):
+    """Proximal steps under DDP: the same weights on all ranks, those of one process that trains on the whole batch."""
+    results = []
+    for wrap, rows in ((lambda m: m, slice(None)), (DistributedDataParallel, mine())):
+        model = mlp()
+        optimizer = make(model.parameters())
+        sparsifier = ProximalSparsifier(optimizer=optimizer, pattern=patterns.columns())
+        sparsifier.prepare(model, [{"tensor_fqn": "*.weight", **budget}])
+        parallel = wrap(model)
+        for step in range(6):
+            train(parallel, optimizer, step, rows)
+            sparsifier.step()
+        assert sparsifier.iteration == 6
+        masks = [sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups]
+        sparsifier.squash_mask()
+        results.append((masks, [p.detach() for p in model.parameters()]))
+    (masks, weights), (own_masks, own) = results
+    assert not all(mask.all() for mask in masks)
+    for mask, own_mask in zip(masks, own_masks, strict=True):
+        assert torch.equal(mask, own_mask)
+    for weight, mine_of_it in zip(weights, own, strict=True):
+        torch.testing.assert_close(mine_of_it, weight, rtol=1e-4, atol=1e-6)
+        everyone = [torch.empty_like(weight) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(everyone, mine_of_it.contiguous())
+        assert all(torch.equal(w, mine_of_it) for w in everyone)
 
 
 def long_run():
@@ -199,6 +226,13 @@ def cases_of_two():
     folder = pathlib.Path(os.environ["SPARSEKIT_TEST_FOLDER"])
     for broadcast, config in itertools.product((True, False), CONFIGS):
         yield f"ddp broadcast_buffers={broadcast} {config}", functools.partial(ddp, broadcast, config)
+    makes = {
+        "Adam": (lambda p: torch.optim.Adam(p, 0.01), 0.3),
+        "SGD": (lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), 2.0),
+    }
+    for name, (make, strength) in makes.items():
+        yield f"proximal steps of a strength, {name}", functools.partial(proximal, make, {"strength": strength})
+        yield f"proximal steps to a budget, {name}", functools.partial(proximal, make, {"sparsity_level": 0.4})
     yield "many steps", long_run
     yield "continues after a rank exited", continue_from_checkpoint
     for how in ("save", "async_save"):

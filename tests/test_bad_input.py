@@ -136,16 +136,6 @@ def test_members_of_a_scope_coupling_must_ask_for_one_budget():
         ScopeSparsifier().prepare(model, config)
 
 
-@pytest.mark.parametrize("kind", [DynamicSparsifier, StraightThrough])
-@pytest.mark.parametrize("config", [[LINEAR], [{"tensor_fqn": "*.weight"}], [{"module": nn.Linear}]])
-def test_a_tied_parameter_is_refused_where_gradients_of_its_mask_are_read(config, kind):
-    model = linear_model(8, 8, 8)
-    model[2].weight = model[0].weight
-    text = r"'0.weight' is one parameter under several names \(0.weight, 2.weight\), and a mask on one of them would"
-    with pytest.raises(SparsityError, match=text):
-        kind().prepare(model, config)
-
-
 def test_a_shared_module_has_one_name_and_works():
     layer = nn.Linear(8, 8)
     model = nn.Sequential(layer, nn.ReLU(), layer)

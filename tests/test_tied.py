@@ -9,9 +9,19 @@ import torch
 from discovered import assert_exact, fill
 from test_config import Language, prepared
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, WeightNormSparsifier
+from sparsekit_ao import (
+    SRSTE,
+    Coupling,
+    DynamicSparsifier,
+    ProximalSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    TopKAST,
+    WeightNormSparsifier,
+)
 from sparsekit_ao.coupling import joint_entries
 from sparsekit_ao.export import compact, dense_state_dict, removable, shrink
 
@@ -61,6 +71,68 @@ def test_training_adds_the_gradients_of_both_uses():
     assert len(list(model.parameters())) == len(list(plain.parameters()))
     sparsifier.step()  # between forward and backward, too
     assert sparsifier.check() == 1
+
+
+class OneName(Language):
+    """The same model, in which the head reads the embedding's parameter, so that it has one name."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head = None
+
+    def forward(self, x):
+        return F.linear(self.layers[0](self.embed(x)), self.embed.weight)
+
+
+class TwoNames(Language):
+    def forward(self, x):
+        return self.lm_head(self.layers[0](self.embed(x)))
+
+
+TRAINED = {
+    "RigL": lambda o: DynamicSparsifier(0.5, optimizer=o, update_every=2, grow="gradient", init="uniform"),
+    "SNFS": lambda o: DynamicSparsifier(0.5, optimizer=o, update_every=2, grow="momentum", init="uniform"),
+    "SR-STE": lambda o: SRSTE(0.5, decay=0.1),
+    "Top-KAST": lambda o: TopKAST(0.7, backward_level=0.3),
+    "proximal": lambda o: ProximalSparsifier(strength=0.5, optimizer=o),
+    "proximal, budget": lambda o: ProximalSparsifier(sparsity_level=0.5, optimizer=o, scope_shape=(1, -1)),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_equals_that_of_one_parameter_with_one_name(name):
+    results = []
+    for model in (TwoNames(), OneName()):
+        model.load_state_dict(fill(TwoNames()).state_dict(), strict=False)
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        sparsifier = TRAINED[name](optimizer)
+        sparsifier.prepare(model, [{"tensor_fqn": EMBED}])
+        sparsifier.attach(optimizer)
+        for step in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.arange(10)), torch.arange(10).roll(step)).backward()
+            optimizer.step()
+            sparsifier.step()
+        mask = sparsifier.mask(EMBED).clone()
+        sparsifier.squash_mask()
+        results.append((mask, model.embed.weight.detach()))
+        assert not mask.all() and not model.embed.weight[mask == 0].any()
+        assert model.lm_head is None or model.lm_head.weight is model.embed.weight
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_the_zeros_of_a_tied_parameter_become_masks_that_move():
+    model = fill(TwoNames())
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    sparsifier = ProximalSparsifier(nnz=40, optimizer=optimizer)
+    sparsifier.prepare(model, [{"tensor_fqn": "*e*.weight"}, {"tensor_fqn": HEAD}])
+    assert sparsifier.report().skipped[EMBED] == f"tied to {HEAD!r}, which has the mask of both"
+    model(torch.arange(10)).square().sum().backward()
+    optimizer.step()
+    sparsifier.step()
+    moving = sparsifier.to_masks(DynamicSparsifier(optimizer=optimizer, init="resume", update_every=1))
+    assert torch.equal(model.embed.weight, model.lm_head.weight) and int(model.embed.weight.ne(0).sum()) == 40
+    assert parametrize.is_parametrized(model.embed) and moving.mask(HEAD).sum() == 40
 
 
 def test_state_dicts_copies_and_pickles_have_both_names_of_one_tensor():

@@ -16,6 +16,26 @@ from ..selection.tiling import crop, cut_parts, pad_to, split, to_aligned
 _SHORT = 16  # blocks of fewer elements are read as columns, so that operations run along the blocks
 
 
+class Buffers:
+    """Memory that the parts of a tensor use one after the other: fresh memory costs more time than to fill it.
+
+    >>> buffers = Buffers()
+    >>> buffers("sums", (2, 3), torch.ones(1)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Undefined values with the dtype and device of `like`; the next call with this name overwrites them."""
+        size, key = math.prod(shape), (name, like.dtype, like.device)
+        held = self._held.get(key)
+        if held is None or held.numel() < size:
+            held = self._held[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return held[:size].view(shape)
+
+
 def tiles_of(t: Tensor, tile: Shape, reorder: bool = True, merge: bool = False) -> Tensor:
     """A tensor cut into tiles that divide it: (*grid, *tile), or interleaved (g0, t0, g1, t1, ...) without `reorder`.
 
@@ -70,10 +90,25 @@ def element_dim(members: Sequence[Blocks]) -> int:
     return -2 if is_across or sum(math.prod(m.shape) for m in members) < _SHORT else -1
 
 
-def read_blocks(members: Sequence[Blocks], grid: Shape, dim: int, fill: float, dtype: torch.dtype) -> Tensor:
-    """A copy of the blocks of an aligned grid: [blocks, elements] for dim -1, [elements, blocks] for -2."""
+def read_blocks(
+    members: Sequence[Blocks], grid: Shape, dim: int, fill: float, like: Tensor, buffers: Buffers, name: str
+) -> Tensor:
+    """The blocks of an aligned grid: [blocks, elements] for dim -1, [elements, blocks] for -2.
+
+    Args:
+        members, grid: windows with values, and their common grid.
+        dim: see `element_dim`.
+        fill: the value of the elements that blocks at partial edges lack.
+        like: has the dtype and device of the result.
+        buffers, name: where the result is stored, unless it is a view of the values.
+    """
     size, blocks = sum(math.prod(m.shape) for m in members), math.prod(grid)
-    out = torch.empty((blocks, size) if dim == -1 else (size, blocks), dtype=dtype, device=members[0].window.device)
+    first = members[0]
+    if dim == -1 and len(members) == 1 and first.window.dtype == like.dtype and not first.is_partial:
+        tiles = _tiles(first.window, first, len(grid))
+        if tiles.is_contiguous():
+            return tiles.view(blocks, size)
+    out = buffers(name, (blocks, size) if dim == -1 else (size, blocks), like)
     for m, rows in zip(members, _rows_of_members(out, members, grid, dim), strict=True):
         rows.copy_(_tiles(pad_to(m.window, m.shape, fill), m, len(grid)))
     return out

@@ -2,39 +2,54 @@
 
 Blocks are the rows of a matrix (`dim=-1`: [blocks, elements]) or its columns (`dim=-2`: [elements, blocks]), float32 or
 float64. Sums over elements are pairwise, and numbers of long blocks are float64, so that blocks of a million elements
-are as exact as small ones. Squares that overflow or underflow are computed again in a wider range.
+are as exact as small ones. Blocks whose squares overflow or underflow are computed again in a wider range. Results are
+in the memory of the `Buffers` that are given.
 """
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
+from .elements import Buffers
 
-SEGMENT = 64  # elements that are added in their own dtype; longer blocks have float64 numbers
-STEPS = 64  # Newton steps at most, if no limit is given; some four are usual
-FIXED = 3  # Newton steps that all blocks make before it is asked whether any needs more
+PART = 1 << 18  # elements on CPU that are computed together, so that their intermediate values stay in cache
+SEGMENT = 1024  # elements that are added in their own dtype; longer blocks have float64 numbers
+STEPS = 64  # guarded Newton steps at most, if no limit is given
+FIXED = 3  # Newton steps that all blocks make before those that need more are separated, ...
+ROUNDS = 4  # ... how often, before their steps are guarded
+FEW = 0.75  # kept blocks are separated from the others if they are fewer than this fraction
 _FAR = 2.0  # Newton steps that multiply s by more than this are lengthened
 
 
-def shrink(v: Tensor, t: Tensor, dim: int = -1) -> Tensor:
+def shrink(v: Tensor, t: Tensor, dim: int = -1, buffers: Buffers | None = None) -> Tensor:
     """`v max(0, 1 - t / ||v||)` for each block; t >= 0 has no dimension, or is [blocks].
 
     >>> shrink(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor(1.0))
     tensor([[2.4000, 3.2000],
             [0.0000, 0.0000]])
     """
+    buffers = Buffers() if buffers is None else buffers
     if v.shape[dim] == 1:
-        return _shrink_single(v, _along(t.to(v.dtype), dim))
-    size = norms(v, dim)
+        return _shrink_single(v, _along(t.to(v.dtype), dim), buffers)
+    size = norms(v, dim, buffers)
     factor = torch.where(size > t, (size - t) / size, torch.where(size.isnan(), size, 0))
     factor = torch.where((t == 0) | size.isinf(), 1, factor)  # an infinite block stays visible
-    return (v * _along(factor.to(v.dtype), dim)).add_(0.0)  # which makes -0 zero
+    return _times(v, _along(factor.to(v.dtype), dim), out=buffers("work", v.shape, v))
 
 
 def shrink_conditioned(
-    v: Tensor, h: Tensor, t: Tensor, dim: int = -1, *, atol: float = math.inf, max_iter: int | None = None
+    v: Tensor,
+    h: Tensor,
+    t: Tensor,
+    dim: int = -1,
+    *,
+    atol: float = math.inf,
+    max_iter: int | None = None,
+    buffers: Buffers | None = None,
 ) -> Tensor:
     """`argmin_w 1/2 (w - v)' D (w - v) + t ||w||` for each block, D = diag(h).
 
@@ -47,6 +62,7 @@ def shrink_conditioned(
         t: t >= 0, of no dimension or [blocks].
         dim: the dimension of a block's elements, -1 or -2.
         atol, max_iter: raise if after `max_iter` steps some |phi - 1| is above `atol`; by default there is no limit.
+        buffers: memory for the result.
 
     Raises:
         SparsityError: see `max_iter`.
@@ -54,22 +70,32 @@ def shrink_conditioned(
     >>> shrink_conditioned(torch.tensor([[3.0, 4.0]]), torch.full((1, 2), 4.0), torch.tensor(4.0))
     tensor([[2.4000, 3.2000]])
     """
+    buffers = Buffers() if buffers is None else buffers
     if v.shape[dim] == 1:
-        return _shrink_single(v, _along(t.to(v.dtype), dim) / h)
-    root, limits = _Root(v, dim, atol=atol, max_iter=max_iter), torch.finfo(v.dtype)
-    force, s = root.start(h, t)
-    is_kept = force > t
-    is_safe = (~is_kept | ((s > 0) & s.isfinite())) & ~force.isnan() & (t > limits.tiny**0.5 / limits.eps)
+        c = torch.div(_along(t.to(v.dtype), dim), h, out=buffers("c", v.shape, v))
+        return _shrink_single(v, c, buffers)
+    steps = _Steps(atol, max_iter)
+    force, s = _start(v, h, t, dim, buffers, steps)
+    limits = torch.finfo(v.dtype)
+    is_safe = (~(force > t) | ((s > 0) & s.isfinite())) & ~force.isnan() & (t > limits.tiny**0.5 / limits.eps)
+    is_kept = (force > t) & is_safe
+    if int(is_kept.sum()) < FEW * is_kept.numel():
+        at = is_kept.nonzero().squeeze(-1)
+        own, metric = (_blocks_at(x, at, dim, buffers(name, x.shape, x)) for x, name in ((v, "v kept"), (h, "h kept")))
+        w = buffers("w", v.shape, v).zero_()
+        w.index_copy_(1 + dim, at, _shrink_kept(own, metric, _of(t, at), s[at], None, dim, buffers, steps))
+    else:
+        w = _shrink_kept(v, h, t, s, is_kept, dim, buffers, steps)
     if not bool(is_safe.all()):
-        return _shrink_carefully(v, h, t, dim, atol=atol, max_iter=max_iter)
-    torch.div(_along(t.to(v.dtype), dim), h, out=root.c)
-    s = root.find(torch.where(is_kept, s, 1), is_kept, is_below=True)
-    return root.factors(torch.where(is_kept, s, 0)).mul_(v).add_(0.0)  # which makes -0 zero
+        at = (~is_safe).nonzero().squeeze(-1)
+        unsafe = _shrink_carefully(_blocks_at(v, at, dim), _blocks_at(h, at, dim), _of(t, at), dim, steps)
+        w.index_copy_(1 + dim, at, unsafe)
+    return w
 
 
-def norms(v: Tensor, dim: int = -1) -> Tensor:
+def norms(v: Tensor, dim: int = -1, buffers: Buffers | None = None) -> Tensor:
     """The 2-norm of each block; finite where it is representable, whatever the squares are."""
-    total = sums(v * v, dim)
+    total = sums(v * v if buffers is None else torch.mul(v, v, out=buffers("work", v.shape, v)), dim)
     limits = torch.finfo(v.dtype)
     is_safe = (total > limits.tiny / limits.eps) & (total <= limits.max)
     if bool(is_safe.all()) or not bool((~is_safe & (v != 0).any(dim)).any()):
@@ -95,23 +121,77 @@ def _along(numbers: Tensor, dim: int) -> Tensor:
     return numbers.unsqueeze(dim) if numbers.ndim else numbers
 
 
-def _shrink_single(v: Tensor, c: Tensor) -> Tensor:
+def _of(numbers: Tensor, at: Tensor) -> Tensor:
+    """The numbers of these blocks; one without dimensions is of all."""
+    return numbers[at] if numbers.ndim else numbers
+
+
+def _blocks_at(x: Tensor, at: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    """The blocks with these indices, in the memory of `out`."""
+    shape = (len(at), x.shape[1]) if dim == -1 else (x.shape[0], len(at))
+    place = None if out is None else out.view(-1)[: math.prod(shape)].view(shape)
+    return torch.index_select(x, 1 + dim, at, out=place)
+
+
+def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """A product in which no zero is negative."""
+    return torch.mul(x, factor, out=out).add_(0.0)
+
+
+def _parts(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of blocks, cut along the elements where a block is longer than a part."""
+    size = tensors[0].shape[dim]
+    cut = PART if tensors[0].device.type == "cpu" else size
+    for at in range(0, size, cut):
+        yield tuple(x.narrow(dim, at, min(cut, size - at)) for x in tensors)
+
+
+def _shrink_single(v: Tensor, c: Tensor, buffers: Buffers) -> Tensor:
     """Blocks of one element: |v| less c, or 0."""
-    return v - torch.minimum(torch.maximum(v, -c), c)
+    out, low = buffers("work", v.shape, v), torch.neg(c, out=buffers("low", c.shape, c))
+    return torch.sub(v, torch.clamp(v, low, c, out=out), out=out)
 
 
-def _shrink_carefully(v: Tensor, h: Tensor, t: Tensor, dim: int, *, atol: float, max_iter: int | None) -> Tensor:
+def _start(v: Tensor, h: Tensor, t: Tensor, dim: int, buffers: Buffers, steps: "_Steps") -> tuple[Tensor, Tensor]:
+    """`||Dv||`, and the point that Newton's method reaches from 0, `(||Dv|| - t) ||Dv||^2 / sum(h (h v)^2)`."""
+    found = []
+    for own, metric in _parts(dim, v, h):
+        work = buffers("work", (2, *own.shape), own)
+        torch.mul(own, metric, out=work[0]).mul_(work[0])
+        torch.mul(work[0], metric, out=work[1])
+        found.append(sums(work, dim))
+    squares, weighted = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
+    force = squares.sqrt()
+    if steps.limit == 0:
+        steps.check(force / t - 1, force > t, done=0)
+    return force, (force - t) * (squares / weighted)
+
+
+def _shrink_kept(
+    v: Tensor, h: Tensor, t: Tensor, s: Tensor, is_kept: Tensor | None, dim: int, buffers: Buffers, steps: "_Steps"
+) -> Tensor:
+    """Blocks that are not dropped, or are where `is_kept` is False, from a point s below the root."""
+    c = buffers("c", v.shape, v)
+    for metric, out in _parts(dim, h, c):
+        torch.div(_along(t.to(v.dtype), dim), metric, out=out)
+    root = _Root(v, c, dim, buffers, steps)
+    if is_kept is None:
+        return root.solution(found := root.find(s), found)
+    found = root.find(torch.where(is_kept, s, 1), is_kept)
+    return root.solution(found, torch.where(is_kept, found, 0))
+
+
+def _shrink_carefully(v: Tensor, h: Tensor, t: Tensor, dim: int, steps: "_Steps") -> Tensor:
     """As `shrink_conditioned` for all finite values, in float64 with every block scaled to 1; NaN if some is not."""
     scaled, factor = _scaled(v, dim)
     limits = torch.finfo(torch.float64)
-    root = _Root(scaled, dim, atol=atol, max_iter=max_iter)
-    torch.div(_along(t.double() * factor, dim), h.double(), out=root.c).clamp_(limits.tiny, limits.max)
+    c = torch.div(_along(t.double() * factor, dim), h.double()).clamp_(limits.tiny, limits.max)
+    root = _Root(scaled, c, dim, Buffers(), steps)
     is_kept = ~(root.sums_at(torch.zeros_like(factor))[0] <= 1)
-    is_open = is_kept & (t != 0)
     start = sums(scaled * scaled, dim).sqrt().clamp_(min=limits.tiny)
-    s = root.find(start, is_open, is_below=False)
-    w = root.factors(torch.where(is_kept, s, 0)).mul_(scaled).div_(_along(factor, dim))
-    w.masked_fill_(_along(~is_kept, dim), 0).masked_fill_(~v.isfinite().all(dim, keepdim=True), math.nan)
+    s = torch.where(is_kept, root.find_slowly(start, is_kept & (t != 0)), 1)
+    w = root.solution(s, torch.where(is_kept, s, 0)).div_(_along(factor, dim))
+    w.masked_fill_(~v.isfinite().all(dim, keepdim=True), math.nan)
     return torch.where(_along((t == 0).expand(factor.shape), dim), v, w.to(v.dtype))
 
 
@@ -123,51 +203,72 @@ def _scaled(v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return v.double() * _along(factor, dim), factor
 
 
-class _Root:
-    """The root s of `||v / (s + c)|| = 1` for each block of v; `c` is to be filled by the caller."""
+class _Steps(NamedTuple):
+    """The accuracy that must be reached in a number of Newton steps; None: as many as are needed, and no error."""
 
-    def __init__(self, v: Tensor, dim: int, *, atol: float, max_iter: int | None) -> None:
-        self.v, self.dim, self.atol, self.max_iter = v, dim, atol, max_iter
-        self.c, self.work = torch.empty_like(v), v.new_empty((2, *v.shape))
+    atol: float
+    limit: int | None
+
+    def check(self, misses: Tensor, is_open: Tensor, *, done: int) -> None:
+        """Raise where the limit of steps is reached and phi misses 1 by more than `atol`."""
+        if self.limit is None or done < self.limit or not bool(is_open.any()):
+            return
+        worst = float(misses[is_open].abs().max())
+        if worst > self.atol:
+            raise SparsityError(
+                f"soft_threshold: no convergence to atol={self.atol:g} in {self.limit} steps (missed by "
+                f"{worst:.1e}). Raise max_iter, or leave it out."
+            )
+
+
+class _Root:
+    """The root s of `||v / (s + c)|| = 1` for each block."""
+
+    def __init__(self, v: Tensor, c: Tensor, dim: int, buffers: Buffers, steps: _Steps) -> None:
+        self.v, self.c, self.dim, self.buffers, self.steps = v, c, dim, buffers, steps
         limits = torch.finfo(v.dtype)
         self.step, self.noise = limits.eps**0.5 / 4, 4 * limits.eps
-
-    def start(self, h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """`||Dv||`, and the point that Newton's method reaches from 0, `(||Dv|| - t) ||Dv||^2 / sum(h (h v)^2)`."""
-        torch.mul(self.v, h, out=self.work[0]).mul_(self.work[0])
-        torch.mul(self.work[0], h, out=self.work[1])
-        squares, weighted = sums(self.work, self.dim)
-        force = squares.sqrt()
-        if self.max_iter == 0:
-            self._check(force / t - 1, force > t, steps=0)
-        return force, (force - t) * (squares / weighted)
+        self.parts = [
+            (*own, *(work := buffers("work", (2, *own[0].shape), v)).unbind(), work) for own in _parts(dim, v, c)
+        ]
 
     def sums_at(self, s: Tensor) -> Tensor:
         """[2, blocks]: the sums of `u^2` and `u^2 / (s + c)` for `u = v / (s + c)`."""
-        u, below = self.work.unbind()
-        torch.add(self.c, _along(s.to(self.v.dtype), self.dim), out=below)
-        torch.div(self.v, below, out=u).mul_(u)
-        torch.div(u, below, out=below)
-        return sums(self.work, self.dim)
+        one, found = _along(s.to(self.v.dtype), self.dim), []
+        for v, c, u, below, work in self.parts:
+            torch.add(c, one, out=below)
+            torch.div(v, below, out=u).mul_(u)
+            torch.div(u, below, out=below)
+            found.append(sums(work, self.dim))
+        return found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
 
-    def factors(self, s: Tensor) -> Tensor:
-        """`s / (s + c)`, by which v is to be multiplied."""
-        one = _along(s.to(self.v.dtype), self.dim)
-        below = torch.add(self.c, one, out=self.work[0])
-        return torch.div(one, below, out=below)
+    def solution(self, s: Tensor, factor: Tensor) -> Tensor:
+        """`v factor / (s + c)`, in the memory of c."""
+        one, number = (_along(x.to(self.v.dtype), self.dim) for x in (s, factor))
+        for v, c, *_ in self.parts:
+            _times(v, torch.div(number, c.add_(one), out=c), out=c)
+        return self.c
 
-    def find(self, s: Tensor, is_kept: Tensor, *, is_below: bool) -> Tensor:
-        """The root where `is_kept`, from any positive s, or one that `is_below` it.
+    def find(self, s: Tensor, is_kept: Tensor | None = None, rounds: int = ROUNDS) -> Tensor:
+        """The root where `is_kept` (None: everywhere), from a point s below it, by Newton's method."""
+        if self.steps.limit is not None or rounds == 0:
+            return self.find_slowly(s, torch.ones_like(s, dtype=torch.bool) if is_kept is None else is_kept)
+        for _ in range(FIXED):
+            squares, slope = self.sums_at(s)
+            before, s = s, (squares.sqrt() - 1).mul_(squares).div_(slope).add_(s.to(self.v.dtype))
+        is_open = ~((s - before).abs_() <= self.step * before)
+        is_open = is_open if is_kept is None else is_open.logical_and_(is_kept)
+        at = is_open.nonzero().squeeze(-1)
+        if not at.numel():
+            return s
+        own = _blocks_at(self.v, at, self.dim), _blocks_at(self.c, at, self.dim)
+        rest = _Root(*own, self.dim, self.buffers, self.steps)
+        return s.index_copy(0, at, rest.find(s[at], rounds=rounds - 1))
 
-        Newton's method; after the first steps between bounds that each step may only narrow.
-        """
-        if is_below and self.max_iter is None:
-            for _ in range(FIXED):
-                before, s = s, self._newton(s)
-            if not bool((is_kept & ~((s - before).abs() <= self.step * before)).any()):
-                return s
+    def find_slowly(self, s: Tensor, is_kept: Tensor) -> Tensor:
+        """The root where `is_kept`, from any positive s, between bounds that each step may only narrow."""
         low, high = torch.zeros_like(s), torch.full_like(s, math.inf)
-        for step in range(1, 1 + (STEPS if self.max_iter is None else self.max_iter)):
+        for step in range(1, 1 + (STEPS if self.steps.limit is None else self.steps.limit)):
             s = s.to(self.v.dtype).to(s.dtype)  # as the elements see it
             squares, slope = self.sums_at(s)
             phi = squares.sqrt()
@@ -176,15 +277,11 @@ class _Root:
             best = torch.where(newton > 0, newton, s)
             if not bool(is_open.any()):
                 return best
-            self._check(phi - 1, is_open, steps=step)
+            self.steps.check(phi - 1, is_open, done=step)
             high = torch.where(phi < 1, torch.minimum(high, s), high)
             low = torch.maximum(low, torch.where(phi < 1, newton, torch.maximum(newton, s)))
             s = torch.where(is_open, self._next(s, phi, newton, slope / squares, low, high), best)
         return s
-
-    def _newton(self, s: Tensor) -> Tensor:
-        squares, slope = self.sums_at(s)
-        return (squares.sqrt() - 1).mul_(squares).div_(slope).add_(s.to(self.v.dtype))
 
     def _next(self, s: Tensor, phi: Tensor, newton: Tensor, rate: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """Newton's point, which is never above the root; a longer step where that is far, a middle where it is out."""
@@ -193,14 +290,3 @@ class _Root:
         found = torch.where((phi > 1) & (newton > _FAR * s) & (far > newton), far, newton)
         middle = torch.where(low > 0, (low * high).sqrt(), high / 1024)
         return torch.where(found >= low, found, middle)
-
-    def _check(self, misses: Tensor, is_open: Tensor, *, steps: int) -> None:
-        """Raise where the limit of steps is reached and phi misses 1 by more than `atol`."""
-        if self.max_iter is None or steps < self.max_iter or not bool(is_open.any()):
-            return
-        worst = float(misses[is_open].abs().max())
-        if worst > self.atol:
-            raise SparsityError(
-                f"soft_threshold: no convergence to atol={self.atol:g} in {self.max_iter} steps (missed by "
-                f"{worst:.1e}). Raise max_iter, or leave it out."
-            )

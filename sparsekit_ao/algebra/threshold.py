@@ -27,12 +27,11 @@ from ..selection import (
     threshold_backend,
 )
 from ..selection.strides import Shape
-from ..selection.threads import run_apart
-from .elements import counts_of, element_dim, parts_of, read_blocks, write_blocks
-from .shrink import shrink, shrink_conditioned
+from ..selection.threads import pieces, run_apart
+from .elements import Buffers, counts_of, element_dim, parts_of, read_blocks, write_blocks
+from .shrink import PART, shrink, shrink_conditioned
 
-PART = 1 << 17  # elements on CPU that are shrunk together, so that their intermediate values stay in cache
-
+Shrunk = tuple[Sequence[Blocks], Tensor, Shape, int]
 Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
 
 
@@ -180,15 +179,18 @@ def soft_threshold_windows(
         most = PART if s.members[0].window.device.type == "cpu" else s.members[0].window.numel()
         for place, own in parts_of(s.members, s.grid, most) if math.prod(s.grid) else ():
             parts.append(partial(_shrunk, own, t[place] if t.ndim else t, place, newton, is_limited))
-    if not is_limited:
-        run_apart([partial(_shrink_part, part) for part in parts])
+    if is_limited:
+        for result in [part(Buffers()) for part in parts]:
+            write_blocks(*result)
         return
-    for members, blocks, grid, dim in [part() for part in parts]:
-        write_blocks(members, blocks, grid, dim)
+    run_apart([partial(_write_parts, parts[start:stop]) for start, stop in pieces(len(parts), PART)])
 
 
-def _shrink_part(shrunk: "partial[tuple[Sequence[Blocks], Tensor, Shape, int]]") -> None:
-    write_blocks(*shrunk())
+def _write_parts(parts: "Sequence[partial[Shrunk]]") -> None:
+    """Shrink parts, one after the other in the same memory."""
+    buffers = Buffers()
+    for part in parts:
+        write_blocks(*part(buffers))
 
 
 def _shrunk(
@@ -197,17 +199,19 @@ def _shrunk(
     place: tuple[slice, ...],
     newton: Newton | None,
     is_limited: bool,
-) -> tuple[Sequence[Blocks], Tensor, Shape, int]:
+    buffers: Buffers,
+) -> Shrunk:
     """What soft thresholding writes of one part: its members, blocks, grid and the dimension of elements."""
-    grid, dim, dtype = tuple(at.stop - at.start for at in place), element_dim(members), _dtype(members)
+    grid, dim = tuple(at.stop - at.start for at in place), element_dim(members)
+    like = torch.empty((), dtype=_dtype(members), device=members[0].window.device)
     t = thresholds.reshape(-1) if thresholds.ndim else thresholds
-    v = read_blocks(members, grid, dim, 0.0, dtype)
+    v = read_blocks(members, grid, dim, 0.0, like, buffers, "v")
     if newton is None:
-        return members, shrink(v, t, dim), grid, dim
-    h = read_blocks([replace(m, values=m.mask) for m in members], grid, dim, 1.0, dtype)
-    h = h.add_(newton.eps) if newton.eps else h
+        return members, shrink(v, t, dim, buffers), grid, dim
+    h = read_blocks([replace(m, values=m.mask) for m in members], grid, dim, 1.0, like, buffers, "h")
+    h = torch.add(h, newton.eps, out=buffers("h", h.shape, h)) if newton.eps else h
     atol, most = (newton.atol, newton.max_iter) if is_limited else (math.inf, None)
-    return members, shrink_conditioned(v, h, t, dim, atol=atol, max_iter=most), grid, dim
+    return members, shrink_conditioned(v, h, t, dim, atol=atol, max_iter=most, buffers=buffers), grid, dim
 
 
 def _block_thresholds(thresholds: Tensor | float, scopes: Scopes, scale: bool) -> Tensor:

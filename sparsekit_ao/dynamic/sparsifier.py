@@ -78,7 +78,6 @@ class DynamicSparsifier(PlannedSparsifier):
     structure_defaults: Mapping[str, Any] = {  # rules score weights, gradients and momenta by norms of their own
         k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
-    takes_tied = False  # gradients of one mask are read
     optional_keys = tuple(k for k in PlannedSparsifier.optional_keys if k != "stages")
 
     def __init__(
@@ -206,17 +205,16 @@ class DynamicSparsifier(PlannedSparsifier):
         if self._capture.masked and not was_masked:
             zero_dropped_state(self.groups, self._capture.optimizers)
 
-    def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Write zeros into the parameters and remove masks and hooks; see `MaskSparsifier.squash_mask`.
-
-        The next step of an optimizer keeps the zeros too. `attach` it again before another `prepare`.
-        """
-        self._need_prepared("squash_mask")
+    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
+        """The next step of an optimizer keeps the zeros too; `attach` it again before another `prepare`."""
         held = [(original(g), self._live_mask(g)) for g in self.groups]
-        super().squash_mask(*args, model=model, **kwargs)
-        if self._phase == "squashed":
+        super()._squash(model, kept)
+        if model is self.model:
             zero_dropped_gradients(held, self._capture.optimizers)
-            self._capture.detach()
+
+    def _end(self) -> None:
+        super()._end()
+        self._capture.detach()
 
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
         """Masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..algebra import is_number
@@ -45,8 +45,6 @@ class StraightThrough(PlannedSparsifier):
     >>> model[0].parametrizations.weight.original.grad
     tensor([[1., 1., 1., 1.]])
     """
-
-    takes_tied = False  # a backward mask is of one use of the weight
 
     def __init__(
         self, sparsity_level: float | None = None, *, backward_level: float = 0.0, decay: float = 0.0, **structure: Any
@@ -90,11 +88,9 @@ class StraightThrough(PlannedSparsifier):
             refuse_replaced(self._hooks.optimizers, self.groups)
         super().step(use_path)
 
-    def squash_mask(self, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Write zeros into the parameters and remove masks and hooks; see `MaskSparsifier.squash_mask`."""
-        super().squash_mask(*args, model=model, **kwargs)
-        if self._phase == "squashed":
-            self._hooks.detach()
+    def _end(self) -> None:
+        super()._end()
+        self._hooks.detach()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_hooks": DecayHooks(self.decay)}

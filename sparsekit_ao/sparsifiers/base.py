@@ -43,8 +43,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
     optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
     bool_masks = False
-    #: whether a parameter with several names (a head that is tied to an embedding) may be sparsified
-    takes_tied = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -121,9 +119,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self._resumes = self._phase == "detached" and config is None
         is_default = config is None and not self._resumes
         config, exclude, saved = self._chosen(model, config, exclude)
-        found = resolve_groups(
-            model, config, self.keys, self._complete, exclude=exclude, is_default=is_default, takes_tied=self.takes_tied
-        )
+        found = resolve_groups(model, config, self.keys, self._complete, exclude=exclude, is_default=is_default)
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
@@ -233,7 +229,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
                 exception all masks are still registered, so that the call can be repeated.
         """
         self._need_prepared("squash_mask")
-        refuse_adapters(self.model, self.groups)
         kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
@@ -241,9 +236,17 @@ class MaskSparsifier(Copies, BaseSparsifier):
         squashed = self.model if model is None else model
         assert squashed is not None
         self._sync_state()
-        squash(squashed, self.groups, [self._module_in(model, g) for g in self.groups], kept)
-        if model is None or model is self.model:
-            self._phase = "squashed"
+        self._squash(squashed, kept)
+        if squashed is self.model:
+            self._end()
+
+    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Write the zeros and remove the masks of the own model or a copy; `kept` is for `sparse_params`."""
+        refuse_adapters(self.model, self.groups)
+        squash(model, self.groups, [self._module_in(model, g) for g in self.groups], kept)
+
+    def _end(self) -> None:  # called when the own model has been squashed
+        self._phase = "squashed"
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
@@ -282,11 +285,9 @@ class MaskSparsifier(Copies, BaseSparsifier):
             yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
-        for group in self.groups:
-            own = ", ".join(f"{k}={group[k]!r}" for k in self.keys if k in group)
-            lines.append(f"  {group['tensor_fqn']}: {own}")
-        return "\n".join(lines)
+        keys = [", ".join(f"{k}={g[k]!r}" for k in self.keys if k in g) for g in self.groups]
+        lines = [f"  {g['tensor_fqn']}: {own}" for g, own in zip(self.groups, keys, strict=True)]
+        return "\n".join([f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)", *lines])
 
     def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, masking.WeightMask]]:
         """What `prepare` registers: (module, tensor name, mask) for each group."""
@@ -334,9 +335,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
         return str(group.get("tensor_fqn", tensor_name))
 
     def _refuse_unknown(self, given: Iterable[str], known: Iterable[str]) -> None:
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise SparsityError(f"update_mask: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(self.keys))}")
+        for key in sorted(set(given) - set(known)):
+            raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(self.keys))}")
 
     def _need_prepared(self, what: str) -> None:
         if self._phase == "prepared":

@@ -69,10 +69,10 @@ def _checked(found: object, parameter: Tensor, name: str) -> Diagonal:
     """What a user's function returned; raises unless it is positive and finite, and a number or of the shape."""
     if is_number(found) and 0 < float(found) < float("inf"):
         return float(found)
-    if not isinstance(found, Tensor) or found.shape != parameter.shape:
-        got = tuple(found.shape) if isinstance(found, Tensor) else repr(found)
+    if not isinstance(found, Tensor) or found.shape != parameter.shape or found.is_complex():
+        got = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
         raise SparsityError(
-            f"{name}: conditioner must return a positive number, or a tensor of the parameter's shape "
+            f"{name}: conditioner must return a positive number, or a real tensor of the parameter's shape "
             f"{tuple(parameter.shape)}, got {got}"
         )
     if not bool(((found > 0) & found.isfinite()).all()):

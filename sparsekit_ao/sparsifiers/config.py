@@ -80,7 +80,6 @@ def resolve_groups(
     *,
     exclude: Sequence[str | type] = (),
     is_default: bool = False,
-    takes_tied: bool = False,
 ) -> Resolved:
     """One complete group for each tensor that the config names, in the config's order.
 
@@ -95,7 +94,6 @@ def resolve_groups(
         complete: adds defaults to what an entry gives for one tensor.
         exclude: names, globs, regular expressions (of tensors or of modules) and module classes that are left out.
         is_default: the config was made from the model; tied parameters and adapters are then left out.
-        takes_tied: whether a parameter with several names may be sparsified; it gets one group.
 
     Raises:
         SparsityError: whatever does not fit; nothing is changed.
@@ -110,7 +108,7 @@ def resolve_groups(
     skipped = {fqn: excluded[fqn] for fqn in owners if fqn in excluded}
     if is_default:
         skipped = {**adapters(model, owners), **tied_names(model, owners), **skipped}
-    elif takes_tied:
+    else:
         skipped = {**names_to_skip(model, owners, excluded), **skipped}
     found = Resolved(skipped=skipped)
     for fqn, (at, is_exact) in sorted(owners.items(), key=lambda owner: owner[1][0]):
@@ -125,7 +123,7 @@ def resolve_groups(
         raise SparsityError(f"{what} no tensor that is not left out: {reasons}. Name tensors in a config.")
     _refuse_shared(found.groups)
     if not is_default:
-        refuse_tied(found.groups, model, takes_tied)
+        refuse_tied(found.groups, model)
     return found
 
 

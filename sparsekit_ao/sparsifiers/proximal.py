@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError
 from ..masking import WeightMask
-from .checkpoint import kept_params
 from .component import Component
 from .conditioners import Conditioner, Diagonal, check_conditioner, check_optimizer, diagonal_of
 from .config import Place, TensorGroup
@@ -24,7 +23,6 @@ from .optimizers import StepCounts, options_of, unwrap_optimizers
 from .planned import PlannedSparsifier
 from .proximal_step import Strength, checked_strength, proximal_step
 from .structure import checked_pattern, refuse_two_budgets, stage_budgets
-from .usage import warn_of_stale_masks
 
 
 @final
@@ -75,7 +73,6 @@ class ProximalSparsifier(PlannedSparsifier):
         k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("norm", "score", "member_scores")
     }
     optional_keys = (*PlannedSparsifier.optional_keys, "strength")
-    takes_tied = False  # the optimizer steps on one mask of a parameter
 
     def __init__(
         self,
@@ -139,32 +136,6 @@ class ProximalSparsifier(PlannedSparsifier):
         if before[1] == self.iteration:
             self._chosen_at = before[0]
 
-    def squash_mask(
-        self,
-        params_to_keep: tuple[str, ...] | None = None,
-        params_to_keep_per_layer: dict[str, tuple[str, ...]] | None = None,
-        *args: Any,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write exact zeros into the blocks that the last step dropped, also where the optimizer has moved them since.
-
-        Args:
-            params_to_keep, params_to_keep_per_layer: see `MaskSparsifier.squash_mask`.
-            model: a deep copy of the prepared model to write into instead; this sparsifier then continues.
-        """
-        self._need_prepared("squash_mask")
-        kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
-        if self.enable_mask_update:
-            warn_of_stale_masks(self.groups, [self._live_mask(g) for g in self.groups], self._chosen_at)
-        self._zero_dropped(model)
-        for group, params in zip(self.groups, kept, strict=True):
-            if params:
-                self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
-        if model is None or model is self.model:
-            self._phase = "squashed"
-            self._counts.attach([])
-
     def to_masks(self, sparsifier: PlannedSparsifier | None = None) -> PlannedSparsifier:
         """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.
 
@@ -187,8 +158,7 @@ class ProximalSparsifier(PlannedSparsifier):
         plan, masks = self._planned(self.groups), {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
         assert self.model is not None
         found = handed_over(self.model, self.groups, plan, masks, sparsifier, lambda: self._zero_dropped(None))
-        self._phase = "squashed"
-        self._counts.attach([])
+        self._end()
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,6 +244,17 @@ class ProximalSparsifier(PlannedSparsifier):
         found = self._module_in(model, group)._parameters[group["tensor_name"]]
         assert found is not None
         return found
+
+    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Write zeros into the blocks that the last step dropped, also where the optimizer has moved them since."""
+        self._zero_dropped(model)
+        for group, params in zip(self.groups, kept, strict=True):
+            if params:
+                self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
+
+    def _end(self) -> None:
+        super()._end()
+        self._counts.attach([])
 
     def _zero_dropped(self, model: nn.Module | None) -> None:
         for group in self.groups:

@@ -46,6 +46,8 @@ def proximal_step(
     else:
         values = {s.view.param: w if common is not None else w * tensors[s] for s, w in weights.items()}
         thresholds = component.scope.keep_thresholds(keep, values)
+        if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
+            thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
     for member in component.scope.members():
         _shrink(member.block, thresholds[member.block], weights, tensors)
         _fill(member.block, weights, masks)

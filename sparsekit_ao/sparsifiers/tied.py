@@ -43,19 +43,14 @@ def names_to_skip(
     return found
 
 
-def refuse_tied(groups: Sequence[Mapping[str, Any]], model: nn.Module, takes_tied: bool) -> None:
-    """A mask is registered under all names of a parameter; not under those with another parametrization."""
+def refuse_tied(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> None:
+    """Raise where a parameter has several names, under all of which its mask is registered, and one is parametrized."""
     names = _names_of_parameters(model)
     for g in groups:
         held = names.get(id(parameter_of(g["module"], g["tensor_name"])), [])
         owners = [owner_of(model, name) for name in held]
-        if len(held) > 1 and not (takes_tied and not any(parametrize.is_parametrized(*own) for own in owners)):
-            why = (
-                "some of them are parametrized otherwise"
-                if takes_tied
-                else "a mask on one of them would leave the others dense"
-            )
+        if len(held) > 1 and any(parametrize.is_parametrized(*own) for own in owners):
             raise SparsityError(
-                f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(held)}), and {why}. Untie it, "
-                "or leave it out (exclude=[...])."
+                f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(held)}), and some of them are "
+                "parametrized otherwise. Untie it, or leave it out (exclude=[...])."
             )
