@@ -15,10 +15,10 @@ from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, export, one_shot, patterns
 from sparsekit_ao.calibration import Statistics, collect
+from sparsekit_ao.calibration.gram import damped_inverse, joint_saliency
 from sparsekit_ao.oneshot import layers, run, walk
 from sparsekit_ao.oneshot.obs import column_chunks, sparsegpt, structured_obs
 from sparsekit_ao.oneshot.solve import admm, least_squares, relative_error
-from sparsekit_ao.scores import damped_inverse, joint_saliency
 
 
 def problem(outputs=6, inputs=8, tokens=40, seed=0, dtype=torch.float64):

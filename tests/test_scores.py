@@ -9,6 +9,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError, keep_mask, scores
 from sparsekit_ao.calibration import Statistics, form_of
+from sparsekit_ao.calibration.gram import joint_saliency
 from sparsekit_ao.dynamic import rules
 
 OUT, IN, TOKENS = 4, 6, 20
@@ -36,6 +37,8 @@ def formula(name, w, x, g, i, j):
     w, square = w.double(), x[:, j].square().sum()
     return {
         "magnitude": lambda: abs(w[i, j]),
+        "scale": lambda: 0.0,
+        "lamp": lambda: w[i, j] ** 2 / w[w.abs() >= abs(w[i, j])].square().sum(),
         "wanda": lambda: abs(w[i, j]) * math.sqrt(square),
         "ria": lambda: (abs(w[i, j]) / w[i].abs().sum() + abs(w[i, j]) / w[:, j].abs().sum()) * square**0.25,
         "obd": lambda: w[i, j] ** 2 * square / 2,
@@ -46,14 +49,19 @@ def formula(name, w, x, g, i, j):
     }[name]()
 
 
-@pytest.mark.parametrize("name", ["magnitude", "wanda", "ria", "obd", "obs", "taylor", "fisher", "movement"])
+@pytest.mark.parametrize(
+    "name", ["magnitude", "scale", "lamp", "wanda", "ria", "obd", "obs", "taylor", "fisher", "movement"]
+)
 def test_formulas(name, case):
     weight, statistics, x = case
     found = scores.saliency_of(scores.NAMES[name], weight, "w", statistics)
     gradient = statistics.gradient.double()
     for i, j in itertools.product(range(OUT), range(IN)):
         torch.testing.assert_close(
-            found[i, j].double(), torch.as_tensor(formula(name, weight, x, gradient, i, j)), rtol=1e-3, atol=1e-6
+            found[i, j].double(),
+            torch.as_tensor(formula(name, weight, x, gradient, i, j)).double(),
+            rtol=1e-3,
+            atol=1e-6,
         )
 
 
@@ -289,6 +297,6 @@ def test_a_score_of_blocks_is_a_rule():
 def test_elements_in_no_block_are_blocks_of_their_own():
     torch.manual_seed(0)
     weight, inverse = torch.randn(2, 6), torch.linalg.inv(torch.cov(torch.randn(6, 40)))
-    found = scores.joint_saliency(weight, inverse, torch.tensor([[0, 0, -1, 1, 1, -1]] * 2))
+    found = joint_saliency(weight, inverse, torch.tensor([[0, 0, -1, 1, 1, -1]] * 2))
     expected = weight.square() / (2 * inverse.diagonal())
     torch.testing.assert_close(found[:, [2, 5]], expected[:, [2, 5]])

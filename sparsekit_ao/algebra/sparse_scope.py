@@ -83,9 +83,9 @@ class SparseScope(Thresholded):
         counts = self.blocks_per_scope()
         return 1 - int(torch.minimum(torch.as_tensor(nnz, device="cpu"), counts).sum()) / max(int(counts.sum()), 1)
 
-    def block_norms(self, values: Values = None) -> Tensor:
-        """2-norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
-        rows = self._scores(values, None)
+    def block_norms(self, values: Values = None, norm: Norm = 2) -> Tensor:
+        """Norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
+        rows = self._scores(values, None, norm)
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def kth_largest(self, values: Values = None, nnz: Budget = 1) -> Tensor:
@@ -193,12 +193,12 @@ class SparseScope(Thresholded):
         update = MaskUpdate(scope=self, masks=masks, keep=nnz, values=values, norm=norm, among_kept=among_kept)
         update_masks([update], impl=impl)
 
-    def _scores(self, values: Values, block_scores: BlockValues) -> Tensor:
+    def _scores(self, values: Values, block_scores: BlockValues, norm: Norm = 2) -> Tensor:
         """[scopes, competitors]: norms of the values, or the scores given."""
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
-        return torch.cat([scope_scores(w, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
+        return torch.cat([scope_scores(w, norm, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
     def as_mean(self) -> bool:

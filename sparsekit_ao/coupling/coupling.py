@@ -4,7 +4,7 @@ A `Coupling` refers to no model: `bind` matches it against one, `entries` return
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,6 +101,25 @@ class Coupling:
                 raise SparsityError(f"{self._where}{member!r} matches no parameter or buffer of the model")
         captures = {captured: None for matches in found.values() for captured in matches}
         return [self._bind(captured, found, tensors) for captured in captures]
+
+    def of_layers(self, model: nn.Module) -> list["Coupling"]:
+        """One coupling for each that `bind` returns, without stars, so that each may keep another number of units.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
+        >>> [one.members for one in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
+        [{'0.weight': 'u i', '0.bias': 'u'}, {'1.weight': 'u i', '1.bias': 'u'}]
+        """
+        names = dict(_tensors(model))
+        found = {member: match_names(member, names) for member in self.members}
+        return [
+            replace(
+                self,
+                members={fqn: axes for member, axes in self.members.items() for fqn in found[member][bound.captured]},
+                name=bound.name,
+                attrs={fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()},
+            )
+            for bound in self.bind(model)
+        ]
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
         """Config dicts for a sparsifier, one for each parameter of the coupling; they can be mixed with any others.

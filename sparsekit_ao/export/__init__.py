@@ -3,6 +3,7 @@
 from ..masking import dense_state_dict
 from .check import check
 from .compact import compact
+from .compacted_files import load_pretrained
 from .coreml import coreml_metadata
 from .fbgemm import fbgemm, load_fbgemm
 from .manifest import cut_to
@@ -32,6 +33,7 @@ __all__ = [
     "load_2_4",
     "load_fbgemm",
     "load_masks",
+    "load_pretrained",
     "load_sparse",
     "merge_lora",
     "openvino",

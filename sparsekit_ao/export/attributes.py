@@ -120,7 +120,7 @@ def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
     """
     for change in changes:
         for full, holder, name in _existing(model, change.path, "cut_to: "):
-            is_config = change.path.rpartition(".")[0].rpartition(".")[2] == "config"
+            is_config = change.path.rpartition(".")[0].endswith("config")
             descriptor = getattr(type(holder), name.partition("[")[0], None)
             is_fixed = isinstance(descriptor, property) and descriptor.fset is None
             if not (isinstance(holder, nn.Module) or is_config) or is_fixed:

@@ -35,7 +35,7 @@ def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
     {'*.width': 'u', '*.shape[1]': 'u'}
     """
     bound = coupling.bind(model)
-    products, found = _products(bound[0]), dict[str, str]()
+    products, found = products_of(bound[0]), dict[str, str]()
     for path, value in _integers(model, coupling, bound[0]):
         axes = products.get(value)
         if axes and path not in found and all(_holds(model, one, path, axes) for one in bound):
@@ -43,7 +43,7 @@ def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
     return found
 
 
-def _products(bound: BoundCoupling) -> dict[int, str]:
+def products_of(bound: BoundCoupling) -> dict[int, str]:
     """{product of the unit axis and some others: these axes}, for each product those of the fewest axes."""
     others = [axis for axis, size in bound.sizes.items() if axis != bound.unit and size > 1][:_AXES]
     found: dict[int, str] = {}
@@ -114,6 +114,18 @@ def _of(prefix: str, holder: Any, own: set[str]) -> Iterator[tuple[str, int]]:
             yield path, value
         elif isinstance(value, (tuple, list)):
             yield from ((f"{path}[{at}]", v) for at, v in enumerate(value[:_ENTRIES]) if _is_size(v))
+
+
+def config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """(path, value) of the integers above one in the configs of a model and of its modules, and in configs in those."""
+    seen: set[int] = set()
+    configs = [(f"{name}.config".removeprefix("."), vars(m).get("config")) for name, m in model.named_modules()]
+    while configs:
+        path, config = configs.pop(0)
+        if hasattr(config, "to_dict") and id(config) not in seen:
+            seen.add(id(config))
+            yield from _of(path, config, set())
+            configs += [(f"{path}.{name}", value) for name, value in vars(config).items()]
 
 
 def _is_size(value: object) -> bool:

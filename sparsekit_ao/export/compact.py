@@ -12,6 +12,7 @@ from torch import nn
 from ..coupling import Coupling
 from ..errors import SparsityError
 from .attributes import Change, assign_attrs, unlisted_sizes
+from .config_fields import fit_config, has_config
 from .manifest import make_manifest
 from .removal import Removal
 from .results import UNLISTED, Compaction, KeptUnits, Size
@@ -82,14 +83,19 @@ def compact(
 
 
 def verified(
-    model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float
+    model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float, *, with_config: bool = False
 ) -> tuple[nn.Module, Compaction]:
-    """A model without some units (or without none), if it gives the same outputs; see `compact`."""
+    """A model without some units (or without none), if it gives the same outputs; see `compact`, and `fit_config`."""
     result = compacted(model, removals)
     reference = Reference(model, example_inputs)
     found = compared(reference, result, tolerance)
     if isinstance(found, str):
         raise _error(model, reference, tolerance, result, found)
+    of_config: list[Change] = []
+    not_in_config = None
+    if with_config and has_config(model):
+        of_config, not_in_config = fit_config(model, result.model, removals, reference, tolerance)
+    changes = [*result.changes, *of_config]
     report = Compaction(
         couplings=tuple(_row(removal) for removal in removals),
         before=_size(model, reference.flops),
@@ -98,9 +104,10 @@ def verified(
         in_float64=found.in_float64,
         notes=tuple(result.notes),
         not_compared=tuple(reference.opaque),
-        unlisted=tuple(unlisted_sizes(result.model, removals, result.changes)),
-        changed=_changed(result.changes),
-        manifest=make_manifest(removals, result.changes, result.shapes),
+        unlisted=tuple(unlisted_sizes(result.model, removals, changes)),
+        changed=_changed(changes),
+        not_in_config=not_in_config,
+        manifest=make_manifest(removals, changes, result.shapes),
     )
     return result.model, report
 

@@ -19,8 +19,9 @@ from ..errors import SparsityError
 from ..masking import WeightMask, dense_state_dict, find_mask, installed, remove_mask, select
 from ..sparsifiers.base import MaskSparsifier
 from ..sparsifiers.names import owner_of, parameter_of
+from .compacted_files import save_compacted
 from .encoding import bits_of, flat, from_mask, to_mask
-from .results import Conversion
+from .results import Compaction, Conversion
 from .tensor_file import open_file, read_json
 
 MASKS = "masks.safetensors"
@@ -28,20 +29,24 @@ MASKS = "masks.safetensors"
 Masks = MaskSparsifier | Mapping[str, Tensor]
 
 
-def save_pretrained(model: Any, sparsifier: Masks, path: str | Path, **kwargs: Any) -> Conversion:
-    """Save a masked or squashed transformers model as `from_pretrained` loads it, with its masks beside it.
+def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
+    """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it.
 
-    Writes what `model.save_pretrained` writes, with masked values under their plain names, and `masks.safetensors`, one
-    bit for each element. The model does not change.
+    Of a masked or squashed one, writes what `model.save_pretrained` writes, with masked values under their plain names,
+    and `masks.safetensors`, one bit for each element. Of a compacted one, what `model.save_pretrained` writes; where
+    its config does not describe it, the dense model's config and `manifest.json`, which `load_pretrained` reads. The
+    model does not change.
 
     Args:
         model: a transformers model (or anything with `save_pretrained(path, state_dict=...)`).
-        sparsifier: that masks it, before or after `squash_mask`; or {name: mask}.
+        sparsifier: that masks it, before or after `squash_mask`; or {name: mask}; or the report of `shrink` or
+            `compact`.
         path: folder.
         kwargs: for `model.save_pretrained`.
 
     Returns:
-        A `Conversion`: bytes of the masked tensors, which are saved dense, and of the file of masks.
+        A `Conversion`: bytes of the masked tensors, which are saved dense, and of the file of masks; of a compacted
+        model, bytes of the dense one and of the files, and the line that loads it (in `notes`).
 
     Raises:
         SparsityError: no such method; adapters are still unmerged; the model has no tensor of a mask's name and shape,
@@ -67,6 +72,8 @@ def save_pretrained(model: Any, sparsifier: Masks, path: str | Path, **kwargs: A
         raise SparsityError(f"save_pretrained: {type(model).__name__} has no method save_pretrained")
     if _has_adapters(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
+    if isinstance(sparsifier, Compaction):
+        return save_compacted(model, sparsifier, path, **kwargs)
     masks = {name: mask for name, _, _, mask in _masked_tensors([model], sparsifier, "save_pretrained")}
     values = dense_state_dict(model)
     for name, mask in masks.items():

@@ -22,7 +22,7 @@ from ..errors import SparsityError
 from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from .candidates import candidate_attrs
-from .removal import Removal, kept_elements, plain_tensors
+from .removal import Removal, zero_units
 from .trial import compacted, compared, find_removals
 from .verify import Reference
 
@@ -193,12 +193,7 @@ def zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.
     masked, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     for bound in (bound for coupling in couplings for bound in coupling.bind(masked)):
         keep = torch.rand(bound.grid, generator=generator).argsort(-1) < _kept(bound, ratio)
-        removal = Removal(coupling=bound, keep=keep)
-        members = [member for member in bound.members if member.is_parameter]
-        tensors = plain_tensors(masked, [member.fqn for member in members])
-        for member in members:
-            tensor = tensors[member.fqn]
-            tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
+        zero_units(masked, Removal(coupling=bound, keep=keep))
     return masked
 
 

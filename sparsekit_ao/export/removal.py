@@ -149,6 +149,15 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
+def zero_units(model: nn.Module, removal: Removal) -> None:
+    """Write zeros into the parameters of the units that a removal removes, in place."""
+    members = [member for member in removal.coupling.members if member.is_parameter]
+    tensors = plain_tensors(model, [member.fqn for member in members])
+    for member in members:
+        tensor = tensors[member.fqn]
+        tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
+
+
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
     """Which elements of a member of this shape belong to kept units; bool, of its shape."""
     kept = torch.ones(shape, dtype=torch.bool, device="cpu")

@@ -66,6 +66,8 @@ class Compaction:
         not_compared: objects in the output that were not inspected, so tensors in them were not compared.
         unlisted: integers that seem to hold a removed size and are in no coupling's `attrs`.
         changed: attributes of modules and configs with their old and new values.
+        not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
+            that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
         left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
         manifest: plain data for `cut_to`.
 
@@ -87,6 +89,7 @@ class Compaction:
     not_compared: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    not_in_config: str | None = None
     left_out: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
@@ -106,6 +109,9 @@ class Compaction:
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
         lines += [UNLISTED + text for text in self.unlisted]
+        if self.not_in_config:
+            how = "save and load it with export.save_pretrained and export.load_pretrained"
+            lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
         lines += [f"left out: {text}" for text in self.left_out]
         return "\n".join(lines)
 

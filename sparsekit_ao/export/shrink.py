@@ -1,56 +1,79 @@
 """shrink: discover, choose, squash, compact and report in one call."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..coupling import Coupling, joint_entries
+from ..algebra.budget import checked_level
+from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
+from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers import ScopeSparsifier
+from ..sparsifiers.names import owner_of, parameter_of
 from .compact import verified
+from .levels import Cost, cost_of, counts_at_levels, counts_within, kept_units, multiple_for
 from .removable import Trials, removable
+from .removal import zero_units
 from .results import Compaction
 from .trial import find_removals
+
+T = TypeVar("T")
+_Left = list[tuple[str, str]]  # (name of a coupling, why nothing is removed from it)
+_Scores = dict[str, list[Tensor]]  # {name of a coupling: scores of the units of each of its layers}
 
 
 def shrink(
     model: nn.Module,
     example_inputs: Any,
-    ratio: float = 0.5,
+    ratio: float | Mapping[str, float] = 0.5,
     score: Score | str | None = None,
     exclude: Sequence[str | type] = (),
     *,
+    of: str | Cost = "units",
     couplings: Sequence[Coupling] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
-    multiple_of: int | Mapping[str, int] = 1,
+    max_sparsity: float | Mapping[str, float] = 0.9,
+    multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
 ) -> tuple[nn.Module, Compaction]:
-    """Make a model smaller: drop a fraction of all units that can be removed, and remove them.
+    """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
     Couplings are discovered, and those from which `compact` cannot remove units are left out (see `removable`). Of
     several that divide one dimension of a tensor (key heads, query heads in each, numbers of a head) the first is
     pruned, so that a dimension loses `ratio` of its length once. The report lists what is left out, with the reason.
 
+    With `of="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
+    what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of
+    its own; where the model has a `config`, layers of one coupling keep equal numbers, so that the config can hold
+    them. Importances count relative to those of their coupling.
+
     Args:
         model: not changed.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; see `compact`.
-        ratio: fraction of the units of every coupling that is dropped, in each scope.
+        ratio: fraction of the units of every coupling that is dropped in each scope; or {name of a coupling: fraction},
+            and nothing of others; or the fraction of the cost that is saved.
         score: one of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
             tensor are left out.
+        of: what `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
+            function of a model that returns its cost (a measured time, say).
         couplings: those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
-        multiple_of, tolerance: as for `compact`.
+        max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
+        multiple_of: as for `compact`; by default dimensions of 16-bit weights stay multiples of 8.
+        tolerance: as for `compact`.
 
     Returns:
         The smaller model, and a `Compaction`. Where nothing can be removed it is a copy.
 
     Raises:
-        SparsityError: as `discover`, `compact` and `calibrate`; no coupling that cannot be removed raises one.
+        SparsityError: as `discover`, `compact` and `calibrate`; a wrong name or number; the cost cannot be reached. No
+            coupling that cannot be removed raises one.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> small, report = shrink(model, torch.randn(3, 8), ratio=0.75, exclude=["4"])
@@ -58,61 +81,135 @@ def shrink(
     (Linear(in_features=8, out_features=4, bias=True), Linear(in_features=4, out_features=16, bias=True))
     >>> report.left_out
     ("2.weight: left out by exclude[0] ('4')",)
+    >>> small, report = shrink(model, torch.randn(3, 8), 0.5, of="flops")
+    >>> report.after.flops / report.before.flops <= 0.5
+    True
     """
-    keys: dict[str, Any] = {"multiple_of": multiple_of, "tolerance": tolerance}
-    found = removable(model, example_inputs, couplings, ratio=ratio, exclude=exclude, **keys)
-    chosen, left = _one_for_each_dimension(model, found.couplings)
-    left = [*found.left_out, *left]
-    while True:
-        masked = _pruned(model, chosen, example_inputs, ratio, score, forward)
-        good, bad = Trials(masked, example_inputs, **keys).sort(chosen)
-        left += [(coupling.name, why) for coupling, why in bad.items()]
-        chosen = good
-        if not bad:
-            break  # what was pruned is what will be removed
-    names = {coupling.name for coupling in chosen}
-    own = {n: k for n, k in multiple_of.items() if n in names} if isinstance(multiple_of, Mapping) else multiple_of
-    small, report = verified(masked, find_removals(masked, chosen, own), example_inputs, tolerance)
-    return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left))
+    cost = None if of == "units" else cost_of(of, example_inputs)
+    trial = _checked_ratio(ratio, cost)
+    keys = {"multiple_of": 1 if multiple_of is None else multiple_of, "tolerance": tolerance}
+    found = removable(model, example_inputs, couplings, ratio=trial, exclude=exclude, **keys)  # type: ignore[arg-type]
+    _check_names(found, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
+    chosen, left = _chosen(model, found, ratio)
+    multiples = {one.name: _number(multiple_of, one.name, 1) or multiple_for(model, one) for one in chosen}
+    limits = {one.name: _number(max_sparsity, one.name, 1.0) for one in chosen}
+    if cost and not hasattr(model, "config"):
+        layers = [(layer, one.name) for one in chosen for layer in one.of_layers(model)]
+        chosen = [layer for layer, _ in layers]
+        multiples = {layer.name: multiples[name] for layer, name in layers}
+        limits = {layer.name: limits[name] for layer, name in layers}
 
+    def counts(some: Sequence[Coupling], scores: _Scores) -> dict[str, int]:
+        if cost is None:
+            return counts_at_levels(model, some, {one.name: _number(ratio, one.name, 0.0) for one in some}, multiples)
+        power = 2 if score is None else 1  # squares of norms add up, and saliencies do
+        importances = {one.name: [rows**power for rows in scores[one.name]] for one in some}
+        return counts_within(model, some, importances, cost, trial, multiples=multiples, limits=limits)
 
-def _one_for_each_dimension(
-    model: nn.Module, couplings: Sequence[Coupling]
-) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """The couplings without those that divide a dimension that an earlier one divides; and (name, reason) of these."""
-    owner: dict[tuple[str, int, tuple[int, int] | None], str] = {}  # by tensor, dimension, and part of a concatenation
-    chosen, left = [], []
-    for coupling in couplings:
-        members = [member for bound in coupling.bind(model) for member in bound.members]
-        divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
-        places = [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
-        shared = next((place for place in places if place in owner), None)
-        if shared is None:
-            owner |= dict.fromkeys(places, coupling.name)
-            chosen.append(coupling)
-        else:
-            left.append((coupling.name, f"it divides {shared[0]}[{shared[1]}] as {owner[shared]!r} does"))
-    return chosen, left
+    scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
+    trials = partial(_trials, example_inputs, multiples, tolerance)
+    masked, chosen, more = _pruned(model, chosen, scored, counts, trials)
+    removals = find_removals(masked, chosen, {one.name: multiples[one.name] for one in chosen})
+    small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
+    return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in [*left, *more]))
 
 
 def _pruned(
     model: nn.Module,
     couplings: Sequence[Coupling],
+    scored: Callable[[Sequence[Coupling]], _Scores],
+    counts: Callable[[Sequence[Coupling], _Scores], dict[str, int]],
+    trials: Callable[[nn.Module], Trials],
+) -> tuple[nn.Module, list[Coupling], _Left]:
+    """A copy of the model in which the lowest units are zero, the couplings that can be removed from it, and others."""
+    left: _Left = []
+    while True:
+        masked, scores = copy.deepcopy(model), scored(couplings)
+        rated = [one for one in couplings if any(bool(rows.any()) for rows in scores[one.name])]
+        left += [(one.name, "the score rates all of its units 0") for one in couplings if one not in rated]
+        kept = counts(rated, scores)
+        for one in rated:
+            for bound, rows in zip(one.bind(masked), scores[one.name], strict=True):
+                zero_units(masked, kept_units(bound, rows, kept[one.name]))
+        good, bad = trials(masked).sort(rated)
+        left += [(one.name, why) for one, why in bad.items()]
+        if not bad:
+            return masked, list(good), left  # what was pruned is what will be removed
+        couplings = good
+
+
+def _trials(inputs: Any, multiples: Mapping[str, int], tolerance: float, masked: nn.Module) -> Trials:
+    return Trials(masked, inputs, multiples, tolerance)
+
+
+def _scored(
+    model: nn.Module,
+    couplings: Sequence[Coupling],
     inputs: Any,
-    ratio: float,
     score: Score | str | None,
     forward: Callable[[nn.Module, Any], Any] | None,
-) -> nn.Module:
-    """A copy in which the lowest units of all couplings are zero, without masks."""
-    masked = copy.deepcopy(model)
+) -> _Scores:
+    """The scores of the units of couplings."""
     needs = needs_of(parse_score(score, "shrink: "))
+    if not couplings:
+        return {}
     if any(need.startswith("input") for need in needs):
         couplings = [replace(coupling, scores="consumers") for coupling in couplings]
-    if couplings:
-        sparsifier = ScopeSparsifier(ratio, score=score)  # type: ignore[arg-type]
-        sparsifier.prepare(masked, joint_entries(couplings, masked))
-        if needs:
-            sparsifier.calibrate([inputs], forward)
-        sparsifier.step()
-        sparsifier.squash_mask()
-    return masked
+    copied, sparsifier = copy.deepcopy(model), ScopeSparsifier(score=score)  # type: ignore[arg-type]
+    sparsifier.prepare(copied, joint_entries(couplings, copied))
+    if needs:
+        sparsifier.calibrate([inputs], forward)
+    found: dict[tuple[frozenset[int], int], list[Tensor]] = {}
+    for names, rows in sparsifier.block_scores():  # couplings of the same tensors are in the order of their stages
+        found.setdefault((_ids(copied, names), rows.shape[-1]), []).append(rows)
+
+    def rows_of(bound: BoundCoupling) -> Tensor:
+        names = [member.fqn for member in bound.members if member.is_parameter]
+        return found[_ids(copied, names), bound.grid[-1]].pop(0)
+
+    return {one.name: [rows_of(bound) for bound in one.bind(copied)] for one in couplings}
+
+
+def _ids(model: nn.Module, names: Iterable[str]) -> frozenset[int]:
+    return frozenset(id(parameter_of(*owner_of(model, name))) for name in names)
+
+
+def _checked_ratio(ratio: float | Mapping[str, float], cost: Cost | None) -> float:
+    """The fraction of units that is removed in trials; with a cost, the fraction of it."""
+    if isinstance(ratio, Mapping) and (cost is not None or not ratio):
+        raise SparsityError(f"shrink: a ratio by names needs of='units' and at least one name, got {ratio!r}")
+    levels = ratio.values() if isinstance(ratio, Mapping) else [ratio]
+    return max(checked_level(level, "shrink: ratio: ") for level in levels)
+
+
+def _check_names(found: Discovery, **given: Any) -> None:
+    known = [*(one.name for one in found.couplings), *(name for name, _ in found.left_out)]
+    for key, value in given.items():
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in known:
+                names = ", ".join(map(repr, known)) or "none"
+                raise SparsityError(f"shrink: {key} names {name!r}, but the couplings are {names}")
+
+
+def _number(given: T | Mapping[str, T], name: str, default: T) -> T:
+    """What is given for a coupling: one number for all, or by name."""
+    return given.get(name, default) if isinstance(given, Mapping) else given
+
+
+def _chosen(model: nn.Module, found: Discovery, ratio: float | Mapping[str, float]) -> tuple[list[Coupling], _Left]:
+    """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
+    owner: dict[tuple[str, int, tuple[int, int] | None], str] = {}  # by tensor, dimension, and part of a concatenation
+    chosen, left = [], list(found.left_out)
+    for coupling in found.couplings:
+        members = [member for bound in coupling.bind(model) for member in bound.members]
+        divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
+        places = [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
+        shared = next((place for place in places if place in owner), None)
+        if not _number(ratio, coupling.name, 0.0):
+            left.append((coupling.name, "the ratio of it is 0, or does not name it"))
+        elif shared is not None:
+            left.append((coupling.name, f"it divides {shared[0]}[{shared[1]}] as {owner[shared]!r} does"))
+        else:
+            owner |= dict.fromkeys(places, coupling.name)
+            chosen.append(coupling)
+    return chosen, left

@@ -50,8 +50,7 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        self._model, self._inputs, self._dtype = model, inputs, torch.float32 if half else None
+        self._model, self._inputs, self._dtype = model, inputs, _run_dtype(model)
         try:
             output, self.flops = _run(model, inputs, self._dtype)
         except Exception as e:
@@ -95,6 +94,16 @@ class Reference:
         if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in outputs):
             return None
         return _difference(exact, again)
+
+
+def count_flops(model: nn.Module, inputs: Any) -> int:
+    """FLOPs of one forward in eval mode, which the model is in afterwards; as `Reference` counts them."""
+    return _run(model, inputs, _run_dtype(model), copied=False)[1]
+
+
+def _run_dtype(model: nn.Module) -> torch.dtype | None:
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    return torch.float32 if half else None
 
 
 @torch.no_grad()

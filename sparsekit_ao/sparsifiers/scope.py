@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from ..patterns import Pattern
@@ -109,6 +110,31 @@ class ScopeSparsifier(PlannedSparsifier):
     @property
     def _is_frozen(self) -> bool:
         return self.cadence.until is not None and self._steps >= self.cadence.until
+
+    @torch.no_grad()
+    def block_scores(self) -> list[tuple[tuple[str, ...], Tensor]]:
+        """What `step` would compare: the score of every block of the dense weights, by tensor or coupled tensors.
+
+        Returns:
+            ([names of the tensors], [*scope grid, blocks of a scope]) for each stage of each tensor or coupling,
+            earlier stages first. Scores are norms, or sums of saliencies.
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> model[0].weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+        >>> sparsifier = ScopeSparsifier(block_shape=(1, -1))
+        >>> sparsifier.prepare(model)
+        >>> sparsifier.block_scores()
+        [(('0.weight',), tensor([[[5., 1.]]]))]
+        """
+        self._need_prepared("block_scores")
+        found = []
+        for component in self._planned(self.groups).components:
+            values = component.values(
+                lambda i: self._dense(self.groups[i]), lambda i: self._statistics_of(self.groups[i])
+            )
+            scores = component.scope.block_norms(values, norm=component.norm_of(values.values()))
+            found.append((tuple(self.groups[at]["tensor_fqn"] for _, at in component.leaves), scores))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """As of any sparsifier, with the number of calls of `step`, and the progress of an unfinished `one_shot`."""

@@ -1,20 +1,4 @@
-"""Scores: how much every weight matters, from the weight and from statistics of calibration data.
-
-A score is a function `(weight, name) -> saliency`, or an object with `needs` (some of `calibration.NEEDS`), which is
-called as `(weight, statistics) -> saliency`. All tensors have the parameter's own shape, whatever view, axes or blocks
-the pattern takes; a block's score is the sum of its elements' saliencies (the mean where blocks differ in size). Names
-work too: `score="wanda"`. Calibrate before `step` where a score needs statistics:
-
->>> import sparsekit_ao
->>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
->>> sparsifier = sparsekit_ao.ScopeSparsifier(score="wanda", nnz=2, scope_shape=(1, 4))  # 2:4
->>> sparsifier.prepare(model)
->>> sparsifier.calibrate([torch.eye(4) * torch.tensor([1.0, 100.0, 1.0, 100.0])])
->>> sparsifier.step()
->>> sparsifier.mask("0.weight").int()
-tensor([[0, 1, 0, 1],
-        [0, 1, 0, 1]], dtype=torch.int32)
-"""
+"""The built-in scores, each a frozen dataclass that is called with a weight and its statistics."""
 
 import hashlib
 from collections.abc import Callable
@@ -24,28 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .calibration import NEEDS, Statistics
-from .calibration.gram import damped_inverse, joint_saliency
-from .errors import SparsityError
-
-__all__ = [
-    "NAMES",
-    "Score",
-    "fisher",
-    "magnitude",
-    "movement",
-    "obd",
-    "obs",
-    "obs_block",
-    "random",
-    "ria",
-    "saliency_of",
-    "taylor",
-    "wanda",
-]
+from ..calibration import Statistics
+from ..calibration.gram import damped_inverse, joint_saliency
 
 Score = Callable[[Tensor, Any], Tensor]
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class BuiltInScore:
@@ -79,7 +45,7 @@ class BuiltInScore:
 class magnitude(BuiltInScore):
     """|w|.
 
-    >>> saliency_of(magnitude(), torch.tensor([1.0, -3.0]), "fc.weight")
+    >>> sparsekit_ao.scores.saliency_of(magnitude(), torch.tensor([1.0, -3.0]), "fc.weight")
     tensor([1., 3.])
     """
 
@@ -91,7 +57,7 @@ class magnitude(BuiltInScore):
 class random(BuiltInScore):
     """Uniform in [0, 1), by seed and tensor name: the same on every device and every rank.
 
-    >>> a, b = (saliency_of(random(seed=1), torch.ones(3), "fc.weight") for _ in range(2))
+    >>> a, b = (sparsekit_ao.scores.saliency_of(random(seed=1), torch.ones(3), "fc.weight") for _ in range(2))
     >>> torch.equal(a, b)
     True
     """
@@ -101,6 +67,39 @@ class random(BuiltInScore):
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
         generator = keyed_generator(self.seed, statistics.name)
         return torch.rand(weight.shape, generator=generator, dtype=torch.float32, device="cpu").to(weight.device)
+
+
+@dataclass(frozen=True)
+class scale(BuiltInScore):
+    """|w| of vectors other than biases, 0 elsewhere: units score by their BatchNorm's scale (arXiv 1708.06519).
+
+    Of units without a norm all scores are 0.
+
+    >>> sparsekit_ao.scores.saliency_of(scale(), torch.tensor([1.0, -3.0]), "norm.weight")
+    tensor([1., 3.])
+    >>> sparsekit_ao.scores.saliency_of(scale(), torch.tensor([1.0, -3.0]), "norm.bias")
+    tensor([0., 0.])
+    """
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        is_scale = weight.ndim == 1 and not statistics.name.endswith("bias")
+        return weight.abs() if is_scale else torch.zeros_like(weight)
+
+
+@dataclass(frozen=True)
+class lamp(BuiltInScore):
+    """w^2 / (the sum of the squares of the tensor's weights that are at least as large) (arXiv 2010.07611).
+
+    Of equal weights the first counts as the larger one.
+
+    >>> sparsekit_ao.scores.saliency_of(lamp(), torch.tensor([1.0, -3.0, 2.0]), "fc.weight")
+    tensor([0.0714, 1.0000, 0.3077])
+    """
+
+    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        square, order = weight.double().square().flatten().sort(descending=True, stable=True)
+        shares = square / square.cumsum(0).clamp(min=torch.finfo(square.dtype).tiny)
+        return torch.empty_like(shares).scatter_(0, order, shares).view(weight.shape).float()
 
 
 @dataclass(frozen=True)
@@ -246,6 +245,8 @@ class movement(BuiltInScore):
 NAMES: dict[str, Score] = {
     "magnitude": magnitude(),
     "random": random(),
+    "scale": scale(),
+    "lamp": lamp(),
     "wanda": wanda(),
     "ria": ria(),
     "obd": obd(),
@@ -255,79 +256,6 @@ NAMES: dict[str, Score] = {
     "fisher": fisher(),
     "movement": movement(),
 }
-
-
-def parse_score(given: object, where: str) -> Score | None:
-    """The score of a config value: a name, a function, an object with `needs`, or None.
-
-    Raises:
-        SparsityError: an unknown name, not callable, or unknown needs.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str) and given in NAMES:
-        return NAMES[given]
-    if isinstance(given, type) and issubclass(given, BuiltInScore):
-        raise SparsityError(f"{where}score={given.__name__} is a class; call it, score={given.__name__}()")
-    if not callable(given):
-        raise SparsityError(
-            f"{where}score must be one of {', '.join(map(repr, NAMES))}, a function (weight, name) -> saliency or an "
-            f"object with `needs`, got {given!r}"
-        )
-    if isinstance(getattr(given, "needs", ()), str):
-        raise SparsityError(f"{where}score: needs must be a tuple of names, got {given.needs!r}")  # type: ignore[attr-defined]
-    for need in needs_of(given):
-        if need not in NEEDS:
-            raise SparsityError(f"{where}score: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
-    return given
-
-
-def needs_of(score: object) -> tuple[str, ...]:
-    """The statistics that a score needs."""
-    return tuple(getattr(score, "needs", ()))
-
-
-def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics | None = None) -> Tensor:
-    """Call a score for one weight and check what it returns.
-
-    Args:
-        score: called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`; it must not change
-            the weight.
-        weight: the dense weight, whole, detached.
-        name: its `tensor_fqn`.
-        statistics: of this weight, if there are any.
-
-    Returns:
-        A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies
-        are kept. They may be negative; NaN ranks highest.
-
-    Raises:
-        SparsityError: the score returned something else, or statistics that it needs are missing.
-
-    >>> saliency_of(lambda weight, name: weight.abs() * 2, torch.tensor([1.0, -3.0]), "fc.weight")
-    tensor([2., 6.])
-    """
-    if hasattr(score, "needs"):
-        statistics = statistics or Statistics(name=name, shape=tuple(weight.shape), form=None)
-        missing = statistics.missing(needs_of(score))
-        if missing:
-            raise SparsityError(
-                f"{name}: {score} needs {', '.join(missing)}, and calibration data did not reach this layer or there "
-                "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"
-            )
-        found = score(weight, statistics)
-    else:
-        found = score(weight, name)
-    if not isinstance(found, Tensor) or found.shape != weight.shape or found.dtype not in _FLOATS:
-        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise SparsityError(
-            f"{name}: score must return a floating-point tensor of the weight's shape {tuple(weight.shape)}, got {what}"
-        )
-    if found.device != weight.device:
-        raise SparsityError(
-            f"{name}: score must return a tensor on the weight's device {weight.device}, got {found.device}"
-        )
-    return found.detach()
 
 
 def keyed_generator(*key: object) -> torch.Generator:
