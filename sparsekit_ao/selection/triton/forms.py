@@ -252,11 +252,13 @@ def tree_of(part: Part, limits: Limits) -> tuple[int, tuple[tuple[int, int, int,
 
 
 def rows_of_block(part: Part, limits: Limits) -> int:
-    """Rows of a block, where they are few, contiguous and not short, and its sum is that of the whole tree; else 1."""
+    """Rows of a block, where they are few, read by 16 bytes, and its sum is that of the whole tree; else 1."""
     sides, (m, *others) = part.block, part.members
     is_plain = not others and len(sides) == len(m.elements.sizes) == 2 and all(part.unit_strides[4:])
     in_tree = is_plain and all(n == power_of_two(n) for n in sides) and prod(sides) <= 2 * limits.block
-    return sides[0] if in_tree and sides[0] <= MOST_ROWS and sides[1] * part.dtype.itemsize >= 16 else 1
+    if not in_tree or sides[0] > MOST_ROWS:
+        return 1
+    return sides[0] if min(part.alignment(False), sides[1]) * part.dtype.itemsize >= 16 else 1  # else registers spill
 
 
 def key_bits(dtype: torch.dtype, signed: bool) -> int:
