@@ -4,8 +4,9 @@ A masked model that transformers saves cannot be loaded: its tensors have other 
 the weights anew. And LoRA adapters are dense, so merging one into a pruned weight fills its zeros.
 """
 
+import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,11 @@ def save_pretrained(model: Any, sparsifier: Masks, path: str | Path, **kwargs: A
 
     if not callable(getattr(model, "save_pretrained", None)):
         raise SparsityError(f"save_pretrained: {type(model).__name__} has no method save_pretrained")
+    if not _takes_state_dict(model.save_pretrained):
+        raise SparsityError(
+            f"save_pretrained: {type(model).__name__}.save_pretrained takes no state_dict. Squash a deep copy and save "
+            "that: copied = copy.deepcopy(model); sparsifier.squash_mask(model=copied); copied.save_pretrained(path)"
+        )
     if _has_adapters(model):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
     masks = {name: mask for name, _, _, mask in _masked_tensors(model, sparsifier, "save_pretrained")}
@@ -80,6 +86,11 @@ def save_pretrained(model: Any, sparsifier: Masks, path: str | Path, **kwargs: A
         after=(folder / MASKS).stat().st_size,
         notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros",),
     )
+
+
+def _takes_state_dict(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def load_masks(path: str | Path) -> dict[str, Tensor]:

@@ -31,11 +31,6 @@ def refuse_unwritable(module: nn.Module, tensor_name: str, tensor_fqn: str) -> N
                 f"squash_mask: {tensor_fqn} was made in inference mode and cannot be written to outside of it; call "
                 "squash_mask inside torch.inference_mode()"
             )
-        if parameter.is_meta and not mask.mask.is_meta:
-            raise SparsityError(
-                f"squash_mask: {tensor_fqn} has no values, since it was moved to the meta device or offloaded after "
-                "prepare; load it back to its device first"
-            )
 
 
 def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:

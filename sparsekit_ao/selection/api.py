@@ -48,6 +48,8 @@ def keep_mask(
     >>> keep_mask(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 1)
     tensor([[False,  True, False, False]])
     """
+    if not isinstance(scores, Tensor):
+        raise SparsityError(f"keep_mask: scores must be a tensor [scopes, members], got {type(scores).__name__}")
     if scores.ndim != 2 or scores.dtype not in KEY_DTYPES:
         raise SparsityError(
             f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, members], "
