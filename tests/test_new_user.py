@@ -209,6 +209,18 @@ def test_a_lightning_callback_that_averages_masks():
             callback.on_train_start(trainer, sparsifier.model)
 
 
+def test_a_copy_whose_masks_were_averaged():
+    sparsifier = prepared()
+    sparsifier.step()
+    average = copy.deepcopy(sparsifier.model)
+    sparsifier.model[0].parametrizations.weight.original.data.normal_()
+    sparsifier.step()
+    for mean, value in zip(average.state_dict().values(), sparsifier.model.state_dict().values(), strict=True):
+        mean.copy_(0.9 * mean + 0.1 * value)
+    with pytest.warns(UserWarning, match=r"masks of the given copy keep \d+ elements, those of the sparsifier 48: it"):
+        sparsifier.squash_mask(model=average)
+
+
 def test_arguments_of_the_callbacks():
     pytest.importorskip("transformers")
     from sparsekit_ao.integrations.transformers import SparsifierCallback
@@ -324,6 +336,9 @@ MISTAKES = {
     "until must be an int >= 1, got 'end'": lambda: RigL(0.5, until="end"),
     "export: model must be a torch.nn.Module, got ScopeSparsifier; pass its .model": lambda: export.report(prepared()),
     "Own.save_pretrained takes no state_dict. Squash a deep copy": lambda: export.save_pretrained(Own(), {}, "x"),
+    "multiple_of must be a positive int, got 0": lambda: export.shrink(
+        linear_model(8, 8, 4), torch.ones(2, 8), multiple_of=0
+    ),
     "for_model: model must be a torch.nn.Module, got str": lambda: coupling.for_model("bert"),
     "coupling 'a': model must be a torch.nn.Module, got list": lambda: Coupling({"a": "u"}).entries([]),
     "joint_entries: couplings must be a list of Coupling, got Linear": lambda: coupling.joint_entries(

@@ -23,8 +23,6 @@ from .product import select
 
 def refuse_unwritable(module: nn.Module, tensor_name: str, tensor_fqn: str) -> None:
     """Raise if zeros cannot be written into the parameters under a mask."""
-    mask = find_mask(module, tensor_name)
-    assert mask is not None
     for parameter in parameters_under(module, tensor_name):
         if parameter.is_inference() and not torch.is_inference_mode_enabled():
             raise SparsityError(

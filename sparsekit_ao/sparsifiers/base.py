@@ -238,6 +238,8 @@ class MaskSparsifier(Copies, BaseSparsifier):
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
             usage.warn_of_stale_masks(self.groups, masks, self._chosen_at)
+        if model is not None:
+            usage.warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
         squashed = self.model if model is None else model
         assert squashed is not None
         self._sync_state()

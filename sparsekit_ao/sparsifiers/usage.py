@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
+from .. import distributed
 from ..errors import SparsityError
 from ..schedules import Cadence
 from .config import TensorGroup
@@ -46,6 +47,20 @@ def warn_of_stale_masks(
                 stacklevel=3,
             )
             return
+
+
+def warn_of_averaged(own: Sequence[Tensor], copied: Sequence[Tensor]) -> None:
+    """Warn if the masks of a copy of the model keep more than the sparsifier's own, as averaged ones do."""
+    if any(mask.is_meta for mask in (*own, *copied)):
+        return
+    kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (own, copied))
+    if others > kept:
+        warnings.warn(
+            f"squash_mask: the masks of the given copy keep {others:,} elements, those of the sparsifier {kept:,}: it "
+            "was copied at a lower sparsity level, or an average of the weights (EMA) has averaged its masks too "
+            "(use_buffers=False leaves them as they are)",
+            stacklevel=3,
+        )
 
 
 def refuse_meta(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> None:
