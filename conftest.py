@@ -1,4 +1,8 @@
-"""Fixtures: the names that docstring examples use, and one that tests of several files share."""
+"""One torch thread a process (tests of thread counts set their own), child processes, names in docstring examples."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes of `tests/background.py` take other cores
 
 import pytest
 import torch
@@ -19,12 +23,3 @@ def pytest_collection_finish(session):
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
     doctest_namespace.update(torch=torch, sparsekit_ao=sparsekit_ao)
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Run the tests of a module with one torch thread; tests of thread counts set their own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

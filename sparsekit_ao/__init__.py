@@ -15,7 +15,7 @@ from .oneshot import one_shot
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GMP",

@@ -32,7 +32,7 @@ def _aot():
 
 def _interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_kernels.py")]
-    return command, os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return command, os.environ | {"TRITON_INTERPRET": "1"}
 
 
 def _process(install):
@@ -40,8 +40,8 @@ def _process(install):
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
 
 
-def _tiny(script, *options):
-    return [sys.executable, str(HERE.parent / "examples" / script), "--tiny", *options], dict(os.environ)
+def _tiny(script, *options, run_by=()):
+    return [sys.executable, *run_by, str(HERE.parent / "examples" / script), "--tiny", *options], dict(os.environ)
 
 
 JOBS = {  # in the order in which the tests need them
@@ -49,6 +49,11 @@ JOBS = {  # in the order in which the tests need them
         f"test_every_tutorial_runs[{name}]": lambda name=name: _tiny(f"tutorials/{name}.py")
         for name in ("rigl", "trainer_2_4", "one_shot", "smaller_models")
     },
+    "test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes": lambda: _tiny(
+        "fsdp2.py", run_by=("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    ),
+    "test_minilm_is_exported_to_every_target": lambda: _tiny("export_minilm.py", "--threads", "1"),
+    "test_minilm_2_4_is_pruned_trained_saved_and_loads_again": lambda: _tiny("prune_minilm.py", "--threads", "1"),
     "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _tiny("shrink_minilm.py", "--threads", "1"),
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
     "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from grids import EXHAUSTIVE
 from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, train, weights
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -137,7 +138,7 @@ def test_random_growth_never_opens_the_masks():
     assert sparsifier.last_update.iteration == 3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if EXHAUSTIVE else [])])
 def test_one_graph_and_no_recompiles(backend):
     recorder = Recorder()
     model, optimizer, sparsifier = prepared(grow=recorder)

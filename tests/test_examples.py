@@ -29,11 +29,10 @@ def run_alone(*command, cwd):
     return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True)
 
 
-def minilm(run, cwd, *options):
+def minilm(done, cwd):
     """The output of a tiny run, its two cosines, and the state dict of the checkpoint read back by transformers."""
     from transformers import AutoModel
 
-    done = run(MINILM, "--tiny", "--threads", "1", *options, cwd=cwd)
     assert done.returncode == 0, done.stderr
     cosines = re.search(r"held-out sentences: (\d\.\d{4}) one-shot, (\d\.\d{4}) recovered", done.stdout)
     assert cosines is not None, done.stdout
@@ -87,10 +86,9 @@ def test_quickstart_prints_both_accuracies_and_the_report(run, tmp_path):
     assert accuracies is not None and all(0.2 < float(a) <= 1 for a in accuracies.groups())  # chance is 0.1
 
 
-def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes(tmp_path):
-    done = run_alone(
-        "-m", "torch.distributed.run", "--nproc-per-node", 2, EXAMPLES / "fsdp2.py", "--tiny", cwd=tmp_path
-    )
+@pytest.mark.slow
+def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes():
+    done, _ = background.result("test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes")
     assert done.returncode == 0, done.stderr
     assert "13,312 weights, 0.8000 of them zero" in done.stdout
     assert "held on this rank: 6,656 bytes of masks" in done.stdout
@@ -98,10 +96,11 @@ def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes(tmp_path):
     assert sent is not None and int(sent[1].replace(",", "")) < 150_000
 
 
-def test_minilm_is_exported_to_every_target(run, tmp_path):
-    done = run(EXAMPLES / "export_minilm.py", "--tiny", "--threads", "1", cwd=tmp_path)
+@pytest.mark.slow
+def test_minilm_is_exported_to_every_target():
+    done, folder = background.result("test_minilm_is_exported_to_every_target")
     assert done.returncode == 0, done.stderr
-    with (tmp_path / "out/export_minilm/export_minilm.csv").open() as file:
+    with (folder / "out/export_minilm/export_minilm.csv").open() as file:
         rows = {(r["pattern"], r["target"]): r for r in csv.DictReader(file)}
     blocks = "1x4 blocks at 80%"
     assert {pattern for pattern, _ in rows} == {"dense", blocks, "2:4"} and len(rows) == 14
@@ -188,8 +187,9 @@ def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(run, tmp_path):
-    out, (before, after), saved = minilm(run, tmp_path)
+def test_minilm_2_4_is_pruned_trained_saved_and_loads_again():
+    done, folder = background.result("test_minilm_2_4_is_pruned_trained_saved_and_loads_again")
+    out, (before, after), saved = minilm(done, folder)
     rows = re.findall(
         r"^encoder\.layer\.\d\S+weight .* 0\.5000 +0\.5000 +(?:73,728 +147,456|294,912 +589,824) ", out, re.M
     )
@@ -198,7 +198,7 @@ def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(run, tmp_path):
     table = {m: float(c) for m, c in re.findall(r"^\| ([a-z_ +]+) \| (\d\.\d{4}) \| \d+\.\d \|$", out, re.M)}
     assert list(table) == ["magnitude", "wanda", "wanda + least_squares"]
     assert 0.5 < table["magnitude"] < 0.7 < before == max(table.values()) and before != after
-    assert (tmp_path / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
 
     dense = dense_minilm()
     assert saved.keys() == dense.keys()
@@ -217,7 +217,8 @@ def test_minilm_2_4_is_pruned_trained_saved_and_loads_again(run, tmp_path):
 @pytest.mark.slow
 def test_minilm_heads_are_kept_or_dropped_in_all_four_projections_together(run, tmp_path):
     options = ("--pattern", "heads", "--level", "0.25", "--score", "wanda", "--compensate", "none", "--steps", "0")
-    out, (before, after), saved = minilm(run, tmp_path, *options)
+    done = run(MINILM, "--tiny", "--threads", "1", *options, cwd=tmp_path)
+    out, (before, after), saved = minilm(done, tmp_path)
     assert before == after and "| wanda, no compensation | " in out
     assert "6 scopes checked" in out and len(re.findall(r" 0\.2500 +0\.2500 +9 +12 ", out)) == 24
     for layer in range(6):

@@ -107,7 +107,7 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("make", [coupled, stock])
-def test_masks_and_weights_are_whole_wherever_a_step_is_interrupted(make, one_thread):
+def test_masks_and_weights_are_whole_wherever_a_step_is_interrupted(make):
     old, new, lines, sets = run(make)
     ages = set()
     for at in random.Random(0).sample(range(1, lines + 1), 40):

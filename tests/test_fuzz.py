@@ -26,13 +26,13 @@ def small_numba(monkeypatch):
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_masks_are_those_of_the_oracle(part, one_thread):
+def test_masks_are_those_of_the_oracle(part):
     for seed in range(part, PLAIN, PARTS):
         fuzz.run(seed)
 
 
 @pytest.mark.skipif(not COMPILED, reason="SPARSEKIT_AO_FUZZ_NUMBA is not set")
-def test_masks_of_compiled_loops_are_those_of_the_oracle(small_numba, one_thread):
+def test_masks_of_compiled_loops_are_those_of_the_oracle(small_numba):
     pytest.importorskip("numba")
     for seed in range(COMPILED):
         fuzz.run(seed)

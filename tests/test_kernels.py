@@ -38,9 +38,6 @@ from sparsekit_ao.selection.cpu.rows import PAIRS, SORTED
 from sparsekit_ao.selection.keys import absent, key_bits, order_keys
 from sparsekit_ao.selection.radix import CHUNK
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # the selection rule
 
 

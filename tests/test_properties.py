@@ -29,9 +29,6 @@ from strategies import (
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 NORMS = [1, 2, math.inf]
 EDGES = ["error", "partial"]
 

@@ -13,9 +13,6 @@ from sparsekit_ao.selection.cpu.rows import SORTED
 LONG = 3 * SORTED + 5  # neither whole words nor whole stretches
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def rows_agree(scores, keep):
     assert torch.equal(keep_mask(scores, keep, impl="cpu"), keep_mask(scores, keep, impl="reference"))
 
