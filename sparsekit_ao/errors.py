@@ -3,6 +3,8 @@
 Both classes are `ValueError`s, so code that catches those keeps working.
 """
 
+from torch import nn
+
 __all__ = ["CouplingError", "SparsityError"]
 
 
@@ -27,3 +29,15 @@ class CouplingError(SparsityError):
     ...     print(type(e).__name__)
     CouplingError
     """
+
+
+def checked_model(model: object, where: str) -> nn.Module:
+    """The model; raises unless it is a module.
+
+    >>> checked_model(nn.ReLU(), "report")
+    ReLU()
+    """
+    if isinstance(model, nn.Module):
+        return model
+    hint = "; pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+    raise SparsityError(f"{where}: model must be a torch.nn.Module, got {type(model).__name__}{hint}")

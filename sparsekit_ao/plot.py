@@ -43,6 +43,8 @@ def plot_mask(
     fc.weight
     4 x 8, sparsity 0.8750
     """
+    if not isinstance(mask, Tensor):
+        raise SparsityError(f"plot_mask needs a mask, such as sparsifier.mask(name), got {type(mask).__name__}")
     if mask.ndim < 1 or mask.numel() == 0:
         raise SparsityError(f"plot_mask needs a mask of rank >= 1 with elements, got shape {tuple(mask.shape)}")
     kept = (mask.detach().flatten(1) if mask.ndim > 1 else mask.detach().unsqueeze(1)).ne(0).cpu()
@@ -89,6 +91,8 @@ def plot_layers(
     >>> [text.get_text() for text in ax.get_yticklabels()]
     ['weight']
     """
+    if not all(hasattr(row, "patterns") for row in report):
+        raise SparsityError(f"plot_layers needs sparsekit_ao.export.report(model), got a {type(report).__name__}")
     if not report:
         raise SparsityError("plot_layers needs a report with at least one weight")
     ax = _new_axes(max(2.0, min(_ROW_INCHES * len(report), _MOST_INCHES))) if ax is None else ax

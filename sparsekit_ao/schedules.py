@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
+from .algebra import is_number
 from .errors import SparsityError
 
 __all__ = [
@@ -36,6 +37,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.5)(1000)
     0.5
     """
+    _check_numbers(value=value)
     return partial(_constant, value)
 
 
@@ -45,6 +47,7 @@ def linear(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     >>> [linear(1.0, 0.0, 4)(t) for t in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
+    _check_numbers(start=start, end=end, begin=begin)
     _check_positive("steps", steps)
     return partial(_power, start, end, steps, begin, 1)
 
@@ -55,6 +58,7 @@ def cosine(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     >>> [round(cosine(0.3, 0.0, 10)(t), 4) for t in (1, 5, 10, 11)]
     [0.2927, 0.15, 0.0, 0.0]
     """
+    _check_numbers(start=start, end=end, begin=begin)
     _check_positive("steps", steps)
     return partial(_cosine, start, end, steps, begin)
 
@@ -68,6 +72,7 @@ def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     >>> [round(s(t) - s(t - 100), 4) for t in (200, 300, 900, 1000)]
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
+    _check_numbers(start=start, end=end, begin=begin)
     _check_positive("steps", steps)
     return partial(_power, start, end, steps, begin, 3)
 
@@ -78,6 +83,7 @@ def difference(schedule: Schedule, interval: int) -> Schedule:
     >>> [round(difference(cubic(0.0, 0.8, 900, begin=100), 100)(t), 4) for t in (200, 300, 900, 1000)]
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
+    _check_schedules("difference: schedule", [schedule])
     _check_positive("interval", interval)
     return partial(_difference, schedule, interval)
 
@@ -89,7 +95,7 @@ def drop_fraction(target: float, now: float) -> float:
     (0.5, 0.0, 0.0)
     """
     for name, level in (("target", target), ("now", now)):
-        if not 0 <= level <= 1:
+        if not is_number(level) or not 0 <= level <= 1:
             raise SparsityError(f"drop_fraction: {name} is a sparsity and must be in [0, 1], got {level!r}")
     return 0.0 if target <= now else (target - now) / (1 - now)
 
@@ -105,6 +111,9 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     >>> [s(t) for t in (9, 10, 11, 12)]
     [0.0, 1.0, 0.5, 0.0]
     """
+    if not isinstance(schedules, (list, tuple)) or not schedules:
+        raise SparsityError(f"join: schedules must be a list of at least one, got {schedules!r}")
+    _check_schedules("join: schedules", schedules)
     if len(boundaries) != len(schedules) - 1 or sorted(set(boundaries)) != list(boundaries):
         raise SparsityError(
             f"join: {len(schedules)} schedules need {len(schedules) - 1} increasing boundaries, got {list(boundaries)}"
@@ -163,6 +172,21 @@ def _check_positive(name: str, value: int) -> None:
         raise SparsityError(f"{name} must be an int >= 1, got {value!r}")
 
 
+def _check_numbers(**given: Any) -> None:
+    for name, value in given.items():
+        if not is_number(value) or not math.isfinite(value):
+            raise SparsityError(f"{name} of a schedule must be a finite number, got {value!r}")
+
+
+def _check_schedules(what: str, schedules: Sequence[Any]) -> None:
+    for schedule in schedules:
+        if not callable(schedule) or isinstance(schedule, type):
+            raise SparsityError(
+                f"{what} must be a function (step -> number), such as schedules.cubic(0.0, 0.9, steps=1000), got "
+                f"{schedule!r}"
+            )
+
+
 class ScheduleSL(BaseScheduler):
     """Set every group's sparsity level to `schedule(step)`, and update masks only every `interval` steps.
 
@@ -204,7 +228,8 @@ class ScheduleSL(BaseScheduler):
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
         _check_positive("interval", interval)
-        schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule] * len(sparsifier.groups)
+        schedules = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule] * len(sparsifier.groups)
+        _check_schedules("ScheduleSL: schedule", schedules)
         if len(schedules) != len(sparsifier.groups):
             raise SparsityError(
                 f"ScheduleSL: {len(schedules)} schedules for {len(sparsifier.groups)} groups; give one, or one for each"
@@ -217,7 +242,16 @@ class ScheduleSL(BaseScheduler):
         """The levels of this step: new ones at a multiple of the interval, else the present ones."""
         if self.last_epoch % self.interval:
             return [group["sparsity_level"] for group in self.sparsifier.groups]
-        return [schedule(self.last_epoch) for schedule in self.schedules]
+        return [self._level(schedule) for schedule in self.schedules]
+
+    def _level(self, schedule: Any) -> float:
+        level = schedule(self.last_epoch)
+        if not is_number(level) or not math.isfinite(level):
+            raise SparsityError(
+                "ScheduleSL: a schedule must give a sparsity level, a number in [0, 1]; at step "
+                f"{self.last_epoch} it gave {level!r}"
+            )
+        return float(level)
 
     def step(self, epoch: int | None = None) -> None:
         """Advance one step; `sparsifier.step` updates masks only if it is a multiple of the interval."""

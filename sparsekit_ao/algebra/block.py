@@ -228,6 +228,7 @@ class BlockCoupling(SparseBlock):
         self, specs: Sequence[BlockSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
+        refuse_others("BlockCoupling", specs, BlockSpec, self._where())
         check_distinct(specs, self._where())
         full, self.grid_shape = aligned_members("block", specs, orders, self._where())
         self._members = list(zip(specs, full, strict=True))
@@ -243,6 +244,14 @@ class BlockCoupling(SparseBlock):
 
     def __repr__(self) -> str:
         return f"BlockCoupling({self.blocks()!r})"
+
+
+def refuse_others(own: str, members: object, kind: type, where: str) -> None:
+    """Raise unless the members of a coupling are a list of one kind."""
+    if not isinstance(members, (list, tuple)) or not all(isinstance(m, kind) for m in members):
+        found = members if isinstance(members, (list, tuple)) else [members]
+        names = ", ".join(dict.fromkeys(type(m).__name__ for m in found))
+        raise SparsityError(f"{where}{own} takes a list of {kind.__name__}, got {names}")
 
 
 def check_distinct(specs: Sequence[BlockSpec], where: str) -> None:

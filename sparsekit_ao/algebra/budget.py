@@ -20,9 +20,14 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def checked_level(level: object, where: str) -> float:
     """A sparsity level as a float; raises unless it is a number in [0, 1]."""
-    if not is_number(level) or not 0 <= float(level) <= 1:
-        raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {level!r}")
-    return float(level)
+    if is_number(level) and 0 <= float(level) <= 1:
+        return float(level)
+    is_scalar = isinstance(level, (numbers.Number, str, type(None)))
+    hint = (
+        f"; it is a fraction, so {level} % is {float(level) / 100:g}" if is_number(level) and 2 <= level <= 100 else ""
+    )
+    found = repr(level) if is_scalar else f"a {type(level).__name__}, which is no number"
+    raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {found}{hint}")
 
 
 def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:

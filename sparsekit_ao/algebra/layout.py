@@ -199,6 +199,8 @@ def refuse_computed(param: Tensor, where: str) -> None:
 
     Views of a parameter share its memory, so that they may be changed.
     """
+    if not isinstance(param, Tensor):
+        raise SparsityError(f"{where}the parameter must be a tensor, got {type(param).__name__}")
     is_temporary = not param.is_leaf and (param._base is None or not param._base.is_leaf)
     if is_temporary or getattr(param, "is_masked_weight", False):
         raise SparsityError(

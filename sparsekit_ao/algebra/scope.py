@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..selection import from_scopes
 from ..selection.strides import grid_of
-from .block import BlockSpec, SparseBlock, aligned_members, check_distinct
+from .block import BlockSpec, SparseBlock, aligned_members, check_distinct, refuse_others
 from .elements import tiles_of
 from .layout import resolve_tile
 from .member import ScopeMember
@@ -111,6 +111,7 @@ class ScopeCoupling(SparseScope):
         self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
+        refuse_others("ScopeCoupling", scopes, ScopeSpec, self._where())
         check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
         full, self.grid_shape = aligned_members("scope", scopes, orders, self._where())
         self._specs, self._members = list(scopes), []

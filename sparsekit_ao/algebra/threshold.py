@@ -28,6 +28,7 @@ from ..selection import (
 )
 from ..selection.strides import Shape
 from ..selection.threads import pieces, run_apart
+from .budget import is_number
 from .elements import Buffers, counts_of, element_dim, parts_of, read_blocks, write_blocks
 from .shrink import PART, shrink, shrink_conditioned
 
@@ -115,6 +116,8 @@ class Thresholded(ABC):
         least = thresholds
         if isinstance(thresholds, Tensor):
             least = float(thresholds.amin()) if thresholds.numel() else 0.0
+        elif not is_number(thresholds):
+            raise SparsityError(f"{self._where()}soft_threshold needs a number or a tensor, got {thresholds!r}")
         if not least >= 0:
             raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
         for m in (m for s in scopes for m in s.members if m.window.numel()):

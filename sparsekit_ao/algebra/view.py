@@ -54,7 +54,10 @@ class View:
     @classmethod
     def from_existing(cls, param: "Tensor | View", *, name: str | None = None) -> "View":
         """The parameter as it is, by its own shape and strides; a View is returned unchanged."""
-        return param if isinstance(param, View) else cls(param, tuple(param.shape), param.stride(), name=name)
+        if isinstance(param, View):
+            return param
+        refuse_computed(param, f"{name}: " if name else "")
+        return cls(param, tuple(param.shape), param.stride(), name=name)
 
     @classmethod
     def from_function(cls, param: Tensor, function: Any, *, name: str | None = None) -> "View":

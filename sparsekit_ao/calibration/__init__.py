@@ -1,6 +1,6 @@
 """Statistics of layers over calibration data, which scores and compensation read."""
 
-from .collect import Calibration, Target, call, run_batches, shown
+from .collect import Calibration, Target, call, checked_batches, run_batches, shown, tokens_of
 from .forms import Form, form_of
 from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics, check_statistics
 
@@ -14,7 +14,9 @@ __all__ = [
     "Target",
     "call",
     "check_statistics",
+    "checked_batches",
     "form_of",
     "run_batches",
     "shown",
+    "tokens_of",
 ]

@@ -1,5 +1,6 @@
 """Collects statistics of layers while the user's model runs: hooks that are removed afterwards, even on an error."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -162,7 +163,7 @@ def run_batches(
         model.eval()
         for batch in batches:
             count += 1
-            calibration.where = batch[where] if isinstance(where, str) else where(batch) if where else None
+            calibration.where = tokens_of(batch, where, "calibrate")
             with torch.set_grad_enabled(calibration.needs_gradients):
                 found = call(model, batch) if forward is None else forward(model, batch)
                 if calibration.needs_gradients:
@@ -176,10 +177,52 @@ def run_batches(
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model on one batch: dicts are keyword arguments, tuples and lists positional ones."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    """The model on one batch: dicts are keyword arguments, tuples and lists positional ones.
+
+    Raises:
+        SparsityError: the model does not take such arguments, as where a data loader gives labels too.
+    """
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else ((batch,), {})
+    if isinstance(batch, (tuple, list)):
+        args = tuple(batch)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as e:
+        how = f"the keyword arguments {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} positional arguments"
+        raise SparsityError(
+            f"calibration data: a batch (a {type(batch).__name__}) is passed to {type(model).__name__} as {how}, which "
+            f"its forward does not take ({e}). Give forward, such as forward=lambda model, batch: model(batch[0])"
+        ) from None
+    except ValueError:  # no signature is known
+        pass
+    return model(*args, **kwargs)
+
+
+def checked_batches(batches: Any, where: str | Callable[[Any], Tensor] | None, forward: object, caller: str) -> None:
+    """Raise unless batches can be iterated over, and `where` and `forward` are of the right kinds."""
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if not is_iterable or isinstance(batches, (str, bytes, Mapping)):
+        raise SparsityError(
+            f"{caller}: batches must be a list of batches or a data loader, got {type(batches).__name__}"
+        )
+    if where is not None and not isinstance(where, str) and not callable(where):
+        raise SparsityError(f"{caller}: where must be a key of the batches or a function, got {where!r}")
+    if forward is not None and not callable(forward):
+        raise SparsityError(f"{caller}: forward must be a function (model, batch) -> output, got {forward!r}")
+
+
+def tokens_of(batch: Any, where: str | Callable[[Any], Tensor] | None, caller: str) -> Tensor | None:
+    """The tokens of a batch that count."""
+    if not isinstance(where, str):
+        return where(batch) if where else None
+    try:
+        found: Tensor = batch[where]
+    except (KeyError, IndexError, TypeError):
+        keys = f"with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "and no dict"
+        raise SparsityError(
+            f"{caller}: where={where!r} is a key of each batch, but a batch is a {type(batch).__name__} {keys}"
+        ) from None
+    return found
 
 
 def _backward(loss: Any, parameters: Sequence[Tensor], batch: int) -> None:

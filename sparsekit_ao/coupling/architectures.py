@@ -5,7 +5,7 @@ To add a family of transformers, add a row to `transformer.LAYOUTS`; other archi
 
 from torch import nn
 
-from ..errors import SparsityError
+from ..errors import SparsityError, checked_model
 from ..sparsifiers.config import named_tensors
 from .coupling import Coupling
 from .experts import expert_couplings
@@ -56,7 +56,7 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
     >>> couplings["heads"].members["*.attention.out_lin.weight"], couplings["heads"].sizes
     ('o (u d)', {'d': 4})
     """
-    tensors = dict(named_tensors(model))
+    tensors = dict(named_tensors(checked_model(model, "for_model")))
     experts = expert_couplings(model, tensors | dict(model.named_buffers()))
     if experts:
         return experts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..algebra import AxisPattern, dimensions_of
-from ..errors import SparsityError
+from ..errors import SparsityError, checked_model
 from ..sparsifiers.config import named_tensors
 from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, occurrences, solve_sizes
 
@@ -94,7 +94,7 @@ class Coupling:
         >>> [(bound.name, bound.grid) for bound in Coupling({"*.weight": "u i", "*.bias": "u"}).bind(layers)]
         [('0.weight', (3,)), ('1.weight', (5,))]
         """
-        tensors = dict(_tensors(model))
+        tensors = dict(_tensors(checked_model(model, f"coupling {self.name!r}")))
         found = {member: match_names(member, tensors) for member in self.members}
         for member, matches in found.items():
             if not matches:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import SparsityError
+from ..errors import SparsityError, checked_model
 from ..sparsifiers.names import owner_of, parameter_of
 from .coupling import Coupling
 
@@ -41,6 +41,9 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     >>> int(mask.any(1).sum()), int(mask.any(0).sum()), int(mask.sum())
     (4, 3, 12)
     """
+    checked_model(model, "joint_entries")
+    if not isinstance(couplings, (list, tuple)) or not all(isinstance(one, Coupling) for one in couplings):
+        raise SparsityError(f"joint_entries: couplings must be a list of Coupling, got {type(couplings).__name__}")
     names = [coupling.name for coupling in couplings]
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1)

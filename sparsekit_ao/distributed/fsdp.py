@@ -29,11 +29,16 @@ def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> 
             )
 
 
-def refuse_wrapped_outside(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
-    """Raise if FSDP2 manages a parameter through a module outside of the model, whose records cannot be updated."""
+def refuse_wrapped_outside(model: nn.Module, places: Sequence[tuple[str, str, nn.Module]]) -> None:
+    """Raise if FSDP2 manages a parameter through a module outside of the model, whose records cannot be updated.
+
+    Args:
+        model: to be squashed.
+        places: name of a tensor, name of its module, and the module.
+    """
     wrapped = {name for name, _ in _wrapped(model)}
-    for tensor, module in names:
-        if is_managed(model.get_submodule(module)) and wrapped.isdisjoint(_ancestors(module)):
+    for tensor, name, module in places:
+        if is_managed(module) and wrapped.isdisjoint(_ancestors(name)):
             raise SparsityError(
                 f"squash_mask: {tensor} was sharded by fully_shard on a module around the prepared model, which cannot "
                 "be updated. Prepare the model that you wrap; to squash this one, load its checkpoint into a model "

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..errors import SparsityError
-from ..schedules import cosine, cubic
+from ..schedules import Cadence, cosine, cubic
 from .optimizers import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
@@ -48,7 +48,10 @@ def RigL(
     >>> RigL(0.8, until=1000).settings.update_fraction(500)
     0.15
     """
-    return _dynamic(sparsity_level, optimizer, {"update_fraction": cosine(0.3, 0.0, until), "until": until}, arguments)
+    cadence = Cadence(until=until)  # which checks it
+    return _dynamic(
+        sparsity_level, optimizer, {"update_fraction": cosine(0.3, 0.0, until), "until": cadence.until}, arguments
+    )
 
 
 def SNFS(
@@ -89,7 +92,10 @@ def GMP(
         )
     last = until - until % update_every
     if last <= begin:
-        raise SparsityError(f"GMP: no update falls between begin={begin} and until={until} (every {update_every})")
+        raise SparsityError(
+            f"GMP: no update falls between begin={begin} and until={until} (every {update_every}); give a smaller "
+            "update_every or a larger until"
+        )
     target = cubic(0.0, sparsity_level, last - begin, begin=begin)
     chosen = {"target": target, "grow": None, "init": "uniform", "until": until, "update_every": update_every}
     return _dynamic(None, optimizer, chosen, arguments)

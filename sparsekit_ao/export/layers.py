@@ -13,8 +13,8 @@ from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from ..distributed import is_sharded
-from ..errors import SparsityError
-from ..masking import used_weight
+from ..errors import SparsityError, checked_model
+from ..masking import parametrized_names, used_weight
 from ..sparsifiers.names import matcher, parameter_of
 from .encoding import memory_of
 
@@ -114,11 +114,11 @@ def layers_of(model: nn.Module) -> list[Layer]:
             quantized, or sparse already.
     """
     found: dict[Hashable, Layer] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in checked_model(model, "export").named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
             continue
         own = [n for n, p in module._parameters.items() if p is not None]
-        for name in [*own, *module._modules.get("parametrizations", ())]:
+        for name in [*own, *parametrized_names(module)]:
             fqn, parameter = f"{plain_name(path)}.{name}".removeprefix("."), parameter_of(module, name)
             _refuse_special(fqn, parameter)
             masked = is_masked(module, name)

@@ -4,9 +4,10 @@ A masked model that transformers saves cannot be loaded: its tensors have other 
 the weights anew. And LoRA adapters are dense, so merging one into a pruned weight fills its zeros.
 """
 
+import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
 
     if not callable(getattr(model, "save_pretrained", None)):
         raise SparsityError(f"save_pretrained: {type(model).__name__} has no method save_pretrained")
+    if not _takes_state_dict(model.save_pretrained):
+        raise SparsityError(
+            f"save_pretrained: {type(model).__name__}.save_pretrained takes no state_dict. Squash a deep copy and save "
+            "that: copied = copy.deepcopy(model); sparsifier.squash_mask(model=copied); copied.save_pretrained(path)"
+        )
     if _has_adapters(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
     if isinstance(sparsifier, Compaction):
@@ -94,6 +100,11 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
         after=(folder / MASKS).stat().st_size,
         notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros", *notes),
     )
+
+
+def _takes_state_dict(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def load_masks(path: str | Path) -> dict[str, Tensor]:

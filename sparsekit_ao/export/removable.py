@@ -22,7 +22,7 @@ from ..errors import SparsityError
 from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from .candidates import candidate_attrs
-from .removal import Removal, zero_units
+from .removal import Removal, check_multiple, zero_units
 from .trial import compacted, compared, find_removals
 from .verify import Reference
 
@@ -73,6 +73,8 @@ def removable(
     >>> removable(Heads(), torch.randn(2, 5, 8)).couplings[0].attrs
     {'heads': 'u'}
     """
+    for number in multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]:
+        check_multiple(number, "")  # else it would be the reason why each coupling is left out
     found = _listed(couplings) if couplings is not None else discover(model, example_inputs)
     own, left = _tried(model, _named(found.couplings), ratio, exclude)
     trials = functools.partial(Trials, inputs=example_inputs, multiple_of=multiple_of, tolerance=tolerance)

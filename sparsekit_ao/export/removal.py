@@ -58,6 +58,12 @@ class Removal:
         return self.kept == self.of
 
 
+def check_multiple(multiple_of: object, where: str) -> None:
+    """Raise unless `multiple_of` is a positive int."""
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+        raise SparsityError(f"{where}multiple_of must be a positive int, got {multiple_of!r}")
+
+
 def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multiple_of: int, source: int = 0) -> Removal:
     """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all).
 
@@ -68,8 +74,7 @@ def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multipl
         SparsityError: multiple_of is no positive int; no member is a parameter.
     """
     where = f"coupling {coupling.name!r}: "
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise SparsityError(f"{where}multiple_of must be a positive int, got {multiple_of!r}")
+    check_multiple(multiple_of, where)
     parameters = [m for m in coupling.members if m.is_parameter]
     weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
     if not weights:

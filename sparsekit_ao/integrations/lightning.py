@@ -7,8 +7,9 @@ from lightning.pytorch import Callback
 from torch.ao.pruning import BaseScheduler
 
 from ..dynamic.optimizers import training_optimizers
+from ..errors import SparsityError
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import cadence_of, refuse_other_model
+from ..sparsifiers.usage import cadence_of, checked_schedulers, refuse_other_model
 
 __all__ = ["SparsifierCallback"]
 
@@ -26,7 +27,8 @@ class SparsifierCallback(Callback):
         until: steps after which masks stay as they are; None updates them until the end.
 
     Raises:
-        SparsityError: when training begins, if the sparsifier was prepared on another model.
+        SparsityError: when training begins, if the sparsifier was prepared on another model or not at all, or another
+            callback averages the masks.
     """
 
     def __init__(
@@ -38,12 +40,13 @@ class SparsifierCallback(Callback):
         until: int | None = None,
     ) -> None:
         self._cadence = cadence_of(sparsifier, update_every, until)
-        self.sparsifier, self.schedulers = sparsifier, list(schedulers)
+        self.sparsifier, self.schedulers = sparsifier, checked_schedulers(sparsifier, schedulers)
         self._global_step = self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizers of sparsified parameters; Lightning has constructed and restored them by now."""
         refuse_other_model(self.sparsifier.groups, pl_module, "SparsifierCallback")
+        _refuse_averaged_masks(trainer)
         self._global_step = trainer.global_step
         self.sparsifier.attach(training_optimizers(trainer.optimizers, self.sparsifier.groups))
 
@@ -73,3 +76,13 @@ class SparsifierCallback(Callback):
         self._steps = state_dict.get("steps", 0)
         for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
             scheduler.load_state_dict(state)
+
+
+def _refuse_averaged_masks(trainer: Any) -> None:
+    """Raise if a callback averages buffers: masks are buffers, and an average keeps whatever was ever kept."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "_use_buffers", False):
+            raise SparsityError(
+                f"SparsifierCallback: {type(callback).__name__} averages buffers, and so masks, which then keep too "
+                "much. Give it use_buffers=False."
+            )

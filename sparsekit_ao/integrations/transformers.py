@@ -4,19 +4,20 @@ Masks are buffers of the model, so they are in the trainer's own checkpoints; th
 in `trainer_state.json`.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.ao.pruning import BaseScheduler
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..masking import dense_state_dict
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import cadence_of, refuse_other_model
+from ..sparsifiers.usage import cadence_of, checked_schedulers, refuse_other_model
 
 __all__ = ["SparsifierCallback"]
 
@@ -48,7 +49,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         until: int | None = None,
     ) -> None:
         self._cadence = cadence_of(sparsifier, update_every, until)
-        self.sparsifier, self.schedulers = sparsifier, list(schedulers)
+        self.sparsifier, self.schedulers = sparsifier, checked_schedulers(sparsifier, schedulers)
         self._watched: Any = None
 
     def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
@@ -125,6 +126,28 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         for scheduler in self.schedulers:
             scheduler.step()
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Where the trainer went back to its best checkpoint, restore the sparsifier's state of that one too.
+
+        Warns if its sparsity levels are not the last ones, since the model then has fewer zeros than the schedule says.
+        """
+        best = args.load_best_model_at_end and state.best_model_checkpoint
+        path = Path(best or "", "trainer_state.json")
+        if not best or not path.exists():
+            return
+        last = [g.get("sparsity_level") for g in self.sparsifier.groups]
+        self._load(self._saved(TrainerState.load_from_json(str(path)).stateful_callbacks.get(type(self).__name__)))
+        for group, level in zip(self.sparsifier.groups, last, strict=True):
+            if group.get("sparsity_level") != level:
+                warnings.warn(
+                    f"SparsifierCallback: the trainer went back to its best checkpoint, {path.parent.name}, in "
+                    f"which {group['tensor_fqn']} has sparsity_level {group['sparsity_level']:.4g}; its last "
+                    f"one was {level:.4g}. To choose among checkpoints of the last level, evaluate only after the end "
+                    "of the schedule (eval_delay).",
+                    stacklevel=2,
+                )
+                return
+
     def state(self) -> dict[str, Any]:
         """The state for `trainer_state.json`: everything but the masks, which are in the model."""
         if not self.sparsifier.groups:
@@ -147,7 +170,10 @@ class SparsifierCallback(TrainerCallback, ExportableState):
                 )
             found = own[0]
         if not found or not found["attributes"]:
-            raise SparsityError("SparsifierCallback: the checkpoint that training resumes from has no sparsifier")
+            raise SparsityError(
+                "SparsifierCallback: the checkpoint that training resumes from has no sparsifier; to begin with its "
+                "weights, load them by model.load_state_dict and train without resume_from_checkpoint"
+            )
         return found["attributes"]
 
     def _load(self, saved: dict[str, Any]) -> None:

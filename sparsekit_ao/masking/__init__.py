@@ -14,6 +14,7 @@ from .parametrization import (
     other_names,
     parameter_under,
     parameters_under,
+    parametrized_names,
     remove_mask,
     under_all_names,
     used_weight,

@@ -11,9 +11,10 @@ from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
-from ..errors import SparsityError
+from ..errors import SparsityError, checked_model
 from .merging import refuse_merge
 from .product import marked, select
+from .recurrent import keep_list_outside, put_list_back
 from .saved import keep_saved, saving
 
 
@@ -86,6 +87,12 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
     return next((p for p in _chain(module, tensor_name) if isinstance(p, WeightMask)), None)
 
 
+def parametrized_names(module: nn.Module) -> list[str]:
+    """The tensors of a module that have parametrizations; none of a wrapper that passes on those of what it wraps."""
+    found = module._modules.get("parametrizations")
+    return list(found) if isinstance(found, nn.ModuleDict) else []
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause garbage collection: full collections would take half of the time of preparing some thousand layers."""
@@ -120,8 +127,7 @@ def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> l
     return [
         (module, name)
         for module in model.modules()
-        if "parametrizations" in module._modules  # a wrapper may only pass on that of what it wraps
-        for name in getattr(module, "parametrizations", ())
+        for name in parametrized_names(module)
         if id(find_mask(module, name)) in masks and (id(module), name) not in own
     ]
 
@@ -153,6 +159,7 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
         _chain(module, tensor_name).insert(at, mask)
     else:
         parametrize.register_parametrization(module, tensor_name, mask, unsafe=True)
+    keep_list_outside(module)
     if not _dense_hooks(module):
         module.register_load_state_dict_pre_hook(_take_dense)
 
@@ -173,6 +180,11 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     chain = _chain(module, tensor_name)
     weight = _originals(chain)[0]
     refuse_gathered(tensor_fqn, weight, found.mask)
+    if weight.is_meta and not found.mask.is_meta:
+        raise SparsityError(
+            f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load it "
+            "back to its device first"
+        )
     if is_sharded(weight) and not is_placed_like(found.mask, weight):
         if _below(chain):
             raise SparsityError(
@@ -233,6 +245,7 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
         namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(kind.__name__, kind.__bases__, namespace)
         parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
+    put_list_back(module)
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -252,13 +265,13 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     >>> sorted(export.dense_state_dict(model)), int((export.dense_state_dict(model)["0.weight"] == 0).sum())
     (['0.bias', '0.weight'], 16)
     """
-    found, masked = model.state_dict(), dict[int, Tensor]()
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name in list(getattr(module, "parametrizations", ())):
+    masked: dict[int, Tensor] = {}
+
+    def put(module: nn.Module, found: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in parametrized_names(module):
             mask = find_mask(module, name)
             if mask is None:
                 continue
-            prefix = f"{path}." if path else ""
             if not is_on_parameter(module, name) or len(_chain(module, name)) > 1:
                 raise SparsityError(
                     f"dense_state_dict: {prefix}{name} has another parametrization beside its mask; use "
@@ -270,12 +283,20 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
             if id(mask) not in masked:  # that of a tied parameter is registered under each of its names
                 masked[id(mask)] = select(original, placed_like(mask.mask, original)).detach()
             found[f"{prefix}{name}"] = masked[id(mask)]
-    return found
+
+    # A module's hook knows the names in the state dict, which wrappers (activation checkpointing) change.
+    owners = [m for m in checked_model(model, "dense_state_dict").modules() if parametrized_names(m)]
+    handles = [m.register_state_dict_post_hook(put) for m in owners]
+    try:
+        return model.state_dict()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _take_dense(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Let a masked module load the state dict of a dense one: the weight is loaded, the mask stays."""
-    for name in list(getattr(module, "parametrizations", ())):
+    for name in parametrized_names(module):
         mask, key = find_mask(module, name), f"{prefix}parametrizations.{name}"
         if mask is None or f"{prefix}{name}" not in state_dict or len(_chain(module, name)) > 1:
             continue

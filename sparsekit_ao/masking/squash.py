@@ -23,18 +23,11 @@ from .product import select
 
 def refuse_unwritable(module: nn.Module, tensor_name: str, tensor_fqn: str) -> None:
     """Raise if zeros cannot be written into the parameters under a mask."""
-    mask = find_mask(module, tensor_name)
-    assert mask is not None
     for parameter in parameters_under(module, tensor_name):
         if parameter.is_inference() and not torch.is_inference_mode_enabled():
             raise SparsityError(
                 f"squash_mask: {tensor_fqn} was made in inference mode and cannot be written to outside of it; call "
                 "squash_mask inside torch.inference_mode()"
-            )
-        if parameter.is_meta and not mask.mask.is_meta:
-            raise SparsityError(
-                f"squash_mask: {tensor_fqn} has no values, since it was moved to the meta device or offloaded after "
-                "prepare; load it back to its device first"
             )
 
 

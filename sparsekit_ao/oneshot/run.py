@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import masking
-from ..calibration import GRADIENTS, Statistics, Target
+from ..calibration import GRADIENTS, Statistics, Target, checked_batches, tokens_of
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..scores import needs_of
@@ -163,7 +163,12 @@ def _pass(state: _Pass, progress: bool, checkpoint: Callable[[], None] | None) -
     sparsifier._one_shot = state.progress
     walk = state.walk(state.needs)
     state.walked = walk.blocks
-    unreached = [t.name for t in walk.unreached]
+    unreached = [t.name for t in walk.unreached if t.form is not None]
+    unknown = [t for t in walk.unreached if t.form is None]
+    if unknown:
+        kinds = ", ".join(dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in unknown))
+        text = f"one_shot: inputs of {kinds} are not recorded, so {', '.join(t.name for t in unknown)} are pruned"
+        warnings.warn(f"{text} without statistics (by magnitude where the score needs inputs)", stacklevel=4)
     if unreached:
         text = (
             f"one_shot: no batch reached {', '.join(unreached)}; they are pruned without statistics (by magnitude where"
@@ -295,10 +300,11 @@ def _checked(sparsifier: object, method: str | None) -> nn.Module:
 def _listed(
     batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None, where: str | Callable[[Any], Tensor] | None
 ) -> Batches:
+    checked_batches(batches, where, forward, "one_shot")
     kept = list(batches)
     if not kept:
         raise SparsityError("one_shot: there are no batches; an iterator that was used up before gives none")
-    counted = [b[where] if isinstance(where, str) else where(b) if where else None for b in kept]
+    counted = [tokens_of(batch, where, "one_shot") for batch in kept]
     return Batches(batches=kept, forward=forward, where=counted)
 
 

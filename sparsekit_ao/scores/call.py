@@ -1,5 +1,7 @@
 """Calling scores: which one a config value means, which statistics it needs, and whether what it returns fits."""
 
+import inspect
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,11 @@ def parse_score(given: object, where: str) -> Score | None:
             f"{where}score must be one of {', '.join(map(repr, NAMES))}, a function (weight, name) -> saliency or an "
             f"object with `needs`, got {given!r}"
         )
+    try:
+        _ = inspect.signature(given).bind(None, None) if inspect.isfunction(given) else None
+    except TypeError:
+        text = f"{where}score must be a function (weight, name) -> saliency, got one of {inspect.signature(given)}"
+        raise SparsityError(text) from None
     if isinstance(getattr(given, "needs", ()), str):
         raise SparsityError(f"{where}score: needs must be a tuple of names, got {given.needs!r}")  # type: ignore[attr-defined]
     for need in needs_of(given):

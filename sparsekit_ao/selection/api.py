@@ -75,6 +75,8 @@ def keep_masks(
 
 
 def _check_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None) -> None:
+    if not isinstance(scores, Tensor):
+        raise SparsityError(f"keep_mask: scores must be a tensor [scopes, members], got {type(scores).__name__}")
     if scores.ndim != 2 or scores.dtype not in KEY_DTYPES:
         raise SparsityError(
             f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, members], "

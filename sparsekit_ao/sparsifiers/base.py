@@ -16,12 +16,13 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from .. import distributed, masking
-from ..errors import SparsityError
+from ..errors import SparsityError, checked_model
+from . import usage
 from .checkpoint import Copies, check_saved, kept_params
 from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
+from .names import module_in_copy
 from .report import Report, Row, make_report, make_row
 from .squash import squash
-from .usage import refuse_adapters, refuse_misaligned_state, warn_of_adapters, warn_of_scheduler, warn_of_stale_masks
 
 
 class MaskSparsifier(Copies, BaseSparsifier):
@@ -54,7 +55,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
         self._chosen_at: list[Any] | None = None  # the levels of the last update of all masks
-        self._warned = False  # of adapters on masked layers
+        self._warned = False  # of adapters on masked layers, or layers that were replaced
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = Resolved()
         self._exclude: tuple[str | type[nn.Module], ...] = ()
@@ -110,10 +111,9 @@ class MaskSparsifier(Copies, BaseSparsifier):
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
         """
-        if not isinstance(model, nn.Module):
-            raise SparsityError(f"prepare: model must be a torch.nn.Module, got {type(model).__name__}")
+        checked_model(model, "prepare")
         if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
-            warn_of_scheduler()
+            usage.warn_of_scheduler()
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
         self._resumes = self._phase == "detached" and config is None
@@ -129,7 +129,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
         self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in found.skipped]
-        self._state, self._phase, self._chosen_at = defaultdict(dict), "prepared", None
+        self._state, self._phase, self._chosen_at, self._warned = defaultdict(dict), "prepared", None, False
         self._forget_model()
         try:
             with masking.installed(masks):
@@ -165,7 +165,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         Raises:
             SparsityError: an optimizer has state of another model, such as one saved before `prepare`.
         """
-        refuse_misaligned_state(optimizer, self.model)
+        usage.refuse_misaligned_state(optimizer, self.model)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Read the gradients as they are now; does nothing where masks depend on weights alone."""
@@ -184,7 +184,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
-            self._warned = self._warned or warn_of_adapters(self.model, self.groups)
+            self._warned = self._warned or usage.warn_of_moved(self.model, self.groups, "step")
             with torch.no_grad():
                 self._update_all()
             self._chosen_at = [g.get("sparsity_level") for g in self.groups]
@@ -229,10 +229,13 @@ class MaskSparsifier(Copies, BaseSparsifier):
                 exception all masks are still registered, so that the call can be repeated.
         """
         self._need_prepared("squash_mask")
+        usage.check_layers(self.model, self.groups)
         kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
-            warn_of_stale_masks(self.groups, masks, self._chosen_at)
+            usage.warn_of_stale_masks(self.groups, masks, self._chosen_at)
+        if model is not None:
+            usage.warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
         squashed = self.model if model is None else model
         assert squashed is not None
         self._sync_state()
@@ -242,7 +245,6 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """Write the zeros and remove the masks of the own model or a copy; `kept` is for `sparse_params`."""
-        refuse_adapters(self.model, self.groups)
         squash(model, self.groups, [self._module_in(model, g) for g in self.groups], kept)
 
     def _end(self) -> None:  # called when the own model has been squashed
@@ -268,12 +270,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """What every mask keeps now, as rows of numbers; see `report.Report`."""
         self._need_prepared("report")
         assert self.model is not None
-        for group in self.groups:
-            if self._live_mask(group).is_meta:
-                raise SparsityError(
-                    f"report: {group['tensor_fqn']} is on the meta device, so its mask has no values; give the weights "
-                    "memory (to_empty) and initialize them first"
-                )
+        usage.refuse_meta("report", self.groups, [self._live_mask(g) for g in self.groups])
         return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
@@ -304,9 +301,10 @@ class MaskSparsifier(Copies, BaseSparsifier):
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if found is None:
+            other = "" if model is None or model is self.model else " in the given model, or that is no deep copy"
             raise SparsityError(
-                f"{group['tensor_fqn']}: its mask was removed. Remove masks only with squash_mask; to start again, "
-                "call prepare on a model without masks."
+                f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
+                "again, call prepare on a model without masks."
             )
         return found.mask
 
@@ -315,7 +313,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         if model is None or model is self.model:
             return group["module"]
         try:
-            return model.get_submodule(group["module_fqn"])
+            return module_in_copy(checked_model(model, group["tensor_fqn"]), group["module_fqn"])
         except AttributeError as e:
             raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
 

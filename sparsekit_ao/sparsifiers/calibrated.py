@@ -14,6 +14,7 @@ from ..calibration import (
     Statistics,
     Target,
     check_statistics,
+    checked_batches,
     form_of,
     run_batches,
     shown,
@@ -79,6 +80,7 @@ class CalibratedSparsifier(MaskSparsifier):
             if forward is not None or where is not None:
                 raise SparsityError("calibrate: forward and where need batches; in a context set c.where instead")
             return calibration
+        checked_batches(batches, where, forward, "calibrate")
         with calibration:
             run_batches(calibration, self.model, shown(batches, "calibrate", progress), forward, where)
         return None

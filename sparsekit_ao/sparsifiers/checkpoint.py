@@ -1,6 +1,7 @@
 """What a sparsifier saves and loads: plain dicts, which are checked before anything is changed."""
 
 import copy
+import numbers
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
@@ -139,7 +140,7 @@ def plain(value: Any) -> Any:
         return {k: plain(v) for k, v in value.items() if not callable(v)}
     if isinstance(value, (list, tuple)):
         return (list if isinstance(value, list) else tuple)(plain(v) for v in value)
-    return copy.deepcopy(value)
+    return copied(value) if isinstance(value, numbers.Real) else copy.deepcopy(value)
 
 
 def check_saved(
@@ -155,11 +156,13 @@ def check_saved(
     masks, saved = _saved_masks(state_dict["state"]), _saved_groups(state_dict["groups"])
     if not isinstance(state_dict.get("enable_mask_update", True), bool):
         raise SparsityError("load_state_dict: 'enable_mask_update' must be a bool")
-    own = {g["tensor_fqn"]: _shape(g) for g in groups}
+    own, live = {g["tensor_fqn"]: _shape(g) for g in groups}, {g["tensor_fqn"]: g for g in groups}
     if strict and (set(own) != set(masks) or set(own) != set(saved)):
         missing, unexpected = sorted(set(own) - (set(masks) & set(saved))), sorted((set(masks) | set(saved)) - set(own))
         raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
     for fqn, shape in own.items():
+        if fqn in masks and masks[fqn].is_meta and not _is_meta(live[fqn]):
+            raise SparsityError(f"load_state_dict: {fqn}: the saved mask is on the meta device and has no values")
         if fqn in masks and masks[fqn].shape != shape:
             raise SparsityError(
                 f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, the weight {tuple(shape)}"
@@ -232,6 +235,10 @@ def _saved_groups(groups: object) -> dict[str, TensorGroup]:
     return saved
 
 
+def _is_meta(group: TensorGroup) -> bool:
+    return bool(getattr(group["module"], group["tensor_name"]).is_meta)
+
+
 def _shape(group: TensorGroup) -> tuple[int, ...]:
     found = find_mask(group["module"], group["tensor_name"])
     return tuple(getattr(group["module"], group["tensor_name"]).shape if found is None else found.mask.shape)
@@ -261,6 +268,8 @@ def kept_params(
     if isinstance(everywhere, str):
         raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
     layers = {g["module_fqn"] for g in groups}
+    if not isinstance(per_layer, (Mapping, type(None))):
+        raise SparsityError(f"squash_mask: params_to_keep_per_layer must be a dict {{module: keys}}, got {per_layer!r}")
     unknown = sorted(set(per_layer or {}) - layers)
     if unknown:
         raise SparsityError(f"squash_mask: {unknown[0]!r} is not a sparsified module; those are {sorted(layers)}")

@@ -4,6 +4,7 @@ This module checks names, module classes and keys; `plan` and `structure` check 
 """
 
 import difflib
+import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +22,17 @@ from .tied import names_to_skip, refuse_tied, tied_names
 TensorGroup = dict[str, Any]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_OF_OTHERS = {  # keys of other sparsifiers
+    **dict.fromkeys(("score", "member_scores", "stages", "max_sparsity"), "ScopeSparsifier"),
+    **dict.fromkeys(("zeros_per_block", "nearliness"), "another sparsifier"),
+    "strength": "ProximalSparsifier",
+}
+_MEANT = {
+    "sparsity_level": ("sparsity", "level", "amount", "ratio"),
+    "block_shape": ("sparse_block_shape", "block", "block_size"),
+    "sparse_block_shape": ("block_shape", "block", "block_size"),
+    "tensor_fqn": ("fqn", "name", "tensor", "param", "parameter", "layer"),
+}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -99,7 +111,10 @@ def resolve_groups(
         SparsityError: whatever does not fit; nothing is changed.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
-        raise SparsityError(f"config must be a list of dicts or None, got {type(config).__name__}")
+        raise SparsityError(
+            f"config must be a list of dicts or None, got {type(config).__name__}; give one such as "
+            "[{'tensor_fqn': 'fc.weight'}]"
+        )
     if not config:
         raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
     names = dict(named_tensors(model))
@@ -128,9 +143,14 @@ def resolve_groups(
 
 
 def copied(value: Any) -> Any:
-    """A copy of the dicts, lists and tuples; the objects that they hold (such as a score) are the same."""
-    if value is None or isinstance(value, (str, int, float)):  # most are; isinstance(..., Mapping) is slower
+    """A copy of the dicts, lists and tuples; the objects that they hold (such as a score) are the same.
+
+    Numbers of numpy become Python's, since `torch.load(weights_only=True)` does not read others.
+    """
+    if value is None or type(value) in (str, int, float, bool):  # most are; isinstance(..., Mapping) is slower
         return value
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, Mapping):
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -169,8 +189,7 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[li
         )
     for key in entry:
         if key not in keys and key not in _WHERE_KEYS:
-            close = difflib.get_close_matches(str(key), [*keys, *_WHERE_KEYS], n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = _hint_of_key(str(key), keys)
             raise SparsityError(f"{where}unknown key {key!r}.{hint} Known keys: {', '.join(sorted(keys))}.")
     module, fqn = entry.get("module"), entry.get("tensor_fqn")
     classes = () if module is None or isinstance(module, nn.Module) else _checked_classes(module, where)
@@ -182,6 +201,17 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[li
             f"required, got {fqn!r}"
         )
     return list(rules or ()), classes
+
+
+def _hint_of_key(key: str, keys: Collection[str]) -> str:
+    """What may have been meant by an unknown key of an entry, as a sentence for an error."""
+    if key in _OF_OTHERS:
+        return f" {_OF_OTHERS[key]} takes it, this sparsifier does not."
+    if key == "exclude":
+        return " It is an argument of prepare: prepare(model, config, exclude=[...])."
+    meant = next((name for name, others in _MEANT.items() if key in others and name in (*keys, *_WHERE_KEYS)), None)
+    close = [meant] if meant else difflib.get_close_matches(key, [*keys, *_WHERE_KEYS], n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _checked_classes(given: object, where: str) -> Classes:
@@ -279,6 +309,8 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
     if find_mask(module, name) is not None:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")
     tensor = parameter_of(module, name)
+    if tensor.layout != torch.strided:
+        raise SparsityError(f"{where}{fqn!r} is stored as {tensor.layout}; only dense weights (to_dense) can be masked")
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         raise SparsityError(f"{where}{fqn!r} has no shape yet; run one forward of the lazy module first")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():

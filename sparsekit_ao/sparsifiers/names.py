@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
+from ..masking import parametrized_names
+
+_WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
+_SHOWN = 5  # names in an error
 
 Classes = tuple[type[nn.Module], ...]
 MOST_WAYS = 1e9  # about a second for each name where all of them fail
@@ -26,9 +30,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield dotted + name, parameter
-        if parametrize.is_parametrized(module):
-            for name in module.parametrizations:
-                yield dotted + name, parameter_of(module, name)
+        for name in parametrized_names(module):
+            yield dotted + name, parameter_of(module, name)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor:
@@ -48,6 +51,18 @@ def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     """The module that holds a tensor, and the tensor's name in it."""
     prefix, _, name = fqn.rpartition(".")
     return model.get_submodule(prefix), name
+
+
+def module_in_copy(model: nn.Module, name: str) -> nn.Module:
+    """A module of a copy by its name in the original; `copy.deepcopy` leaves out checkpoint wrappers of masked layers.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    parts = name.split(".")
+    if any(part == _WRAPPED for part in parts) and not any(n.endswith(_WRAPPED) for n, _ in model.named_modules()):
+        name = ".".join(part for part in parts if part != _WRAPPED)
+    return model.get_submodule(name)
 
 
 def exists(model: nn.Module, fqn: str) -> bool:
@@ -71,8 +86,13 @@ def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:
             f" {fqn!r} is masked by torch.nn.utils.prune; make that permanent first, by "
             f"torch.nn.utils.prune.remove(model.{module}, {tensor!r})."
         )
+    if fqn in dict(model.named_buffers()):
+        return " It is a buffer; only parameters can be sparsified."
     close = difflib.get_close_matches(fqn, names, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" The model has {len(names)} named tensors."
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    shown = ", ".join(list(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return f" Its parameters are {shown}." if names else " It has no parameters."
 
 
 def matcher(rule: str, where: str) -> Callable[[str], bool]:

@@ -31,11 +31,13 @@ from .structure import (
     STRUCTURE,
     checked_pattern,
     joined,
+    refuse_as_level,
     refuse_two_budgets,
     resolved,
     stage_budgets,
     stages_of,
 )
+from .usage import refuse_meta
 
 AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
 
@@ -75,6 +77,7 @@ class PlannedSparsifier(CalibratedSparsifier):
         for key in structure:
             if key not in known:
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; it takes {', '.join(sorted(known))}")
+        refuse_as_level(sparsity_level)
         pattern = checked_pattern(structure.get("pattern"), "")
         refuse_two_budgets({"sparsity_level": sparsity_level, "nnz": nnz, "pattern": pattern}, "")
         if pattern is not None and pattern.budget is not None:
@@ -159,6 +162,7 @@ class PlannedSparsifier(CalibratedSparsifier):
             self._need_prepared("check")
         distributed.reshard(self.model if model is None else model)
         plan, masks = self._planned(self.groups, model), self._masks(model)
+        refuse_meta("check", self.groups, [mask for mask, _ in masks])
         try:
             return check_masks(plan, self.groups, masks, self._level_given)
         except SparsityError:

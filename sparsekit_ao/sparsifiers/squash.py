@@ -27,7 +27,8 @@ def squash(
         SparsityError: values that cannot be written to, a mask that another parametrization cannot express, or a model
             that `fully_shard` wrapped only as a part of another one.
     """
-    distributed.refuse_wrapped_outside(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
+    places = [(g["tensor_fqn"], g["module_fqn"], module) for module, g in zip(modules, groups, strict=True)]
+    distributed.refuse_wrapped_outside(model, places)
     tensors = [(module, g["tensor_name"]) for module, g in zip(modules, groups, strict=True)]
     for (module, name), group in zip(tensors, groups, strict=True):
         masking.refuse_unwritable(module, name, group["tensor_fqn"])

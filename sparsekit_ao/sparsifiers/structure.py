@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..algebra import AxisPattern, is_number
 from ..errors import SparsityError
@@ -63,7 +63,9 @@ def checked_pattern(pattern: object, where: str) -> Pattern | None:
     """The pattern, or None where there is none."""
     if pattern is None or isinstance(pattern, Pattern):
         return pattern
-    raise SparsityError(f"{where}pattern must be one of `sparsekit_ao.patterns`, got {pattern!r}")
+    raise SparsityError(
+        f"{where}pattern must be one of `sparsekit_ao.patterns`, got {pattern!r}; give one such as patterns.n_m(2, 4)"
+    )
 
 
 def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
@@ -84,6 +86,16 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
     shared = {k: group[k] for k in (*STRUCTURE, *AXES) if k in group}
     wheres = [f"{where}stages[{at}]: " for at in range(len(stages))]
     return tuple(_stage(joined(shared, s, w), w) for s, w in zip(stages, wheres, strict=True))
+
+
+def refuse_as_level(level: object) -> None:
+    """Raise if the first argument of a sparsifier is a pattern or a model, which are given elsewhere."""
+    if isinstance(level, Pattern):
+        raise SparsityError(f"sparsity_level must be a number, got {level}; give a pattern as pattern=")
+    if isinstance(level, nn.Module):
+        raise SparsityError(
+            f"sparsity_level must be a number, got a {type(level).__name__}; give the model to prepare(model, config)"
+        )
 
 
 def refuse_two_budgets(given: Mapping[str, Any], where: str) -> list[str]:

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
+from .. import distributed
 from ..errors import SparsityError
 from ..schedules import Cadence
 from .config import TensorGroup
@@ -47,6 +49,30 @@ def warn_of_stale_masks(
             return
 
 
+def warn_of_averaged(own: Sequence[Tensor], copied: Sequence[Tensor]) -> None:
+    """Warn if the masks of a copy of the model keep more than the sparsifier's own, as averaged ones do."""
+    if any(mask.is_meta for mask in (*own, *copied)):
+        return
+    kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (own, copied))
+    if others > kept:
+        warnings.warn(
+            f"squash_mask: the masks of the given copy keep {others:,} elements, those of the sparsifier {kept:,}: it "
+            "was copied at a lower sparsity level, or an average of the weights (EMA) has averaged its masks too "
+            "(use_buffers=False leaves them as they are)",
+            stacklevel=3,
+        )
+
+
+def refuse_meta(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> None:
+    """Raise if a mask has no values, as its weight is on the meta device."""
+    for group, mask in zip(groups, masks, strict=True):
+        if mask.is_meta:
+            raise SparsityError(
+                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; give the weights "
+                "memory (to_empty) and initialize them first"
+            )
+
+
 def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: str) -> None:
     """Raise if a sparsifier was prepared on another model than the one that is trained.
 
@@ -55,6 +81,8 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
         model: what the trainer trains, wrapped or not.
         where: the first words of the error.
     """
+    if not groups:
+        raise SparsityError(f"{where}: the sparsifier is not prepared; call prepare(model, config) before training")
     own = {id(m) for m in model.modules()}
     other = next((g["tensor_fqn"] for g in groups if id(g["module"]) not in own), None)
     if other is not None:
@@ -62,6 +90,26 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
             f"{where}: {other} belongs to another model than the one that is trained, so its masks would change "
             "nothing; prepare the sparsifier on the model that the trainer gets"
         )
+
+
+def checked_schedulers(sparsifier: object, schedulers: object) -> list[BaseScheduler]:
+    """The schedulers of a trainer's callback as a list.
+
+    Raises:
+        SparsityError: the sparsifier is none, or a scheduler is none or belongs to another sparsifier.
+    """
+    where = "SparsifierCallback: "
+    if not isinstance(sparsifier, BaseSparsifier):
+        raise SparsityError(f"{where}sparsifier must be a sparsifier, got {type(sparsifier).__name__}")
+    for one in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
+        if not isinstance(one, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
+            raise SparsityError(
+                f"{where}schedulers must be a list of torch.ao schedulers, such as [ScheduleSL(sparsifier, "
+                f"schedules.cubic(0.0, 0.9, steps=1000))], got {type(one).__name__}"
+            )
+        if one.sparsifier is not sparsifier:
+            raise SparsityError(f"{where}the {type(one).__name__} was made for another sparsifier")
+    return list(schedulers)  # type: ignore[call-overload]
 
 
 def cadence_of(sparsifier: object, update_every: int, until: int | None) -> Cadence:
@@ -102,14 +150,26 @@ def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
                     )
 
 
+def _moved(model: nn.Module | None, groups: Sequence[TensorGroup]) -> list[TensorGroup]:
+    """The groups whose module no longer has its name in the model."""
+    return [] if model is None else [g for g in groups if not _is_in_place(model, g)]
+
+
 def _adapted(model: nn.Module | None, groups: Sequence[TensorGroup]) -> list[str]:
     """Names of masked tensors whose layer is inside of an adapter (peft's LoRA and the like) by now."""
-    moved = [] if model is None else [g for g in groups if not _is_in_place(model, g)]
+    moved = _moved(model, groups)
     if model is None or not moved:
         return []
     bases = [getattr(m, "base_layer", None) for m in model.modules()]
     inside = {id(m) for base in bases if isinstance(base, nn.Module) for m in base.modules()}
     return [g["tensor_fqn"] for g in moved if id(g["module"]) in inside]
+
+
+def _replaced(model: nn.Module | None, groups: Sequence[TensorGroup]) -> list[str]:
+    """Names of masked tensors whose layer is not in the model any more."""
+    moved = _moved(model, groups)
+    inside = {id(m) for m in model.modules()} if model is not None and moved else set()
+    return [g["tensor_fqn"] for g in moved if id(g["module"]) not in inside]
 
 
 def _is_in_place(model: nn.Module, group: TensorGroup) -> bool:
@@ -124,18 +184,24 @@ _ADAPTERS = (
     "the weight and lose them: merge them by export.merge_lora(peft_model, sparsifier) and call squash_mask then, or "
     "call squash_mask before adapters are added"
 )
+_REPLACED = (
+    "its layer was replaced or removed after prepare, so its mask is of no use to the model, and a new layer has none; "
+    "call squash_mask, and prepare again"
+)
 
 
-def refuse_adapters(model: nn.Module | None, groups: Sequence[TensorGroup]) -> None:
-    """Raise if masks cannot be squashed because adapters were added to their layers."""
+def check_layers(model: nn.Module | None, groups: Sequence[TensorGroup]) -> None:
+    """Raise if masks cannot be squashed because adapters were added to their layers; warn of layers taken out."""
     found = _adapted(model, groups)
     if found:
         raise SparsityError(f"squash_mask: {found[0]}: {_ADAPTERS}")
+    warn_of_moved(model, groups, "squash_mask")
 
 
-def warn_of_adapters(model: nn.Module | None, groups: Sequence[TensorGroup]) -> bool:
-    """Warn if adapters were added to masked layers, and whether they were."""
-    found = _adapted(model, groups)
-    if found:
-        warnings.warn(f"step: {found[0]}: {_ADAPTERS}", stacklevel=4)
-    return bool(found)
+def warn_of_moved(model: nn.Module | None, groups: Sequence[TensorGroup], where: str) -> bool:
+    """Warn if adapters were added to masked layers, or masked layers were taken out of the model; whether it was so."""
+    texts = [f"{name}: {_ADAPTERS}" for name in _adapted(model, groups)[:1]]
+    texts += [f"{name}: {_REPLACED}" for name in _replaced(model, groups)[:1]]
+    for text in texts:
+        warnings.warn(f"{where}: {text}", stacklevel=4)
+    return bool(texts)
