@@ -160,8 +160,8 @@ def to_bsr(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) ->
     """torch's BSR tensors, float32 on the CPU; safetensors does not store them."""
     converted, rows = copy.deepcopy(model), [row for row in export.report(model) if row.patterns]
     for row in rows:
-        name = row.tensor.removesuffix(".weight")
-        converted.set_submodule(name, BlockLinear(converted.get_submodule(name)))
+        layer = row.tensor.removesuffix(".weight")
+        converted.set_submodule(layer, BlockLinear(converted.get_submodule(layer)))
     torch.save(converted.state_dict(), f"{path}.pt")
     return Exported(name, BSR, converted, os.path.getsize(f"{path}.pt"), f"{len(rows)} layers, float32")
 

@@ -383,4 +383,6 @@ def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
 
 def test_every_benchmark_has_a_test():
     shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py", "sass.py"}
-    assert {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")} == BENCHMARKS.keys() | shared
+    need_torch_pruning = {"compare_accuracy.py", "compare_torch_pruning.py"}  # which is not installed for the tests
+    names = {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")}
+    assert names == BENCHMARKS.keys() | shared | need_torch_pruning

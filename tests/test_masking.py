@@ -59,7 +59,9 @@ def test_select_with_a_float_mask(layout):
     assert same_bits(select(weight[small], mask[small].double()), torch.where(mask[small], weight[small], 0))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # raised inside torch.func
+@pytest.mark.filterwarnings(  # raised inside torch.func
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning", "ignore:.torch.jit.script. is deprecated:FutureWarning"
+)
 def test_second_derivatives_and_forward_mode():
     weight, mask = weight_and_mask()
     weight = weight.nan_to_num(0.0, 1.0, -1.0).requires_grad_()

@@ -1,4 +1,4 @@
-"""Over 2, 3 and 4 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn for each number of ranks.
+"""Over 2, 4 and (exhaustive) 3 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn for each number of ranks.
 
 The cases are in `sharded_selection`, `sharded_kernels`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
 """
@@ -12,6 +12,7 @@ import sharded_fsdp
 import sharded_kernels
 import sharded_selection
 import sharded_training
+from grids import EXHAUSTIVE
 from ranks import run_ranks
 from torch import distributed
 
@@ -61,7 +62,10 @@ def test_a_rank_exits_between_two_checkpoints(folder, capfd):
         run_ranks(2, subfolder(folder, "exits"), sharded_training.cases_until_a_rank_exits)
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, cases_of_two), (3, cases_of_three), (4, cases_of_four)])
+WORLDS = [(2, cases_of_two), *([(3, cases_of_three)] if EXHAUSTIVE else []), (4, cases_of_four)]
+
+
+@pytest.mark.parametrize(("world", "cases"), WORLDS)
 def test_every_case(world, cases, folder, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a rank imports triton
     found = run_ranks(world, subfolder(folder, str(world)), cases)

@@ -140,7 +140,9 @@ def test_masks_are_fake_sparsity_in_the_weights_dtype(kind):
     assert torch.equal(model[0].weight, model[0].parametrizations.weight.original * found.mask)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning", "ignore::torch.jit.TracerWarning"
+)
 def test_a_masked_model_can_be_traced():
     model, sparsifier = linear_model(8, 8, 4), WeightNormSparsifier(0.5)
     sparsifier.prepare(model, None)

@@ -177,7 +177,7 @@ def _shrink_kept(
     root = _Root(v, c, dim, buffers, steps)
     if is_kept is None:
         return root.solution(found := root.find(s), found)
-    found = root.find(torch.where(is_kept, s, 1), is_kept)
+    found = torch.where(is_kept, root.find(torch.where(is_kept, s, 1), is_kept), 1)  # a block of zeros has no root
     return root.solution(found, torch.where(is_kept, found, 0))
 
 
