@@ -12,6 +12,13 @@ import sparsekit_ao
 collect_ignore_glob = ["tests/*_child.py"]  # scripts: collecting them for doctests would run them
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that read the results of child processes come last, so that they wait for nothing."""
+    import background
+
+    items.sort(key=background.has_job)
+
+
 def pytest_collection_finish(session):
     """Start the child processes of the tests that were selected; see `tests/background.py`."""
     if not session.config.option.collectonly:

@@ -87,6 +87,11 @@ JOBS = {  # in the order in which the tests need them
 }
 
 
+def has_job(item):
+    """Whether a test reads the result of a job."""
+    return item.name in JOBS or item.path.name in JOBS
+
+
 def start(items):
     """Start the jobs of those tests that have one, in a thread."""
     slow = {item.path.name for item in items if item.get_closest_marker("slow")}

@@ -137,25 +137,32 @@ def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
 def test_proximal_trains_every_method(run, tmp_path):
     done = run(EXAMPLES / "proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "| method | inputs left | relevant ones | test error | mean |" in done.stdout
+    assert "| method | strength | inputs left | relevant ones | test error | mean |" in done.stdout
     with (tmp_path / "proximal.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [r["method"] for r in rows] == ["Adam, none", "SGD, Euclidean", "Adam, Euclidean", "Adam, conditioned"]
-    assert rows[0]["inputs left"] == "64" and all(0 < float(r["test error"]) < 10 for r in rows)
+    assert rows[0]["inputs left"] == "64" and all(r["chosen"] == "1" and float(r["test error"]) > 0 for r in rows)
     assert (tmp_path / "proximal.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_committed_proximal_results_are_as_the_page_has_them():
+def test_the_committed_proximal_results_are_chosen_by_the_rule_and_as_the_page_has_them():
     with (EXAMPLES / "results" / "proximal.csv").open() as file:
         rows = list(csv.DictReader(file))
-    own = {m: [r for r in rows if r["method"] == m] for m in dict.fromkeys(r["method"] for r in rows)}
     page = (EXAMPLES.parent / "docs/training.md").read_text()
-    for method, runs in own.items():
+    for method in dict.fromkeys(r["method"] for r in rows):
+        runs = []
+        for seed in "012":
+            own = [r for r in rows if (r["method"], r["seed"]) == (method, seed)]
+            grid = {(r["rate"], r["strength"]) for r in own}
+            assert len(grid) == len(own) == (2 if method == "Adam, none" else 12)  # every method has the same grid
+            least = min(float(r["held-out error"]) for r in own)
+            near = [r for r in own if float(r["held-out error"]) <= 1.0501 * least]
+            best = max(near, key=lambda r: (float(r["strength"]), -float(r["held-out error"])))
+            runs += [r for r in own if r["chosen"] == "1"]
+            assert runs[len(runs) - 1] is best and len(runs) == int(seed) + 1
         cells = [", ".join(r[k] for r in runs) for k in ("inputs left", "relevant left")]
         mean = sum(float(r["test error"]) for r in runs) / 3
         assert f"| {method} | {cells[0]} | {cells[1]} | {mean:.2f} |" in page
-    errors = {m: [float(r["test error"]) for r in runs] for m, runs in own.items()}
-    assert all(min(e[k] for e in errors.values()) == errors["Adam, conditioned"][k] for k in range(3))
 
 
 def test_the_committed_digits_results_have_the_expected_order():

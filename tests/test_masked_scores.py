@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from grids import EXHAUSTIVE
 
 from sparsekit_ao import SparsityError
 from sparsekit_ao.selection import Blocks, Scopes, Update, scope_mask, scope_masks
@@ -65,6 +66,8 @@ def update(values, mask, block, scope, keep, norm, impl, **flags):
 @pytest.mark.parametrize("dtypes", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_masked_scores_are_those_of_the_selected_weight(impl, shape, block, scope, dtypes, layout):
+    if impl == "numba" and dtypes[0] == torch.bfloat16 and not EXHAUSTIVE:
+        pytest.skip("compiles for seconds: SPARSEKIT_AO_EXHAUSTIVE=1")
     values, mask = weight_and_mask(shape, dtypes, layout)
     selected = torch.where(mask != 0, values, 0)
     total = scope[0] * scope[1]

@@ -60,7 +60,8 @@ def test_select_with_a_float_mask(layout):
 
 
 @pytest.mark.filterwarnings(  # raised inside torch.func
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning", "ignore:.torch.jit.script. is deprecated:FutureWarning"
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning",
+    "ignore:.torch.jit.script. is deprecated:FutureWarning",
 )
 def test_second_derivatives_and_forward_mode():
     weight, mask = weight_and_mask()

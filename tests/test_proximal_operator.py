@@ -161,3 +161,10 @@ def test_coupled_blocks_in_parts_equal_one_part(monkeypatch):
         results.append((up, down))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_blocks_of_zeros_beside_kept_ones_stay_zero():
+    v, t = torch.ones(8, 4), torch.tensor(0.03, dtype=torch.float64)
+    v[2] = 0
+    found = shrink_conditioned(v, torch.full_like(v, 0.1), t)
+    assert found.isfinite().all() and found[2].eq(0).all() and found[[0, 1, 3]].ne(0).all()

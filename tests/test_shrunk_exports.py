@@ -40,6 +40,7 @@ def shrunk(name):
     return Tensors(small, tuple(inputs)).eval(), tuple(inputs.values())
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")  # of torch, of every LSTM
 @pytest.mark.parametrize("name", ALL if EXHAUSTIVE else ("VGG",))
 def test_torch_export(name):
     small, inputs = shrunk(name)

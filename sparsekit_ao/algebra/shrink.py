@@ -105,11 +105,14 @@ def norms(v: Tensor, dim: int = -1, buffers: Buffers | None = None) -> Tensor:
     return torch.where(is_safe, total.sqrt(), wide.to(total.dtype))
 
 
-def sums(x: Tensor, dim: int) -> Tensor:
-    """Sums over `dim` (negative): pairwise in segments, which are added in float64 where there are several."""
+def sums(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Sums over `dim` (negative): pairwise in segments, which are added in float64 where there are several.
+
+    A single segment is added in `dtype`, by default its own.
+    """
     size = x.shape[dim]
     if size <= SEGMENT:
-        return x.sum(dim)
+        return x.sum(dim, dtype=dtype)
     whole = size // SEGMENT * SEGMENT
     parts = x.narrow(dim, 0, whole).unflatten(dim, (-1, SEGMENT)).sum(dim)
     total = parts.sum(dim, dtype=torch.float64)
@@ -232,14 +235,14 @@ class _Root:
             (*own, *(work := buffers("work", (2, *own[0].shape), v)).unbind(), work) for own in _parts(dim, v, c)
         ]
 
-    def sums_at(self, s: Tensor) -> Tensor:
-        """[2, blocks]: the sums of `u^2` and `u^2 / (s + c)` for `u = v / (s + c)`."""
+    def sums_at(self, s: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[2, blocks]: the sums of `u^2` and `u^2 / (s + c)` for `u = v / (s + c)`, added in `dtype`."""
         one, found = _along(s.to(self.v.dtype), self.dim), []
         for v, c, u, below, work in self.parts:
             torch.add(c, one, out=below)
             torch.div(v, below, out=u).mul_(u)
             torch.div(u, below, out=below)
-            found.append(sums(work, self.dim))
+            found.append(sums(work, self.dim, dtype))
         return found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
 
     def solution(self, s: Tensor, factor: Tensor) -> Tensor:
@@ -253,8 +256,8 @@ class _Root:
         """The root where `is_kept` (None: everywhere), from a point s below it, by Newton's method."""
         if self.steps.limit is not None or rounds == 0:
             return self.find_slowly(s, torch.ones_like(s, dtype=torch.bool) if is_kept is None else is_kept)
-        for _ in range(FIXED):
-            squares, slope = self.sums_at(s)
+        for step in range(1, FIXED + 1):
+            squares, slope = self.sums_at(s, torch.float64 if step == FIXED else None)
             before, s = s, (squares.sqrt() - 1).mul_(squares).div_(slope).add_(s.to(self.v.dtype))
         is_open = ~((s - before).abs_() <= self.step * before)
         is_open = is_open if is_kept is None else is_open.logical_and_(is_kept)
