@@ -1,6 +1,6 @@
-"""Over 2, 4 and (exhaustive) 3 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints.
+"""Over 2, 4 and (exhaustive) 3 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn for each.
 
-One spawn for each number of ranks. The cases are in `sharded_selection`, `sharded_kernels`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
+The cases are in `sharded_selection`, `sharded_kernels`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
 """
 
 import sys
