@@ -17,6 +17,7 @@ from sparsekit_ao.coupling.merged import merged_couplings
 from sparsekit_ao.export import compact, cut_to, removable, shrink
 from sparsekit_ao.export.candidates import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL
+from sparsekit_ao.sparsifiers import progress
 
 HEAD = "self_attn.head_dim"
 ATTRS = {  # what is found by itself, as a person listed it in test_architectures.py
@@ -289,3 +290,15 @@ def test_recurrent_layers_run_with_their_new_weights():
     model, inputs = fill(NETWORKS["GRU"][0]()), torch.randn(2, 5, 6)
     small, report = shrink(model, inputs)
     assert small.cells.input_size == 6 and small(inputs).shape == (2, 5, 3) and report.difference <= 1e-5
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LARGE", 1)
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(2, 8)
+    removable(model, x)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    removable(model, x)
+    shown = capsys.readouterr().err
+    assert "removable: " in shown and "compactions" in shown and "compact: " in shown

@@ -8,7 +8,7 @@ import copy
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..coupling.merged import merged_couplings
 from ..errors import SparsityError
 from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
+from ..sparsifiers.progress import counted
 from .candidates import candidate_attrs
 from .removal import Removal, check_multiple, zero_units
 from .trial import compacted, compared, find_removals
@@ -77,7 +78,26 @@ def removable(
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
     found = _listed(couplings) if couplings is not None else discover(model, example_inputs)
     own, left = _tried(model, _named(found.couplings), ratio, exclude)
-    trials = functools.partial(Trials, inputs=example_inputs, multiple_of=multiple_of, tolerance=tolerance)
+    with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
+        trials = functools.partial(
+            Trials, inputs=example_inputs, multiple_of=multiple_of, tolerance=tolerance, done=done
+        )
+        good, bad = _sorted(model, own, ratio, trials)
+    names = [coupling.name for coupling in own]
+    good.sort(key=lambda coupling: names.index(coupling.name))
+    bound = [coupling.bind(model) for coupling in good]
+    return replace(
+        found,
+        couplings=tuple(good),
+        counts=tuple((len(ones), ones[0].grid[-1]) for ones in bound),
+        left_out=(*left, *((coupling.name, why) for coupling, why in bad.items())),
+    )
+
+
+def _sorted(
+    model: nn.Module, own: Sequence[Coupling], ratio: float, trials: Callable[[nn.Module], "Trials"]
+) -> tuple[list[Coupling], dict[Coupling, str]]:
+    """The couplings that can be removed together, some with more `attrs` or merged; and why the others cannot."""
     first = trials(zeroed(model, own, ratio))
     good, bad = first.sort(own)
     found_since: dict[Coupling, list[Coupling]] = {}  # with what each replaces
@@ -94,15 +114,7 @@ def removable(
         good = [*(one for one in good if one not in replaced), *found_since]
         good, more = trials(zeroed(model, good, ratio)).sort(good)
         bad = {one: why for one, why in bad.items() if one not in replaced} | more
-    names = [coupling.name for coupling in own]
-    good.sort(key=lambda coupling: names.index(coupling.name))
-    bound = [coupling.bind(model) for coupling in good]
-    return replace(
-        found,
-        couplings=tuple(good),
-        counts=tuple((len(ones), ones[0].grid[-1]) for ones in bound),
-        left_out=(*left, *((coupling.name, why) for coupling, why in bad.items())),
-    )
+    return good, bad
 
 
 class Trials:
@@ -111,11 +123,18 @@ class Trials:
     Args:
         masked: units of all couplings are zero in it.
         inputs, multiple_of, tolerance: as for `compact`.
+        done: called after each compaction.
     """
 
     def __init__(
-        self, masked: nn.Module, inputs: Any, multiple_of: int | Mapping[str, int] = 1, tolerance: float = 1e-5
+        self,
+        masked: nn.Module,
+        inputs: Any,
+        multiple_of: int | Mapping[str, int] = 1,
+        tolerance: float = 1e-5,
+        done: Callable[[], object] = lambda: None,
     ) -> None:
+        self._done = done
         self._masked, self._multiple_of, self._tolerance = masked, multiple_of, tolerance
         self._reference = Reference(masked, inputs)
 
@@ -128,6 +147,8 @@ class Trials:
             result = compacted(self._masked, find_removals(self._masked, couplings, multiple))
         except SparsityError as e:
             return str(e)
+        finally:
+            self._done()
         found = compared(self._reference, result, self._tolerance, discarded=True)
         return found if isinstance(found, str) else ""
 

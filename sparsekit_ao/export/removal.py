@@ -21,6 +21,7 @@ from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape
 from ..sparsifiers.names import owner_of
+from ..sparsifiers.progress import shown
 from .attention import fit_attention
 
 _Removed = Sequence[tuple[AxisPattern, int]]
@@ -134,7 +135,8 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
             kept = kept_elements(member, removal, shape)
             if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in own):
                 own.append((member, removal))  # two names of one tensor count once
-    smaller = {key: _smaller(tensors[key], own) for key, own in todo.items()}
+    work = shown(list(todo.items()), "compact", sum(tensors[key].numel() for key in todo))
+    smaller = {key: _smaller(tensors[key], own) for key, own in work}
     held = [
         (module, tensors_of, name, id(tensor))
         for module in model.modules()

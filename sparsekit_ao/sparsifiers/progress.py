@@ -1,7 +1,8 @@
 """A progress bar for work on large models that takes seconds, on a terminal."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 LARGE = 1 << 26  # elements from which on a bar is worth its cost
@@ -17,8 +18,24 @@ def shown(items: Sequence[T], what: str, elements: int) -> Iterable[T]:
         what: the bar's title.
         elements: of all items.
     """
-    if elements < LARGE or not (sys.stderr is not None and sys.stderr.isatty()):
+    if not _is_shown(elements):
         return items
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(items, desc=what, unit="tensors", delay=AFTER, leave=False)
+
+
+@contextmanager
+def counted(what: str, unit: str, elements: int) -> Iterator[Callable[[], object]]:
+    """A function to call after each piece of work of an unknown number; a bar counts the calls, as in `shown`."""
+    if not _is_shown(elements):
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit=unit, delay=AFTER, leave=False) as bar:
+        yield bar.update
+
+
+def _is_shown(elements: int) -> bool:
+    return elements >= LARGE and sys.stderr is not None and sys.stderr.isatty()
