@@ -186,7 +186,7 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         args = tuple(batch)
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)  # an exported model is no module
     except TypeError as e:
         how = f"the keyword arguments {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} positional arguments"
         raise SparsityError(
