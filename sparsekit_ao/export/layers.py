@@ -15,14 +15,13 @@ from torch.nn.utils import parametrize
 from ..distributed import is_sharded
 from ..errors import SparsityError, checked_model
 from ..masking import parametrized_names, used_weight
-from ..sparsifiers.names import matcher, parameter_of
+from ..sparsifiers.names import matcher, parameter_of, plain_name
 from .encoding import memory_of
 
 DENSE = 0.99  # a weight of a larger density is called dense
 ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on
 
 _SHOWN = 10  # lines of an error
-_CHECKPOINT = "_checkpoint_wrapped_module."  # in names of modules inside torch's checkpoint_wrapper, not of tensors
 
 Reasons = Callable[["Layer"], list[str]]
 
@@ -93,15 +92,6 @@ class _Loaded(Layer):
     @cached_property
     def density(self) -> float:
         return super().density
-
-
-def plain_name(name: str) -> str:
-    """A name of `named_modules` as state dicts have it: without torch's checkpoint wrappers.
-
-    >>> plain_name("layers.0._checkpoint_wrapped_module.fc")
-    'layers.0.fc'
-    """
-    return f"{name}.".replace(_CHECKPOINT, "").removesuffix(".")
 
 
 def layers_of(model: nn.Module) -> list[Layer]:

@@ -53,15 +53,24 @@ def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     return model.get_submodule(prefix), name
 
 
+def plain_name(name: str) -> str:
+    """A name of `named_modules` as state dicts have it: without torch's checkpoint wrappers.
+
+    >>> from sparsekit_ao.sparsifiers.names import plain_name
+    >>> plain_name("layers.0._checkpoint_wrapped_module.fc")
+    'layers.0.fc'
+    """
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
 def module_in_copy(model: nn.Module, name: str) -> nn.Module:
     """A module of a copy by its name in the original; `copy.deepcopy` leaves out checkpoint wrappers of masked layers.
 
     Raises:
         AttributeError: there is none.
     """
-    parts = name.split(".")
-    if any(part == _WRAPPED for part in parts) and not any(n.endswith(_WRAPPED) for n, _ in model.named_modules()):
-        name = ".".join(part for part in parts if part != _WRAPPED)
+    if plain_name(name) != name and not any(n.endswith(_WRAPPED) for n, _ in model.named_modules()):
+        name = plain_name(name)
     return model.get_submodule(name)
 
 
