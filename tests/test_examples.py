@@ -329,11 +329,6 @@ def test_plot_mask_refuses_a_mask_without_elements(shape):
         plot_mask(torch.ones(shape))
 
 
-def test_importing_plot_does_not_import_matplotlib():
-    code = "import sys, sparsekit_ao.plot; sys.exit('matplotlib' in sys.modules)"
-    assert run_alone("-c", code, cwd=EXAMPLES.parent).returncode == 0
-
-
 BENCHMARKS = {
     "cpu_step.py": "kind: torch.topk",
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
