@@ -167,7 +167,7 @@ class Sequence:
                 if "prune a smaller fraction" not in str(e):
                     raise
                 errors.append(str(e))
-        assert not errors or len(errors) == 2 and errors[0] == errors[1], errors
+        assert not errors or (len(errors) == 2 and errors[0] == errors[1]), errors
 
     def skip(self):
         """The optimizer takes no step, as gradient scaling does."""
