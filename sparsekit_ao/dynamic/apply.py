@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from ..calibration import Statistics
 from ..distributed import fill, full_tensor, is_sharded, local, placed_like, sum_over_ranks
 from ..errors import SparsityError
-from ..masking import finished, select
+from ..masking import select
 from ..scores import keyed_generator
+from ..selection import finished
 from ..sparsifiers.config import TensorGroup
 from .budgets import Budgets
 from .choose import choose

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..distributed import has_process_group
 from ..errors import SparsityError
-from ..masking import finished
+from ..selection import finished
 from ..sparsifiers.config import Place, TensorGroup
 from ..sparsifiers.optimizers import unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
