@@ -62,7 +62,7 @@ def workspace_of(update: Update, limits: Limits) -> int:
         gathered = sum(prod(s.shape) for s in update.scopes if not _are_contiguous(s))
     elif is_free and width % KEY == 0:
         gathered = 0  # decisions, written last, hold the keys
-    passes = PASS * first.members[0].window.element_size()
+    passes = PASS * (KEY if is_stored else first.members[0].window.element_size())
     samples = KEY * power_of_two(min(limits.samples, width // 4))
     return stored + (gathered // GATHERED + samples + passes) * rows
 
