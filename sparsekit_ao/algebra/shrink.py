@@ -21,7 +21,7 @@ SHORT = 16  # elements that are added in their own dtype where the sum must be e
 SEGMENT = 1024  # elements that are added in their own dtype; longer blocks have float64 numbers
 STEPS = 64  # guarded Newton steps at most, if no limit is given
 FIXED = 3  # Newton steps that all blocks make before those that need more are separated; those make one, ...
-ROUNDS = 8  # ... and are separated again, so often before their steps are guarded
+ROUNDS = 4  # ... and are separated again, so often before their steps are guarded
 FEW = 0.75  # open blocks are separated if they are fewer than this fraction; to do so costs as 4 elements more
 _FAR = 2.0  # Newton steps that multiply s by more than this are lengthened
 
@@ -229,7 +229,7 @@ class _Root:
     def __init__(self, v: Tensor, c: Tensor, dim: int, buffers: Buffers, steps: _Steps) -> None:
         self.v, self.c, self.dim, self.buffers, self.steps = v, c, dim, buffers, steps
         limits = torch.finfo(v.dtype)
-        self.step, self.noise, self.tiny = limits.eps**0.5 / 4, 4 * limits.eps, limits.tiny
+        self.step, self.noise, self.tiny = limits.eps**0.5 / 2, 4 * limits.eps, limits.tiny
         self.parts = [
             (*own, *(work := buffers("work", (2, *own[0].shape), v)).unbind(), work) for own in _parts(dim, v, c)
         ]
