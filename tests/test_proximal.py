@@ -408,6 +408,31 @@ def test_a_learning_rate_of_zero_and_a_tensor_without_gradient_change_nothing():
     assert all(torch.equal(layer.weight, b) for layer, b in zip(model, before, strict=True))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_tensor_without_gradient_stays_in_the_step_that_shrinks_others(kind):
+    model = nn.Sequential(linear(), linear(), linear())
+    model[2].weight.requires_grad_(False)
+    optimizer = kind(model.parameters(), lr=0.1)
+    sparsifier = ProximalSparsifier(strength=0.1, optimizer=optimizer)
+    sparsifier.prepare(model, [{"tensor_fqn": f"{k}.weight"} for k in range(3)])
+    before = [layer.weight.detach().clone() for layer in model]
+
+    def closure():  # gradients that appear inside of the step count too, and so do those that are freed there
+        optimizer.zero_grad()
+        loss = model[0](torch.ones(2, 8)).square().sum()
+        loss.backward()
+        return loss
+
+    for step in range(2):
+        optimizer.step(closure)
+        twin = copy.deepcopy((model, optimizer, sparsifier))
+        for own, _, one in ((model, optimizer, sparsifier), twin):
+            moved = own[0].weight.detach().clone()
+            one.step()
+            assert not torch.equal(own[0].weight, moved)
+            assert all(torch.equal(own[k].weight, before[k]) for k in (1, 2))
+
+
 def test_nothing_happens_while_updates_are_disabled():
     model = linear()
     sparsifier = ProximalSparsifier(nnz=2, conditioner=None)

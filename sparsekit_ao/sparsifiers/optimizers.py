@@ -1,6 +1,6 @@
 """Optimizers inside the wrappers of trainers, which of them trains a parameter, and how many steps each has taken."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,26 +32,32 @@ def options_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any] | N
 
 
 class StepCounts:
-    """Counts the steps of optimizers; a step that gradient scaling skipped does not count.
+    """Counts the steps of optimizers by which each parameter was moved.
+
+    A step that gradient scaling skipped does not count, nor one for which a parameter had no gradient.
 
     Attributes:
         optimizers: those that are counted.
         counts: steps of each since it was attached.
-        used: {name of a parameter: steps of its optimizer at the last `use`}; -1 where a loaded state waits for one.
+        moved: for each optimizer, {index of a parameter: the step that moved it last}.
+        used: {name of a parameter: the last step that was considered}; -1 where a loaded state waits for one.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self.counts: list[int] = []
+        self.moved: list[dict[int, int]] = []
         self.used: dict[str, int] = {}
+        self._ready: list[set[int]] = []  # indices of parameters that had gradients before the step
         self._handles: list[Any] = []
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps of these optimizers instead of the present ones."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers, self.counts = list(optimizers), [0] * len(optimizers)
-        self._handles = [o.register_step_post_hook(self._after) for o in self.optimizers]
+        self.optimizers = list(optimizers)
+        self._begin()
+        self._watch()
 
     def trainer_of(self, parameter: Tensor, name: str) -> int:
         """The index of the one optimizer that trains a parameter; an error if there is none, or several."""
@@ -64,28 +70,50 @@ class StepCounts:
         return found[0]
 
     def stepped(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Names of those whose optimizer has stepped since their last `use`."""
-        return [n for n, p in parameters.items() if self._taken(p, n) > self.used.get(n, 0)]
+        """Names of those whose optimizer has moved them since their last `use`."""
+        return [n for n, p in parameters.items() if self._last(p, n) > self.used.get(n, 0)]
 
     def use(self, parameters: Mapping[str, Tensor]) -> None:
         """Note that the steps up to now have been considered for these."""
-        self.used |= {n: self._taken(p, n) for n, p in parameters.items()}
+        self.used |= {n: self._last(p, n) for n, p in parameters.items()}
 
     def restore(self, stepped: Iterable[str]) -> None:
         """Begin with the result that `stepped` had when it was saved."""
-        self.counts, self.used = [0] * len(self.optimizers), dict.fromkeys(stepped, -1)
+        self._begin()
+        self.used = dict.fromkeys(stepped, -1)
 
     def restored(self) -> list[str]:
         """Names that were restored and not used since."""
         return [n for n, count in self.used.items() if count < 0]
 
-    def _taken(self, parameter: Tensor, name: str) -> int:
-        return self.counts[self.trainer_of(parameter, name)] if self.optimizers else 0
+    def _begin(self) -> None:
+        self.counts = [0] * len(self.optimizers)
+        self.moved, self._ready = [{} for _ in self.counts], [set() for _ in self.counts]
+
+    def _watch(self) -> None:
+        self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
+        self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
+
+    def _last(self, parameter: Tensor, name: str) -> int:
+        """The step that moved a parameter last; 0 if none has."""
+        if not self.optimizers:
+            return 0
+        at = self.trainer_of(parameter, name)
+        return self.moved[at].get(next(k for k, p in _parameters(self.optimizers[at]) if p is parameter), 0)
+
+    def _index(self, optimizer: Optimizer) -> int:
+        return next(k for k, o in enumerate(self.optimizers) if o is optimizer)
+
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._ready[self._index(optimizer)] = _with_gradients(optimizer)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A step that frees gradients had them before; one with a closure has them after."""
         skipped = getattr(optimizer, "found_inf", None)  # set by GradScaler where the optimizer itself skips
         if skipped is None or not bool(skipped > 0):
-            self.counts[next(k for k, o in enumerate(self.optimizers) if o is optimizer)] += 1
+            at = self._index(optimizer)
+            self.counts[at] += 1
+            self.moved[at] |= dict.fromkeys(self._ready[at] | _with_gradients(optimizer), self.counts[at])
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_handles"}
@@ -93,4 +121,12 @@ class StepCounts:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """A copy has the copied optimizers, and hooks of its own on them."""
         self.__dict__.update(state)
-        self._handles = [o.register_step_post_hook(self._after) for o in self.optimizers]
+        self._watch()
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
+    return enumerate(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _with_gradients(optimizer: Optimizer) -> set[int]:
+    return {k for k, p in _parameters(optimizer) if p.grad is not None}

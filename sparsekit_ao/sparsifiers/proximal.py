@@ -36,8 +36,8 @@ class ProximalSparsifier(PlannedSparsifier):
     gradients are dropped first. With a budget instead, the strength is the one that leaves exactly that many blocks in
     every scope (the mean of the last kept and the first dropped norm ||D v||).
 
-    A step that the optimizer has not taken (gradient accumulation, `GradScaler`) is none here either. Weights are
-    plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel every rank computes the same.
+    A step that the optimizer has not taken (gradient accumulation, `GradScaler`, a tensor without gradient) is none
+    here either. Weights are plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel every rank computes the same.
 
     Args:
         strength: >= 0: a number, or a function of the number of steps so far, such as `schedules.linear`. An entry
@@ -119,7 +119,7 @@ class ProximalSparsifier(PlannedSparsifier):
         self._counts.restore(before.restored())
 
     def step(self, use_path: bool = True) -> None:
-        """Apply the proximal operator to every tensor whose optimizer has stepped since the last call.
+        """Apply the proximal operator to every tensor that its optimizer has moved since the last call.
 
         Does nothing while `enable_mask_update` is False.
 
