@@ -43,6 +43,17 @@ def test_a_model_costs_at_most_the_budget(name, of):
     assert report.difference <= 1e-5 and small(x).shape == model(x).shape
 
 
+@pytest.mark.parametrize(
+    ("multiples", "groups", "width"),
+    [(None, 4, 2), ({"0.weight (s u) i 1 1": 4, "1.weight": 4}, 2, 4)],  # with these, no group loses channels
+)
+def test_of_couplings_that_divide_one_dimension_those_that_remove_most_are_chosen(multiples, groups, width):
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=4), nn.Conv2d(16, 2, 1))
+    small, report = shrink(model, torch.randn(2, 3, 5, 5), multiple_of=multiples)
+    assert (small[1].groups, *small[1].weight.shape[:2]) == (groups, 8, width)
+    assert report.left_out and all("it divides 0.weight[0] as" in t or "1.weight[0] as" in t for t in report.left_out)
+
+
 def test_with_one_step_more_a_model_would_cost_more():
     model, x, costs = mlp(4, 24, 48, 3), torch.randn(3, 4), []
 
