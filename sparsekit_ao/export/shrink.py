@@ -95,16 +95,19 @@ def shrink(
     _check_names(found, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
     multiples = {one.name: _number(multiple_of, one.name, 1) or multiple_for(model, one) for one in found.couplings}
     chosen, left = _chosen(model, found, ratio, multiples)
-    limits = {one.name: _number(max_sparsity, one.name, 1.0) for one in chosen}
-    if cost and not hasattr(model, "config"):
-        layers = [(layer, one.name) for one in chosen for layer in one.of_layers(model)]
-        chosen = [layer for layer, _ in layers]
-        multiples = {layer.name: multiples[name] for layer, name in layers}
-        limits = {layer.name: limits[name] for layer, name in layers}
+    layers = [
+        (layer, one.name)
+        for one in chosen
+        for layer in _layers(model, one, always=cost is not None and not hasattr(model, "config"))
+    ]
+    chosen = [layer for layer, _ in layers]
+    levels = {layer.name: _number(ratio, name, 0.0) for layer, name in layers}
+    multiples = {layer.name: multiples[name] for layer, name in layers}
+    limits = {layer.name: _number(max_sparsity, name, 1.0) for layer, name in layers}
 
     def counts(some: Sequence[Coupling], scores: _Scores) -> dict[str, int]:
         if cost is None:
-            return counts_at_levels(model, some, {one.name: _number(ratio, one.name, 0.0) for one in some}, multiples)
+            return counts_at_levels(model, some, levels, multiples)
         power = 2 if score is None else 1  # squares of norms add up, and saliencies do
         importances = {one.name: [rows**power for rows in scores[one.name]] for one in some}
         return counts_within(model, some, importances, cost, trial, multiples=multiples, limits=limits)
@@ -115,6 +118,12 @@ def shrink(
     removals = find_removals(masked, chosen, {one.name: multiples[one.name] for one in chosen})
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
     return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in [*left, *more]))
+
+
+def _layers(model: nn.Module, coupling: Coupling, always: bool) -> list[Coupling]:
+    """A coupling for each layer, where layers have different numbers of units, or always; else the coupling itself."""
+    differ = len({bound.grid for bound in coupling.bind(model)}) > 1
+    return coupling.of_layers(model) if differ or always else [coupling]
 
 
 def _pruned(
