@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hf_models
 import pytest
@@ -58,7 +59,7 @@ def test_of_couplings_that_divide_one_dimension_those_that_remove_most_are_chose
 def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own(of):
     blocks = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4)) for width in (4, 32)]
     model, hidden = nn.Sequential(*blocks), Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"})
-    model.config = nn.Module()  # layers of equal widths would keep equal numbers
+    model.config = SimpleNamespace()  # so layers of equal widths would keep equal numbers
     small, report = shrink(model, torch.randn(3, 4), 0.5, of=of, couplings=[hidden])
     widths = [block[0].out_features for block in small]
     assert widths == [2, 16] if of == "units" else 2 * parameters(small) <= parameters(model)
