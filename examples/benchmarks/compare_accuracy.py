@@ -285,7 +285,7 @@ def theirs(
 def torch_pruned(
     task: Any, model: nn.Module, importance: str, is_global: bool, ratio: float, keeps_stream: bool
 ) -> nn.Module:
-    """A fraction of channels removed, as its README shows; the last layer, and perhaps the residual stream, are kept."""
+    """A fraction of channels removed, as its README shows; the last layer keeps its outputs, the stream may, too."""
     import torch_pruning as tp
 
     scorer = getattr(tp.importance, importance)()
