@@ -3,6 +3,7 @@
 Both classes are `ValueError`s, so code that catches those keeps working.
 """
 
+import torch
 from torch import nn
 
 __all__ = ["CouplingError", "SparsityError"]
@@ -32,11 +33,13 @@ class CouplingError(SparsityError):
 
 
 def checked_model(model: object, where: str) -> nn.Module:
-    """The model; raises unless it is a module.
+    """The model; raises unless it is a module that can be modified.
 
     >>> checked_model(nn.ReLU(), "report")
     ReLU()
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SparsityError(f"{where}: model is scripted or traced; give the one that was passed to torch.jit")
     if isinstance(model, nn.Module):
         return model
     hint = "; pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""

@@ -41,7 +41,8 @@ def _aot():
 
 def _older_aot(release):
     environment = dict(os.environ) | {"TRITON_CACHE_DIR": tempfile.mkdtemp()}
-    return [sys.executable, str(HERE / "older_aot_child.py"), release], environment
+    every = ["--every"] if EXHAUSTIVE else []
+    return [sys.executable, str(HERE / "older_aot_child.py"), release, *every], environment
 
 
 def _interpreter():

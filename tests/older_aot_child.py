@@ -1,8 +1,9 @@
 """Compiles every form of the kernels with another release of triton; prints what `aot_child.py` prints for sm_90.
 
-    python tests/older_aot_child.py 3.4
+    python tests/older_aot_child.py 3.4 [--every]
 
-Takes a release, whose wheel pip downloads, or a folder that holds the package. Exits with 77 if there is no such wheel.
+Takes a release, whose wheel pip downloads, or a folder that holds the package; options go to `aot_child.py`. Exits with
+77 if there is no such wheel.
 """
 
 import os
@@ -31,7 +32,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join([installed(sys.argv[1], folder), str(Path(__file__).parent.parent), *sys.path[1:]])
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-        command = [sys.executable, str(Path(__file__).parent / "aot_child.py"), ARCH]
+        command = [sys.executable, str(Path(__file__).parent / "aot_child.py"), ARCH, *sys.argv[2:]]
         sys.exit(subprocess.run(command, env=environment).returncode)
 
 

@@ -42,9 +42,11 @@ def cases():
     """Needs TRITON_INTERPRET=1."""
     if not INTERPRETS:
         return []
+    import interpreting
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
+    interpreting.speed_up()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("shard",))
     found = []
     for dim, pattern, dtype, kind in PLAIN + (MORE if EXHAUSTIVE else []):

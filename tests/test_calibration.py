@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -317,54 +316,6 @@ def test_a_step_without_statistics_tells_how_to_collect_them():
     sparsifier.calibrate([torch.ones(1, 4)], lambda model, x: model["used"](x))
     with pytest.raises(SparsityError, match=r"unused.weight: wanda\(\) needs input_square"):
         sparsifier.step()
-
-
-# over ranks
-
-
-def rank_cases():
-    def sums():
-        rank = torch.distributed.get_rank()
-        torch.manual_seed(0)
-        model, data = mlp(), torch.randn(8, 8)
-        sparsifier = prepared(model, nnz=2, scope_shape=(1, 2))
-        sparsifier.calibrate([data[:3] if rank == 0 else data[3:]])
-        found = sparsifier.statistics["2.weight"]
-        hidden = model[1](model[0](data)).detach()
-        torch.testing.assert_close(found.input_square[0], hidden.square().sum(0))
-        assert found.tokens == 8
-
-    def unreached():
-        rank = torch.distributed.get_rank()
-        sparsifier = prepared(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
-        sparsifier.calibrate([torch.ones(1, 4)], lambda model, x: model[rank](x))
-        assert all(s.tokens == 1 for s in sparsifier.statistics.values()) and len(sparsifier.statistics) == 2
-
-    def sharded():
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        rank, mesh = torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
-        torch.manual_seed(0)
-        one, data = prepared(mlp()), torch.randn(8, 8)
-        many = prepared(copy.deepcopy(mlp()))
-        many.model.load_state_dict(one.model.state_dict())
-        for layer in (many.model[0], many.model[2], many.model):
-            fully_shard(layer, mesh=mesh)
-        one.calibrate([data])  # every rank sums it, which doubles all numbers
-        many.calibrate([data[rank::2]])
-        for sparsifier in (one, many):
-            sparsifier.step()
-        for name in one.state:
-            assert torch.equal(many.mask(name).full_tensor(), one.mask(name))
-        with pytest.raises(SparsityError, match="0.weight: gradient statistics need whole weights"):
-            many.calibrate([data], loss, needs=["gradient"])
-
-    return [("sums", sums), ("unreached", unreached), ("sharded", sharded)]
-
-
-def test_statistics_are_summed_over_ranks(tmp_path):
-    assert run_ranks(2, tmp_path, rank_cases) == dict.fromkeys(("sums", "unreached", "sharded"))
 
 
 def test_sums_are_float32_under_autocast_and_recorded_in_inference_mode():

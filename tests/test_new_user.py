@@ -25,6 +25,7 @@ from sparsekit_ao import (
     ScopeSpec,
     SparsityError,
     coupling,
+    dynamic,
     export,
     keep_mask,
     one_shot,
@@ -116,6 +117,21 @@ def test_a_layer_that_was_replaced_after_prepare_is_named():
     sparsifier.step()  # once
     with pytest.warns(UserWarning, match="squash_mask: 2.weight: its layer was replaced or removed"):
         sparsifier.squash_mask()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_scripted_modules_are_refused_and_left_alone_beside_others():
+    scripted = torch.jit.script(nn.Linear(8, 4))
+    with pytest.raises(SparsityError, match="prepare: model is scripted or traced; give the one that"):
+        prepared(scripted, [{"tensor_fqn": "weight"}])
+    model = nn.Sequential(nn.Linear(8, 8), scripted)
+    with pytest.raises(SparsityError, match="'1.weight' is in a scripted or traced module, .*prune the model before"):
+        prepared(model, [{"tensor_fqn": "1.weight"}])
+    sparsifier = prepared(model)
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight"]
+    sparsifier.step()
+    model(torch.ones(2, 8)).sum().backward()
+    sparsifier.squash_mask()
 
 
 def test_weights_without_values_after_prepare():
@@ -299,6 +315,7 @@ def entry(**keys):
 
 
 MISTAKES = {
+    "resume: masks must be a dict of names and masks, got 3": lambda: dynamic.inits.resume(3),
     "sparsity level must lie in [0, 1], got 50; it is a fraction, so 50 % is 0.5": entry(sparsity_level=50),
     "must lie in [0, 1], got a Tensor, which is no number": entry(sparsity_level=torch.tensor(0.5)),
     "got patterns.n_m(2, 4); give a pattern as pattern=": lambda: ScopeSparsifier(patterns.n_m(2, 4)),

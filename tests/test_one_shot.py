@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hf_models import make
-from ranks import run_ranks
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, export, one_shot, patterns
@@ -574,24 +573,6 @@ def test_the_report_prints_and_plots(tmp_path):
     assert set(report.metrics()) == {"seconds", *(f"output_error/{r.tensor}" for r in report)}
     report.plot(tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000
-
-
-def rank_cases():
-    def same_masks():
-        rank, batches = torch.distributed.get_rank(), correlated()
-        sparsifier = prepared()
-        one_shot(sparsifier, batches[rank::2])
-        sparsifier.check()
-        for name in sparsifier.state:
-            both = [torch.empty_like(sparsifier.mask(name).int()) for _ in range(2)]
-            torch.distributed.all_gather(both, sparsifier.mask(name).int())
-            assert torch.equal(*both)
-
-    return [("same masks", same_masks)]
-
-
-def test_ranks_with_batches_of_their_own_choose_the_same_masks(tmp_path):
-    assert run_ranks(2, tmp_path, rank_cases) == {"same masks": None}
 
 
 def test_the_joint_saliency_of_single_elements_is_obs():

@@ -1,12 +1,14 @@
 """Over 2, 4 and (exhaustive) 3 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn for each.
 
-The cases are in `sharded_selection`, `sharded_kernels`, `sharded_fsdp`, `sharded_training` and `sharded_dynamic`.
+The cases are in the modules `sharded_*`.
 """
 
 import sys
 import warnings
 
 import pytest
+import sharded_calibration
+import sharded_ddp
 import sharded_dynamic
 import sharded_fsdp
 import sharded_kernels
@@ -24,6 +26,8 @@ def cases_of_two():
     yield from sharded_fsdp.cases()
     yield from sharded_training.cases_of_two()
     yield from sharded_dynamic.cases_of_two()
+    yield from sharded_ddp.cases()
+    yield from sharded_calibration.cases()
     yield from sharded_kernels.cases()
 
 

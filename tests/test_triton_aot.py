@@ -9,11 +9,12 @@ import re
 import background
 import pytest
 from background import ARCHES, OLDER_TRITON
+from grids import EXHAUSTIVE
 from older_aot_child import NOT_AVAILABLE
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 REGISTERS = 128  # so that an SM holds 16 warps
-SECONDS = 5  # of a processor, to compile one kernel; the slowest takes about one
+STATEMENTS = 5_400  # of a kernel's program (PTX), about twice those of the longest: compilation takes time with them
 KERNELS = {
     *("fused", "score", "fill", "sample", "bracket", "narrow", "histogram", "tie", "mark"),
     *("threshold", "condition"),
@@ -55,9 +56,9 @@ def test_registers_stay_within_the_limit(lines):
     assert [line for line in lines if line["registers"] > REGISTERS] == []
 
 
-def test_no_kernel_takes_long_to_compile(lines):
-    assert all(line["seconds"] > 0 for line in lines)
-    assert [line for line in lines if line["seconds"] > SECONDS] == []
+def test_no_kernel_is_long(lines):
+    assert all(line["statements"] > 0 for line in lines)
+    assert [line for line in lines if line["statements"] > STATEMENTS] == []
 
 
 def test_products_are_rounded_before_they_are_added(lines):
@@ -71,8 +72,8 @@ def test_the_hot_kernels_read_and_write_vectors_and_exchange_nothing(lines):
     assert len(found) == 2 * len(ARCHES)
     assert all(line["wide loads"] and line["wide stores"] and line["shared"] <= 32 for line in found)
     for kernel, case, what in (
-        ("score", "32x32 over a tensor", "wide loads"),
-        ("fill", "32x32 over a tensor", "wide stores"),
+        ("score", "32x32 in scopes of 64x64", "wide loads"),
+        ("fill", "32x32 in scopes of 64x64", "wide stores"),
         ("narrow", "1x1 over a tensor", "wide loads"),
         ("mark", "1x1 over a tensor", "wide stores"),
         ("threshold", "soft threshold of 1x16", "wide stores"),
@@ -95,6 +96,11 @@ def test_the_number_of_tensors_compiles_few_kernels(lines):
         "2:4 of 2 tensors",
         "2:4 of 17 tensors",
     ]
-    own = [line for line in lines if line["case"].startswith("1x1 over each of") and line["arch"] == 90]
-    assert {line["case"] for line in own} == {"1x1 over each of 2 tensors"}
-    assert {line["kernel"] for line in own} == {"sample", "bracket", "narrow", "histogram", "tie", "mark"}
+    long_rows = {"": {"histogram", "tie", "mark"}}
+    if EXHAUSTIVE:
+        long_rows[", narrowed"] = {"sample", "bracket", "narrow", "histogram", "tie", "mark"}
+    for kind, kernels in long_rows.items():
+        named = re.compile(rf"1x1 over each of \d+ tensors{kind}")
+        own = [line for line in lines if named.fullmatch(line["case"]) and line["arch"] == 90]
+        assert {line["case"] for line in own} == {f"1x1 over each of 2 tensors{kind}"}
+        assert {line["kernel"] for line in own} == kernels

@@ -6,8 +6,6 @@ themselves are in `interpreted_kernels.py`.
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import background
@@ -40,21 +38,3 @@ def test_cpu_tensors_are_refused_when_triton_is_requested():
         with pytest.raises(SparsityError, match='works on CUDA tensors .* got cpu. Use impl="auto"'):
             call()
     assert not mask.any()
-
-
-def test_without_triton_only_requesting_it_is_an_error(tmp_path):
-    code = """
-import importlib.util, torch
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
-from sparsekit_ao import SparsityError
-from sparsekit_ao.selection import keep_mask
-assert keep_mask(torch.tensor([[1.0, 2.0]]), 1).tolist() == [[False, True]]
-try:
-    keep_mask(torch.ones(1, 2), 1, impl="triton")
-except SparsityError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('impl="triton" cannot take this: triton is not installed')

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,28 +61,25 @@ def empty(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A launch that was compiled: the kernel's name without suffix, its form, and what the clock counted meanwhile."""
+    """A launch that was compiled: the kernel's name without suffix, what was compiled, and its form."""
 
     name: str
     kernel: Any
     form: Any
-    seconds: float
 
 
 Launcher = Callable[[], None]
 
 
 @contextmanager
-def compiling(clock: Callable[[], float] = time.process_time) -> Iterator[Callable[[int, Launcher], list[Compiled]]]:
+def compiling() -> Iterator[Callable[[int, Launcher], list[Compiled]]]:
     """A function that compiles what a launcher would launch on a GPU of an architecture."""
     found: list[Compiled] = []
     launch, active = JITFunction.run, dict(vars(driver))
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        begin = clock()
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        name = self.__name__.removesuffix("_kernel")
-        found.append(Compiled(name, kernel, options.get("FORM"), clock() - begin))
+        found.append(Compiled(self.__name__.removesuffix("_kernel"), kernel, options.get("FORM")))
 
     def compiled(arch: int, launcher: Launcher) -> list[Compiled]:
         found.clear()

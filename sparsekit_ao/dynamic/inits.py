@@ -68,7 +68,13 @@ def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
 
 
 def resume(masks: Mapping[str, Any] | None = None) -> Init:
-    """The zeros that the model's weights have, or saved masks (see `lottery_ticket`)."""
+    """The zeros that the model's weights have, or saved masks (see `lottery_ticket`).
+
+    Raises:
+        SparsityError: `masks` is no mapping of names to masks.
+    """
+    if masks is not None and not isinstance(masks, Mapping):
+        raise SparsityError(f"resume: masks must be a dict of names and masks, got {masks!r}")
     return Init(name="resume", masks={} if masks is None else masks)
 
 

@@ -89,6 +89,8 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
 
 def parametrized_names(module: nn.Module) -> list[str]:
     """The tensors of a module that have parametrizations; none of a wrapper that passes on those of what it wraps."""
+    if isinstance(module, torch.jit.ScriptModule):  # whose dicts are others
+        return []
     found = module._modules.get("parametrizations")
     return list(found) if isinstance(found, nn.ModuleDict) else []
 

@@ -306,6 +306,11 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
         is_class = key == "module" and isinstance(entry.get(key), (type, list, tuple))
         if key in entry and not is_class and entry[key] is not found[key] and entry[key] != found[key]:
             raise SparsityError(f"{where}{key!r} and 'tensor_fqn' disagree: {entry[key]!r} and {fqn!r}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SparsityError(
+            f"{where}{fqn!r} is in a scripted or traced module, whose weights cannot be masked; prune the model before "
+            "torch.jit"
+        )
     if find_mask(module, name) is not None:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")
     tensor = parameter_of(module, name)

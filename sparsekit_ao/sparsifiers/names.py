@@ -80,7 +80,7 @@ def exists(model: nn.Module, fqn: str) -> bool:
         module, name = owner_of(model, fqn)
     except AttributeError:
         return False
-    return isinstance(module._parameters.get(name), Tensor) or parametrize.is_parametrized(module, name)
+    return isinstance(dict(module._parameters.items()).get(name), Tensor) or parametrize.is_parametrized(module, name)
 
 
 def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:

@@ -1,13 +1,12 @@
-"""Two ranks under DDP: growth sees the reduced gradient, ranks agree without sending masks, `no_sync` included."""
+"""Cases for `test_sharded`, under DDP: growth sees the reduced gradient, ranks agree without sending masks."""
 
 import contextlib
-import datetime
-import multiprocessing
-import sys
+import functools
+import warnings
 
-import pytest
 import torch
 from growing import Recorder, batch, dense_gradients, mlp, weights
+from torch import distributed
 from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier
@@ -28,21 +27,6 @@ CASES = [  # rules, whether the first micro-batch synchronizes, whether DDP send
 ]
 
 
-def train_rank(rank, folder):
-    """All cases, one after the other."""
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    torch.set_num_threads(1)
-    for at, case in enumerate(CASES):
-        torch.save(train(rank, *case), f"{folder}/case{at}rank{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 def train(rank, name, syncs, broadcasts):
     """Half of every batch, in two micro-batches of which the first does not synchronize unless `syncs`."""
     arguments = {**RULES[name], "update_every": 2}
@@ -53,7 +37,9 @@ def train(rank, name, syncs, broadcasts):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     sparsifier = kind(sparsity_level=0.75, optimizer=optimizer, **arguments)
     sparsifier.prepare(model, None)
-    parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcasts)  # off: nobody sends masks
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates broadcast_buffers; off: nobody sends masks
+        parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcasts)
     worst = 0.0
     for step in range(1, 7):
         want = dense_gradients(model, step)
@@ -73,26 +59,17 @@ def train(rank, name, syncs, broadcasts):
     return [weights(model), masks, worst, updates]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where two ranks have saved what each case gave."""
-    found, spawn = tmp_path_factory.mktemp("ranks"), multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=train_rank, args=(k, str(found))) for k in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(240)
-        if rank.is_alive():
-            rank.terminate()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    return found
+def agree(name, syncs, broadcasts):
+    """Both ranks have one result, and growth saw the gradient of the whole batch."""
+    found = train(distributed.get_rank(), name, syncs, broadcasts)
+    both = [None, None]
+    distributed.all_gather_object(both, found)
+    for a, b in zip(*(tensors for *tensors, _, _ in both), strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    assert found[2] <= 1e-6
+    assert found[3] == ([2, 4, 6] if name == "RigL" else [6])
 
 
-@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="needs gloo")
-@pytest.mark.parametrize("at", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_two_ranks_agree(at, folder):
-    first, second = (torch.load(folder / f"case{at}rank{k}.pt") for k in range(2))
-    for a, b in zip(first[:2], second[:2], strict=True):
-        assert all(torch.equal(a[n], b[n]) for n in a)
-    assert first[2] <= 1e-6 and second[2] <= 1e-6
-    assert first[3] == ([2, 4, 6] if CASES[at][0] == "RigL" else [6])
+def cases():
+    for case in CASES:
+        yield "DDP " + "-".join(map(str, case)), functools.partial(agree, *case)
