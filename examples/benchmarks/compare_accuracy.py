@@ -6,8 +6,8 @@
 
 For every seed a network is trained, pruned by each method to at most the same fraction of its FLOPs, and each pruned
 network is trained on with the same batches. Torch-Pruning's ratio is searched by bisection, because it takes fractions
-of channels; its importances are tried within layers and global, and for the transformer also with a whole residual
-stream, as sparsekit_ao leaves it. Each run takes some minutes on one core. One row a
+of channels; its importances are tried within layers and global, and for the transformer global also with a whole
+residual stream, as sparsekit_ao leaves it. Each run takes some minutes on one core. One row a
 method (CSV): mean and standard deviation over the seeds of the accuracy (digits), or of the loss in nats for each byte
 (text), before and after the fine-tuning.
 """
@@ -229,7 +229,7 @@ def methods(task: Any, budget: float) -> dict[str, Callable[[nn.Module], nn.Modu
         found[f"sparsekit_ao {name}"] = lambda model, score=score: ours(task, model, score, budget)
     for name, importance in THEIRS.items():
         for scope in ("layer", "global") if task.is_accuracy or name != "scale" else ():
-            for stream in ("", ", residual stream kept") if not task.is_accuracy else ("",):
+            for stream in ("", ", residual stream kept") if scope == "global" and not task.is_accuracy else ("",):
                 found[f"Torch-Pruning {name}, {scope}{stream}"] = lambda model, i=importance, s=scope, r=stream: theirs(
                     task, model, i, s == "global", budget, keeps_stream=bool(r)
                 )
