@@ -102,7 +102,7 @@ FORMS = {  # the other forms, each at least once: for the architecture in the mi
     ),
     "2:4 of a slice that starts anywhere": update((8190, 8192), BF16, (1, 1), (1, 4), stride=(8193, 1), start=1),
     "1x4 over a tensor": update(WHOLE, BF16, (1, 4), (8192, 2048)),
-    "32x32 over a tensor, float32": update(WHOLE, F32, (32, 32), (256, 256)),
+    "32x32 over a tensor": update(WHOLE, BF16, (32, 32), (256, 256)),
     "signed rows of 1,000": rows(F32, 1000, False, True),
     "signed rows of 10, 64-bit": rows(BF16, 10, True, False),
     "signed rows of 2^19, 64-bit, float32": rows(F32, 1 << 19, True, True),
@@ -112,7 +112,7 @@ FORMS = {  # the other forms, each at least once: for the architecture in the mi
 COMBINED = {  # forms that combine what others have one by one: only with --every, or by name
     "1x1 over a tensor, float32": update(WHOLE, F32, (1, 1), WHOLE),
     **{f"1x1 over each of {n} tensors, narrowed": many(n, (1024, 1024), (1024, 1024)) for n in (2, 3, 16)},
-    "32x32 over a tensor": update(WHOLE, BF16, (32, 32), (256, 256)),
+    "32x32 over a tensor, float32": update(WHOLE, F32, (32, 32), (256, 256)),
     "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),
     "1x1 over a tensor beyond 2^31": update((65536, 65536), BF16, (1, 1), (65536, 65536)),
     "1x1 over a tensor, strided float32 as a second stage": update(

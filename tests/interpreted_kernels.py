@@ -169,7 +169,7 @@ def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
     """All modes of a narrowed select are taken by these rows, and each gives the reference's bits."""
     seen = []
     real = launch._bracket
-    monkeypatch.setattr(launch, "_bracket", lambda *a: seen.append(a[-1]) or real(*a))
+    monkeypatch.setattr(launch, "_bracket", lambda *a: seen.append(a[-1].state) or real(*a))
     width, samples = 4096, 1024
     limits = Limits(fused=6, tile=512, programs=4, narrow=16, samples=samples)
     random = torch.randn(width, generator=generator()).abs()
@@ -179,16 +179,19 @@ def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
     for row, keep in [(random, 200), (random * 0, 77), (hidden, 900), (crowded, 3800)]:
         for dtype in (torch.float32, torch.bfloat16):
             scores = row.to(dtype)[None]
-            found = gpu.keep_mask(scores, keep, None, magnitude=True, limits=limits)
+            own_buffers = dtype == torch.float32  # a mask that is read holds no gathered keys
+            candidates = torch.ones_like(scores, dtype=torch.bool) if own_buffers else None
+            found = gpu.keep_mask(scores, keep, candidates, magnitude=True, limits=limits)
             assert torch.equal(found, keep_mask(scores, keep, magnitude=True, impl="reference"))
             _, _, above, at_high, between, at_low, overflow, counted_apart, *_ = seen[-1][0].tolist()
             apart.add(counted_apart)
             second, third = above + at_high, above + at_high + between
             if second < keep <= third:
-                modes.add("overflow" if overflow else "inside")
+                modes.add(("overflow" if overflow else "inside", own_buffers))
             else:
-                modes.add("known" if above < keep <= third + at_low else "missed")
-    assert modes == {"known", "inside", "overflow", "missed"}
+                modes.add(("known" if above < keep <= third + at_low else "missed", own_buffers))
+    assert modes >= {(mode, own) for mode in ("inside", "overflow", "missed") for own in (False, True)}
+    assert {mode for mode, _ in modes} == {"known", "inside", "overflow", "missed"}
     assert apart == {0, 1}  # keys equal to the ends of the bracket are gathered, or counted
 
 
@@ -672,7 +675,7 @@ class Allocated(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize(("block", "most"), [((1, 1), 10), ((32, 32), 1), ((1, 4), 32)])
+@pytest.mark.parametrize(("block", "most"), [((1, 1), 1), ((32, 32), 1), ((1, 4), 32)])
 def test_tensors_take_turns_so_that_the_workspace_is_a_sixteenth_of_the_elements(block, most, monkeypatch):
     """Of 64 weights of 16 million elements; tables are not workspace."""
     for module in (device_plan, launch):
@@ -688,6 +691,82 @@ def test_tensors_take_turns_so_that_the_workspace_is_a_sixteenth_of_the_elements
         gpu.scope_masks([Update(scopes=(Scopes(members=(m,), shape=grid),), keep=1) for m in found])
     assert max(allocated.turns) <= weights.numel() // 16 + (8 << 20) and len(allocated.turns) <= most
     assert len(gpu_turns.turns([by_row((4096, 4096), 4)] * 64, FUSED)) == 1  # no workspace, one launch
+
+
+def in_memory(layout, shape=(8, 16)):
+    """Values, and a bool mask of the same strides unless it is a "float mask"."""
+    values = integers(shape)
+    if layout == "transposed":
+        values = integers(shape[::-1]).t()
+    if layout == "slice":
+        values = integers((shape[0], shape[1] + 8))[:, : shape[1]]
+    if layout == "unaligned":
+        values = integers((shape[0] * shape[1] + 1,))[1:].view(shape)
+    mask = torch.empty_strided(shape, values.stride(), dtype=torch.float32 if layout == "float mask" else torch.bool)
+    return values, mask.fill_(layout == "second stage")
+
+
+LAYOUTS = {  # whether the mask holds the gathered keys
+    "row-major": True,
+    "transposed": False,
+    "slice": False,
+    "unaligned": False,
+    "float mask": False,
+    "second stage": False,
+    "masked": False,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_are_gathered_in_masks_that_are_free(layout):
+    values, mask = in_memory(layout)
+    more = {"among_kept": layout == "second stage", "masked": layout == "masked"}
+    for scope in ((8, 16), (4, 16))[: 1 + LAYOUTS[layout]]:
+        update = Update(scopes=(scopes(values, (1, 1), scope, mask=mask),), keep=5, **more)
+        (radix,) = make_plan([update], NARROWED).radix
+        assert radix.buffers == (0 if LAYOUTS[layout] else radix.spans)
+        expected = copied(update.scopes)
+        scope_masks([replace(update, scopes=tuple(expected))], impl="reference")
+        gpu.scope_masks([update], NARROWED)
+        assert torch.equal(mask, expected[0].members[0].mask)
+
+
+def test_one_budget_over_masks_that_are_free_and_others():
+    groups = [scopes(v, (1, 1), v.shape, mask=m) for v, m in map(in_memory, ("row-major", "slice", "row-major"))]
+    (radix,) = make_plan([Update(scopes=tuple(groups), keep=100)], NARROWED).radix
+    assert 0 < radix.buffers < radix.spans
+    for keep in (100, 384):
+        agree(groups, keep, NARROWED)
+
+
+@pytest.mark.parametrize("kernel", ["histogram_kernel", "mark_kernel"])
+def test_an_interruption_leaves_no_gathered_keys_in_a_mask(kernel, monkeypatch):
+    values, mask = in_memory("row-major")
+    expected, real, calls = torch.zeros_like(mask), device_plan.run, []
+    scope_mask([scopes(values, (1, 1), (8, 16), mask=expected)], 50, impl="reference")
+
+    def interrupted(found, *arguments, **constants):
+        calls.append(found.__name__)
+        if found.__name__ == kernel and calls.count(kernel) == 1:
+            raise KeyboardInterrupt
+        real(found, *arguments, **constants)
+
+    monkeypatch.setattr(device_plan, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.scope_masks([Update(scopes=(scopes(values, (1, 1), (8, 16), mask=mask),), keep=50)], NARROWED)
+    assert torch.equal(mask, expected)
+
+
+def test_many_scopes_of_one_tensor_take_turns():
+    found = gpu_turns.turns([by_row((8192, 28_672), 28_672)], FUSED)
+    assert max(gpu_turns.workspace_of(update, FUSED) for (update,) in found) <= FUSED.workspace
+    counts = [update.scopes[0].scope_grid[0] for (update,) in found]
+    assert sum(counts) == 8192 and not any(n % 16 for n in counts)  # so that addresses stay multiples of 16 bytes
+    values, mask = in_memory("slice", (6, 32))
+    limits, keep = replace(NARROWED, workspace=1000), torch.tensor([[0], [17], [40]])
+    group = scopes(values, (1, 1), (2, 32), mask=mask)
+    assert len(gpu_turns.turns([Update(scopes=(group,), keep=keep)], limits)) == 3
+    agree([group], keep, limits)
 
 
 def test_masks_of_tensors_that_take_turns_are_the_references():

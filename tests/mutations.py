@@ -93,7 +93,7 @@ MUTATIONS = [
         ["test_weight_norm.py"],
     ),
     ("masking/parametrization.py", "self.mask.fill_(True)", "pass", ["test_masking.py", "test_dynamic_meta.py"]),
-    ("masking/finish.py", "        raise\n", "        pass\n", ["test_faults.py"]),
+    ("selection/finish.py", "        raise\n", "        pass\n", ["test_faults.py"]),
     ("dynamic/apply.py", "masked_fill_(local(changed[k]), 0)", "masked_fill_(local(changed[k]), 1)", DYNAMIC),
     ("dynamic/apply.py", "reset_state(optimizers, weights[k], changed[k])", "pass", DYNAMIC),
     ("dynamic/apply.py", "        set_budgets()\n", "", DYNAMIC),

@@ -100,9 +100,31 @@ def test_whether_an_update_can_happen_is_read_once_for_all_gradients_and_optimiz
             with Reads() as counted:
                 capture._after(optimizers[1], (), {})
                 assert counted.count == 0
-                assert capture.is_ready(True, {}) is expected
+                assert bool(capture.is_ready(True, {})) is expected
             assert counted.count == 1
     assert capture.restorable() == [True, False, True]
+
+
+@pytest.mark.parametrize("settings", [{"grow": "momentum", "redistribute": "momentum"}, {"prune": "global"}])
+def test_whether_an_update_happens_is_read_with_what_its_budgets_depend_on(settings, monkeypatch):
+    model, optimizer, sparsifier = prepared(update_every=2, **settings)
+    train(model, optimizer, sparsifier, range(1, 2))
+    assert sparsifier.settings.can_choose_first
+    before = {name: m.clone() for name, m in model.state_dict().items()}
+    reads = []
+    real = choose.read_numbers
+    monkeypatch.setattr(choose, "read_numbers", lambda found: reads.append(found) or real(found))
+    for value, happens in ((torch.nan, False), (1.0, True)):
+        momenta = {g["tensor_fqn"]: torch.randn(original(g).shape) for g in sparsifier.groups}
+        momenta["2.weight"][0, 0] = value
+        monkeypatch.setattr(sparsifier._capture, "momenta", lambda found=momenta: found)
+        sparsifier._capture.gradients, sparsifier._capture.stepped = momenta, [True]
+        reads.clear()
+        sparsifier._pending, earlier = True, sparsifier.last_update
+        sparsifier._update_all()
+        assert len(reads) == 1 and isinstance(reads[0][-1], torch.Tensor)  # the last is whether it happens
+        assert (sparsifier.last_update is not earlier) is happens
+        assert happens or all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_an_update_that_needs_no_gradient_reads_nothing():

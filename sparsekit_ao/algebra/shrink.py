@@ -17,11 +17,12 @@ from ..errors import SparsityError
 from .elements import Buffers
 
 PART = 1 << 18  # elements on CPU that are computed together, so that their intermediate values stay in cache
+SHORT = 16  # elements that are added in their own dtype where the sum must be exact
 SEGMENT = 1024  # elements that are added in their own dtype; longer blocks have float64 numbers
 STEPS = 64  # guarded Newton steps at most, if no limit is given
-FIXED = 3  # Newton steps that all blocks make before those that need more are separated, ...
-ROUNDS = 4  # ... how often, before their steps are guarded
-FEW = 0.75  # kept blocks are separated from the others if they are fewer than this fraction
+FIXED = 3  # Newton steps that all blocks make before those that need more are separated; those make one, ...
+ROUNDS = 4  # ... and are separated again, so often before their steps are guarded
+FEW = 0.75  # open blocks are separated if they are fewer than this fraction; to do so costs as 4 elements more
 _FAR = 2.0  # Newton steps that multiply s by more than this are lengthened
 
 
@@ -75,22 +76,16 @@ def shrink_conditioned(
         c = torch.div(_along(t.to(v.dtype), dim), h, out=buffers("c", v.shape, v))
         return _shrink_single(v, c, buffers)
     steps = _Steps(atol, max_iter)
-    force, s = _start(v, h, t, dim, buffers, steps)
-    limits = torch.finfo(v.dtype)
-    is_safe = (~(force > t) | ((s > 0) & s.isfinite())) & ~force.isnan() & (t > limits.tiny**0.5 / limits.eps)
-    is_kept = (force > t) & is_safe
-    if int(is_kept.sum()) < FEW * is_kept.numel():
-        at = is_kept.nonzero().squeeze(-1)
-        own, metric = (_blocks_at(x, at, dim, buffers(name, x.shape, x)) for x, name in ((v, "v kept"), (h, "h kept")))
-        w = buffers("w", v.shape, v).zero_()
-        w.index_copy_(1 + dim, at, _shrink_kept(own, metric, _of(t, at), s[at], None, dim, buffers, steps))
-    else:
-        w = _shrink_kept(v, h, t, s, is_kept, dim, buffers, steps)
-    if not bool(is_safe.all()):
-        at = (~is_safe).nonzero().squeeze(-1)
-        unsafe = _shrink_carefully(_blocks_at(v, at, dim), _blocks_at(h, at, dim), _of(t, at), dim, steps)
-        w.index_copy_(1 + dim, at, unsafe)
-    return w
+    s, unsafe = _start(v, h, t, dim, buffers, steps)
+    if unsafe is not None:
+        own, metric = (_blocks_at(x, unsafe, dim) for x in (v, h))
+        careful = _shrink_carefully(own, metric, _of(t, unsafe), dim, steps)
+    c = buffers("c", v.shape, v)  # may be the memory of h
+    for metric, out in _parts(dim, h, c):
+        torch.div(_along(t.to(v.dtype), dim), metric, out=out)
+    root = _Root(v, c, dim, buffers, steps)
+    w = root.solution(root.find(s, s > 0))
+    return w if unsafe is None else w.index_copy_(1 + dim, unsafe, careful)
 
 
 def norms(v: Tensor, dim: int = -1, buffers: Buffers | None = None) -> Tensor:
@@ -105,16 +100,20 @@ def norms(v: Tensor, dim: int = -1, buffers: Buffers | None = None) -> Tensor:
     return torch.where(is_safe, total.sqrt(), wide.to(total.dtype))
 
 
-def sums(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def sums(x: Tensor, dim: int, is_exact: bool = False) -> Tensor:
     """Sums over `dim` (negative): pairwise in segments, which are added in float64 where there are several.
 
-    A single segment is added in `dtype`, by default its own.
+    With `is_exact` at most `SHORT` numbers are added in their own dtype.
     """
-    size = x.shape[dim]
-    if size <= SEGMENT:
-        return x.sum(dim, dtype=dtype)
-    whole = size // SEGMENT * SEGMENT
-    parts = x.narrow(dim, 0, whole).unflatten(dim, (-1, SEGMENT)).sum(dim)
+    size, segment = x.shape[dim], SHORT if is_exact else SEGMENT
+    if is_exact and dim == -1 and SHORT < size <= SEGMENT:
+        return x.sum(-1, dtype=torch.float64)
+    if size <= SHORT and dim == -1 and x.is_contiguous():  # a product with ones is faster than the sum of short rows
+        return torch.mv(x.view(-1, size), x.new_ones(size)).view(x.shape[:-1])
+    if size <= segment:
+        return x.sum(dim)
+    whole = size // segment * segment
+    parts = x.narrow(dim, 0, whole).unflatten(dim, (-1, segment)).sum(dim)
     total = parts.sum(dim, dtype=torch.float64)
     return total + x.narrow(dim, whole, size - whole).sum(dim) if whole < size else total
 
@@ -138,15 +137,17 @@ def _blocks_at(x: Tensor, at: Tensor, dim: int, out: Tensor | None = None) -> Te
 
 def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """A product in which no zero is negative."""
-    return torch.mul(x, factor, out=out).add_(0.0)
+    return torch.addcmul(torch.zeros((), dtype=x.dtype, device=x.device), x, factor, out=out)
 
 
 def _parts(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of blocks, cut along the elements where a block is longer than a part."""
     size = tensors[0].shape[dim]
-    cut = PART if tensors[0].device.type == "cpu" else size
-    for at in range(0, size, cut):
-        yield tuple(x.narrow(dim, at, min(cut, size - at)) for x in tensors)
+    if tensors[0].device.type != "cpu" or size <= PART:
+        yield tensors
+        return
+    for at in range(0, size, PART):
+        yield tuple(x.narrow(dim, at, min(PART, size - at)) for x in tensors)
 
 
 def _shrink_single(v: Tensor, c: Tensor, buffers: Buffers) -> Tensor:
@@ -155,33 +156,31 @@ def _shrink_single(v: Tensor, c: Tensor, buffers: Buffers) -> Tensor:
     return torch.sub(v, torch.clamp(v, low, c, out=out), out=out)
 
 
-def _start(v: Tensor, h: Tensor, t: Tensor, dim: int, buffers: Buffers, steps: "_Steps") -> tuple[Tensor, Tensor]:
-    """`||Dv||`, and the point that Newton's method reaches from 0, `(||Dv|| - t) ||Dv||^2 / sum(h (h v)^2)`."""
+def _start(
+    v: Tensor, h: Tensor, t: Tensor, dim: int, buffers: Buffers, steps: "_Steps"
+) -> tuple[Tensor, Tensor | None]:
+    """The point that Newton's method reaches from 0, `(||Dv|| - t) ||Dv||^2 / sum(h (h v)^2)`; 0 where `||Dv|| <= t`.
+
+    Also the indices of blocks whose sums overflow or underflow, or None; their s is 0.
+    """
     found = []
     for own, metric in _parts(dim, v, h):
         work = buffers("work", (2, *own.shape), own)
         torch.mul(own, metric, out=work[0]).mul_(work[0])
         torch.mul(work[0], metric, out=work[1])
         found.append(sums(work, dim))
-    squares, weighted = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
+    both = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
+    limits = torch.finfo(v.dtype)
+    squares, weighted = both.add_(limits.tiny)  # a block of zeros has no quotient
     force = squares.sqrt()
     if steps.limit == 0:
         steps.check(force / t - 1, force > t, done=0)
-    return force, (force - t) * (squares / weighted)
-
-
-def _shrink_kept(
-    v: Tensor, h: Tensor, t: Tensor, s: Tensor, is_kept: Tensor | None, dim: int, buffers: Buffers, steps: "_Steps"
-) -> Tensor:
-    """Blocks that are not dropped, or are where `is_kept` is False, from a point s below the root."""
-    c = buffers("c", v.shape, v)
-    for metric, out in _parts(dim, h, c):
-        torch.div(_along(t.to(v.dtype), dim), metric, out=out)
-    root = _Root(v, c, dim, buffers, steps)
-    if is_kept is None:
-        return root.solution(found := root.find(s), found)
-    found = torch.where(is_kept, root.find(torch.where(is_kept, s, 1), is_kept), 1)  # a block of zeros has no root
-    return root.solution(found, torch.where(is_kept, found, 0))
+    s = force.sub_(t).mul_(squares).div_(weighted).clamp_(min=0)
+    least, most = limits.tiny**0.5 / limits.eps, limits.max**0.5
+    if float(both.amax()) < math.inf and float(s.amax()) < most and float(t.amin()) > least:
+        return s, None
+    unsafe = (~((both.amax(0) < math.inf) & (s < most) & (t > least))).nonzero().squeeze(-1)
+    return s.index_fill_(0, unsafe, 0), unsafe
 
 
 def _shrink_carefully(v: Tensor, h: Tensor, t: Tensor, dim: int, steps: "_Steps") -> Tensor:
@@ -192,8 +191,8 @@ def _shrink_carefully(v: Tensor, h: Tensor, t: Tensor, dim: int, steps: "_Steps"
     root = _Root(scaled, c, dim, Buffers(), steps)
     is_kept = ~(root.sums_at(torch.zeros_like(factor))[0] <= 1)
     start = sums(scaled * scaled, dim).sqrt().clamp_(min=limits.tiny)
-    s = torch.where(is_kept, root.find_slowly(start, is_kept & (t != 0)), 1)
-    w = root.solution(s, torch.where(is_kept, s, 0)).div_(_along(factor, dim))
+    s = torch.where(is_kept, root.find_slowly(start, is_kept & (t != 0)), 0)
+    w = root.solution(s).div_(_along(factor, dim))
     w.masked_fill_(~v.isfinite().all(dim, keepdim=True), math.nan)
     return torch.where(_along((t == 0).expand(factor.shape), dim), v, w.to(v.dtype))
 
@@ -230,50 +229,55 @@ class _Root:
     def __init__(self, v: Tensor, c: Tensor, dim: int, buffers: Buffers, steps: _Steps) -> None:
         self.v, self.c, self.dim, self.buffers, self.steps = v, c, dim, buffers, steps
         limits = torch.finfo(v.dtype)
-        self.step, self.noise = limits.eps**0.5 / 4, 4 * limits.eps
+        self.step, self.noise, self.tiny = limits.eps**0.5 / 2, 4 * limits.eps, limits.tiny
         self.parts = [
             (*own, *(work := buffers("work", (2, *own[0].shape), v)).unbind(), work) for own in _parts(dim, v, c)
         ]
 
-    def sums_at(self, s: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[2, blocks]: the sums of `u^2` and `u^2 / (s + c)` for `u = v / (s + c)`, added in `dtype`."""
+    def sums_at(self, s: Tensor, is_exact: bool = False) -> Tensor:
+        """[2, blocks]: the sums of `u^2` and `u^2 / (s + c)` for `u = v / (s + c)`."""
         one, found = _along(s.to(self.v.dtype), self.dim), []
         for v, c, u, below, work in self.parts:
             torch.add(c, one, out=below)
             torch.div(v, below, out=u).mul_(u)
             torch.div(u, below, out=below)
-            found.append(sums(work, self.dim, dtype))
+            found.append(sums(work, self.dim, is_exact))
         return found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
 
-    def solution(self, s: Tensor, factor: Tensor) -> Tensor:
-        """`v factor / (s + c)`, in the memory of c."""
-        one, number = (_along(x.to(self.v.dtype), self.dim) for x in (s, factor))
+    def solution(self, s: Tensor) -> Tensor:
+        """`v s / (s + c)`, and 0 where s is 0, in the memory of c."""
+        number, one = (_along(x, self.dim) for x in (s.to(self.v.dtype), s.clamp(min=self.tiny).to(self.v.dtype)))
         for v, c, *_ in self.parts:
             _times(v, torch.div(number, c.add_(one), out=c), out=c)
         return self.c
 
-    def find(self, s: Tensor, is_kept: Tensor | None = None, rounds: int = ROUNDS) -> Tensor:
-        """The root where `is_kept` (None: everywhere), from a point s below it, by Newton's method."""
-        if self.steps.limit is not None or rounds == 0:
-            return self.find_slowly(s, torch.ones_like(s, dtype=torch.bool) if is_kept is None else is_kept)
-        for step in range(1, FIXED + 1):
-            squares, slope = self.sums_at(s, torch.float64 if step == FIXED else None)
-            before, s = s, (squares.sqrt() - 1).mul_(squares).div_(slope).add_(s.to(self.v.dtype))
-        is_open = ~((s - before).abs_() <= self.step * before)
-        is_open = is_open if is_kept is None else is_open.logical_and_(is_kept)
-        at = is_open.nonzero().squeeze(-1)
-        if not at.numel():
+    def find(self, s: Tensor, is_open: Tensor | None = None, rounds: int = ROUNDS) -> Tensor:
+        """The root where `is_open` (None: everywhere), or 0, from a point s >= 0 below it, by Newton's method."""
+        size = self.v.shape[self.dim]
+        count = len(s) if is_open is None else int(is_open.sum())
+        if not count:
             return s
-        own = _blocks_at(self.v, at, self.dim), _blocks_at(self.c, at, self.dim)
-        rest = _Root(*own, self.dim, self.buffers, self.steps)
-        return s.index_copy(0, at, rest.find(s[at], rounds=rounds - 1))
+        if is_open is not None and count * (size + 4) < FEW * size * len(s):
+            at = is_open.nonzero().squeeze(-1)
+            memory = (self.buffers(f"{name}{rounds}", self.v.shape, self.v) for name in "vc")
+            v, c = (_blocks_at(x, at, self.dim, m) for x, m in zip((self.v, self.c), memory, strict=True))
+            rest = _Root(v, c, self.dim, self.buffers, self.steps)
+            return s.index_copy(0, at, rest.find(s[at], rounds=rounds))
+        if self.steps.limit is not None or rounds == 0:
+            return self.find_slowly(s, s > 0 if is_open is None else is_open).to(s.dtype)
+        steps = FIXED if rounds == ROUNDS else 1
+        for step in range(1, steps + 1):
+            squares, slope = self.sums_at(s, step == steps).unbind()
+            below = squares.sqrt().add_(1).mul_(slope).add_(self.tiny)
+            before, s = s, torch.addcdiv(s, squares.sub(1).mul_(squares), below).clamp_(min=0).to(s.dtype)
+        return self.find(s, ((s - before).abs_() <= before.mul_(self.step)).logical_not_(), rounds - 1)
 
     def find_slowly(self, s: Tensor, is_kept: Tensor) -> Tensor:
         """The root where `is_kept`, from any positive s, between bounds that each step may only narrow."""
         low, high = torch.zeros_like(s), torch.full_like(s, math.inf)
         for step in range(1, 1 + (STEPS if self.steps.limit is None else self.steps.limit)):
             s = s.to(self.v.dtype).to(s.dtype)  # as the elements see it
-            squares, slope = self.sums_at(s)
+            squares, slope = self.sums_at(s, True)
             phi = squares.sqrt()
             newton = s + squares * (phi - 1) / slope
             is_open = is_kept & ((newton - s).abs() > self.step * s) & ((phi - 1).abs() > self.noise)

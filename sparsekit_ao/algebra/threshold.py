@@ -211,8 +211,8 @@ def _shrunk(
     v = read_blocks(members, grid, dim, 0.0, like, buffers, "v")
     if newton is None:
         return members, shrink(v, t, dim, buffers), grid, dim
-    h = read_blocks([replace(m, values=m.mask) for m in members], grid, dim, 1.0, like, buffers, "h")
-    h = torch.add(h, newton.eps, out=buffers("h", h.shape, h)) if newton.eps else h
+    h = read_blocks([replace(m, values=m.mask) for m in members], grid, dim, 1.0, like, buffers, "c")
+    h = torch.add(h, newton.eps, out=buffers("c", h.shape, h)) if newton.eps else h
     atol, most = (newton.atol, newton.max_iter) if is_limited else (math.inf, None)
     return members, shrink_conditioned(v, h, t, dim, atol=atol, max_iter=most, buffers=buffers), grid, dim
 

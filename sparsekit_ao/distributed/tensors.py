@@ -111,15 +111,18 @@ def from_local(part: Tensor, weight: Any) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
-def all_agree(condition: bool | Tensor, tensors: Iterable[Any]) -> bool:
-    """Whether a condition is true on every rank of the tensors' meshes; of a tensor it waits for the device once."""
+def all_agree(condition: bool | Tensor, tensors: Iterable[Any]) -> bool | Tensor:
+    """Whether a condition is true on every rank of the tensors' meshes.
+
+    Of a tensor, or where there are meshes, it is a tensor of one number: reading it waits for the device.
+    """
     for mesh in {t.device_mesh: None for t in tensors if is_sharded(t)}:
         flag = torch.ones((), dtype=torch.int32, device=mesh.device_type)
         flag *= condition.to(mesh.device_type, non_blocking=True) if isinstance(condition, Tensor) else condition
         for dim in range(mesh.ndim):
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
         condition = flag
-    return bool(condition)
+    return condition
 
 
 def sum_over_ranks(counts: Tensor, of: Any) -> Tensor:

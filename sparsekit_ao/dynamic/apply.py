@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from ..calibration import Statistics
 from ..distributed import fill, full_tensor, is_sharded, local, placed_like, sum_over_ranks
 from ..errors import SparsityError
-from ..masking import finished, select
+from ..masking import select
 from ..scores import keyed_generator
+from ..selection import finished
 from ..sparsifiers.config import TensorGroup
 from .budgets import Budgets
-from .choose import choose
+from .choose import NotReadyError, Reader, choose
 from .gradients import GradientCapture
 from .mask import find_dynamic
 from .optimizers import original, placed_gradient, reset_state, second_moments, start_second_moments
@@ -92,12 +93,13 @@ def run_update(
     iteration: int,
     statistics: Sequence[Statistics],
     done: Callable[[], None],
-) -> Movement:
-    """Gather, choose and apply; if a rule raises, nothing has changed.
+    is_ready: bool | Tensor = True,
+) -> Movement | None:
+    """Gather, choose and apply; if a rule raises, or a tensor `is_ready` holds 0, nothing has changed (None).
 
-    It waits for a device only where budgets depend on what is pruned: where tensors compete (prune="global"), share
-    what grows (redistribute), or follow a target. Shared budgets are set to their new values, and their levels written
-    into `level_given` (see `ScopeSparsifier`).
+    It waits for a device only to read `is_ready`, and where budgets depend on what is pruned: where tensors compete
+    (prune="global"), share what grows (redistribute), or follow a target; the first time for both. Shared budgets are
+    set to their new values, and their levels written into `level_given` (see `ScopeSparsifier`).
     `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one for each group. `done` is called once
     everything is written.
     """
@@ -105,7 +107,12 @@ def run_update(
     only_prunes = settings.grow is None and settings.target is not None
     fraction = 0.0 if only_prunes else value_at(settings.update_fraction, iteration, "update_fraction")
     parts = _gather(budgets, capture.gradients, momenta, level_given, iteration, statistics)
-    chosen, held = choose(parts, budgets, iteration, fraction)
+    read = Reader(is_ready)
+    try:
+        chosen, held = choose(parts, budgets, iteration, fraction, read)
+        read([])
+    except NotReadyError:
+        return None
     masks: dict[int, Tensor] = {}
     for part, kept in zip(parts, chosen, strict=True):
         new = part.masks(kept)

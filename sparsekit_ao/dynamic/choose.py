@@ -23,8 +23,35 @@ from .slots import KeptSlots, Part, Slots
 AT_ONCE = 1 << 26  # slots on a GPU that share launches: their scores and rows take some ten bytes each
 
 
+class NotReadyError(Exception):
+    """An update cannot happen, since something that it reads is not finite."""
+
+
+class Reader:
+    """Reads numbers of tensors, all together: one wait for a device.
+
+    The first time it also reads whether the update can happen (`is_ready`: a bool, or a tensor of one number).
+
+    Raises:
+        NotReadyError: it cannot.
+    """
+
+    def __init__(self, is_ready: bool | Tensor = True) -> None:
+        self._is_ready = is_ready
+
+    def __call__(self, found: Sequence[Tensor | float]) -> list[float]:
+        """See `read_numbers`."""
+        if self._is_ready is True:
+            return read_numbers(found) if found else []
+        *numbers, is_ready = read_numbers([*found, self._is_ready])
+        if not is_ready:
+            raise NotReadyError
+        self._is_ready = True
+        return numbers
+
+
 def choose(
-    parts: Sequence[Part], budgets: Budgets, iteration: int, fraction: float
+    parts: Sequence[Part], budgets: Budgets, iteration: int, fraction: float, read: Reader
 ) -> tuple[list[KeptSlots], list[Tensor]]:
     """What every part keeps, and how many blocks each of its scopes then holds (int64 [scopes]).
 
@@ -38,20 +65,20 @@ def choose(
     if settings.target is not None and settings.prune.is_global:
         most = budgets.ideals(level)[1] // budgets.sizes[shared[0]]
     elif settings.target is not None:
-        high = _active_counts(parts) if settings.grow is None else None  # without growth no scope can keep more
+        high = _active_counts(parts, read) if settings.grow is None else None  # without growth no scope can keep more
         parts = _with_budgets(parts, budgets.counts(level, high=high))
     competing = shared if settings.prune.is_global else []
-    kept = _prune(parts, competing, settings.prune, fraction, most, regrows=settings.grow is not None)
+    kept = _prune(parts, competing, settings.prune, fraction, most, read, regrows=settings.grow is not None)
     if settings.grow is None:
         new = [kept[k] if k in shared else p.store(p.slots.active) for k, p in enumerate(parts)]
         is_known = settings.target is not None and most is None  # no scope held fewer blocks than its budget is now
         return new, [p.budget if is_known else k.count for p, k in zip(parts, new, strict=True)]
     if most is not None:
-        low = dict(enumerate(map(int, read_numbers([found.count.max() for found in kept]))))
+        low = dict(enumerate(map(int, read([found.count.max() for found in kept]))))
         parts = _with_budgets(parts, budgets.counts(level, low=low))
     after = [p.budget for p in parts]
     if settings.redistribute is not None:
-        after = _redistribute(parts, kept, budgets, settings.redistribute)
+        after = _redistribute(parts, kept, budgets, settings.redistribute, read)
     grown: list[KeptSlots] = []
     for at in _batches(parts):
         grown += _grow(parts[at], kept[at], after[at], settings.grow)
@@ -72,13 +99,13 @@ def _batches(parts: Sequence[Part]) -> Iterator[slice]:
         yield slice(begin, len(parts))
 
 
-def _active_counts(parts: Sequence[Part]) -> dict[int, int]:
+def _active_counts(parts: Sequence[Part], read: Reader) -> dict[int, int]:
     """Blocks that the first scope of each part holds now; with a target all scopes hold the same number."""
     out = []
     for part in parts:
         out.append(part.slots.active[0].sum())
         part.release()
-    return dict(enumerate(map(int, read_numbers(out))))
+    return dict(enumerate(map(int, read(out))))
 
 
 def _with_budgets(parts: Sequence[Part], nnz: Mapping[int, int]) -> list[Part]:
@@ -86,7 +113,14 @@ def _with_budgets(parts: Sequence[Part], nnz: Mapping[int, int]) -> list[Part]:
 
 
 def _prune(
-    parts: Sequence[Part], competing: Sequence[int], rule: Rule, fraction: float, most: int | None, *, regrows: bool
+    parts: Sequence[Part],
+    competing: Sequence[int],
+    rule: Rule,
+    fraction: float,
+    most: int | None,
+    read: Reader,
+    *,
+    regrows: bool,
 ) -> list[KeptSlots]:
     """Which active slots stay: all but exactly floor(fraction * active) in every part; never more than its budget.
 
@@ -97,9 +131,8 @@ def _prune(
     their budgets afterwards, all scopes of a part lose the same number.
     """
     even = most is not None or not regrows
-    found = dict(
-        zip(competing, _prune_together([parts[k] for k in competing], rule, fraction, most, even), strict=True)
-    )
+    together = _prune_together([parts[k] for k in competing], rule, fraction, most, even, read)
+    found = dict(zip(competing, together, strict=True))
     alone = [k for k in range(len(parts)) if k not in found]
     for at in _batches([parts[k] for k in alone]):
         kept = _prune_alone([parts[k] for k in alone[at]], rule, fraction, regrows)
@@ -118,12 +151,12 @@ def _prune_alone(parts: Sequence[Part], rule: Rule, fraction: float, regrows: bo
 
 
 def _prune_together(
-    parts: Sequence[Part], rule: Rule, fraction: float, most: int | None, even: bool
+    parts: Sequence[Part], rule: Rule, fraction: float, most: int | None, even: bool, read: Reader
 ) -> list[KeptSlots]:
     if not parts:
         return []
     scored = [_scores(rule, p.slots) for p in parts]
-    found = _compete(parts, scored, fraction, most, even)
+    found = _compete(parts, scored, fraction, most, even, read)
     counts = [p.at_most_budget(rows.sum(1)) for p, rows in zip(parts, found, strict=True)]  # a scheduler may lower one
     kept = keep_masks([*zip(scored, counts, found, strict=True)])
     return [p.store(rows) for p, rows in zip(parts, kept, strict=True)]
@@ -148,14 +181,14 @@ def _drop_weakest(parts: Sequence[Part], scores: Sequence[Tensor], rows: list[Te
 
 
 def _compete(
-    parts: Sequence[Part], scored: Sequence[Tensor], fraction: float, most: int | None, even: bool
+    parts: Sequence[Part], scored: Sequence[Tensor], fraction: float, most: int | None, even: bool, read: Reader
 ) -> list[Tensor]:
     """Which active slots stay when all parts compete; the best of a part, or with `even` of a scope, always stays.
 
     With `even` every scope of a part keeps the same number: the competition decides how many, its scores which.
     """
     active = [p.slots.active for p in parts]
-    held = [int(n) for n in read_numbers([a.sum() for a in active])]
+    held = [int(n) for n in read([a.sum() for a in active])]
     keep = sum(held) - math.floor(sum(held) * fraction + 1e-9)
     keep = keep if most is None else min(keep, most)
     scopes = [p.scopes if even else 1 for p in parts]
@@ -174,11 +207,13 @@ def _compete(
     kept = keep_mask(torch.cat(rows, dim=1), keep, candidates=flat).split([a.numel() for a in active], dim=1)
     if not even:
         return [k.reshape(a.shape) for k, a in zip(kept, active, strict=True)]
-    counts = allocate(read_numbers([k.sum() for k in kept]), keep, scopes, held, scopes)
+    counts = allocate(read([k.sum() for k in kept]), keep, scopes, held, scopes)
     return [keep_mask(s, n // m, candidates=a) for s, n, m, a in zip(scored, counts, scopes, active, strict=True)]
 
 
-def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Budgets, rule: Rule) -> list[Tensor]:
+def _redistribute(
+    parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Budgets, rule: Rule, read: Reader
+) -> list[Tensor]:
     """Budgets after the pruned blocks are shared out anew over the parts that share the budget; their sum stays.
 
     In proportion to the rule's share; int64 [scopes] for each part. Where one more block in every scope costs the same
@@ -188,9 +223,9 @@ def _redistribute(parts: Sequence[Part], kept: Sequence[KeptSlots], budgets: Bud
     units, capacity = [budgets.units[k] for k in at], [budgets.capacities[k] for k in at]
     shares_of_rule = [_share(rule, parts[k]) for k in at]
     counts_left = [n for k in at for n in (kept[k].count.sum(), kept[k].count.max())]
-    read = read_numbers([*shares_of_rule, *counts_left])
-    weights, most_of_scope = read[: len(at)], [int(n) for n in read[len(at) + 1 :: 2]]
-    left = [int(n) * budgets.sizes[k] for k, n in zip(at, read[len(at) :: 2], strict=True)]
+    numbers = read([*shares_of_rule, *counts_left])
+    weights, most_of_scope = numbers[: len(at)], [int(n) for n in numbers[len(at) + 1 :: 2]]
+    left = [int(n) * budgets.sizes[k] for k, n in zip(at, numbers[len(at) :: 2], strict=True)]
     now = [int(parts[k].budget.sum()) * budgets.sizes[k] for k in at]
     if not any(math.isfinite(w) and w > 0 for w in weights):
         weights = [float(b - n) for b, n in zip(now, left, strict=True)]

@@ -271,8 +271,11 @@ class GradientCapture(StepHooks):
         """{tensor_fqn: what its optimizer keeps as momentum, if anything yet}."""
         return {g["tensor_fqn"]: momentum_of(self.optimizers, original(g)) for g in self.groups}
 
-    def is_ready(self, needs_gradient: bool, momenta: Mapping[str, Tensor | None]) -> bool:
-        """Whether every optimizer has stepped and all that an update reads exists and is finite, on every rank."""
+    def is_ready(self, needs_gradient: bool, momenta: Mapping[str, Tensor | None]) -> bool | Tensor:
+        """Whether every optimizer has stepped and all that an update reads exists and is finite, on every rank.
+
+        A tensor of one number where it depends on tensors: reading it waits for a device.
+        """
         found = [*self.gradients.values(), *momenta.values()]
         exists = not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups)
         is_ready: bool | Tensor = (

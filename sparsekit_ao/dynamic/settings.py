@@ -12,7 +12,7 @@ from ..algebra import is_number
 from ..errors import SparsityError
 from ..schedules import Schedule, constant
 from .inits import Init, parse_init
-from .rules import Rule, parse_rule
+from .rules import NAMES, Rule, parse_rule
 
 NewValues = Callable[[Tensor, torch.Generator], Tensor]
 _FUNCTIONS = {"target": "a schedule (iteration -> sparsity)", "new_values": "a function (weight, generator) -> values"}
@@ -49,6 +49,16 @@ class Settings:
     def needs_momentum(self) -> bool:
         """Whether an update reads momentum, which must then include inactive weights in every iteration."""
         return self.updates and "momentum" in self._needs
+
+    @property
+    def can_choose_first(self) -> bool:
+        """Whether an update chooses before it knows that it happens, so that both are read from a device together.
+
+        It does where budgets depend on what is pruned. Rules of the user's own only see what is finite.
+        """
+        is_read = self.redistribute is not None or self.prune.is_global or self.target is not None
+        own = {"prune": self.prune, "grow": self.grow, "redistribute": self.redistribute}
+        return is_read and all(rule in NAMES[purpose].values() for purpose, rule in own.items())
 
     @property
     def statistics(self) -> tuple[str, ...]:

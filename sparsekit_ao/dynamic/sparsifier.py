@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..distributed import has_process_group
 from ..errors import SparsityError
-from ..masking import finished
+from ..selection import finished
 from ..sparsifiers.config import Place, TensorGroup
 from ..sparsifiers.optimizers import unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
@@ -296,12 +296,15 @@ class DynamicSparsifier(PlannedSparsifier):
         self._pending = (self._pending or is_due) and not is_late
         if self._pending:
             momenta = self._capture.momenta() if s.needs_momentum else {}
-            if self._capture.is_ready(s.needs_gradient, momenta):
+            is_ready = self._capture.is_ready(s.needs_gradient, momenta)
+            if not s.can_choose_first:
+                is_ready = bool(is_ready)
+            if is_ready is not False:
                 plan, given = self._planned(self.groups), self._level_given
                 budgets = Budgets(components=plan.components, groups=self.groups, settings=s)
                 statistics = [self._statistics_of(g) for g in self.groups]
                 arguments = budgets, self._capture, momenta, given, self.iteration, statistics
-                self.last_update = run_update(*arguments, self._finish_update)
+                self.last_update = run_update(*arguments, self._finish_update, is_ready) or self.last_update
 
     def _finish_update(self) -> None:
         self._pending, self._has_updated = False, True

@@ -1,6 +1,5 @@
 """The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
 
-from .finish import finished
 from .merging import refuse_merge
 from .parametrization import (
     WeightMask,

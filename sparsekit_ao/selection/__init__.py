@@ -11,5 +11,6 @@ from .api import (
     threshold_backend,
 )
 from .backend import check_impl
+from .finish import finished
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
 from .work import Newton, Norm, Threshold, Update, one_step

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
-from ..masking import finished
 from ..scores import needs_of
-from ..selection import one_step
+from ..selection import finished, one_step
 from .calibrated import CalibratedSparsifier
 from .check import check_masks
 from .component import Component

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..algebra import BlockSpec, Budget, SparseBlock, block_windows, is_number, soft_threshold_windows
 from ..errors import SparsityError
-from ..masking import finished
-from ..selection import Newton, Scopes, block_scores, fill_mask
+from ..selection import Newton, Scopes, block_scores, fill_mask, finished
 from .component import Component
 from .conditioners import Diagonal
 

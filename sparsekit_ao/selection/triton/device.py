@@ -25,6 +25,7 @@ SPAN_ORIGIN = tl.constexpr(11)  # first span of the update
 SAMPLES = tl.constexpr(12)  # samples taken from a row of this part
 SAMPLE = tl.constexpr(13)  # first sample of this part in a row
 ROW_SAMPLES = tl.constexpr(14)  # samples of a row, over all parts
+BUFFER = tl.constexpr(15)  # first buffer of this part among those of gathered keys that no mask holds
 SIZES = tl.constexpr(16)  # sizes of the loops over scopes, then of those over the blocks of a scope
 PART_FIELDS = tl.constexpr(28)
 

@@ -114,6 +114,15 @@ class Form:
     narrow: bool = False
 
     @property
+    def gathers_in_mask(self) -> bool:
+        """Whether a long row's mask, which is written last, holds the keys that are gathered until then.
+
+        It is not read, of one byte an element, contiguous, and starts at a multiple of a key's four bytes.
+        """
+        is_free = self.narrow and not self.among_kept and not self.masked and tl.uint8 == self.mask_dtype
+        return is_free and self.nests[1] == 1 and self.unit_strides[3] and self.alignment >= 4
+
+    @property
     def row_warps(self) -> int:
         """Warps of a program that reads all of a long row; more where offsets take many registers too."""
         return 16 if self.big or self.among_kept or self.masked or not self.alignment or max(self.nests[1:]) > 1 else 8

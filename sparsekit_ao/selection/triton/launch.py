@@ -6,11 +6,13 @@ Nothing here waits for the device: sizes come from shapes, budgets are read by t
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..finish import finished
 from ..tiling import Blocks, Scopes
 from ..work import Update
 from . import narrow, radix
@@ -96,48 +98,85 @@ def _select(plan: DevicePlan, scores: Tensor, kept: Tensor) -> None:
     for launch in plan.rows:
         launch.run(fused_kernel, scores, kept)
     for long_rows, launches in plan.radix:
-        _radix_select(long_rows, launches, scores, kept)
+        memory = _radix_memory(long_rows, launches, scores, kept)
+        select = partial(_radix_select, long_rows, launches, memory)
+        if any(launch.form.gathers_in_mask for launch in launches):
+            finished(select)  # so that Ctrl-C leaves no mask with gathered keys in it
+        else:
+            select()
 
 
-def _radix_select(plan: RadixPlan, launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> None:
-    """Sample, bracket and narrow where rows are long; then radix passes, ties and masks.
+@dataclass(frozen=True, kw_only=True)
+class _RadixMemory:
+    """What the launches of a radix select share, because an update may have parts in several.
 
-    The launches share a workspace, because an update may have parts in several.
+    Attributes:
+        scores, kept: stored scores and decisions of all updates.
+        state, counts: of each row: see `narrow`; the histogram of each pass.
+        spans, inside: of each span: its record, and its gathered keys where its mask does not hold them.
+        samples: of each row.
     """
-    form, length, device = launches[0].form, launches[0].length, scores.device
-    passes = -(-form.bits // radix.DIGIT.value)
-    gathered = plan.spans * length * (form.tile // 8) if form.narrow else 1
+
+    scores: Tensor
+    kept: Tensor
+    state: Tensor
+    counts: Tensor
+    spans: Tensor
+    inside: Tensor
+    samples: Tensor
+
+    @property
+    def passes(self) -> int:
+        """Digits of a key."""
+        return self.counts.shape[1]
+
+
+def _radix_memory(plan: RadixPlan, launches: Sequence[Launch], scores: Tensor, kept: Tensor) -> _RadixMemory:
+    """Allocate the workspace of long rows; nothing is in it yet."""
+    form, keys = launches[0].form, launches[0].length * (launches[0].form.tile // 8)
+    empty = partial(torch.empty, device=scores.device)
     count_dtype = torch.int64 if plan.wide_counts else torch.int32
-    state = torch.zeros(plan.rows, narrow.STATE_FIELDS.value, dtype=torch.int64, device=device)
-    counts = torch.zeros(plan.rows, passes, radix.BINS.value, dtype=count_dtype, device=device)
-    spans = torch.empty(plan.spans, narrow.SPAN_FIELDS.value, dtype=torch.int32, device=device)
-    inside = torch.empty(gathered, dtype=torch.uint32, device=device)
-    memory = (scores, kept, state, spans, inside)
-    if form.narrow:
-        _bracket(plan, launches, scores, kept, state)
+    return _RadixMemory(
+        scores=scores,
+        kept=kept,
+        state=empty(plan.rows, narrow.STATE_FIELDS.value, dtype=torch.int64),
+        counts=empty(plan.rows, -(-form.bits // radix.DIGIT.value), radix.BINS.value, dtype=count_dtype),
+        spans=empty(plan.spans, narrow.SPAN_FIELDS.value, dtype=torch.int32),
+        inside=empty(max(plan.buffers * keys, 1), dtype=torch.uint32),
+        samples=empty(plan.rows if form.narrow else 0, plan.samples, dtype=torch.uint32),
+    )
+
+
+def _radix_select(plan: RadixPlan, launches: Sequence[Launch], m: _RadixMemory) -> None:
+    """Sample, bracket and narrow where rows are long; then radix passes, ties and masks."""
+    length, memory = launches[0].length, (m.scores, m.kept, m.state, m.spans, m.inside)
+    m.state.zero_()
+    m.counts.zero_()
+    if launches[0].form.narrow:
+        _bracket(plan, launches, m)
         for launch in launches:
             launch.run(narrow.narrow_kernel, *memory, length)
-    for at in range(passes):
+    for at in range(m.passes):
         for launch in launches:
-            launch.run(radix.histogram_kernel, *memory, counts, length, PASS=at)
+            launch.run(radix.histogram_kernel, *memory, m.counts, length, PASS=at)
     for launch in launches:
-        launch.run(radix.tie_kernel, *memory, counts, length)
+        launch.run(radix.tie_kernel, *memory, m.counts, length)
     for launch in launches:
         launch.run(radix.mark_kernel, *memory[:4], length)
 
 
-def _bracket(plan: RadixPlan, launches: Sequence[Launch], scores: Tensor, kept: Tensor, state: Tensor) -> None:
+def _bracket(plan: RadixPlan, launches: Sequence[Launch], m: _RadixMemory) -> None:
     """Bracket each row's threshold from a sample."""
     capacity = plan.samples
-    samples = torch.empty(plan.rows, capacity, dtype=torch.uint32, device=scores.device)
     tiles = max(1, capacity // narrow.SAMPLE_TILE.value)
     for x in launches:
         _, *tables = x.tables  # these programs take rows, not spans
         constants = {"CAPACITY": capacity, "PARTS": x.count}
-        run(narrow.sample_kernel, x.rows, *tables, scores, kept, samples, form=x.form, columns=tiles, **constants)
+        memory = (m.scores, m.kept, m.samples)
+        run(narrow.sample_kernel, x.rows, *tables, *memory, form=x.form, columns=tiles, **constants)
     for x in launches:
         constants = {"CAPACITY": capacity, "BITS": x.form.bits, "PARTS": x.count}
-        run(narrow.bracket_kernel, x.rows, *x.tables[1:3], state, samples, form=x.form, **constants)
+        run(narrow.bracket_kernel, x.rows, *x.tables[1:3], m.state, m.samples, form=x.form, **constants)
 
 
 def threshold_reasons(scopes: Scopes, as_mean: bool | None = None) -> list[str]:

@@ -9,11 +9,13 @@ import triton.language as tl
 
 from .device import (
     BLOCKS,
+    BUFFER,
     COLUMN,
     MEMBER_FIELDS,
     ROW_SAMPLES,
     SAMPLE,
     SAMPLES,
+    SPANS,
     STATE,
     WIDTH,
     budget,
@@ -53,10 +55,19 @@ TRIP = tl.constexpr(2)  # tiles that the narrowing pass takes at a time
 
 
 @triton.jit
-def buffer_of(gathered_keys, entry, length, FORM: tl.constexpr):
-    """The buffer of a span's gathered keys and its capacity, an eighth of the span's slots."""
+def buffer_of(inside, part, mask, row, span, length, FORM: tl.constexpr):
+    """The buffer of a span's gathered keys and its capacity: an eighth of the span's slots, or less.
+
+    It is the span's own part of the mask where FORM states that this is free, else one of those of `inside`.
+    """
     capacity = length * (FORM.tile // 8)
-    return gathered_keys + entry * capacity, capacity
+    if FORM.gathers_in_mask:
+        begin, end, _ = slots_of_span(part, span, length, FORM)
+        found = (mask + begin).to(tl.int64).to(tl.pointer_type(tl.uint32))
+        capacity = tl.minimum(capacity, (end - begin) // 4).to(tl.int32)
+    else:
+        found = inside + (tl.load(part + BUFFER) + row * tl.load(part + SPANS) + span) * capacity
+    return found, capacity
 
 
 @triton.jit
@@ -120,10 +131,10 @@ def narrow_kernel(
     """One pass over the rows: gather the keys of the bracket; count those above it, and apart those at its ends."""
     TILE: tl.constexpr = 2 * FORM.tile  # the scan of `gather` costs as much for two tiles as for one
     RUNS: tl.constexpr = FORM.runs
-    part, member, values, mask, _, row_state, span, entry = span_of(starts, parts, members, scores, kept, PARTS, FORM)
+    part, member, values, mask, row, row_state, span, entry = span_of(starts, parts, members, scores, kept, PARTS, FORM)
     line = state + row_state * STATE_FIELDS
     bracket = bracket_of(line)
-    buffer, capacity = buffer_of(inside, entry, length, FORM)
+    buffer, capacity = buffer_of(inside, part, mask, row, span, length, FORM)
     begin, end, _ = slots_of_span(part, span, length, FORM)
     whole = begin + (end - begin) // TILE * TILE
     upto = tl.full([RUNS], 0, tl.int32)

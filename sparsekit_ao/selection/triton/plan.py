@@ -42,6 +42,7 @@ class PlacedPart:
         spans, span, row_spans, span_origin: its spans in a row, the first of them in the row, those of the whole row,
             and the update's first.
         samples, sample, row_samples: likewise for samples.
+        buffer: the first of its spans' buffers for gathered keys, where its mask does not hold them.
     """
 
     part: Part
@@ -59,13 +60,14 @@ class PlacedPart:
     samples: int = 0
     sample: int = 0
     row_samples: int = 0
+    buffer: int = 0
 
     def row(self) -> list[int]:
         """Its row of the table of parts."""
         own = self.part
         row = [own.rows, own.width, *self.keep, self.state, self.offset, self.width, self.column]
         row += [self.spans, self.span, self.row_spans, self.span_origin, self.samples, self.sample, self.row_samples]
-        row += [0, *_padded(own.scope_sizes), *_padded(own.block_sizes)]
+        row += [self.buffer, *_padded(own.scope_sizes), *_padded(own.block_sizes)]
         assert len(row) == PART_FIELDS.value
         return row
 
@@ -117,13 +119,15 @@ class Batch:
 class RadixPlan:
     """Long rows that share passes and a workspace: `batches` of one launch each in every pass.
 
-    `rows` and `spans` are of all of them together, `samples` is the capacity for the samples of a row, a power of two,
-    and `wide_counts` tells whether a count of keys may exceed 31 bits.
+    `rows` and `spans` are of all of them together, `buffers` are those for the keys that a span gathers, where its mask
+    does not hold them, `samples` is the capacity for the samples of a row, a power of two, and `wide_counts` tells
+    whether a count of keys may exceed 31 bits.
     """
 
     batches: tuple[Batch, ...]
     rows: int
     spans: int
+    buffers: int
     samples: int
     wide_counts: bool
 
@@ -285,12 +289,14 @@ def _radix_plan(rows: Sequence[Parts], limits: Limits) -> RadixPlan:
     tiles = [-(-p.part.width // limits.tile) for _, p in every]
     total = sum(p.part.rows * n for n, (_, p) in zip(tiles, every, strict=True))
     length = min(max(1, -(-total // limits.programs)), MOST_TILES, max(tiles))  # tiles of a span
-    state = origin = 0
+    state = origin = buffers = 0
     for parts in rows:
         span = sample = 0
-        for _, placed in parts:
+        for form, placed in parts:
             placed.spans = -(-placed.part.width // (limits.tile * length))
             placed.span, span = span, span + placed.spans
+            placed.buffer = buffers
+            buffers += placed.part.rows * placed.spans if form.narrow and not form.gathers_in_mask else 0
             drawn = min(limits.samples, max(1, placed.width // 4))
             placed.samples = max(1, drawn * placed.part.width // placed.width)
             placed.sample, sample = sample, sample + placed.samples
@@ -302,6 +308,7 @@ def _radix_plan(rows: Sequence[Parts], limits: Limits) -> RadixPlan:
         batches=_batched(every, "span", length),
         rows=state,
         spans=origin,
+        buffers=buffers,
         samples=power_of_two(max(p.row_samples for _, p in every)),
         wide_counts=max(p.width for _, p in every) >= 1 << 31,
     )

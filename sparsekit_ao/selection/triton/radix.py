@@ -128,7 +128,8 @@ def histogram_kernel(
         found = count_row(part, member, values, mask, span, length, prefix, SHIFT, PASS, FORM)
     elif is_counted(line, mode, SHIFT):
         gathered = tl.load(spans + entry * SPAN_FIELDS + GATHERED)
-        found = count_inside(buffer_of(inside, entry, length, FORM)[0], gathered, prefix, SHIFT, PASS, FORM)
+        buffer = buffer_of(inside, part, mask, row, span, length, FORM)[0]
+        found = count_inside(buffer, gathered, prefix, SHIFT, PASS, FORM)
     tl.atomic_add(
         counts + PASS * BINS + tl.arange(0, BINS), found.to(counts.dtype.element_ty), mask=found > 0, sem="relaxed"
     )
@@ -189,7 +190,8 @@ def tie_kernel(
     if mode == KNOWN:
         tied = tl.load(fields + tl.where(threshold == tl.load(line + HIGH), SPAN_HIGH, SPAN_LOW))
     elif mode == INSIDE:
-        tied = equal_inside(buffer_of(inside, entry, length, FORM)[0], tl.load(fields + GATHERED), limit, FORM)
+        buffer = buffer_of(inside, part, mask, row, span, length, FORM)[0]
+        tied = equal_inside(buffer, tl.load(fields + GATHERED), limit, FORM)
     else:
         tied = equal_in_row(part, member, values, mask, span, length, limit, FORM)
     tl.store(fields + TIED, tied)
