@@ -273,7 +273,9 @@ def test_units_inside_of_experts_and_whole_ones_of_packed_experts(name):
 
 
 def test_listed_experts_have_units_and_a_router_in_groups_keeps_as_many_in_each():
-    experts = nn.ModuleList(nn.ModuleDict({k: nn.Linear(4, 4) for k in ("w1", "w2", "w3")}) for _ in range(2))
+    experts = nn.ModuleList(
+        nn.ModuleDict({k: nn.Linear(4, 4, bias=False) for k in ("w1", "w2", "w3")}) for _ in range(2)
+    )
     assert for_model(nn.ModuleDict({"experts": experts}))["expert_units"].members == {
         "experts.*.w1.weight": "u i",
         "experts.*.w3.weight": "u i",

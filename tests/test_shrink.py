@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hf_models
 import pytest
@@ -41,6 +42,28 @@ def test_a_model_costs_at_most_the_budget(name, of):
     what = "flops" if of == "flops" else "parameters"
     assert getattr(report.after, what) <= 0.5 * getattr(report.before, what)
     assert report.difference <= 1e-5 and small(x).shape == model(x).shape
+
+
+@pytest.mark.parametrize(
+    ("multiples", "groups", "width"),
+    [(None, 4, 2), ({"0.weight (s u) i 1 1": 4, "1.weight": 4}, 2, 4)],  # with these, no group loses channels
+)
+def test_of_couplings_that_divide_one_dimension_those_that_remove_most_are_chosen(multiples, groups, width):
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=4), nn.Conv2d(16, 2, 1))
+    small, report = shrink(model, torch.randn(2, 3, 5, 5), multiple_of=multiples)
+    assert (small[1].groups, *small[1].weight.shape[:2]) == (groups, 8, width)
+    assert report.left_out and all("it divides 0.weight[0] as" in t or "1.weight[0] as" in t for t in report.left_out)
+
+
+@pytest.mark.parametrize("of", ["units", "parameters"])
+def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own(of):
+    blocks = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4)) for width in (4, 32)]
+    model, hidden = nn.Sequential(*blocks), Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"})
+    model.config = SimpleNamespace()  # so layers of equal widths would keep equal numbers
+    small, report = shrink(model, torch.randn(3, 4), 0.5, of=of, couplings=[hidden])
+    widths = [block[0].out_features for block in small]
+    assert widths == [2, 16] if of == "units" else 2 * parameters(small) <= parameters(model)
+    assert report.difference <= 1e-5 and [row.kept for row in report.couplings] == widths
 
 
 def test_with_one_step_more_a_model_would_cost_more():

@@ -6,7 +6,8 @@
 
 For every seed a network is trained, pruned by each method to at most the same fraction of its FLOPs, and each pruned
 network is trained on with the same batches. Torch-Pruning's ratio is searched by bisection, because it takes fractions
-of channels; its importances are tried within layers and global. Each run takes some minutes on one core. One row a
+of channels; its importances are tried within layers and global, and for the transformer global also with a whole
+residual stream, as sparsekit_ao leaves it. Each run takes some minutes on one core. One row a
 method (CSV): mean and standard deviation over the seeds of the accuracy (digits), or of the loss in nats for each byte
 (text), before and after the fine-tuning.
 """
@@ -228,9 +229,10 @@ def methods(task: Any, budget: float) -> dict[str, Callable[[nn.Module], nn.Modu
         found[f"sparsekit_ao {name}"] = lambda model, score=score: ours(task, model, score, budget)
     for name, importance in THEIRS.items():
         for scope in ("layer", "global") if task.is_accuracy or name != "scale" else ():
-            found[f"Torch-Pruning {name}, {scope}"] = lambda model, i=importance, s=scope: theirs(
-                task, model, i, s == "global", budget
-            )
+            for stream in ("", ", residual stream kept") if scope == "global" and not task.is_accuracy else ("",):
+                found[f"Torch-Pruning {name}, {scope}{stream}"] = lambda model, i=importance, s=scope, r=stream: theirs(
+                    task, model, i, s == "global", budget, keeps_stream=bool(r)
+                )
     return found
 
 
@@ -262,13 +264,15 @@ def ours(task: Any, model: nn.Module, score: str | None, budget: float) -> nn.Mo
     return shrink(model, task.example, 1 - budget, score, of="flops", forward=loss)[0]
 
 
-def theirs(task: Any, model: nn.Module, importance: str, is_global: bool, budget: float) -> nn.Module:
+def theirs(
+    task: Any, model: nn.Module, importance: str, is_global: bool, budget: float, *, keeps_stream: bool = False
+) -> nn.Module:
     """Pruned by Torch-Pruning, with the smallest ratio that stays within the FLOPs."""
     target, low, high = budget * flops_of(model, task.example), 0.0, 1.0
     best = None
     for _ in range(7):
         ratio = (low + high) / 2
-        small = torch_pruned(task, copy.deepcopy(model), importance, is_global, ratio)
+        small = torch_pruned(task, copy.deepcopy(model), importance, is_global, ratio, keeps_stream)
         if flops_of(small, task.example) <= target:
             best, high = small, ratio
         else:
@@ -278,12 +282,17 @@ def theirs(task: Any, model: nn.Module, importance: str, is_global: bool, budget
     return best
 
 
-def torch_pruned(task: Any, model: nn.Module, importance: str, is_global: bool, ratio: float) -> nn.Module:
-    """A fraction of channels removed, as its README shows; the last layer keeps its outputs."""
+def torch_pruned(
+    task: Any, model: nn.Module, importance: str, is_global: bool, ratio: float, keeps_stream: bool
+) -> nn.Module:
+    """A fraction of channels removed, as its README shows; the last layer keeps its outputs, the stream may, too."""
     import torch_pruning as tp
 
     scorer = getattr(tp.importance, importance)()
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    kept = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+    if keeps_stream:
+        kept += [layer for m in model.modules() if isinstance(m, Block) for layer in (m.out, m.down)]
+        kept += [m for m in model.modules() if isinstance(m, nn.Embedding)]
     heads = {layer: m.heads for m in model.modules() if isinstance(m, Block) for layer in (m.q, m.k, m.v)}
     pruner = tp.pruner.BasePruner(
         model,
@@ -292,7 +301,7 @@ def torch_pruned(task: Any, model: nn.Module, importance: str, is_global: bool, 
         global_pruning=is_global,
         pruning_ratio=ratio,
         max_pruning_ratio=0.9,
-        ignored_layers=[last],
+        ignored_layers=kept,
         num_heads=heads,
     )
     if "Taylor" in importance:

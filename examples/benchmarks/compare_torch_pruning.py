@@ -1,9 +1,9 @@
 """Half of all units removed from networks of many architectures: by sparsekit_ao and by Torch-Pruning.
 
-    pip install torch-pruning transformers              # torchvision and timm add their networks
+    pip install torch-pruning transformers pytest       # torchvision and timm add their networks
     python examples/benchmarks/compare_torch_pruning.py # the table, and a CSV under examples/benchmarks/results/
 
-Networks are those of `tests/test_every_architecture.py`: small, with random weights. Both libraries get a model and
+Networks are those of `tests/test_every_architecture.py`, with random weights. Both libraries get a model and
 inputs and shall drop half of the channels; what else a user of Torch-Pruning must name (layers whose outputs are the
 model's, numbers of heads) is taken from our discovery and from the config. Attributes are not repaired by hand after
 its pruning, as some of its examples do. Then the smaller model is compared with the dense model in which the removed
@@ -21,6 +21,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +36,12 @@ from sparsekit_ao.coupling.discovery.shared import FrozenAxis
 from sparsekit_ao.export import shrink
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "tests"))
-import hf_models
-from discovered import fill
-from networks import NETWORKS
+from test_every_architecture import ALL, make
 
-LIMIT = 60  # seconds for a network
-LIMIT_OF_PRUNING = 6  # seconds for Torch-Pruning, which takes less than one, or does not end
+LIMIT = 120  # seconds for a network
+LIMIT_OF_PRUNING = 6  # seconds for Torch-Pruning and one more for each million parameters: it is quick, or does not end
 TOLERANCE = 1e-4
 RESULTS_OF_A_TRY = ("exact", "nothing removed", "other outputs", "does not run", "error")  # best first
-VISION = ("resnet18", "resnext50_32x4d", "vgg11_bn", "densenet121", "mobilenet_v2", "mobilenet_v3_small", "googlenet")
-VISION += ("efficientnet_b0", "mnasnet0_5", "shufflenet_v2_x0_5", "regnet_y_400mf", "squeezenet1_1", "inception_v3")
-VISION += ("convnext_tiny", "vit_b_16", "swin_t")
 Found = tuple[str, float, float, str]  # result, fraction of parameters removed, seconds, details
 
 
@@ -56,12 +53,12 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     rows = []
-    for name, make in networks().items():
+    for name, network in networks().items():
         if args.names and name not in args.names:
             continue
         row: dict[str, Any] = {"network": name}
         for library, prune in (("sparsekit_ao", ours), ("Torch-Pruning", theirs)):
-            result, removed, seconds, details = measured(prune, make)
+            result, removed, seconds, details = measured(prune, network)
             row |= {
                 f"{library} result": result,
                 f"{library} removed": f"{removed:.3f}",
@@ -76,29 +73,9 @@ def main() -> None:
 
 
 def networks() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
-    """Functions that make a model and its inputs."""
-
-    def small(name: str) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        network, inputs = NETWORKS[name]
-        return fill(network()), inputs()
-
-    def of_torchvision(name: str) -> tuple[nn.Module, Any]:
-        import torchvision
-
-        torch.manual_seed(0)
-        keys = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-        size = {"inception_v3": 128, "vit_b_16": 224}.get(name, 64)
-        return fill(torchvision.models.get_model(name, weights=None, **keys)), torch.randn(2, 3, size, size)
-
-    found: dict[str, Callable[[], tuple[nn.Module, Any]]] = {name: lambda n=name: small(n) for name in NETWORKS}
-    for name in (*hf_models.NAMES, *hf_models.FAMILIES):
-        found[f"transformers {name}"] = lambda n=name: hf_models.make(n)
-    with contextlib.suppress(Exception):
-        import torchvision  # noqa: F401
-
-        found |= {f"torchvision {name}": lambda n=name: of_torchvision(n) for name in VISION}
-    return found
+    """Functions that make a model and its inputs; without those of libraries that are not installed."""
+    missing = {package for package in ("torchvision", "timm", "transformers") if find_spec(package) is None}
+    return {name: partial(make, name) for name in ALL if name.partition(" ")[0] not in missing}
 
 
 def measured(prune: Callable[[nn.Module, Any], Found], make: Callable[[], tuple[nn.Module, Any]]) -> Found:
@@ -142,7 +119,7 @@ def theirs(model: nn.Module, inputs: Any) -> Found:
     found: list[Found] = []
     for rows, number in ((last, heads), (frozen, heads), (frozen, lambda _: {})):
         try:
-            with limited(LIMIT_OF_PRUNING):
+            with limited(LIMIT_OF_PRUNING + parameters(model) // 10**6):
                 found.append(torch_pruned(copy.deepcopy(model), inputs, rows, number))
         except Exception as e:
             found.append(("error", 0.0, 0.0, f"{type(e).__name__}: {e}"))

@@ -24,9 +24,9 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
     blocks, and `"stem"`, `"layer2"`, ...: the channels of residual streams, each named after the layer that begins it.
 
     A mixture of experts has `"expert_units"`, hidden units inside of each expert, and `"experts"`, whole ones with
-    their rows of the router, if they are packed (`discover` finds its heads and hidden size). The latter are not exact:
-    a router without rows never chooses a dropped expert, while rows of zeros may be chosen. So `compact` takes them
-    with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
+    their rows of the router, whether they are packed or modules of a list (`discover` finds its heads and hidden size).
+    The latter are not exact: a router without a row never chooses a dropped expert, while one that is only zero may be
+    chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
 
     Integers that hold such a size (`num_attention_heads` of modules and config, say) are in the couplings' `attrs`, for
     `compact`. Couplings that share a tensor are prepared together by `joint_entries`.

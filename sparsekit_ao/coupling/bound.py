@@ -25,8 +25,8 @@ class Member:
     Attributes:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: False for what has no mask: a buffer, and a further dimension of a parameter that has the unit
-            (the columns of recurrent weights), whose entries are removed only.
+        is_parameter: False for what has no mask, because its entries are only removed: a buffer, a further dimension
+            of a parameter that has the unit (the columns of recurrent weights), and a member of a coupling with lists.
         tied_to: the name of an earlier member that is the same tensor; empty if there is none.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
@@ -53,6 +53,8 @@ class BoundCoupling:
         scope: axes of independent budgets.
         sizes: length of every scope axis, of the unit axis, and of the axes whose sizes were given.
         attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
+        lists: names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
+        listed: for each unit, the names of the parameters of its modules.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
     >>> [(b.name, b.grid) for b in sparsekit_ao.Coupling({"*.weight": "u i", "*.bias": "u"}).bind(model)]
@@ -66,11 +68,18 @@ class BoundCoupling:
     scope: tuple[str, ...]
     sizes: Mapping[str, int]
     attrs: Mapping[str, str]
+    lists: tuple[str, ...] = ()
+    listed: tuple[tuple[str, ...], ...] = ()
 
     @property
     def grid(self) -> Shape:
         """(*scope sizes, units of a scope): the shape in which units are counted."""
         return tuple(self.sizes[axis] for axis in (*self.scope, self.unit))
+
+    @property
+    def units(self) -> int:
+        """Units of all scopes."""
+        return math.prod(self.grid)
 
 
 def solve_sizes(

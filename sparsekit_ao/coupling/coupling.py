@@ -3,7 +3,7 @@
 A `Coupling` refers to no model: `bind` matches it against one, `entries` returns config dicts for a sparsifier.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,10 @@ from ..algebra import AxisPattern, dimensions_of
 from ..errors import SparsityError, checked_model
 from ..sparsifiers.config import named_tensors
 from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, occurrences, solve_sizes
+from .listed import find_lists, listed_entries, with_lists
 
 _OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
+_LIST_KEYS = ("block_shape", "scope_coupling")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Coupling:
         name: for errors and reports, with as many `*`s as the members or none; by default the first member.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`, for
             `compact` to update; attributes of torch.nn's own layers need not be listed.
+        lists: names of `nn.ModuleList`s whose module k belongs to unit k, as each expert does to a row of its router.
+            Masks are then on all parameters of these modules; what members have of a unit is removed without a mask.
 
     Raises:
         SparsityError: members differ in their `*`s, a member lacks an axis, an argument has the wrong type or value.
@@ -60,6 +64,7 @@ class Coupling:
     scores: str = field(default="sum", kw_only=True)
     name: str = field(default="", kw_only=True)
     attrs: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    lists: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Mapping) or not self.members:
@@ -69,6 +74,9 @@ class Coupling:
                 raise SparsityError(f"Coupling: {key} must be a str, got {getattr(self, key)!r}")
         object.__setattr__(self, "name", self.name or str(next(iter(self.members))))
         check_attrs(self._where, self.attrs)
+        if not isinstance(self.lists, (list, tuple)) or not all(isinstance(one, str) for one in self.lists):
+            raise SparsityError(f"{self._where}lists must be a list of names of nn.ModuleLists, got {self.lists!r}")
+        object.__setattr__(self, "lists", tuple(self.lists))
         if not isinstance(self.sizes, Mapping):
             raise SparsityError(f"{self._where}sizes must be a dict {{axis: length}}, got {self.sizes!r}")
         for key in ("members", "sizes", "attrs"):
@@ -81,7 +89,7 @@ class Coupling:
         self._check_stars()
 
     def __hash__(self) -> int:
-        return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name))
+        return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name, self.lists))
 
     def bind(self, model: nn.Module) -> list[BoundCoupling]:
         """The coupling in a model: one for each value of the `*`s, in the model's order.
@@ -100,7 +108,9 @@ class Coupling:
             if not matches:
                 raise SparsityError(f"{self._where}{member!r} matches no parameter or buffer of the model")
         captures = {captured: None for matches in found.values() for captured in matches}
-        return [self._bind(captured, found, tensors) for captured in captures]
+        lists = find_lists(model, self.lists, self._where)
+        bounds = [self._bind(captured, found, tensors) for captured in captures]
+        return [with_lists(bound, lists, model, tensors) for bound in bounds] if lists else bounds
 
     def of_layers(self, model: nn.Module) -> list["Coupling"]:
         """One coupling for each that `bind` returns, without stars, so that each may keep another number of units.
@@ -117,6 +127,7 @@ class Coupling:
                 members={fqn: axes for member, axes in self.members.items() for fqn in found[member][bound.captured]},
                 name=bound.name,
                 attrs={fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()},
+                lists=bound.lists,
             )
             for bound in self.bind(model)
         ]
@@ -139,9 +150,13 @@ class Coupling:
     def bound_entries(self, model: nn.Module, **keys: Any) -> list[list[dict[str, Any]]]:
         """`entries`, as one list for each coupling that `bind` returns."""
         for key in keys:
-            if key in _OWN_KEYS:
+            if key in (*_OWN_KEYS, *(_LIST_KEYS if self.lists else ())):
                 raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")
-        return [list(self._entries(bound, keys)) for bound in self.bind(model)]
+        bounds = self.bind(model)
+        if self.lists:
+            tensors = dict(named_tensors(model))
+            return [list(listed_entries(bound, self.scores, tensors, keys)) for bound in bounds]
+        return [list(self._entries(bound, keys)) for bound in bounds]
 
     @property
     def _where(self) -> str:
@@ -176,9 +191,9 @@ class Coupling:
 
     def _check_stars(self) -> None:
         first = next(iter(self.members))
-        for pattern in (*self.members, *self.attrs):
+        for pattern in (*self.members, *self.lists, *self.attrs):
             count = count_stars(pattern)
-            if count != count_stars(first) and (pattern in self.members or count):
+            if count != count_stars(first) and (pattern not in self.attrs or count):
                 raise SparsityError(
                     f"{self._where}{pattern!r} has {count} '*', but {first!r} has {count_stars(first)}. There is one "
                     "coupling for each value of '*', so all members need the same number; write '**' where all that "
@@ -203,7 +218,7 @@ class Coupling:
             tensor, is_parameter = tensors[fqn]
             same = None if is_further else first.get(id(tensor))
             tied_to = same.fqn if same is not None else ""
-            has_mask = is_parameter and not is_further
+            has_mask = is_parameter and not is_further and not self.lists
             members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied_to),)
             first.setdefault(id(tensor), members[-1])
             if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):

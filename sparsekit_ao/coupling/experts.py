@@ -1,24 +1,25 @@
 """Couplings of a mixture of experts: hidden units inside each expert, and whole experts with their rows of the router.
 
 Packed experts hold `gate_up_proj` (experts, 2 * hidden, width) and `down_proj` (experts, width, hidden), as Mixtral,
-Qwen-MoE and DeepSeek of transformers do. Listed ones are modules `experts.0`, `experts.1`, ...; whole ones cannot be
-removed, since they are no axis of a tensor.
+Qwen-MoE and DeepSeek of transformers do. Listed ones are modules `experts.0`, `experts.1`, ... of an `nn.ModuleList`.
 """
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from .coupling import Coupling
+from .listed import is_list
 
 _LISTED = re.compile(r"(.*\bexperts\.)\d+\.(gate_proj|w1)\.weight")
 _UP_AND_DOWN = {"gate_proj": (("gate_proj", "up_proj"), "down_proj"), "w1": (("w1", "w3"), "w2")}
-_CONFIG = ("num_local_experts", "num_experts", "n_routed_experts")
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "experts_per_rank")
 
 
 def expert_couplings(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Coupling]:
-    """`"expert_units"`, and for packed experts with a router `"experts"`; {} for a model without experts.
+    """`"expert_units"`, and for experts with a router `"experts"`; {} for a model without experts.
 
     Args:
         model: for integers that hold numbers of experts and units.
@@ -31,9 +32,14 @@ def expert_couplings(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
     if listed is None:
         return {}
     ups, down = _UP_AND_DOWN[listed[2]]
-    path = f"{_starred(listed[1])}*"
-    members = {f"{path}.{up}.weight": "u i" for up in ups} | {f"{path}.{down}.weight": "o u"}
-    return {"expert_units": Coupling(members, name="expert_units")}
+    path, first = listed[1].removesuffix("."), listed[0].removesuffix(f".{listed[2]}.weight")
+    members = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups} | {f"{down}.weight": "o u"}
+    members = {f"{_starred(path)}.*.{name}": axes for name, axes in members.items() if f"{first}.{name}" in tensors}
+    found = {"expert_units": Coupling(members, name="expert_units")}
+    experts: Any = model.get_submodule(path)
+    if not is_list(experts):
+        return found
+    return found | _whole(model, tensors, path, len(experts), (), lists=(_starred(path),))
 
 
 def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -52,31 +58,46 @@ def _packed(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> dict[
         attrs=_held(model, path, ("intermediate_dim",), "u"),
         name="expert_units",
     )
-    experts, routers = tensors[f"{path}.down_proj"].shape[0], _routers(tensors, path)
+    return {"expert_units": units} | _whole(model, tensors, path, len(tensors[f"{path}.down_proj"]), (up, down))
+
+
+def _whole(
+    model: nn.Module, tensors: Mapping[str, Tensor], path: str, experts: int, packed: tuple[str, ...], **keys: Any
+) -> dict[str, Coupling]:
+    """`"experts"` with the packed tensors, or with `lists` in `keys`; {} without a router."""
+    parent = path.rpartition(".")[0]
+    routers = _routers(tensors, parent, experts)
     if not routers:
-        return {"expert_units": units}
-    groups = max(getattr(model.get_submodule(router), "num_group", 1) for router in routers)
+        return {}
+    groups = max(_groups(model.get_submodule(router)) for router in routers)
     rows, axes = ("(s u)", "s u") if groups > 1 else ("u", "u")
-    members, attrs = {up: f"{rows} a b", down: f"{rows} a b"}, _held(model, path, ("num_experts",), axes)
+    members = dict.fromkeys(packed, f"{rows} a b")
     for router in routers:
         own = [fqn for fqn, t in tensors.items() if fqn.rpartition(".")[0] == router and t.shape[:1] == (experts,)]
         members |= {_starred(fqn): rows + " i" * (tensors[fqn].ndim - 1) for fqn in own}
-        attrs |= _held(model, router, ("num_experts",), axes)
+    attrs: dict[str, str] = {}
+    for holder in (path, parent, *routers):
+        held = vars(model.get_submodule(holder))
+        attrs |= {f"{_starred(holder)}.{key}".removeprefix("."): axes for key in _COUNTS if held.get(key) == experts}
     config = vars(getattr(model, "config", None) or nn.Module())
-    attrs |= {f"config.{key}": axes for key in _CONFIG if config.get(key) == experts}
-    scope = {"scope": "s", "sizes": {"s": groups}} if groups > 1 else {}
-    whole = Coupling(members, attrs=attrs, name="experts", **scope)  # type: ignore[arg-type]
-    return {"expert_units": units, "experts": whole}
+    attrs |= {f"config.{key}": axes for key in _COUNTS if config.get(key) == experts}
+    keys |= {"scope": "s", "sizes": {"s": groups}} if groups > 1 else {}
+    return {"experts": Coupling(members, attrs=attrs, name="experts", **keys)}
 
 
-def _routers(tensors: Mapping[str, Tensor], path: str) -> list[str]:
-    """The siblings of packed experts whose `weight` is a matrix with a row for each of them."""
-    parent, experts = path.rpartition(".")[0], tensors[f"{path}.down_proj"].shape[0]
+def _routers(tensors: Mapping[str, Tensor], parent: str, experts: int) -> list[str]:
+    """The modules beside experts whose `weight` is a matrix with a row for each of them."""
+    beside = re.compile(re.escape(f"{parent}." if parent else "") + r"[^.]+\.weight")
     return [
         fqn.removesuffix(".weight")
         for fqn, tensor in tensors.items()
-        if re.fullmatch(rf"{re.escape(parent)}\.[^.]+\.weight", fqn) and tensor.ndim == 2 and len(tensor) == experts
+        if beside.fullmatch(fqn) and tensor.ndim == 2 and len(tensor) == experts
     ]
+
+
+def _groups(router: nn.Module) -> int:
+    """Groups of experts among which a router chooses first."""
+    return next((n for n in (getattr(router, key, None) for key in ("num_group", "n_group")) if isinstance(n, int)), 1)
 
 
 def _held(model: nn.Module, path: str, names: tuple[str, ...], axes: str) -> dict[str, str]:

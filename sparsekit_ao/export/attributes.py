@@ -163,7 +163,10 @@ def _integers_near(model: nn.Module, removal: Removal) -> Iterator[tuple[str, in
     """
     holders: dict[str, set[str]] = {"config": set()} if hasattr(model, "config") else {}
     for member in removal.coupling.members:
-        prefix, (module, name) = member.fqn.rpartition(".")[0], owner_of(model, member.fqn)
+        prefix = member.fqn.rpartition(".")[0]
+        if _reached(model, prefix) is None:
+            continue  # in a module that was dropped from its list
+        module, name = owner_of(model, member.fqn)
         holders.setdefault(prefix, set()).update(sizes_of(module, name, getattr(module, name), ()))
         holders.setdefault(prefix.rpartition(".")[0], set())
     empty = {name for name, module in model.named_modules() if not [*module.parameters(), *module.buffers()]}

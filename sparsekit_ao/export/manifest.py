@@ -18,6 +18,7 @@ from ..algebra import AxisPattern
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
 from .attributes import Change, apply_changes, check_old_values
+from .listed import check_lists, drop_modules
 from .norms import CONFIG_EPS, EPS_NAMES
 from .removal import Removal, plain_tensors, remove_units
 
@@ -41,6 +42,7 @@ def make_manifest(
                     for m in removal.coupling.members
                 ],
                 "kept": removal.keep.reshape(-1, removal.of).nonzero()[:, 1].reshape(-1, removal.kept).tolist(),
+                **({"lists": list(removal.coupling.lists)} if removal.coupling.lists else {}),
             }
             for removal in removals
         ],
@@ -81,8 +83,11 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     _check_shapes(fresh_model, data["tensors"])
     changes = [Change(**change) for change in data["attributes"]]
     check_old_values(fresh_model, changes)
-    remove_units(fresh_model, [_removal(coupling, data["tensors"]) for coupling in data["groups"]])
+    removals = [_removal(coupling, data["tensors"]) for coupling in data["groups"]]
+    check_lists(fresh_model, removals, "cut_to: ")
+    remove_units(fresh_model, removals)
     apply_changes(fresh_model, changes)
+    drop_modules(fresh_model, removals)
     return fresh_model
 
 
@@ -123,9 +128,11 @@ def _is_member(value: object) -> bool:
 
 
 def _is_coupling(value: object) -> bool:
-    if not _is_dict(value, ("name", "unit", "scope", "sizes", "members", "kept")):
+    data = {"lists": [], **value} if isinstance(value, Mapping) else {}
+    if not _is_dict(data, ("name", "unit", "scope", "sizes", "members", "kept", "lists")):
         return False
-    data = dict(value)  # type: ignore[call-overload]
+    if not _is_list(data["lists"], lambda path: isinstance(path, str)):
+        return False
     if not _is_list(data["scope"], lambda axis: isinstance(axis, str)) or not _is_table(data["sizes"], _is_size):
         return False
     axes = [*data["scope"], data["unit"]]
@@ -141,7 +148,10 @@ def _is_coupling(value: object) -> bool:
 
 
 def _check_fields(data: Mapping[str, Any]) -> None:
-    """Check the kinds of all entries, so that a manifest only removes units, lowers integers and sets a norm's eps."""
+    """Check the kinds of all entries, so that a manifest only removes units, lowers integers and sets a norm's eps.
+
+    Units may be modules of lists.
+    """
     rules: dict[str, Callable[[Any], bool]] = {
         "tensors": lambda found: _is_table(found, lambda shape: _is_list(shape, lambda n: _is_size(n, 0))),
         "attributes": lambda found: _is_list(found, _is_attribute),
@@ -182,7 +192,14 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
         if any(lengths.get(axis) != data["sizes"][axis] for axis in (*scope, unit)):
             raise SparsityError(f"{where}the sizes of its axes are not those of {member.fqn}")
     coupling = BoundCoupling(
-        name=data["name"], captured=(), members=members, unit=unit, scope=scope, sizes=data["sizes"], attrs={}
+        name=data["name"],
+        captured=(),
+        members=members,
+        unit=unit,
+        scope=scope,
+        sizes=data["sizes"],
+        attrs={},
+        lists=tuple(data.get("lists", ())),
     )
     keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool, device="cpu")
     keep.scatter_(1, torch.tensor(data["kept"], device="cpu"), True)

@@ -248,6 +248,8 @@ def _tried(
     for coupling in couplings:
         bound = coupling.bind(model)
         why = next((excluded[m.fqn] for one in bound for m in one.members if m.fqn in excluded), "")
+        if not why and coupling.lists:
+            why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
         if not why and all(_kept(one, ratio) == one.grid[-1] for one in bound):
             why = f"a ratio of {ratio} drops none of its units: {bound[0].grid[-1]} in each scope"
         if why:

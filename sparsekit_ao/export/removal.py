@@ -68,7 +68,7 @@ def check_multiple(multiple_of: object, where: str) -> None:
 def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multiple_of: int, source: int = 0) -> Removal:
     """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all).
 
-    `tensors` are its members by name; `source` as in `Removal`.
+    `tensors` are its members and the parameters of its listed modules, by name; `source` as in `Removal`.
 
     Raises:
         CouplingError: scopes keep different numbers.
@@ -76,12 +76,7 @@ def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multipl
     """
     where = f"coupling {coupling.name!r}: "
     check_multiple(multiple_of, where)
-    parameters = [m for m in coupling.members if m.is_parameter]
-    weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
-    if not weights:
-        raise SparsityError(f"{where}no member is a parameter, so there are no zeros that mark dropped units")
-    views, ndim = [m.pattern(tensors[m.fqn].detach()) for m in weights], len(coupling.grid)
-    zero = torch.stack([(view == 0).unsqueeze(-1).flatten(ndim).all(-1).cpu() for view in views])
+    zero = _zeros(coupling, tensors, where)
     dropped, units = zero.all(0), coupling.grid[-1]
     keep = ~dropped.reshape(-1, units)
     counts = keep.sum(1)
@@ -98,6 +93,20 @@ def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multipl
     keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
     partly = int((zero.any(0) & ~dropped).sum())
     return Removal(coupling=coupling, keep=keep.reshape(coupling.grid), source=source, partly=partly)
+
+
+def _zeros(coupling: BoundCoupling, tensors: Mapping[str, Tensor], where: str) -> Tensor:
+    """Which units are zero in each weight, [weights, *grid]; for modules of lists, in all of their weights."""
+    if coupling.listed:
+        listed = [[tensors[fqn] for fqn in own] for own in coupling.listed]
+        weights_of = [[t for t in own if t.ndim > 1] or own for own in listed]
+        return torch.tensor([not any(t.any() for t in own) for own in weights_of]).reshape(1, *coupling.grid)
+    parameters = [m for m in coupling.members if m.is_parameter]
+    weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
+    if not weights:
+        raise SparsityError(f"{where}no member is a parameter, so there are no zeros that mark dropped units")
+    views, ndim = [m.pattern(tensors[m.fqn].detach()) for m in weights], len(coupling.grid)
+    return torch.stack([(view == 0).unsqueeze(-1).flatten(ndim).all(-1).cpu() for view in views])
 
 
 def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """shrink: discover, choose, squash, compact and report in one call."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers import ScopeSparsifier
-from ..sparsifiers.names import owner_of, parameter_of
+from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from .compact import verified
 from .levels import Cost, cost_of, counts_at_levels, counts_within, kept_units, multiple_for
 from .removable import Trials, removable
@@ -23,6 +24,7 @@ from .trial import find_removals
 
 T = TypeVar("T")
 _Left = list[tuple[str, str]]  # (name of a coupling, why nothing is removed from it)
+_Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 _Scores = dict[str, list[Tensor]]  # {name of a coupling: scores of the units of each of its layers}
 
 
@@ -43,8 +45,9 @@ def shrink(
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
     Couplings are discovered, and those from which `compact` cannot remove units are left out (see `removable`). Of
-    several that divide one dimension of a tensor (key heads, query heads in each, numbers of a head) the first is
-    pruned, so that a dimension loses `ratio` of its length once. The report lists what is left out, with the reason.
+    several that divide one dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned
+    that remove most parameters, or the first, so that a dimension loses `ratio` of its length once. The report lists
+    what is left out, with the reason.
 
     With `of="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
     what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of
@@ -90,18 +93,21 @@ def shrink(
     keys = {"multiple_of": 1 if multiple_of is None else multiple_of, "tolerance": tolerance}
     found = removable(model, example_inputs, couplings, ratio=trial, exclude=exclude, **keys)  # type: ignore[arg-type]
     _check_names(found, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
-    chosen, left = _chosen(model, found, ratio)
-    multiples = {one.name: _number(multiple_of, one.name, 1) or multiple_for(model, one) for one in chosen}
-    limits = {one.name: _number(max_sparsity, one.name, 1.0) for one in chosen}
-    if cost and not hasattr(model, "config"):
-        layers = [(layer, one.name) for one in chosen for layer in one.of_layers(model)]
-        chosen = [layer for layer, _ in layers]
-        multiples = {layer.name: multiples[name] for layer, name in layers}
-        limits = {layer.name: limits[name] for layer, name in layers}
+    multiples = {one.name: _number(multiple_of, one.name, 1) or multiple_for(model, one) for one in found.couplings}
+    chosen, left = _chosen(model, found, ratio, multiples)
+    layers = [
+        (layer, one.name)
+        for one in chosen
+        for layer in _layers(model, one, always=cost is not None and not hasattr(model, "config"))
+    ]
+    chosen = [layer for layer, _ in layers]
+    levels = {layer.name: _number(ratio, name, 0.0) for layer, name in layers}
+    multiples = {layer.name: multiples[name] for layer, name in layers}
+    limits = {layer.name: _number(max_sparsity, name, 1.0) for layer, name in layers}
 
     def counts(some: Sequence[Coupling], scores: _Scores) -> dict[str, int]:
         if cost is None:
-            return counts_at_levels(model, some, {one.name: _number(ratio, one.name, 0.0) for one in some}, multiples)
+            return counts_at_levels(model, some, levels, multiples)
         power = 2 if score is None else 1  # squares of norms add up, and saliencies do
         importances = {one.name: [rows**power for rows in scores[one.name]] for one in some}
         return counts_within(model, some, importances, cost, trial, multiples=multiples, limits=limits)
@@ -112,6 +118,12 @@ def shrink(
     removals = find_removals(masked, chosen, {one.name: multiples[one.name] for one in chosen})
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
     return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in [*left, *more]))
+
+
+def _layers(model: nn.Module, coupling: Coupling, always: bool) -> list[Coupling]:
+    """A coupling for each layer, where layers have different numbers of units, or always; else the coupling itself."""
+    differ = len({bound.grid for bound in coupling.bind(model)}) > 1
+    return coupling.of_layers(model) if differ or always else [coupling]
 
 
 def _pruned(
@@ -196,20 +208,68 @@ def _number(given: T | Mapping[str, T], name: str, default: T) -> T:
     return given.get(name, default) if isinstance(given, Mapping) else given
 
 
-def _chosen(model: nn.Module, found: Discovery, ratio: float | Mapping[str, float]) -> tuple[list[Coupling], _Left]:
+def _chosen(
+    model: nn.Module, found: Discovery, ratio: float | Mapping[str, float], multiples: Mapping[str, int]
+) -> tuple[list[Coupling], _Left]:
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
-    owner: dict[tuple[str, int, tuple[int, int] | None], str] = {}  # by tensor, dimension, and part of a concatenation
-    chosen, left = [], list(found.left_out)
-    for coupling in found.couplings:
-        members = [member for bound in coupling.bind(model) for member in bound.members]
-        divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
-        places = [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
-        shared = next((place for place in places if place in owner), None)
-        if not _number(ratio, coupling.name, 0.0):
-            left.append((coupling.name, "the ratio of it is 0, or does not name it"))
-        elif shared is not None:
-            left.append((coupling.name, f"it divides {shared[0]}[{shared[1]}] as {owner[shared]!r} does"))
-        else:
-            owner |= dict.fromkeys(places, coupling.name)
-            chosen.append(coupling)
-    return chosen, left
+    left, levels = list(found.left_out), {one.name: _number(ratio, one.name, 0.0) for one in found.couplings}
+    left += [(name, "the ratio of it is 0, or does not name it") for name, level in levels.items() if not level]
+    places = {one: _places(model, one) for one in found.couplings if levels[one.name]}
+    kept = counts_at_levels(model, list(places), levels, multiples)
+    dropped = {one: 1 - kept[one.name] / one.bind(model)[0].grid[-1] for one in places}
+    chosen: list[Coupling] = []
+    for rivals in _rivals(places):
+        # Of a grouped convolution, fewer inputs and outputs in each group remove more than fewer groups.
+        sets = [_compatible([first, *rivals], places) for first in rivals]
+        chosen += max(sets, key=lambda some: round(_removed_parameters(model, some, places, dropped)))
+    owner = {place: one.name for one in chosen for place in places[one]}
+    for one, own in places.items():
+        if one not in chosen:
+            shared = next(place for place in own if place in owner)
+            left.append((one.name, f"it divides {shared[0]}[{shared[1]}] as {owner[shared]!r} does"))
+    return [one for one in places if one in chosen], left
+
+
+def _places(model: nn.Module, coupling: Coupling) -> list[_Place]:
+    """What a coupling divides."""
+    members = [member for bound in coupling.bind(model) for member in bound.members]
+    divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
+    return [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
+
+
+def _rivals(places: Mapping[Coupling, Sequence[_Place]]) -> list[list[Coupling]]:
+    """The couplings, together those that divide the same dimensions, also by way of others."""
+    found: list[tuple[set[_Place], list[Coupling]]] = []
+    for coupling, own in places.items():
+        touched = [one for one in found if not one[0].isdisjoint(own)]
+        found = [one for one in found if one not in touched]
+        found.append((set(own).union(*(p for p, _ in touched)), [c for _, some in touched for c in some] + [coupling]))
+    return [some for _, some in found]
+
+
+def _compatible(couplings: Sequence[Coupling], places: Mapping[Coupling, Sequence[_Place]]) -> list[Coupling]:
+    """Each coupling that divides no dimension of one before it."""
+    found, taken = list[Coupling](), set[_Place]()
+    for coupling in couplings:
+        if taken.isdisjoint(places[coupling]):
+            found.append(coupling)
+            taken.update(places[coupling])
+    return found
+
+
+def _removed_parameters(
+    model: nn.Module,
+    couplings: Iterable[Coupling],
+    places: Mapping[Coupling, Sequence[_Place]],
+    dropped: Mapping[Coupling, float],
+) -> float:
+    """How many parameters couplings remove together, each a fraction of its units."""
+    tensors, lost = dict(named_tensors(model)), dict[str, dict[int, float]]()
+    for coupling in couplings:
+        for name, d, outside in places[coupling]:
+            if name in tensors:
+                inside = 1 - sum(outside or ()) / tensors[name].shape[d]
+                own = lost.setdefault(name, {})
+                own[d] = own.get(d, 0.0) + inside * dropped[coupling]
+    kept = {name: math.prod(1 - part for part in own.values()) for name, own in lost.items()}
+    return sum(tensors[name].numel() * (1 - part) for name, part in kept.items())

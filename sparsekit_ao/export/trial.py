@@ -9,6 +9,7 @@ from torch import nn
 from ..coupling import Coupling
 from ..errors import SparsityError
 from .attributes import Change, apply_changes, find_changes
+from .listed import check_lists, drop_modules
 from .norms import change_config_eps, fold_norm, narrowed_group_norms, pruned_norms
 from .removal import Removal, find_removal, plain_tensors, remove_units
 from .verify import Comparison, Reference
@@ -37,13 +38,15 @@ def find_removals(
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
         for bound in coupling.bind(model):
-            tensors = plain_tensors(model, [m.fqn for m in bound.members])
+            names = [*(m.fqn for m in bound.members), *(fqn for own in bound.listed for fqn in own)]
+            tensors = plain_tensors(model, names)
             removals.append(find_removal(bound, tensors, multiple, source))
     return removals
 
 
 def compacted(model: nn.Module, removals: Sequence[Removal]) -> Compacted:
     """A copy of a masked model without some units; raises where they cannot be removed."""
+    check_lists(model, removals, "")
     changes, small = find_changes(model, removals), copy.deepcopy(model)
     remove_units(small, removals)
     apply_changes(small, changes)
@@ -56,6 +59,7 @@ def compacted(model: nn.Module, removals: Sequence[Removal]) -> Compacted:
     of_config, lost = change_config_eps(model, small, folded)
     changes += folded + of_config
     notes += lost
+    drop_modules(small, removals)  # last, since it changes names
     fqns = [m.fqn for removal in removals for m in removal.coupling.members]
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
     return Compacted(model=small, removals=removals, changes=changes, notes=notes, shapes=shapes)

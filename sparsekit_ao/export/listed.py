@@ -1,0 +1,39 @@
+"""Modules of lists that are units of a coupling, such as experts: checked, and dropped from their lists."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..coupling.listed import is_list
+from ..errors import SparsityError
+from .removal import Removal
+
+
+def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
+    """Raise unless all lists of the couplings are in the model, each once and with a module for each unit.
+
+    Errors begin with `where`.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen: dict[int, str] = {}
+    for removal in removals:
+        name, units = removal.coupling.name, removal.coupling.units
+        for path in removal.coupling.lists:
+            found = modules.get(path)
+            if found is None or not is_list(found) or len(found) != units:
+                raise SparsityError(f"{where}coupling {name!r}: {path!r} is no nn.ModuleList of {units} modules")
+            if id(found) in seen:
+                raise SparsityError(
+                    f"{where}the couplings {seen[id(found)]!r} and {name!r} both drop modules of {path!r}"
+                )
+            seen[id(found)] = name
+
+
+def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
+    """Drop the modules of dropped units from their lists, in place; later ones move up."""
+    for removal in removals:
+        dropped = (~removal.keep.reshape(-1)).nonzero()[:, 0].tolist()
+        for path in removal.coupling.lists:
+            modules = model.get_submodule(path)
+            for at in reversed(dropped):
+                del modules[at]  # type: ignore[operator]
