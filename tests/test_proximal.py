@@ -410,7 +410,7 @@ def test_a_learning_rate_of_zero_and_a_tensor_without_gradient_change_nothing():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_tensor_without_gradient_stays_in_the_step_that_shrinks_others(kind):
-    model = nn.Sequential(linear(), linear(), linear())
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     model[2].weight.requires_grad_(False)
     optimizer = kind(model.parameters(), lr=0.1)
     sparsifier = ProximalSparsifier(strength=0.1, optimizer=optimizer)
@@ -423,7 +423,7 @@ def test_a_tensor_without_gradient_stays_in_the_step_that_shrinks_others(kind):
         loss.backward()
         return loss
 
-    for step in range(2):
+    for _ in range(2):
         optimizer.step(closure)
         twin = copy.deepcopy((model, optimizer, sparsifier))
         for own, _, one in ((model, optimizer, sparsifier), twin):

@@ -37,7 +37,8 @@ class ProximalSparsifier(PlannedSparsifier):
     every scope (the mean of the last kept and the first dropped norm ||D v||).
 
     A step that the optimizer has not taken (gradient accumulation, `GradScaler`, a tensor without gradient) is none
-    here either. Weights are plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel every rank computes the same.
+    here either. Weights are plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel every
+    rank computes the same.
 
     Args:
         strength: >= 0: a number, or a function of the number of steps so far, such as `schedules.linear`. An entry
