@@ -51,8 +51,8 @@ def shrink(
 
     With `of="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
     what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of
-    its own; where the model has a `config`, layers of one coupling keep equal numbers, so that the config can hold
-    them. Importances count relative to those of their coupling.
+    its own; where the model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the
+    config can hold them. Importances count relative to those of their coupling.
 
     Args:
         model: not changed.
