@@ -139,7 +139,8 @@ def _error(model: nn.Module, reference: Reference, tolerance: float, result: Com
 def _changed(changes: Sequence[Change]) -> tuple[str, ...]:
     """The changed integers as text, those of repeated layers once, with stars for their numbers."""
     numbers = re.compile(r"(?<![^.])\d+(?![^.])")
-    lines = [f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in changes if isinstance(c.was, int)]
+    integers = [c for c in changes if isinstance(c.was, int) and c.was != c.now]
+    lines = [f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers]
     return tuple(dict.fromkeys(lines))
 
 
