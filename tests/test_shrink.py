@@ -66,6 +66,15 @@ def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own
     assert report.difference <= 1e-5 and [row.kept for row in report.couplings] == widths
 
 
+def test_a_layer_of_one_coupling_may_have_the_name_of_another_coupling():
+    blocks = [nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 6), nn.ReLU(), nn.Linear(6, 4)) for n in (4, 8)]
+    first = Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"}, name="a")
+    second = Coupling({"0.2.weight": "u i", "0.2.bias": "u", "0.4.weight": "o u"}, name="a 0")
+    small, report = shrink(nn.Sequential(*blocks), torch.randn(3, 4), 0.5, couplings=[first, second])
+    assert [layer.out_features for layer in itertools.chain(*small) if hasattr(layer, "weight")] == [2, 3, 4, 4, 6, 4]
+    assert len({row.name for row in report.couplings}) == 3
+
+
 def test_with_one_step_more_a_model_would_cost_more():
     model, x, costs = mlp(4, 24, 48, 3), torch.randn(3, 4), []
 

@@ -42,8 +42,9 @@ class Coupling:
         name: for errors and reports, with as many `*`s as the members or none; by default the first member.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`, for
             `compact` to update; attributes of torch.nn's own layers need not be listed.
-        lists: names of `nn.ModuleList`s whose module k belongs to unit k, as each expert does to a row of its router.
-            Masks are then on all parameters of these modules; what members have of a unit is removed without a mask.
+        lists: names of `nn.ModuleList`s whose module k belongs to unit k, as each expert does to a row of its router;
+            units are counted one scope after the other. Masks are then on all parameters of these modules (modules of
+            two units may share none); what members have of a unit is removed without a mask.
 
     Raises:
         SparsityError: members differ in their `*`s, a member lacks an axis, an argument has the wrong type or value.

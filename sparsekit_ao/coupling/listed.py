@@ -44,16 +44,21 @@ def with_lists(
         tensors: parameters and buffers by name, and whether they are parameters.
 
     Raises:
-        CouplingError: a list has another number of modules than the coupling has units.
-        SparsityError: there is no list for the values of the coupling's stars; a module without parameters.
+        CouplingError: a list has another number of modules than the coupling has units, modules of two units share a
+            parameter, or a member has units in another order than a list.
+        SparsityError: there is no list for the values of the coupling's stars; two patterns match one list; a module
+            without parameters.
     """
     where = f"coupling {bound.name!r}: "
     for pattern, matches in found.items():
         if bound.captured not in matches:
             raise SparsityError(f"{where}the model has no list {fill_stars(pattern, bound.captured)!r}")
+    _check_order(bound, where)
     paths = tuple(path for matches in found.values() for path in matches[bound.captured])
     units: list[list[str]] = [[] for _ in range(bound.units)]
     for path in paths:
+        if paths.count(path) > 1:
+            raise SparsityError(f"{where}two patterns in lists match {path!r}; each list may be matched once")
         count = len(model.get_submodule(path))  # type: ignore[arg-type]
         if count != bound.units:
             raise CouplingError(
@@ -61,11 +66,42 @@ def with_lists(
             )
         for fqn, (tensor, is_parameter) in tensors.items():
             if is_parameter and tensor.ndim and fqn.startswith(f"{path}."):
-                units[int(fqn[len(path) + 1 :].partition(".")[0])].append(fqn)
+                index = fqn[len(path) + 1 :].partition(".")[0]
+                if index.isdecimal():  # else a parameter of the list itself, which belongs to no unit
+                    units[int(index)].append(fqn)
     for at, own in enumerate(units):
         if not own:
-            raise SparsityError(f"{where}{paths[0]}.{at} has no parameters, so there is nothing to put a mask on")
+            raise SparsityError(
+                f"{where}{paths[0]}.{at} has no parameters of its own, so there is nothing to put a mask on; a module "
+                "may be in one place only"
+            )
+    _check_shared(units, tensors, where)
     return replace(bound, lists=paths, listed=tuple(map(tuple, units)))
+
+
+def _check_order(bound: BoundCoupling, where: str) -> None:
+    """Raise unless scopes come before the unit in each member, so that the modules have the order of the grid."""
+    order = [*bound.scope, bound.unit]
+    for member in bound.members:
+        found = [axis for dimension in member.pattern.dimensions for axis in dimension if axis in order]
+        if found != order:
+            raise CouplingError(
+                f"{where}{member.fqn} has its axes in the order {' '.join(found)!r}, but with lists it must be "
+                f"{' '.join(order)!r}, since the modules of a list belong to the units one scope after the other"
+            )
+
+
+def _check_shared(units: Sequence[Sequence[str]], tensors: Mapping[str, tuple[Tensor, bool]], where: str) -> None:
+    """Raise if modules of two units share a parameter, which would be dropped with either."""
+    first: dict[int, tuple[int, str]] = {}
+    for at, names in enumerate(units):
+        for fqn in names:
+            other, name = first.setdefault(id(tensors[fqn][0]), (at, fqn))
+            if other != at:
+                raise CouplingError(
+                    f"{where}{name} and {fqn} are one parameter, but belong to the units {other} and {at}; drop units "
+                    "of modules that share nothing"
+                )
 
 
 def listed_entries(

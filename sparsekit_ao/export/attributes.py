@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..coupling import Coupling
 from ..coupling.bound import count_stars, fill_stars, match_names
@@ -164,10 +164,11 @@ def _integers_near(model: nn.Module, removal: Removal) -> Iterator[tuple[str, in
     holders: dict[str, set[str]] = {"config": set()} if hasattr(model, "config") else {}
     for member in removal.coupling.members:
         prefix = member.fqn.rpartition(".")[0]
-        if _reached(model, prefix) is None:
-            continue  # in a module that was dropped from its list
+        tensor = _reached(model, member.fqn)
+        if not isinstance(tensor, Tensor):
+            continue  # in a module that was dropped from its list, perhaps with another one in its place
         module, name = owner_of(model, member.fqn)
-        holders.setdefault(prefix, set()).update(sizes_of(module, name, getattr(module, name), ()))
+        holders.setdefault(prefix, set()).update(sizes_of(module, name, tensor, ()))
         holders.setdefault(prefix.rpartition(".")[0], set())
     empty = {name for name, module in model.named_modules() if not [*module.parameters(), *module.buffers()]}
     siblings = {name for name in empty if name.rpartition(".")[0] in holders} - holders.keys()

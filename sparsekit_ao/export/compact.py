@@ -32,7 +32,8 @@ def compact(
     """Remove the dropped units of couplings from every member, and check that outputs do not change.
 
     A unit is dropped where all weights of the coupling hold only zeros, as they do after pruning by `Coupling.entries`
-    and `squash_mask`. In any case, the masked and the compacted model are run on the example inputs and compared.
+    and `squash_mask`; one that is a module of a list, where all its parameters do. In any case, the masked and the
+    compacted model are run on the example inputs and compared.
 
     Args:
         model: squashed; neither it nor the inputs change, since copies run.
@@ -138,7 +139,8 @@ def _error(model: nn.Module, reference: Reference, tolerance: float, result: Com
 def _changed(changes: Sequence[Change]) -> tuple[str, ...]:
     """The changed integers as text, those of repeated layers once, with stars for their numbers."""
     numbers = re.compile(r"(?<![^.])\d+(?![^.])")
-    lines = [f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in changes if isinstance(c.was, int)]
+    integers = [c for c in changes if isinstance(c.was, int) and c.was != c.now]
+    lines = [f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers]
     return tuple(dict.fromkeys(lines))
 
 

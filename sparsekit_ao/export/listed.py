@@ -31,9 +31,20 @@ def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> No
 
 def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     """Drop the modules of dropped units from their lists, in place; later ones move up."""
-    for removal in removals:
-        dropped = (~removal.keep.reshape(-1)).nonzero()[:, 0].tolist()
-        for path in removal.coupling.lists:
-            modules = model.get_submodule(path)
-            for at in reversed(dropped):
-                del modules[at]  # type: ignore[operator]
+    # All lists are looked up first, since one list may be in a module of another.
+    found = [(model.get_submodule(path), removal) for removal in removals for path in removal.coupling.lists]
+    for modules, removal in found:
+        for at in reversed(_dropped(removal)):
+            del modules[at]  # type: ignore[operator]
+
+
+def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:
+    """The removals without those of which all members are in modules that others drop."""
+    paths = [(path, removal) for removal in removals for path in removal.coupling.lists]
+    prefixes = tuple(f"{path}.{at}." for path, removal in paths for at in _dropped(removal))
+    return [one for one in removals if not all(m.fqn.startswith(prefixes) for m in one.coupling.members)]
+
+
+def _dropped(removal: Removal) -> list[int]:
+    found: list[int] = (~removal.keep.reshape(-1)).nonzero()[:, 0].tolist()
+    return found

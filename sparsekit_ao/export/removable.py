@@ -77,7 +77,7 @@ def removable(
     for number in multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]:
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
     found = _listed(couplings) if couplings is not None else discover(model, example_inputs)
-    own, left = _tried(model, _named(found.couplings), ratio, exclude)
+    own, left = _tried(model, with_own_names(found.couplings), ratio, exclude)
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
         trials = functools.partial(
             Trials, inputs=example_inputs, multiple_of=multiple_of, tolerance=tolerance, done=done
@@ -228,7 +228,7 @@ def _listed(couplings: Sequence[Coupling]) -> Discovery:
     return Discovery(couplings=tuple(couplings), counts=(), frozen=())
 
 
-def _named(couplings: Sequence[Coupling]) -> list[Coupling]:
+def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
     """The couplings with different names: those of equal ones get the axes of their first member, or a number."""
     for suffix in (lambda one, at: f" {next(iter(one.members.values()))}", lambda one, at: f" #{at}"):
         counts = Counter(coupling.name for coupling in couplings)

@@ -2,7 +2,8 @@
 
 A unit is dropped where every weight of the coupling (its parameters of two or more dimensions) is exactly zero. Among
 them are the tensors that read the unit, so whatever a bias or a norm still writes there is multiplied by zero. To keep
-a unit of zeros is always exact; so a scope with fewer other units keeps some, to have as many as the others.
+a unit of zeros is always exact; so a scope with fewer other units keeps some, to have as many as the others. A unit
+that is a module of a list is dropped where all its parameters are zero, biases too.
 """
 
 import math
@@ -96,11 +97,10 @@ def find_removal(coupling: BoundCoupling, tensors: Mapping[str, Tensor], multipl
 
 
 def _zeros(coupling: BoundCoupling, tensors: Mapping[str, Tensor], where: str) -> Tensor:
-    """Which units are zero in each weight, [weights, *grid]; for modules of lists, in all of their weights."""
+    """Which units are zero in each weight, [weights, *grid]; for modules of lists, in all of their parameters."""
     if coupling.listed:
-        listed = [[tensors[fqn] for fqn in own] for own in coupling.listed]
-        weights_of = [[t for t in own if t.ndim > 1] or own for own in listed]
-        return torch.tensor([not any(t.any() for t in own) for own in weights_of]).reshape(1, *coupling.grid)
+        zero = [not any(tensors[fqn].any() for fqn in own) for own in coupling.listed]
+        return torch.tensor(zero).reshape(1, *coupling.grid)
     parameters = [m for m in coupling.members if m.is_parameter]
     weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
     if not weights:

@@ -17,7 +17,7 @@ from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from .compact import verified
 from .levels import Cost, cost_of, counts_at_levels, counts_within, kept_units, multiple_for
-from .removable import Trials, removable
+from .removable import Trials, removable, with_own_names
 from .removal import zero_units
 from .results import Compaction
 from .trial import find_removals
@@ -51,8 +51,8 @@ def shrink(
 
     With `of="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
     what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of
-    its own; where the model has a `config`, layers of one coupling keep equal numbers, so that the config can hold
-    them. Importances count relative to those of their coupling.
+    its own; where the model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the
+    config can hold them. Importances count relative to those of their coupling.
 
     Args:
         model: not changed.
@@ -100,10 +100,11 @@ def shrink(
         for one in chosen
         for layer in _layers(model, one, always=cost is not None and not hasattr(model, "config"))
     ]
-    chosen = [layer for layer, _ in layers]
-    levels = {layer.name: _number(ratio, name, 0.0) for layer, name in layers}
-    multiples = {layer.name: multiples[name] for layer, name in layers}
-    limits = {layer.name: _number(max_sparsity, name, 1.0) for layer, name in layers}
+    chosen = with_own_names([layer for layer, _ in layers])
+    names = {layer.name: name for layer, (_, name) in zip(chosen, layers, strict=True)}
+    levels = {layer: _number(ratio, name, 0.0) for layer, name in names.items()}
+    multiples = {layer: multiples[name] for layer, name in names.items()}
+    limits = {layer: _number(max_sparsity, name, 1.0) for layer, name in names.items()}
 
     def counts(some: Sequence[Coupling], scores: _Scores) -> dict[str, int]:
         if cost is None:

@@ -9,7 +9,7 @@ from torch import nn
 from ..coupling import Coupling
 from ..errors import SparsityError
 from .attributes import Change, apply_changes, find_changes
-from .listed import check_lists, drop_modules
+from .listed import check_lists, drop_modules, outside_dropped
 from .norms import change_config_eps, fold_norm, narrowed_group_norms, pruned_norms
 from .removal import Removal, find_removal, plain_tensors, remove_units
 from .verify import Comparison, Reference
@@ -29,7 +29,7 @@ class Compacted:
 def find_removals(
     model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
 ) -> list[Removal]:
-    """What each coupling of a masked model would remove; see `compact` for the arguments."""
+    """What each coupling of a masked model would remove, except in dropped modules; see `compact` for the arguments."""
     names = [coupling.name for coupling in couplings]
     for name in multiple_of if isinstance(multiple_of, Mapping) else ():
         if name not in names:
@@ -41,7 +41,7 @@ def find_removals(
             names = [*(m.fqn for m in bound.members), *(fqn for own in bound.listed for fqn in own)]
             tensors = plain_tensors(model, names)
             removals.append(find_removal(bound, tensors, multiple, source))
-    return removals
+    return outside_dropped(removals)
 
 
 def compacted(model: nn.Module, removals: Sequence[Removal]) -> Compacted:
