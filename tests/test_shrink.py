@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
 from sparsekit_ao.coupling import for_model
 from sparsekit_ao.export import compact, cut_to, load_pretrained, removable, save_pretrained, shrink
+from sparsekit_ao.export.removable import Trials
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,14 @@ def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own
     widths = [block[0].out_features for block in small]
     assert widths == [2, 16] if of == "units" else 2 * parameters(small) <= parameters(model)
     assert report.difference <= 1e-5 and [row.kept for row in report.couplings] == widths
+
+
+def test_a_model_that_cannot_be_tried_without_units_keeps_all_of_them(monkeypatch):
+    monkeypatch.setattr(Trials, "problem", lambda self, couplings: "does not run")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    hidden = Coupling({"0.weight": "u i", "0.bias": "u", "1.weight": "o u"})
+    small, report = shrink(model, torch.ones(2, 4), 0.5, couplings=[hidden])
+    assert parameters(small) == parameters(model) and report.left_out == ("0.weight: does not run",)
 
 
 def test_with_one_step_more_a_model_would_cost_more():

@@ -291,8 +291,8 @@ def _check(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SparsityError(
-                f"discover: {name or 'the model'} is scripted or traced, so its operations cannot be recorded; give the "
-                "model that was passed to torch.jit"
+                f"discover: {name or 'the model'} is scripted or traced, so its operations cannot be recorded; give "
+                "the model that was passed to torch.jit"
             )
         if parametrize.is_parametrized(module):
             raise SparsityError(
