@@ -492,6 +492,14 @@ def test_masks_of_an_earlier_forward_are_ignored_but_parametrized_tensors_are_re
     assert discover(model, ROWS).couplings
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_scripted_modules_are_refused():
+    scripted = torch.jit.script(nn.Linear(4, 2))
+    for model, where in ((scripted, "the model"), (nn.Sequential(nn.Linear(4, 4), scripted), "1")):
+        with pytest.raises(SparsityError, match=f"^discover: {where} is scripted or traced, .* passed to torch.jit$"):
+            discover(model, ROWS)
+
+
 def test_errors_name_the_place_and_the_remedy():
     with pytest.raises(SparsityError, match=r"needs a model \(an nn.Module\), got str"):
         discover("model", ROWS)

@@ -433,6 +433,19 @@ def test_a_tensor_without_gradient_stays_in_the_step_that_shrinks_others(kind):
             assert all(torch.equal(own[k].weight, before[k]) for k in (1, 2))
 
 
+def test_a_removed_param_group_does_not_make_others_count_as_moved():
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in model], 0.1)
+    sparsifier = ProximalSparsifier(strength=0.1, optimizer=optimizer)
+    sparsifier.prepare(model, [{"tensor_fqn": "1.weight"}])
+    model[0](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    del optimizer.param_groups[0]
+    before = model[1].weight.detach().clone()
+    sparsifier.step()
+    assert torch.equal(model[1].weight, before)
+
+
 def test_nothing_happens_while_updates_are_disabled():
     model = linear()
     sparsifier = ProximalSparsifier(nnz=2, conditioner=None)

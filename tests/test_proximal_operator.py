@@ -107,6 +107,16 @@ def test_finite_input_of_any_dtype_converges(dtype):
         assert w.isfinite().all() and (w.abs() <= v.abs()).all()
 
 
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_blocks_whose_squares_overflow_on_the_path_to_the_root_have_a_solution(dim):
+    v = torch.tensor([[1e9, 1e-12, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [1e8, 1.0, 1e-15]])
+    h, t = torch.tensor([0.1, 1e20, 1.0]).expand(4, -1), torch.tensor([1e-12, 2e20, 1.0, 1e-13])
+    given = [v, h.contiguous()] if dim == -1 else [v.t().contiguous(), h.t().contiguous()]
+    w = shrink_conditioned(*given, t, dim)
+    for own, *case in zip(w if dim == -1 else w.t(), v, h, t.tolist(), strict=True):
+        assert error_of(own, *case) <= 7.4e-7
+
+
 def test_the_steps_may_be_limited():
     w = torch.tensor([[1.0, 2.0, 3.0]])
     h = torch.tensor([[1e-3, 1.0, 1e3]])

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
 from sparsekit_ao.coupling import for_model
 from sparsekit_ao.export import compact, cut_to, load_pretrained, removable, save_pretrained, shrink
+from sparsekit_ao.export.removable import Trials
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,14 @@ def test_a_layer_of_one_coupling_may_have_the_name_of_another_coupling():
     small, report = shrink(nn.Sequential(*blocks), torch.randn(3, 4), 0.5, couplings=[first, second])
     assert [layer.out_features for layer in itertools.chain(*small) if hasattr(layer, "weight")] == [2, 3, 4, 4, 6, 4]
     assert len({row.name for row in report.couplings}) == 3
+
+
+def test_a_model_that_cannot_be_tried_without_units_keeps_all_of_them(monkeypatch):
+    monkeypatch.setattr(Trials, "problem", lambda self, couplings: "does not run")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    hidden = Coupling({"0.weight": "u i", "0.bias": "u", "1.weight": "o u"})
+    small, report = shrink(model, torch.ones(2, 4), 0.5, couplings=[hidden])
+    assert parameters(small) == parameters(model) and report.left_out == ("0.weight: does not run",)
 
 
 def test_with_one_step_more_a_model_would_cost_more():

@@ -136,7 +136,7 @@ def _blocks_at(x: Tensor, at: Tensor, dim: int, out: Tensor | None = None) -> Te
 
 
 def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """A product in which no zero is negative."""
+    """A product in which no factor of 0 gives -0."""
     return torch.addcmul(torch.zeros((), dtype=x.dtype, device=x.device), x, factor, out=out)
 
 
@@ -273,7 +273,9 @@ class _Root:
         return self.find(s, ((s - before).abs_() <= before.mul_(self.step)).logical_not_(), rounds - 1)
 
     def find_slowly(self, s: Tensor, is_kept: Tensor) -> Tensor:
-        """The root where `is_kept`, from any positive s, between bounds that each step may only narrow."""
+        """The root where `is_kept`, from any s, between bounds that each step may only narrow."""
+        largest = torch.linalg.vector_norm(self.v, math.inf, self.dim).to(s.dtype)
+        s = torch.where(s.isfinite(), s, largest)  # squares of u overflow where s is far below the root
         low, high = torch.zeros_like(s), torch.full_like(s, math.inf)
         for step in range(1, 1 + (STEPS if self.steps.limit is None else self.steps.limit)):
             s = s.to(self.v.dtype).to(s.dtype)  # as the elements see it

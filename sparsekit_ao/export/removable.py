@@ -190,8 +190,8 @@ class Trials:
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
         why = self.problem(couplings)
-        if not why or len(couplings) == 1:
-            return ([], {couplings[0]: why}) if why else (couplings, {})
+        if not why or len(couplings) <= 1:  # without any, the model itself may not run
+            return ([], dict.fromkeys(couplings, why)) if why else (couplings, {})
         half = len(couplings) // 2
         (left, bad), (right, worse) = self._split(couplings[:half]), self._split(couplings[half:])
         good, more = self._extended(left, right)

@@ -309,7 +309,7 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
     if isinstance(module, torch.jit.ScriptModule):
         raise SparsityError(
             f"{where}{fqn!r} is in a scripted or traced module, whose weights cannot be masked; prune the model before "
-            "torch.jit"
+            "torch.jit, or leave the tensor out of the config"
         )
     if find_mask(module, name) is not None:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")

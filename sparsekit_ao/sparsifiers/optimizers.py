@@ -1,6 +1,6 @@
 """Optimizers inside the wrappers of trainers, which of them trains a parameter, and how many steps each has taken."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,16 +39,16 @@ class StepCounts:
     Attributes:
         optimizers: those that are counted.
         counts: steps of each since it was attached.
-        moved: for each optimizer, {index of a parameter: the step that moved it last}.
+        moved: {parameter: the step of its optimizer that moved it last}.
         used: {name of a parameter: the last step that was considered}; -1 where a loaded state waits for one.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self.counts: list[int] = []
-        self.moved: list[dict[int, int]] = []
+        self.moved: dict[Tensor, int] = {}
         self.used: dict[str, int] = {}
-        self._ready: list[set[int]] = []  # indices of parameters that had gradients before the step
+        self._ready: list[list[Tensor]] = []  # parameters of each optimizer that had gradients before its step
         self._handles: list[Any] = []
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -87,8 +87,7 @@ class StepCounts:
         return [n for n, count in self.used.items() if count < 0]
 
     def _begin(self) -> None:
-        self.counts = [0] * len(self.optimizers)
-        self.moved, self._ready = [{} for _ in self.counts], [set() for _ in self.counts]
+        self.counts, self.moved, self._ready = [0] * len(self.optimizers), {}, [[] for _ in self.optimizers]
 
     def _watch(self) -> None:
         self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
@@ -96,10 +95,9 @@ class StepCounts:
 
     def _last(self, parameter: Tensor, name: str) -> int:
         """The step that moved a parameter last; 0 if none has."""
-        if not self.optimizers:
-            return 0
-        at = self.trainer_of(parameter, name)
-        return self.moved[at].get(next(k for k, p in _parameters(self.optimizers[at]) if p is parameter), 0)
+        if self.optimizers:
+            self.trainer_of(parameter, name)  # raises unless it is one
+        return self.moved.get(parameter, 0)
 
     def _index(self, optimizer: Optimizer) -> int:
         return next(k for k, o in enumerate(self.optimizers) if o is optimizer)
@@ -113,7 +111,7 @@ class StepCounts:
         if skipped is None or not bool(skipped > 0):
             at = self._index(optimizer)
             self.counts[at] += 1
-            self.moved[at] |= dict.fromkeys(self._ready[at] | _with_gradients(optimizer), self.counts[at])
+            self.moved |= dict.fromkeys([*self._ready[at], *_with_gradients(optimizer)], self.counts[at])
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_handles"}
@@ -124,9 +122,5 @@ class StepCounts:
         self._watch()
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
-    return enumerate(p for group in optimizer.param_groups for p in group["params"])
-
-
-def _with_gradients(optimizer: Optimizer) -> set[int]:
-    return {k for k, p in _parameters(optimizer) if p.grad is not None}
+def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

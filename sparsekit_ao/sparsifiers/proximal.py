@@ -122,6 +122,7 @@ class ProximalSparsifier(PlannedSparsifier):
     def step(self, use_path: bool = True) -> None:
         """Apply the proximal operator to every tensor that its optimizer has moved since the last call.
 
+        Coupled tensors are shrunk once all of them were moved, so never while one of them has no gradients.
         Does nothing while `enable_mask_update` is False.
 
         Raises:

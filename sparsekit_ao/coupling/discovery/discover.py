@@ -66,7 +66,7 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter.
 
     Raises:
-        SparsityError: a parametrized or lazy module; a forward that fails, or that needs to know values.
+        SparsityError: a parametrized, lazy or scripted module; a forward that fails, or that needs to know values.
 
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
     >>> print(discover(mlp, torch.zeros(1, 4)))

@@ -289,6 +289,11 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _check(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SparsityError(
+                f"discover: {name or 'the model'} is scripted or traced, so its operations cannot be recorded; give "
+                "the model that was passed to torch.jit"
+            )
         if parametrize.is_parametrized(module):
             raise SparsityError(
                 f"discover: {name or 'the model'} is parametrized, so its axes are not those of a plain tensor. Call "
