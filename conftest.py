@@ -2,14 +2,16 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes of `tests/background.py` take other cores
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch; child processes of `tests/helpers/background.py` take other cores
 
 import pytest
 import torch
 
 import sparsekit_ao
 
-collect_ignore_glob = ["tests/*_child.py"]  # scripts: collecting them for doctests would run them
+collect_ignore_glob = ["tests/*/*_child.py"]  # scripts: collecting them for doctests would run them
 
 
 def pytest_collection_modifyitems(items):
@@ -20,7 +22,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Start the child processes of the tests that were selected; see `tests/background.py`."""
+    """Start the child processes of the tests that were selected; see `tests/helpers/background.py`."""
     if not session.config.option.collectonly:
         import background
 

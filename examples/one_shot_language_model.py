@@ -4,7 +4,7 @@
     python examples/one_shot_language_model.py --tiny   # every structure and method, in seconds
 
 The byte-level language model and the text are those of dst_language_model.py. It is trained dense once; then copies of
-it are pruned by every method and measured on held-out files. Half of the MLP units are removed by `export.compact`, so
+it are pruned by every method and measured on held-out files. Half of the MLP units are removed by `removal.compact`, so
 that this model is really smaller. Prints a table and writes a CSV.
 """
 
@@ -22,7 +22,7 @@ from dst_language_model import BATCH, STEPS, LanguageModel, fit, held_out_loss, 
 from torch import Tensor, nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, one_shot, patterns
-from sparsekit_ao.export import compact
+from sparsekit_ao.removal import compact
 
 UNITS = "half of the MLP units"
 STRUCTURES: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, si
 from torch import Tensor, nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, one_shot
-from sparsekit_ao.export import Compaction, compact, cut_to
+from sparsekit_ao.removal import Compaction, compact, cut_to
 
 SELF, OUT = "encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"
 HEADS = Coupling(

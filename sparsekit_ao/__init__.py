@@ -5,15 +5,16 @@ says; `WeightNormSparsifier` and `NearlyDiagonalSparsifier` replace torch.ao's b
 structures, `schedules` change budgets over time.
 """
 
-from . import coupling, densities, dynamic, export, patterns, schedules, scores
-from .algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
+from . import coupling, densities, dynamic, export, patterns, removal, schedules, scores
 from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
 from .oneshot import one_shot
+from .removal import shrink
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
+from .structure import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
 
 __version__ = "0.2.0"
 
@@ -48,6 +49,8 @@ __all__ = [
     "keep_mask",
     "one_shot",
     "patterns",
+    "removal",
     "schedules",
     "scores",
+    "shrink",
 ]

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .algebra import checked_level
 from .errors import SparsityError
+from .structure import checked_level
 
 __all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "rows", "unstructured", "v_n_m"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
-from .algebra import is_number
 from .errors import SparsityError
+from .structure import is_number
 
 __all__ = [
     "Cadence",

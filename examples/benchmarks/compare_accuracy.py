@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsekit_ao.export import shrink
+from sparsekit_ao.removal import shrink
 
 sys.path.append(str(Path(__file__).parent.parent))
 from dst_language_model import read_text
@@ -256,7 +256,7 @@ def calibration(task: Any) -> list[Any]:
 
 
 def ours(task: Any, model: nn.Module, score: str | None, budget: float) -> nn.Module:
-    """Pruned by `export.shrink`."""
+    """Pruned by `removal.shrink`."""
 
     def loss(m: nn.Module, _: Any) -> Tensor:
         return torch.stack([task.loss(m, batch) for batch in calibration(task)]).mean()

@@ -33,7 +33,7 @@ from torch.utils import _pytree
 
 from sparsekit_ao.coupling import discover
 from sparsekit_ao.coupling.discovery.shared import FrozenAxis
-from sparsekit_ao.export import shrink
+from sparsekit_ao.removal import shrink
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "tests"))
 from test_every_architecture import ALL, make

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from sparsekit_ao.selection.numba import launch
 
 import sparsekit_ao
-from sparsekit_ao.selection.numba import launch
 
 RESULTS = Path(__file__).parent / "results"
 os.environ.setdefault("SPARSEKIT_AO_NUMBA", "always")  # steps are timed with numba, however few there are

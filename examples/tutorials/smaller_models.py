@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, coupling
-from sparsekit_ao.export import compact
+from sparsekit_ao.removal import compact
 
 TINY = "--tiny" in sys.argv
 torch.manual_seed(0)

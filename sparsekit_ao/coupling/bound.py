@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..algebra import AxisPattern, dimensions_of, window_shape
 from ..errors import CouplingError
 from ..selection.strides import Shape
+from ..structure import AxisPattern, dimensions_of, window_shape
 
 _DIMENSION = re.compile(r"\([^()]*\)|[^\s()]+")
 _STAR = re.compile(r"(\*\*?)")

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..algebra import AxisPattern, dimensions_of
 from ..errors import SparsityError, checked_model
 from ..sparsifiers.config import named_tensors
+from ..structure import AxisPattern, dimensions_of
 from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, occurrences, solve_sizes
 from .listed import find_lists, listed_entries, with_lists
 

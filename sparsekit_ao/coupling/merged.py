@@ -6,8 +6,8 @@ from string import ascii_letters
 
 from torch import nn
 
-from ..algebra import dimensions_of
 from ..errors import SparsityError
+from ..structure import dimensions_of
 from .bound import BoundCoupling, count_stars, occurrences
 from .coupling import Coupling
 

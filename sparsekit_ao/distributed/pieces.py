@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra import MaskUpdate, ScopeMember
 from ..selection import Blocks, Scopes, block_scores, fill_mask, from_scopes, to_scopes
 from ..selection.keys import KEY_DTYPES, absent, key_bits, order_keys
 from ..selection.radix import CHUNK, Passes, threshold_passes
 from ..selection.reference import candidates_of
 from ..selection.strides import Shape, row_major
+from ..structure import MaskUpdate, ScopeMember
 
 
 class Piece:

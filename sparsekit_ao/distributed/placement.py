@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..algebra import BlockSpec, ScopeMember
 from ..selection.strides import Shape, row_major
+from ..structure import BlockSpec, ScopeMember
 
 # How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (HISTOGRAM), or neither.
 GATHERED, HISTOGRAM, LOCAL = 0, 1, 2

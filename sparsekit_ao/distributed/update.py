@@ -1,6 +1,6 @@
 """Mask updates of sharded tensors: every rank fills its part of the masks that one process would choose, bit for bit.
 
-Takes `algebra.MaskUpdate`s with DTensors in them. For each, all ranks agree on a method: LOCAL where every scope is
+Takes `structure.MaskUpdate`s with DTensors in them. For each, all ranks agree on a method: LOCAL where every scope is
 whole on a rank (nothing is sent), HISTOGRAM where every block is (histograms of scores are summed), else GATHERED (the
 tensors are gathered while their masks are chosen).
 """
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import algebra
-from ..algebra import BlockSpec, MaskUpdate, ScopeMember, block_windows
+from .. import structure
 from ..errors import SparsityError
 from ..selection import Blocks, Scopes, Update, scope_masks
 from ..selection.radix import BITS
 from ..selection.strides import Shape
+from ..structure import BlockSpec, MaskUpdate, ScopeMember, block_windows
 from .device_passes import choose_on_device, kernels_take
 from .pieces import Piece, Selection, choose_passes, dtype_of, run_together, sum_over
 from .placement import GATHERED, HISTOGRAM, LOCAL, box_of, cuts_of, is_cut, is_part, is_sharded, method_of, window_of
@@ -38,7 +38,7 @@ def update_masks(updates: Sequence[MaskUpdate]) -> None:
     for update in updates:
         mesh = common_mesh([(spec.name, update.value_of(spec)) for spec in update.scope.blocks()])
         by_mesh.setdefault(mesh, []).append(update if mesh is None else _with_contiguous_masks(update, copies))
-    algebra.update_masks(by_mesh.pop(None, []))
+    structure.update_masks(by_mesh.pop(None, []))
     for mesh, found in by_mesh.items():
         _update_on(mesh, found)
     for mask, filled in copies:
@@ -127,7 +127,7 @@ def _choose_locally(update: MaskUpdate) -> None:
     if more or not is_cut(update.value_of(spec)):
         values = {s.view.param: local(update.value_of(s)) for s in update.scope.blocks()}
         masks = {s: local(m) for s, m in update.masks.items()}
-        algebra.update_masks([replace(update, masks=masks, values=values)])
+        structure.update_masks([replace(update, masks=masks, values=values)])
         return
     windows, start = _local_windows(update, spec)
     if windows[0].window.numel() == 0:
@@ -146,7 +146,7 @@ def _choose_locally(update: MaskUpdate) -> None:
 def _choose_gathered(update: MaskUpdate) -> None:
     """Every rank chooses from the gathered tensors and keeps its part."""
     masks, values = _gathered(update, update.scope.blocks())
-    algebra.update_masks([replace(update, masks=masks, values=values)])
+    structure.update_masks([replace(update, masks=masks, values=values)])
     for spec, mask in masks.items():
         fill(update.masks[spec], mask)
 

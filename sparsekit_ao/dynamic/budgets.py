@@ -13,11 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..algebra import is_number
 from ..densities import allocate
 from ..errors import SparsityError
 from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
+from ..structure import is_number
 from .optimizers import refuse_optimizer_as_level
 from .settings import Settings, value_at
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra import is_number
 from ..distributed import placed_like
 from ..errors import SparsityError
 from ..sparsifiers.config import TensorGroup
+from ..structure import is_number
 from .gradients import GradientCapture
 from .optimizers import original
 

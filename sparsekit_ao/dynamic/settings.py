@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra import is_number
 from ..errors import SparsityError
 from ..schedules import Schedule, constant
+from ..structure import is_number
 from .inits import Init, parse_init
 from .rules import NAMES, Rule, parse_rule
 

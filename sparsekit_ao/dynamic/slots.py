@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec, elements_of, scope_windows, write_back
 from ..calibration import Statistics
 from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
@@ -22,6 +21,7 @@ from ..selection import fill_mask, from_scopes, scope_scores, to_scopes
 from ..selection.reference import candidates_of
 from ..selection.tiling import real_slots
 from ..sparsifiers.component import Component
+from ..structure import BlockSpec, elements_of, scope_windows, write_back
 
 
 class Gathered(Mapping[BlockSpec, Tensor]):

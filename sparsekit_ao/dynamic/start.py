@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..algebra import BlockSpec
 from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
 from ..selection import keep_mask
 from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
+from ..structure import BlockSpec
 from .apply import zero_dropped, zero_dropped_state
 from .budgets import Budgets, overall_level
 from .inits import Init

@@ -1,33 +1,24 @@
-"""A masked or pruned model for use elsewhere: dense state dicts, smaller models, files, formats of other libraries."""
+"""A masked or pruned model for use elsewhere: dense state dicts, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
+from ..removal.results import Conversion
 from .check import check
-from .compact import compact
 from .compacted_files import load_pretrained
 from .coreml import coreml_metadata
 from .fbgemm import fbgemm, load_fbgemm
-from .manifest import cut_to
 from .openvino import openvino
 from .pretrained import load_masks, merge_lora, save_pretrained
 from .quantization import quantize
-from .removable import removable
 from .report import LayerReport, LayerRow, report
-from .results import Compaction, Conversion, KeptUnits, Size
-from .shrink import shrink
 from .sparse_file import load_sparse, save_sparse
 from .two_four import load_2_4, pack_2_4
 
 __all__ = [
-    "Compaction",
     "Conversion",
-    "KeptUnits",
     "LayerReport",
     "LayerRow",
-    "Size",
     "check",
-    "compact",
     "coreml_metadata",
-    "cut_to",
     "dense_state_dict",
     "fbgemm",
     "load_2_4",
@@ -39,9 +30,7 @@ __all__ = [
     "openvino",
     "pack_2_4",
     "quantize",
-    "removable",
     "report",
     "save_pretrained",
     "save_sparse",
-    "shrink",
 ]

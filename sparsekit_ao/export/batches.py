@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from ..calibration import Calibration, call, run_batches
 from ..coupling.values import tensors_in
 from ..errors import SparsityError
-from .verify import Outputs, largest_difference, seeded
+from ..removal.verify import Outputs, largest_difference, seeded
 
 Forward = Callable[[nn.Module, Any], Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import SparsityError
-from .attributes import Change, apply_changes
-from .manifest import cut_to
-from .results import Compaction, Conversion
+from ..removal.attributes import Change, apply_changes
+from ..removal.manifest import cut_to
+from ..removal.results import Compaction, Conversion
 
 MANIFEST = "manifest.json"
 

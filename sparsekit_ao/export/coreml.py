@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..removal.results import Conversion
 from . import rules
 from .batches import copied
 from .layers import Layer, checked_layers
-from .results import Conversion
 
 _THRESHOLD = torch.finfo(torch.float16).eps  # coremltools sets values up to this magnitude to zero, in every dtype
 _PRUNING, _QUANTIZATION = 1, 3  # coremltools' numbers

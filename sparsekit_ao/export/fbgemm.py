@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
+from ..removal.results import Conversion
 from . import rules
 from .batches import Forward, check_calls, compare, copied, listed
 from .int8_linear import BITS, ENGINE, FIELDS, SparseInt8Linear, fault_of
 from .layers import Layer, checked_layers, plain_name
 from .ranges import record_ranges
-from .results import Conversion
 
 LEAST_ZEROS = 0.6  # fraction of blocks that hold only zeros; with fewer, dense int8 is faster at every batch size
 _MOST_INPUTS = (1 << 31) // (127 * 127)  # with more, the kernel's 32-bit sums may overflow

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from ..calibration import call
 from ..coupling.values import arguments
 from ..errors import SparsityError
+from ..removal.results import Conversion
+from ..removal.verify import Outputs, largest_difference
 from . import rules
 from .batches import calls_of, copied, listed, refuse_uncalled
 from .layers import Layer, checked_layers
 from .ranges import Range, Steps, int8_rows, record_ranges
-from .results import Conversion
-from .verify import Outputs, largest_difference
 
 RATE = "CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE"
 _OFF = 1.0

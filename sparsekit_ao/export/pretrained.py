@@ -18,11 +18,11 @@ from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
 from ..masking import WeightMask, dense_state_dict, find_mask, installed, remove_mask, select
+from ..removal.results import Compaction, Conversion
 from ..sparsifiers.base import MaskSparsifier
 from ..sparsifiers.names import owner_of, parameter_of
 from .compacted_files import save_compacted
 from .encoding import bits_of, flat, from_mask, to_mask
-from .results import Compaction, Conversion
 from .tensor_file import open_file, read_json
 
 MASKS = "masks.safetensors"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
+from ..removal.results import Conversion
 from . import rules
 from .batches import Forward, calls_of, check_calls, compare, copied, listed, outputs_of
 from .layers import Layer, checked_layers, layers_of
-from .results import Conversion
 
 
 def reasons(layer: Layer) -> list[str]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
+from ..removal.verify import Outputs
 from .batches import Forward, outputs_of
 from .layers import Layer
-from .verify import Outputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
+from ..removal.results import Conversion
 from . import rules
 from .encoding import CODES, bits_of, flat, kept_of, smaller_code
 from .layers import Layer, refuse_masks
-from .results import Conversion
 from .tensor_file import (
     DTYPES,
     Stored,

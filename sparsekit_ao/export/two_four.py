@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
+from ..removal.results import Conversion
 from . import rules
 from .encoding import bits_of, memory_of
 from .layers import Layer, checked_layers
-from .results import Conversion
 from .tensor_file import (
     StrPath,
     as_stored,

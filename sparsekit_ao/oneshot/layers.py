@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..algebra import MaskUpdate
 from ..calibration import INPUTS, Statistics, Target
 from ..calibration.gram import damped_gram, damped_inverse, joint_saliency
 from ..errors import SparsityError
@@ -16,6 +15,7 @@ from ..selection import keep_mask
 from ..sparsifiers.component import Component, labels_of
 from ..sparsifiers.minimum import update_masks
 from ..sparsifiers.planned import PlannedSparsifier
+from ..structure import MaskUpdate
 from .obs import column_chunks, sparsegpt, structured_obs
 from .solve import CG_STEPS, FEW_STEPS, admm, least_squares, relative_error
 

@@ -13,4 +13,4 @@ from .api import (
 from .backend import check_impl
 from .finish import finished
 from .tiling import Blocks, Scopes, from_scopes, to_scopes
-from .work import Newton, Norm, Threshold, Update, one_step
+from .work import Newton, Norm, Threshold, Update

@@ -15,7 +15,7 @@ from . import reference
 from .backend import Backend, check_impl, choose, find
 from .keys import KEY_DTYPES
 from .tiling import Blocks, Scopes, aligned_grid, to_scopes
-from .work import Norm, Scores, Threshold, Update, one_step
+from .work import Norm, Scores, Threshold, Update
 
 
 def keep_mask(
@@ -37,7 +37,7 @@ def keep_mask(
         candidates: bool [scopes, members]; a False member is never kept, and a scope with fewer candidates than
             `keep` keeps them all.
         magnitude: rank by |score|: the same for scores that are never negative, and faster.
-        impl: `"auto"`, or the name of a backend: `"reference"`, `"cpu"`, `"numba"`, `"triton"`.
+        impl: `"auto"`, or the name of a backend: `"reference"`, `"cpu"`, `"triton"`.
 
     Returns:
         bool [scopes, members], True = keep.
@@ -181,9 +181,7 @@ def scope_masks(updates: Sequence[Update], *, impl: str = "auto") -> None:
         _check_norm(update.norm)
         _check_windows(update.scopes)
         _check_budget(update.keep, update.scopes[0].scope_grid, sum(math.prod(s.shape) for s in update.scopes))
-    with one_step(sum(update.numel for update in updates)):
-        shared = _by_backend(updates, impl)
-    for backend, found in shared:
+    for backend, found in _by_backend(updates, impl):
         if impl == "auto" and backend.name == reference.name:  # others may still take the single steps
             for update in found:
                 reference.update_in_steps(update, block_scores, keep_mask)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..errors import SparsityError
-from . import cpu, gpu, numba, reference
+from . import cpu, gpu, reference
 from .work import Work
 
 
@@ -27,12 +27,10 @@ class Backend(Protocol):
         ...
 
 
-_ALL: tuple[Backend, ...] = (reference, cpu, numba, gpu)
+_ALL: tuple[Backend, ...] = (reference, cpu, gpu)
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _ALL}
-ORDER: dict[str, tuple[str, ...]] = {"cpu": ("numba", "cpu", "reference"), "cuda": ("triton", "reference")}
+ORDER: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 OTHER_DEVICES = ("reference",)
-LEAST = {"numba": 1 << 16}  # elements below which "auto" passes over a backend, since calling it costs more
-PREFERRED = {"numba": numba.is_preferred}  # what "auto" asks last: whether to compile, say
 
 
 def check_impl(impl: str) -> None:
@@ -54,9 +52,7 @@ def find(work: Work, impl: str = "auto") -> Backend | None:
             raise SparsityError(f'impl="{impl}" cannot take this: {"; ".join(reasons)}. Use impl="auto".')
         return BACKENDS[impl]
     names = ORDER.get(work.device.type, OTHER_DEVICES)
-    large = (BACKENDS[name] for name in names if work.numel >= LEAST.get(name, 0))
-    able = (backend for backend in large if not backend.reasons(work))
-    return next((b for b in able if b.name not in PREFERRED or PREFERRED[b.name](work)), None)
+    return next((BACKENDS[name] for name in names if not BACKENDS[name].reasons(work)), None)
 
 
 def choose(work: Work, impl: str = "auto") -> Backend:

@@ -1,8 +1,5 @@
 """The kinds of work that backends take: a mask update, block scores, and thresholding in place."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -11,19 +8,6 @@ from torch import Tensor
 from .tiling import Blocks, Scopes
 
 Norm = float | None
-
-#: elements that the calls of one step update together, inside of `one_step`
-elements_of_step: ContextVar[int] = ContextVar("elements_of_step", default=0)
-
-
-@contextmanager
-def one_step(elements: int) -> Iterator[None]:
-    """Make known that the calls inside update at least so many elements: what is worth compiling depends on it."""
-    token = elements_of_step.set(max(elements, elements_of_step.get()))
-    try:
-        yield
-    finally:
-        elements_of_step.reset(token)
 
 
 class _OnWindows:

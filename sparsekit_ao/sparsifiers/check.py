@@ -7,12 +7,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec, scope_windows
 from ..distributed import full_tensor
 from ..errors import SparsityError
 from ..selection import Blocks, Scopes, fill_mask
 from ..selection.counts import are_whole, kept_blocks, kept_flags
 from ..selection.tiling import to_aligned
+from ..structure import BlockSpec, scope_windows
 from .component import Component, labels_of
 from .config import TensorGroup
 from .plan import Plan

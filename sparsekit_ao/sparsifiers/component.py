@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec, SparseScope, block_windows
 from ..calibration import Statistics
 from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
 from ..selection import fill_mask
 from ..selection.counts import kept_flags
+from ..structure import BlockSpec, SparseScope, block_windows
 from .config import TensorGroup
 from .structure import stage_budgets
 

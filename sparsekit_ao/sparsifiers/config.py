@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..algebra.layout import refuse_expanded
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
+from ..structure.layout import refuse_expanded
 from .names import Classes, adapters, exists, hint_of, matcher, named_tensors, parameter_of
 from .tied import names_to_skip, refuse_tied, tied_names
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..algebra import scope_windows
 from ..errors import SparsityError
 from ..selection import to_scopes
 from ..selection.reference import candidates_of
+from ..structure import scope_windows
 from .component import Component
 from .config import TensorGroup
 from .plan import Plan

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import distributed
-from ..algebra import MaskUpdate, ScopeCoupling, ScopeSpec
+from ..structure import MaskUpdate, ScopeCoupling, ScopeSpec
 from .component import Component, kept_in, total_of
 
 

@@ -13,9 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..algebra import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, View, sparsity_to_nnz
 from ..errors import CouplingError, SparsityError
 from ..selection.strides import Shape, row_major
+from ..structure import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, SparseBlock, View, sparsity_to_nnz
 from .component import Component
 from .config import TensorGroup
 from .structure import Stage

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..algebra import MaskUpdate, sparsity_to_nnz
 from ..errors import SparsityError
 from ..scores import needs_of
-from ..selection import finished, one_step
+from ..selection import finished
+from ..structure import MaskUpdate, sparsity_to_nnz
 from .calibrated import CalibratedSparsifier
 from .check import check_masks
 from .component import Component
@@ -233,9 +233,8 @@ class PlannedSparsifier(CalibratedSparsifier):
         masks = self._check_components(components, groups)
         at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks)
         parts, elements = list(batches(components, None if at_once else AT_ONCE)), elements_of(components)
-        with one_step(elements):
-            for part in shown(parts, "step", elements):
-                self._choose(part, groups)
+        for part in shown(parts, "step", elements):
+            self._choose(part, groups)
 
     def _check_components(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> list[Tensor]:
         """Their masks; raises, before any mask changes, if a budget does not fit or meshes are not the same."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra import BlockSpec, Budget, SparseBlock, block_windows, is_number, soft_threshold_windows
 from ..errors import SparsityError
 from ..selection import Newton, Scopes, block_scores, fill_mask, finished
+from ..structure import BlockSpec, Budget, SparseBlock, block_windows, is_number, soft_threshold_windows
 from .component import Component
 from .conditioners import Diagonal
 

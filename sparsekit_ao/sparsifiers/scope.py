@@ -28,7 +28,7 @@ class ScopeSparsifier(PlannedSparsifier):
         view: (shape, stride) or (shape, stride, offset) on the row-major layout, or a function that returns a torch
             view; None is the tensor as it is.
         axes, unit, scope, sizes: an axis pattern: view, block and scope in einops notation instead; see
-            `algebra.AxisPattern`.
+            `structure.AxisPattern`.
         pattern: one of `patterns`, which fits itself to each weight; instead of shapes or axes.
         norm: how the elements of a block make its score: 1, 2 (default) or inf.
         score: one of `scores`, by name ("wanda", calibrated first) or object, or a function `(weight, name) ->

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..algebra import AxisPattern, is_number
 from ..errors import SparsityError
 from ..patterns import Pattern
 from ..scores import Score, parse_score
 from ..selection.strides import Shape
+from ..structure import AxisPattern, is_number
 from .config import Place, TensorGroup
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..algebra import MaskUpdate, is_number
 from ..errors import SparsityError
 from ..scores import saliency_of
+from ..structure import MaskUpdate, is_number
 from .base import MaskSparsifier
 from .config import Place, TensorGroup
 from .plan import matrix_budgets, matrix_shape

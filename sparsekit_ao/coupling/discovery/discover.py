@@ -21,7 +21,7 @@ class Discovery:
         counts: for each, how often it is bound and how many units each bound coupling has.
         frozen: axes from which nothing may be removed, with the reason, and how many are alike.
         opaque: objects in the output that were not inspected, so tensors in them are not frozen.
-        left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `export.removable`.
+        left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `removal.removable`.
 
     >>> found = discover(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)), torch.zeros(1, 4))
     >>> [coupling.members for coupling in found.couplings], found.counts

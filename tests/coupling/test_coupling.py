@@ -1,0 +1,353 @@
+"""Couplings: names with stars, sizes worked out across members, entries that a sparsifier takes, errors that help."""
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError
+from sparsekit_ao.coupling import joint_entries
+from sparsekit_ao.coupling.merged import merged_couplings
+from sparsekit_ao.removal import compact, cut_to
+
+MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
+
+
+class Gated(nn.Module):
+    def __init__(self, width=4, hidden=6):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+
+
+class Stack(nn.Module):
+    def __init__(self, *hidden):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList([Gated(hidden=h) for h in hidden])
+
+
+class Attention(nn.Module):
+    def __init__(self, kv_heads=2, queries=3, size=4, width=5):
+        super().__init__()
+        self.q, self.k = nn.Linear(width, kv_heads * queries * size), nn.Linear(width, kv_heads * size)
+        self.v, self.o = nn.Linear(width, kv_heads * size), nn.Linear(kv_heads * queries * size, width)
+
+
+KV = {"q.weight": "(u g d) i", "k.weight": "(u d) i", "v.weight": "(u d) i", "o.weight": "o (u g d)"}
+
+
+def masks(model, entries):
+    torch.manual_seed(0)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, entries)
+    sparsifier.step()
+    sparsifier.check()
+    return {group["tensor_fqn"]: sparsifier.mask(group["tensor_fqn"]) for group in sparsifier.groups}
+
+
+def test_a_star_makes_one_coupling_for_each_of_its_values():
+    bound = Coupling(MLP).bind(Stack(6, 10))
+    assert [(g.name, g.captured, g.grid) for g in bound] == [
+        ("layers.0.gate.weight", ("0",), (6,)),
+        ("layers.1.gate.weight", ("1",), (10,)),
+    ]
+    assert [m.fqn for m in bound[1].members] == ["layers.1.gate.weight", "layers.1.up.weight", "layers.1.down.weight"]
+    assert [g.name for g in Coupling(MLP, name="mlp").bind(Stack(6, 10))] == ["mlp 0", "mlp 1"]
+    assert [g.name for g in Coupling(MLP, name="mlp of layer *").bind(Stack(6))] == ["mlp of layer 0"]
+
+
+def test_two_stars_put_all_layers_into_one_coupling():
+    stream = {"embed.weight": "v u", "layers.**.gate.weight": "o u", "layers.**.up.weight": "o u"}
+    stream |= {"layers.**.down.weight": "u i", "layers.**.down.bias": "u"}
+    (bound,) = Coupling(stream, name="stream").bind(Stack(6, 10))
+    assert bound.grid == (4,) and bound.captured == () and len(bound.members) == 9
+
+
+def test_two_stars_name_a_coupling_by_both_values():
+    model = nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)) for n in (1, 2)})
+    bound = Coupling({"layer*.*.weight": "u i"}).bind(model)
+    assert [g.captured for g in bound] == [("1", "0"), ("1", "1"), ("2", "0"), ("2", "1")]
+    assert bound[2].name == "layer2.0.weight"
+
+
+def test_entries_of_every_layer_drop_the_same_units_of_all_members():
+    model = Stack(6, 10)
+    entries = Coupling(MLP).entries(model, sparsity_level=0.5)
+    assert entries[1] == {
+        "tensor_fqn": "layers.0.up.weight",
+        "axes": "u i",
+        "unit": "u",
+        "block_coupling": "layers.0.gate.weight",
+        "sparsity_level": 0.5,
+    }
+    found = masks(model, [*entries, {"tensor_fqn": "embed.weight", "nnz": 7}])  # they mix with other entries
+    for layer, keep in ((0, 3), (1, 5)):
+        gate, up, down = (found[f"layers.{layer}.{n}.weight"] for n in ("gate", "up", "down"))
+        assert torch.equal(gate, up) and torch.equal(gate[:, 0], down[0]) and int(gate[:, 0].sum()) == keep
+    assert int(found["embed.weight"].sum()) == 7
+
+
+def test_a_kv_head_is_kept_with_its_query_heads():
+    found = masks(Attention(), Coupling(KV, sizes={"g": 3, "d": 4}).entries(Attention(), nnz=1))
+    kept = found["k.weight"].view(2, -1).all(1)
+    assert int(kept.sum()) == 1
+    assert torch.equal(found["q.weight"].view(2, -1).all(1), kept)
+    assert torch.equal(found["o.weight"].view(5, 2, -1).all(2)[0], kept)
+
+
+def test_query_heads_are_chosen_within_every_kv_head():
+    heads = Coupling({"q.weight": "(kv u d) i", "o.weight": "o (kv u d)"}, scope="kv", sizes={"kv": 2, "d": 4})
+    (bound,) = heads.bind(Attention())
+    assert bound.grid == (2, 3)
+    found = masks(Attention(), heads.entries(Attention(), nnz=2))
+    kept = found["q.weight"].view(2, 3, -1).all(2)
+    assert kept.sum(1).tolist() == [2, 2]
+    assert torch.equal(found["o.weight"].view(5, 2, 3, 4).all(3)[0], kept)
+
+
+def test_sizes_are_worked_out_across_members():
+    model = nn.ModuleDict({"conv": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "head": nn.Linear(8 * 4, 2)})
+    chain = {"conv.weight": "u i h w", "norm.weight": "u", "norm.running_mean": "u", "head.weight": "o (u hw)"}
+    (bound,) = Coupling(chain).bind(model)
+    assert bound.grid == (8,)
+    assert [m.is_parameter for m in bound.members] == [True, True, False, True]
+    entries = Coupling(chain).entries(model, nnz=4)
+    assert [e["tensor_fqn"] for e in entries] == ["conv.weight", "norm.weight", "head.weight"]  # no mask on a buffer
+    assert entries[2]["sizes"] == {"u": 8} and "sizes" not in entries[0]
+    assert masks(model, entries)["head.weight"].view(2, 8, 4).all(2).sum(1).tolist() == [4, 4]
+
+
+def test_inner_axes_of_one_name_may_differ_between_members():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1))
+    assert Coupling({"0.weight": "u i h w", "1.weight": "o u h w"}).bind(model)[0].grid == (8,)
+
+
+def test_one_parameter_alone_needs_no_coupling():
+    (entry,) = Coupling({"weight": "u i"}).entries(nn.Linear(2, 3), nnz=1)
+    assert "block_coupling" not in entry
+
+
+def test_a_prepared_model_is_found_by_the_same_names():
+    model = Stack(6)
+    coupling = Coupling(MLP)
+    before = coupling.bind(model)
+    ScopeSparsifier().prepare(model, coupling.entries(model))
+    assert coupling.bind(model) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("scores", ["sum", "mean"])
+def test_scores_of_a_unit_add_over_members_as_sums_or_as_means(scores, p, dtype):
+    torch.manual_seed(3)
+    model = Stack(40).to(dtype)
+    layer = model.layers[0]
+    rows = [layer.gate.weight, layer.gate.bias[:, None], layer.up.weight, layer.down.weight.T]  # one a unit
+    powers = [t.detach().double().abs().pow(p) for t in rows]
+    score = sum(t.sum(1) if scores == "sum" else t.mean(1) for t in powers)
+    coupling = Coupling({"layers.*.gate.weight": "u i", "layers.*.gate.bias": "u"} | MLP, scores=scores)
+    kept = masks(model, coupling.entries(model, nnz=11, norm=p))["layers.0.gate.bias"]
+    assert kept.nonzero()[:, 0].tolist() == sorted(score.topk(11).indices.tolist())
+
+
+@pytest.mark.parametrize(("scores", "kept"), [("sum", [True, False]), ("mean", [False, True])])
+def test_a_mean_lets_a_bias_count_as_much_as_a_long_row(scores, kept):
+    model = nn.Linear(50, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0], [0.9]]).expand(2, 50))
+        model.bias.copy_(torch.tensor([0.0, 2.0]))
+    assert (
+        masks(model, Coupling({"weight": "u i", "bias": "u"}, scores=scores).entries(model, nnz=1))["bias"].tolist()
+        == kept
+    )
+
+
+def test_a_coupling_is_a_value():
+    assert (
+        Coupling(MLP) == Coupling(dict(MLP))
+        and hash(Coupling(MLP)) == hash(Coupling(MLP))
+        and Coupling(MLP) != Coupling(KV)
+    )
+    given = dict(MLP)
+    coupling = Coupling(given)
+    given.clear()
+    assert coupling == Coupling(MLP)
+
+
+BAD = [
+    (lambda: Coupling({}), "Coupling: members must be a dict {name: axes}, got {}"),
+    (lambda: Coupling({"q": 3}), "coupling 'q': a member is a name and its axes, two strs, got 'q': 3"),
+    (lambda: Coupling({"q": "(u d"}), "q: axes '(u d': "),
+    (
+        lambda: Coupling({"q": "h d"}),
+        "coupling 'q': q 'h d' lacks the axis 'u'; every member needs the unit axis and the scope",
+    ),
+    (lambda: Coupling({"q": "u d"}, scope="kv"), "coupling 'q': q 'u d' lacks the axis 'kv'"),
+    (lambda: Coupling({"q": "u d"}, unit="u d"), "coupling 'q': unit must be one axis that is not in scope, got 'u d'"),
+    (lambda: Coupling({"q": "u d"}, sizes={"d": 0}), "coupling 'q': sizes['d'] must be a positive int, got 0"),
+    (
+        lambda: Coupling({"q": "u d"}, scores="max"),
+        "coupling 'q': scores must be 'sum', 'mean' or 'consumers', got 'max'",
+    ),
+    (
+        lambda: Coupling({"layers.*.q": "u d", "embed": "v u"}),
+        "coupling 'layers.*.q': 'embed' has 0 '*', but 'layers.*.q' has 1. There is one "
+        "coupling for each value of '*', so all members need the same number; write '**' where all that matches "
+        "belongs to one coupling.",
+    ),
+    (
+        lambda: Coupling({"layers.*.q": "u d"}, attrs={"a.*.*.n": "u"}),
+        "coupling 'layers.*.q': 'a.*.*.n' has 2 '*', but 'layers.*.q' has 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD, ids=range(len(BAD)))
+def test_a_coupling_with_wrong_arguments_is_refused(make, message):
+    with pytest.raises(SparsityError) as e:
+        make()
+    assert message in str(e.value)
+
+
+UNFIT = [
+    (
+        Coupling({"layers.*.gat.weight": "u i"}),
+        SparsityError,
+        "coupling 'layers.*.gat.weight': 'layers.*.gat.weight' matches no parameter or buffer of the model",
+    ),
+    (
+        Coupling({"layers.*.gate.weight": "u i", "layers.*.extra.weight": "u i"}),
+        SparsityError,
+        "coupling 'layers.*.gate.weight': 1 has no tensor 'layers.1.extra.weight'. Every member must exist for every "
+        "value of *; leave the member out, or write two couplings.",
+    ),
+    (
+        Coupling({"layers.*.gate.weight": "u i", "layers.*.down.bias": "u"}),
+        CouplingError,
+        "coupling 'layers.0.gate.weight': layers.0.down.bias has u=4, but layers.0.gate.weight has u=6. Units must "
+        "correspond one to one; correct the axes, or give the sizes of the axes inside a unit.",
+    ),
+    (
+        Coupling({"layers.*.gate.weight": "(u d) i"}),
+        SparsityError,
+        "layers.0.gate.weight: axes '(u d) i': dimension 0 (u d) has size 6; give the sizes of all but one of u, d",
+    ),
+    (
+        Coupling({"layers.*.gate.weight": "(u d) i"}, sizes={"d": 4}),
+        SparsityError,
+        "layers.0.gate.weight: axes '(u d) i': dimension 0 (u d) has size 6, which is not a multiple of d=4",
+    ),
+    (
+        Coupling({"embed.weight": "v u w"}),
+        SparsityError,
+        "embed.weight: axes 'v u w': it has 3 dimensions, but the tensor has 2: (9, 4)",
+    ),
+    (
+        Coupling({"layers.**.gate.weight": "u i", "layers.0.**": "u i"}),
+        SparsityError,
+        "layers.0.gate.weight matches both 'layers.**.gate.weight' and 'layers.0.**'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("coupling", "kind", "message"), UNFIT, ids=range(len(UNFIT)))
+def test_a_coupling_that_does_not_fit_the_model_is_refused(coupling, kind, message):
+    model = Stack(6, 6)
+    model.layers[0].extra = nn.Linear(1, 6)
+    with pytest.raises(kind) as e:
+        coupling.bind(model)
+    assert message in str(e.value)
+
+
+def test_entries_refuse_keys_of_the_coupling_itself_and_couplings_of_buffers():
+    with pytest.raises(SparsityError, match="coupling 'weight': entries sets 'axes' from the coupling; do not pass it"):
+        Coupling({"weight": "u i"}).entries(nn.Linear(2, 3), axes="o u")
+    with pytest.raises(SparsityError, match="no member is a parameter, so there is nothing to put a mask on"):
+        Coupling({"running_mean": "u"}).entries(nn.BatchNorm1d(3))
+
+
+MEANS = [
+    ({"member_scores": "max"}, "weight: member_scores must be 'sum', 'mean' or 'consumers', got 'max'"),
+    ({"member_scores": "mean"}, "weight: member_scores needs a block_coupling"),
+    (
+        {"member_scores": "mean", "norm": float("inf")},
+        "weight: member_scores='mean' needs norm 1 or 2, whose powers add over members, got inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), MEANS, ids=range(len(MEANS)))
+def test_member_scores_with_wrong_values_are_refused(keys, message):
+    with pytest.raises(SparsityError) as e:
+        ScopeSparsifier().prepare(nn.Linear(2, 3), [{"tensor_fqn": "weight", **keys}])
+    assert str(e.value) == message
+
+
+def test_coupled_members_must_agree_on_their_scores_and_dynamic_masks_have_none():
+    entries = Coupling({"weight": "u i", "bias": "u"}, scores="mean").entries(nn.Linear(2, 3), nnz=1)
+    with pytest.raises(CouplingError, match="members need the same member_scores, but weight gives 'mean' and bias"):
+        ScopeSparsifier().prepare(nn.Linear(2, 3), [entries[0], {**entries[1], "member_scores": "sum"}])
+    model = nn.Linear(2, 3)
+    moving = DynamicSparsifier(sparsity_level=0.5, optimizer=torch.optim.SGD(model.parameters()), init="uniform")
+    with pytest.raises(SparsityError, match="unknown key 'member_scores'"):
+        moving.prepare(model, entries)
+
+
+KINDS = [
+    ({"unit": 3}, "Coupling: unit must be a str, got 3"),
+    ({"scope": 3}, "Coupling: scope must be a str, got 3"),
+    ({"name": 3}, "Coupling: name must be a str, got 3"),
+    ({"sizes": [1]}, "coupling 'w': sizes must be a dict {axis: length}, got [1]"),
+    ({"attrs": [1]}, "coupling 'w': attrs must be a dict {name of an attribute: axes} of strs, got [1]"),
+    (
+        {"attrs": {"heads": 3}},
+        "coupling 'w': attrs must be a dict {name of an attribute: axes} of strs, got {'heads': 3}",
+    ),
+    ({"sizes": {"v": 3}}, "coupling 'w': unknown axis 'v' in sizes; the members' axes are i, u"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), KINDS, ids=range(len(KINDS)))
+def test_arguments_of_a_wrong_type_are_refused(keys, message):
+    with pytest.raises(SparsityError) as e:
+        Coupling({"w": "u i"}, **keys)
+    assert str(e.value) == message
+
+
+def test_a_size_that_was_given_and_does_not_fit_is_not_blamed_on_a_member():
+    model = nn.Sequential(nn.Linear(2, 6), nn.Linear(6, 2))
+    with pytest.raises(SparsityError, match=r"^0.weight: .*99") as e:
+        Coupling({"0.weight": "u i", "1.weight": "o u"}, sizes={"u": 99}).bind(model)
+    assert not isinstance(e.value, CouplingError) and "0.weight has" not in str(e.value)
+
+
+def test_the_parts_of_a_concatenation_have_units_of_their_own_and_are_removed_one_by_one():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(3, 6), nn.Linear(10, 2)
+
+        def forward(self, x):
+            return self.c(torch.cat([self.a(x), torch.tanh(self.b(x))], -1))
+
+    torch.manual_seed(0)
+    model, inputs = Branches(), torch.randn(5, 3)
+    first, second = (
+        Coupling({f"{name}.weight": "u i", f"{name}.bias": "u", "c.weight": part}, name=name)
+        for name, part in (("a", "o (u + 6)"), ("b", "o (4 + u)"))
+    )
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, joint_entries([first, second], model, sparsity_level={"a": 0.5, "b": 2 / 3}))
+    sparsifier.step()
+    sparsifier.check()
+    kept = sparsifier.mask("c.weight")[0]
+    assert [int(part.sum()) for part in kept.split([4, 6])] == [2, 2]
+    sparsifier.squash_mask()
+    small, report = compact(model, [first, second], inputs)
+    assert small.c.weight.equal(model.c.weight[:, kept]) and report.after.parameters == 26
+    fresh = cut_to(Branches(), report.manifest)
+    fresh.load_state_dict(small.state_dict())
+    assert torch.equal(fresh(inputs), small(inputs))
+    assert merged_couplings(first, second, model) is None
+    with pytest.raises(CouplingError, match="of its .2, 10. that do not form a rectangle"):
+        compact(model, [second, Coupling({"c.weight": "o (3 + u)"}, name="c")], inputs)

@@ -1,0 +1,298 @@
+"""for_model: it returns what discover finds, its couplings leave outputs unchanged, and unknown models are errors."""
+
+import functools
+
+import einops
+import hf_models
+import pytest
+import torch
+from discovered import assert_exact, fill, pruned
+from torch import nn
+
+from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao.coupling import discover, for_model
+from sparsekit_ao.removal import compact
+
+
+class Block(nn.Module):
+    """torchvision's names, without its sizes."""
+
+    def __init__(self, inputs, width, out, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, out if out == width else width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.bottleneck = out != width
+        if self.bottleneck:
+            self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.downsample = None
+        if stride > 1 or inputs != out:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        y = self.bn3(self.conv3(torch.relu(y))) if self.bottleneck else y
+        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    def __init__(self, bottleneck, classes=3):
+        super().__init__()
+        wide = 2 if bottleneck else 1
+        self.conv1, self.bn1, self.maxpool = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+        self.layer1 = nn.Sequential(Block(8, 8, 8 * wide), Block(8 * wide, 8, 8 * wide))
+        self.layer2 = nn.Sequential(Block(8 * wide, 12, 12 * wide, 2), Block(12 * wide, 12, 12 * wide))
+        self.fc = nn.Linear(12 * wide, classes) if classes else nn.Identity()
+
+    def forward(self, x):
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
+
+
+KNOWN = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "BERT", "DistilBERT", "ViT", "BasicBlock", "Bottleneck")
+KINDS = {
+    "BERT": ["mlp", "heads"],
+    "DistilBERT": ["mlp", "heads"],
+    "ViT": ["mlp", "heads"],
+    "BasicBlock": ["conv1", "stem", "layer2"],
+    "Bottleneck": ["conv1", "conv2", "stem", "layer1", "layer2"],
+}
+
+
+def make(name):
+    if name in ("BasicBlock", "Bottleneck"):
+        torch.manual_seed(0)
+        return fill(ResNet(name == "Bottleneck")), {"x": torch.randn(2, 3, 12, 12)}
+    return hf_models.make(name)
+
+
+def units(model, couplings):
+    """Every coupled coupling as {tensor: the number of the unit that each element belongs to}, comparable."""
+    found = []
+    for bound in (bound for coupling in couplings for bound in coupling.bind(model)):
+        numbers = torch.arange(torch.Size(bound.grid).numel()).reshape(bound.grid)
+        rows = {}
+        for member in bound.members:
+            shape = model.get_submodule(member.fqn.rpartition(".")[0])
+            tensor = getattr(shape, member.fqn.rpartition(".")[2])
+            pattern = member.pattern
+            inner = {axis: n for axis, n in pattern.lengths(tuple(tensor.shape)).items() if axis not in pattern.unit}
+            label = einops.repeat(numbers, f"{' '.join(pattern.unit)} -> {pattern.axes}", **inner)
+            rows[member.fqn] = tuple(label.flatten().tolist())
+        found.append(frozenset(rows.items()))
+    return set(found)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_couplings_are_what_discover_finds(name):
+    model, inputs = make(name)
+    ready = for_model(model)
+    assert list(ready) == KINDS.get(name, ["mlp", "heads", "kv_heads", "residual"])
+    found = units(model, discover(model, inputs).couplings)
+    for kind, coupling in ready.items():
+        assert units(model, [coupling]) <= found, kind
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_half_of_every_kind_is_removed_and_outputs_stay(name):
+    model, inputs = make(name)
+    for coupling in for_model(model).values():
+        assert_exact(model, coupling, inputs)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "heads", "kv_heads", "residual"])
+def test_the_config_is_updated_so_a_compacted_model_is_saved_and_loaded(kind, tmp_path):
+    model, inputs = make("Llama")
+    small = assert_exact(model, for_model(model)[kind], inputs)
+    small.config.rms_norm_eps = small.model.norm.variance_epsilon  # another where a norm was folded
+    small.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        difference = (loaded(**inputs).logits - small(**inputs).logits).abs().max()
+    assert difference == 0
+    assert loaded.config.num_attention_heads == {"heads": 2, "kv_heads": 2}.get(kind, 4)
+    assert loaded.config.num_key_value_heads == {"kv_heads": 1}.get(kind, 2)
+
+
+def test_a_submodule_and_an_untied_model_work_as_well():
+    model, _ = make("Llama")
+    assert list(for_model(model.model)) == ["mlp", "heads", "kv_heads"]  # its hidden size is its output
+    assert for_model(model.model)["mlp"].members["layers.*.mlp.up_proj.bias"] == "u"
+    assert "lm_head.weight" in for_model(model)["residual"].members
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert "lm_head.weight" not in for_model(model)["residual"].members
+    body, _ = make("BasicBlock")
+    body.fc = nn.Identity()
+    holder = nn.ModuleDict({"body": body})
+    assert list(for_model(holder)) == ["conv1", "stem"]  # the last stream is the output
+    assert for_model(holder)["conv1"].members["body.layer*.*.conv2.weight"] == "o u h w"
+
+
+def test_mlps_may_differ_in_width_which_one_number_of_the_config_cannot_hold():
+    model, inputs = make("BERT")
+    assert for_model(model)["mlp"].attrs == {"config.intermediate_size": "u"}
+    second = model.encoder.layer[1]
+    second.intermediate.dense, second.output.dense = nn.Linear(32, 20), nn.Linear(20, 32)
+    assert for_model(model)["mlp"].attrs == {}
+    assert_exact(fill(model), for_model(model)["mlp"], inputs)
+
+
+def test_transformers_4_names_its_vit_differently():
+    dense = {n: nn.Linear(8, 8) for n in ("query", "key", "value")}
+    attention = nn.ModuleDict({"attention": nn.ModuleDict(dense), "output": nn.ModuleDict({"dense": nn.Linear(8, 8)})})
+    attention["attention"].num_attention_heads, attention["attention"].attention_head_size = 2, 4
+    ends = {"intermediate": nn.Linear(8, 16), "output": nn.Linear(16, 8)}
+    layer = nn.ModuleDict({"attention": attention, **{k: nn.ModuleDict({"dense": m}) for k, m in ends.items()}})
+    heads = for_model(nn.ModuleDict({"layer": nn.ModuleList([layer])}))["heads"]
+    assert heads.members["layer.*.attention.output.dense.weight"] == "o (u d)"
+    assert heads.attrs == {"layer.*.attention.attention.num_attention_heads": "u"}
+
+
+def test_an_unknown_model_gets_the_names_that_were_looked_for_and_the_alternatives():
+    for name in ("GPT-2", "T5", "ConvNeXt", "ResNet", "MobileNetV2"):
+        with pytest.raises(SparsityError) as caught:
+            for_model(make(name)[0])
+        for text in ("'*.self_attn.q_proj.weight'", "'*.attention.self.query.weight'", "'layer1.0.conv1.weight'"):
+            assert text in str(caught.value)
+        assert str(caught.value).startswith(f"for_model does not know {type(make(name)[0]).__name__}. It looked for")
+        assert "discover(model, example_inputs) suggests couplings for any model; Coupling writes" in str(caught.value)
+
+
+def refused(model, match):
+    with pytest.raises(SparsityError, match=match):
+        for_model(model)
+
+
+def test_unknown_tensors_of_a_layer_are_refused_not_ignored():
+    model, _ = make("Llama")
+    model.model.layers[0].mlp.adapter = nn.Linear(2, 2)
+    refused(model, r"^for_model: model.layers.0 is named as in Llama-.* but also has mlp.adapter.bias and")
+    model, _ = make("BERT")
+    model.encoder.layer[1].adapter = nn.Linear(2, 2)
+    refused(
+        model, r"encoder.layer.1 is named as in BERT-like encoders, but also has adapter.bias and 1 more. .*discover"
+    )
+    model, _ = make("BERT")
+    del model.encoder.layer[1].output.dense
+    refused(model, "encoder.layer.1 .* but lacks output.dense.weight")
+    model, _ = make("BasicBlock")
+    model.layer1[1].se = nn.Linear(2, 2)
+    refused(model, "^for_model: layer1.1 is named as in torchvision's ResNet, but also has se.weight")
+    model, _ = make("Bottleneck")
+    model.layer2[0].conv2 = nn.Conv2d(12, 12, 3, groups=3, bias=False)
+    refused(model, "^for_model: layer2.0.conv2 reads 4 of 12 channels at a time: it is a grouped convolution")
+
+
+def test_layers_that_differ_and_unknown_head_sizes_are_refused():
+    model, _ = make("Llama")
+    model.model.layers[1].self_attn.k_proj = nn.Linear(32, 32)
+    refused(
+        model,
+        r"^for_model: layers differ: model.layers.1.self_attn.k_proj.weight is \(32, 32\), in the first .*\(16, 32\)",
+    )
+    model, _ = make("Llama")
+    model.model.layers[1].mlp.up_proj.bias = None
+    refused(model, "^for_model: layers differ: model.layers.1.mlp.up_proj.bias is missing, in the first layer there")
+    model, _ = make("Qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight = nn.Parameter(torch.ones(32))
+    refused(model, r"^for_model: model.layers.\*.self_attn.q_norm normalizes 32 values, not one head of 8")
+    model, _ = make("Llama")
+    refused(
+        nn.ModuleDict({"a": model.model, "b": make("Llama")[0]}),
+        "^for_model: there are several stacks of Llama-.*: a.layers., b.",
+    )
+    headless = make("ViT")[0].vit
+    for layer in headless.layers:
+        del layer.attention.head_dim
+    del headless.config
+    refused(
+        headless,
+        r"^for_model: the head size is unknown. layers.0.attention has no head_dim or .* no head_dim, nor hidden",
+    )
+
+
+def test_head_sizes_come_from_the_module_else_from_the_config():
+    model, _ = make("ViT")
+    model.config.num_attention_heads = 8
+    assert for_model(model)["heads"].sizes == {"d": 8}  # the module's own
+    for layer in model.vit.layers:
+        del layer.attention.head_dim
+    assert for_model(model)["heads"].sizes == {"d": 4}
+    model.config.head_dim = 16
+    assert for_model(model)["heads"].sizes == {"d": 16}
+
+
+def test_a_prepared_model_has_the_same_couplings_as_a_plain_one():
+    model, _ = make("BERT")
+    plain = for_model(model)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, plain["heads"].entries(model, sparsity_level=0.5))
+    assert for_model(model) == plain
+
+
+def routed_without(model, dropped):
+    """The model whose routers never choose some experts."""
+
+    def route(own, router, inputs, output):
+        logits = torch.where(own, -torch.inf, output[0])
+        top = torch.topk(logits.softmax(-1), router.top_k)
+        return logits, top.values / top.values.sum(-1, keepdim=True), top.indices
+
+    for own, layer in zip(dropped, model.model.layers, strict=True):
+        layer.mlp.gate.register_forward_hook(functools.partial(route, own))
+    return model
+
+
+def test_whole_experts_are_removed_as_if_no_router_chose_them_which_is_not_what_zero_rows_do():
+    model, inputs = make("Mixtral")
+    experts = for_model(model)["experts"]
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, experts.entries(model, nnz=2))
+    sparsifier.step()
+    dropped = [~sparsifier.mask(f"model.layers.{k}.mlp.gate.weight").any(1) for k in range(2)]
+    sparsifier.squash_mask()
+    with pytest.raises(SparsityError, match="(?s)^the compacted model gives other outputs.*'experts 0' by itself"):
+        compact(model, experts, inputs)
+    small, report = compact(model, experts, inputs, tolerance=10)
+    assert report.difference > 1e-3 and small.config.num_local_experts == 2
+    assert torch.allclose(small(**inputs).logits, routed_without(model, dropped)(**inputs).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+def test_units_inside_of_experts_and_whole_ones_of_packed_experts(name):
+    model, inputs = make(name)
+    ready = for_model(model)
+    assert_exact(model, ready["expert_units"], inputs)
+    small, _ = compact(pruned(model, [ready["experts"]]), ready["experts"], inputs, tolerance=10)
+    again = type(model)(small.config)
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again.eval()(**inputs).logits, small(**inputs).logits)
+
+
+def test_listed_experts_have_units_and_a_router_in_groups_keeps_as_many_in_each():
+    experts = nn.ModuleList(
+        nn.ModuleDict({k: nn.Linear(4, 4, bias=False) for k in ("w1", "w2", "w3")}) for _ in range(2)
+    )
+    assert for_model(nn.ModuleDict({"experts": experts}))["expert_units"].members == {
+        "experts.*.w1.weight": "u i",
+        "experts.*.w3.weight": "u i",
+        "experts.*.w2.weight": "o u",
+    }
+    model, _ = make("DeepSeek-V3")
+    model.model.layers[1].mlp.gate.num_group = 2
+    ready = for_model(model)["experts"]
+    assert (ready.scope, ready.sizes) == ("s", {"s": 2})
+    assert ready.members["model.layers.*.mlp.gate.e_score_correction_bias"] == "(s u)"
+
+
+def test_query_heads_of_a_falcon_are_removed_beside_their_shared_key_head():
+    model, inputs = make("Falcon")
+    ready = for_model(model)
+    assert ready["heads"].members["transformer.h.*.self_attention.query_key_value.weight"] == "(u d + 16) i"
+    for coupling in ready.values():
+        assert_exact(model, coupling, inputs)
+    model.transformer.h[0].self_attention.num_heads = 3
+    refused(model, "^for_model does not know FalconForCausalLM")

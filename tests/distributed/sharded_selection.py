@@ -1,0 +1,273 @@
+"""Cases for `test_sharded`: masks of sharded tensors are those of one process, bit for bit.
+
+Placements, world sizes, dtypes, ties, patterns.
+"""
+
+import functools
+import itertools
+
+import torch
+from grids import EXHAUSTIVE, grid
+from torch import distributed
+
+from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View, WeightNormSparsifier
+from sparsekit_ao.distributed import is_sharded, local, update_masks
+from sparsekit_ao.distributed.tensors import part_of
+from sparsekit_ao.structure import MaskUpdate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def weights(kind, shape, dtype, seed):
+    """normal: hardly a tie; ties: nearly all; zeros: only ties; special: NaN, infinities, both zeros."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(shape, generator=g)
+    if kind == "ties":
+        w = torch.randint(-2, 3, shape, generator=g).float()
+    if kind == "zeros":
+        w = torch.zeros(shape)
+    if kind == "special":
+        w.view(-1)[::7] = float("nan")
+        w.view(-1)[::11] = float("-inf")
+        w.view(-1)[::3] = -0.0
+    return w.to(dtype)
+
+
+def distribute(t, mesh, placements):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+
+def meta_like(w):
+    return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
+
+
+def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None, masked=None):
+    """Compare the masks of the scope over tensors (in the order of its block specs), sharded and not.
+
+    With `masked`, a float mask, of the selected weight.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    leaves = scope.blocks()
+    before = [torch.ones(w.shape, dtype=torch.bool) if among_kept is None else among_kept for w in tensors]
+    want = dict(zip(leaves, (m.clone() for m in before), strict=True))
+    values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
+    if masked is not None:
+        before, values = [masked], {k: torch.where(masked != 0, v, 0) for k, v in values.items()}
+    scope.update_masks(want, keep, values, norm=norm, among_kept=among_kept is not None)
+    put = [
+        (lambda t, p=p: t.clone())
+        if p is None
+        else (lambda t, p=p: distribute_tensor(t.clone(), mesh, p, src_data_rank=None))
+        for p in placements
+    ]
+    masks = {leaf: f(m) for leaf, m, f in zip(leaves, before, put, strict=True)}
+    sharded = {leaf.view.param: f(w) for leaf, w, f in zip(leaves, tensors, put, strict=True)}
+    storages = [local(m).data_ptr() for m in masks.values()]
+    update_masks(
+        [
+            MaskUpdate(
+                scope=scope,
+                masks=masks,
+                values=sharded,
+                keep=keep,
+                norm=norm,
+                among_kept=among_kept is not None,
+                masked=masked is not None,
+            )
+        ]
+    )
+    assert [local(m).data_ptr() for m in masks.values()] == storages  # filled in place
+    for leaf in leaves:
+        part = part_of(want[leaf], masks[leaf]) if is_sharded(masks[leaf]) else want[leaf]
+        assert torch.equal(local(masks[leaf]) != 0, part), (masks[leaf], part)
+
+
+PATTERNS = {  # name: (block, scope, level)
+    "elements": ((), (), 0.7),
+    "2:4": ((), (1, 4), 0.5),
+    "2:4 down": ((), (4, 1), 0.5),
+    "rows": ((), (1, -1), 0.6),
+    "columns": ((), (-1, 1), 0.6),
+    "1x4": ((1, 4), (), 0.5),
+    "4x4": ((4, 4), (), 0.75),
+    "row blocks": ((1, -1), (), 0.5),
+    "column blocks": ((-1, 1), (), 0.5),
+    "rows of 5": ((), (5, -1), 0.5),
+}
+
+
+KINDS = ("normal", "ties", "zeros", "special")
+
+
+def plain_case(mesh, placements, shape, pattern, dtype, kind):
+    (block, scope, level), w = PATTERNS[pattern], weights(kind, shape, dtype, len(pattern))
+    if block and kind == "normal":
+        w = (w * 4).round()  # sums of squares are exact
+    spec = ScopeSpec(BlockSpec(meta_like(w), block, name="w"), scope)
+    compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(level))
+
+
+def plain_cases(mesh, placements, shapes):
+    """Patterns under some placements: each with each dtype, kind of values, shape and placement, and so on."""
+    for placed, shape, pattern, dtype, kind in grid(map(tuple, placements), shapes, PATTERNS, DTYPES, KINDS):
+        case = functools.partial(plain_case, mesh, placed, shape, pattern, dtype, kind)
+        yield f"{placed} of {mesh.shape}, {shape}: {pattern} {kind} {str(dtype)[6:]}", case
+
+
+def global_case(mesh, placements, shapes, dtype, kind, level):
+    tensors = [weights(kind, s, dtype, i) for i, s in enumerate(shapes)]
+    scope = ScopeCoupling([ScopeSpec(BlockSpec(meta_like(w), name=f"w{i}")) for i, w in enumerate(tensors)])
+    compare(scope, tensors, placements, mesh, scope.sparsity_to_nnz(level))
+
+
+def global_cases(mesh, placements, where):
+    """One budget over five tensors, one of them shorter than the number of ranks, one on every rank."""
+    shapes = [(20, 8), (3, 5), (1, 9), (8, 8), (7,)]
+    ends = [(torch.float32, "ties", level) for level in (0.0, 1.0)]
+    for dtype, kind, level in [*itertools.product(DTYPES, KINDS, (0.35,)), *ends]:
+        given = [
+            *(
+                p if len(s) > max(q.dim if q.is_shard() else 0 for q in p) else None
+                for p, s in zip(placements, shapes, strict=True)
+            )
+        ]
+        case = functools.partial(global_case, mesh, given, shapes, dtype, kind, level)
+        yield f"{where} global {kind} {str(dtype)[6:]} {level}", case
+
+
+def odd_cases(mesh, placements, where):
+    """Views, stages, couplings, callables, partial edges: what cannot simply be cut into shards."""
+
+    def view():
+        w = weights("ties", (32, 32), torch.float32, 0)
+        seen = View.from_function(meta_like(w), lambda t: t.unflatten(0, (4, 8)).unflatten(2, (2, 16)), name="w")
+        spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)), (1, 4, 1))
+        compare(spec, [w], [placements], mesh, 1)
+        spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)))
+        compare(spec, [w], [placements], mesh, 17)
+
+    def far_view():
+        w = weights("ties", (16, 32), torch.float32, 0)
+        seen = View(meta_like(w), (16, 2, 8, 2), (32, 16, 1, 8), name="w")  # 2:4 of columns 8 apart
+        compare(ScopeSpec(BlockSpec(seen, (1, 1, 1, 2)), (1, 1, 4, 1)), [w], [placements], mesh, 2)
+
+    def flat_view():
+        w = weights("normal", (12, 8), torch.float32, 0)
+        seen = View(meta_like(w), (48,), (2,), name="w")  # every second element; the others stay as they are
+        compare(ScopeSpec(BlockSpec(seen)), [w], [placements], mesh, 11)
+
+    def among_kept():
+        w = weights("ties", (24, 16), torch.float32, 0)
+        left = torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3
+        for scope in ((), (1, 4), (24, 1)):
+            compare(ScopeSpec(BlockSpec(meta_like(w)), scope), [w], [placements], mesh, 3, among_kept=left)
+        everything = ScopeSpec(BlockSpec(meta_like(w)))
+        compare(everything, [w], [placements], mesh, 24 * 16, among_kept=left)
+
+    def masked():
+        w = weights("special", (24, 16), torch.float32, 0)
+        held = (torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3).float()
+        for block, scope in (((), ()), ((), (1, 4)), ((), (24, 1)), ((1, 4), ()), ((4, 4), ())):
+            spec = ScopeSpec(BlockSpec(meta_like(w), block), scope)
+            compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(0.4), masked=held)
+
+    def weight_norm():
+        w = weights("normal", (20, 16), torch.float32, 0)
+        for settings in ({"zeros_per_block": 2}, {"zeros_per_block": 2, "sparsity_level": 1.0}, {"norm": torch.exp}):
+            masks = []
+            for place in (lambda t: t, lambda t: distribute(t, mesh, placements)):
+                layer = torch.nn.Linear(16, 20, bias=False)
+                layer.weight = torch.nn.Parameter(place(w.clone()))
+                sparsifier = WeightNormSparsifier(**settings)
+                sparsifier.prepare(torch.nn.Sequential(layer), None)
+                sparsifier.step()
+                sparsifier.step()
+                masks.append(sparsifier.mask("0.weight"))
+            assert torch.equal(local(masks[1]), part_of(masks[0], masks[1])), settings
+
+    def coupled():
+        up, gate, down = (weights("ties", s, torch.float32, i) for i, s in enumerate([(12, 8), (12, 8), (8, 12)]))
+        blocks = [
+            BlockSpec(meta_like(up), (1, -1)),
+            BlockSpec(meta_like(gate), (1, -1)),
+            BlockSpec(meta_like(down), (-1, 1)),
+        ]
+        together = BlockCoupling(blocks, orders=[None, None, (1, 0)])
+        compare(ScopeSpec(together), [up, gate, down], [placements] * 3, mesh, 5)
+        other = ScopeSpec(BlockSpec(meta_like(weights("ties", (9, 4), torch.float32, 3))))
+        tensors = [up, gate, down, weights("ties", (9, 4), torch.float32, 3)]
+        compare(ScopeCoupling([ScopeSpec(together), other]), tensors, [placements] * 4, mesh, 11)
+
+    def saliency():
+        w = weights("ties", (12, 8), torch.float32, 0)
+        for block in ((2, 2), (1, 1)):  # signed values
+            compare(ScopeSpec(BlockSpec(meta_like(w), block)), [w], [placements], mesh, 7, norm=None)
+
+    def edge():
+        w = weights("ties", (13, 10), torch.float32, 0)
+        for block, scope in itertools.product([(2, 4), (1, 4), (1, 1)], [(), (3, 2)]):
+            spec = ScopeSpec(BlockSpec(meta_like(w), block, edge="partial"), scope)
+            compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(0.5))
+            compare(spec, [w], [placements], mesh, spec.numblk_per_scope())
+
+    def norms():
+        w = weights("ties", (16, 8), torch.float64, 0)
+        for norm in (1, 2, float("inf")):
+            compare(ScopeSpec(BlockSpec(meta_like(w), (1, 2))), [w], [placements], mesh, 9, norm=norm)
+
+    def many_scopes():
+        w = weights("normal", (40, 64), torch.float32, 0)
+        compare(ScopeSpec(BlockSpec(meta_like(w)), (-1, 1)), [w], [placements], mesh, 13)
+        compare(ScopeSpec(BlockSpec(meta_like(w)), (1, -1)), [w], [placements], mesh, 13)
+
+    def own_budgets():
+        w = weights("ties", (16, 16), torch.float32, 0)
+        for scope in ((1, 4), (8, 8), (-1, 4), (4, -1), (3, 16)):
+            spec = ScopeSpec(BlockSpec(meta_like(w), edge="partial"), scope)
+            keep = torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
+            compare(spec, [w], [placements], mesh, keep)
+
+    for case in (
+        view,
+        far_view,
+        flat_view,
+        among_kept,
+        masked,
+        weight_norm,
+        coupled,
+        saliency,
+        edge,
+        norms,
+        many_scopes,
+        own_budgets,
+    ):
+        yield f"{where} {case.__name__}", case
+
+
+def cases():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    world = distributed.get_world_size()
+    line = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    shapes = [(20, 16), (40, 32)][: 2 if world == 2 or EXHAUSTIVE else 1]
+    found = [*plain_cases(line, ([Shard(0)], [Shard(1)]), shapes)]
+    rows, columns, everywhere = [Shard(0)], [Shard(1)], [Replicate()]
+    found += global_cases(line, [rows, rows, rows, rows, rows], f"rows of {world}")
+    found += global_cases(line, [columns, rows, everywhere, columns, rows], f"mixed of {world}")
+    found += odd_cases(line, rows, f"rows of {world}")
+    if world == 2 or EXHAUSTIVE:
+        found += odd_cases(line, columns, f"columns of {world}")
+        found += odd_cases(line, everywhere, f"replicas of {world}")
+    if world == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        both = ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(0)], [Shard(0), Replicate()])
+        found += plain_cases(square, both, [(20, 16)])
+        for p in both if EXHAUSTIVE else both[:2]:
+            found += odd_cases(square, p, f"{p} of 2x2")
+        a, b, c = [Replicate(), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Replicate()]
+        found += global_cases(square, [a, b, c, a, c], "mixed of 2x2")
+    return found

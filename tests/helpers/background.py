@@ -1,0 +1,143 @@
+"""Child processes of a minute or more, run one after the other beside the tests, from the start of a session.
+
+Each works on one core; the tests use little more than one themselves. A job has the name of the test or test file that
+reads its result.
+"""
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from grids import EXHAUSTIVE
+from kernel_cases import INTERPRETS
+
+HERE = Path(__file__).parent
+ARCHES = (80, 90, 100)
+# releases (3.4 3.6) or folders of triton to compile with too; a wheel has 150 MB, so only where it is asked for
+OLDER_TRITON = os.environ.get("SPARSEKIT_AO_TRITON", "").split()
+
+
+interprets_kernels = pytest.mark.skipif(
+    not INTERPRETS, reason="triton before 3.7 interprets kernels with conversions that numpy 2.4 has removed"
+)
+_running: list[subprocess.Popen] = []
+_found: dict[str, subprocess.CompletedProcess] = {}
+_folders: dict[str, Path] = {}
+_ended: dict[str, threading.Event] = {}
+
+
+def _aot():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # compile, whatever was compiled before
+    command = [sys.executable, str(HERE / "aot_child.py"), *map(str, ARCHES)]
+    return command + (["--every"] if EXHAUSTIVE else []), environment
+
+
+def _older_aot(release):
+    environment = dict(os.environ) | {"TRITON_CACHE_DIR": tempfile.mkdtemp()}
+    every = ["--every"] if EXHAUSTIVE else []
+    return [sys.executable, str(HERE / "older_aot_child.py"), release, *every], environment
+
+
+def _interpreter():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE.parent / "selection" / "interpreted_kernels.py"),
+    ]
+    return command, os.environ | {"TRITON_INTERPRET": "1"}
+
+
+def _process(install):
+    command = [sys.executable, "-W", "ignore", str(HERE / "process_child.py"), install]
+    return command, os.environ | {"OMP_NUM_THREADS": "2"}
+
+
+def _forks():
+    command = [sys.executable, "-O", "-W", "error", str(HERE / "forks_child.py"), "20" if EXHAUSTIVE else "1"]
+    return command, os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def _tiny(script, *options, run_by=()):
+    return [sys.executable, *run_by, str(HERE.parent.parent / "examples" / script), "--tiny", *options], dict(
+        os.environ
+    )
+
+
+JOBS = {  # in the order in which the tests need them
+    **{
+        f"test_every_tutorial_runs[{name}]": lambda name=name: _tiny(f"tutorials/{name}.py")
+        for name in ("rigl", "trainer_2_4", "one_shot", "smaller_models")
+    },
+    "test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes": lambda: _tiny(
+        "fsdp2.py", run_by=("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    ),
+    "test_minilm_is_exported_to_every_target": lambda: _tiny("export_minilm.py", "--threads", "1"),
+    "test_minilm_2_4_is_pruned_trained_saved_and_loads_again": lambda: _tiny("prune_minilm.py", "--threads", "1"),
+    "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _tiny("shrink_minilm.py", "--threads", "1"),
+    "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
+    "test_a_process_is_the_same_before_and_after[numba]": lambda: _process("numba"),
+    "test_a_process_is_the_same_before_and_after[hidden]": lambda: _process("hidden"),
+    "test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits": _forks,
+    "test_triton_aot.py": _aot,
+    "test_triton_interpreter.py": _interpreter,
+    **{
+        f"test_every_form_compiles_with_an_older_triton[{release}]": lambda release=release: _older_aot(release)
+        for release in OLDER_TRITON
+    },
+}
+
+
+def has_job(item):
+    """Whether a test reads the result of a job."""
+    return item.name in JOBS or item.path.name in JOBS
+
+
+def start(items):
+    """Start the jobs of those tests that have one, in a thread."""
+    slow = {item.path.name for item in items if item.get_closest_marker("slow")}
+    _start([name for name in JOBS if name in slow | {item.name for item in items}])
+
+
+def _start(names):
+    names = [name for name in names if name not in _ended]
+    _ended.update({name: threading.Event() for name in names})
+    threading.Thread(target=lambda: [_run(name) for name in names], daemon=True).start()
+
+
+def result(name):
+    """What a job printed and its exit code, and the folder in which it ran, empty before; waits for it."""
+    _start([name])
+    assert _ended[name].wait(900), f"the child process of {name} takes too long"
+    return _found[name], _folders[name]
+
+
+def _run(name):
+    command, environment = JOBS[name]()
+    folder = _folders[name] = Path(tempfile.mkdtemp())
+    child = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _running.append(child)
+    out, err = child.communicate()
+    _found[name] = subprocess.CompletedProcess(command, child.returncode, out, err)
+    _ended[name].set()
+
+
+@atexit.register
+def _kill():
+    for child in _running:
+        if child.poll() is None:
+            child.kill()
+    for folder in _folders.values():
+        shutil.rmtree(folder, ignore_errors=True)

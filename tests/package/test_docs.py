@@ -1,0 +1,89 @@
+"""The site: pictures and the gallery are made, errors on it are raised somewhere, every public name has an example."""
+
+import ast
+import inspect
+import pathlib
+import pkgutil
+import re
+import types
+
+import gallery
+import pictures
+import pytest
+import tutorial_pages
+
+import sparsekit_ao
+from sparsekit_ao import coupling, densities, dynamic, export, oneshot, patterns, plot, schedules, scores, sparsifiers
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PUBLIC = (sparsekit_ao, coupling, densities, dynamic, export, oneshot, patterns, plot, schedules, scores, sparsifiers)
+NAMES = {f"{m.__name__}.{name}": getattr(m, name) for m in PUBLIC for name in m.__all__}
+DOCUMENTED = {n: found for n, found in NAMES.items() if isinstance(found, (type, types.FunctionType, types.ModuleType))}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_public_name_has_an_example(name):
+    found = DOCUMENTED[name]
+    if isinstance(found, types.ModuleType):
+        assert inspect.getdoc(found)
+        return
+    members = [m for m in vars(found).values() if callable(m)] if isinstance(found, type) else []
+    assert any(">>> " in (inspect.getdoc(one) or "") for one in (found, *members))
+
+
+def test_the_reference_has_every_public_name():
+    text = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    found = [pkgutil.resolve_name(name) for name in re.findall(r"auto(?:class|function):: (\S+)", text)]
+    for name in re.findall(r"automodule:: (\S+)", text):
+        if "integrations" not in name:
+            module = pkgutil.resolve_name(name)
+            found += [getattr(module, own) for own in getattr(module, "__all__", vars(module))]
+    known = {id(one) for one in found}
+    classes_and_functions = {n: one for n, one in DOCUMENTED.items() if not isinstance(one, types.ModuleType)}
+    assert not [name for name, one in classes_and_functions.items() if id(one) not in known]
+
+
+@pytest.mark.parametrize("entry", gallery.ENTRIES, ids=lambda entry: entry.name)
+def test_every_notation_of_the_gallery_gives_the_same_mask(entry):
+    mask, scope, block = gallery.evaluate(entry)
+    assert mask.shape == scope.shape == block.shape and 0 < mask.float().mean() < 1
+    assert bool((scope >= block).all()) and int(block.sum()) > 0
+
+
+def test_the_picture_of_the_readme_is_what_its_script_draws():
+    assert pictures.README_PICTURE.read_text() == pictures.overview()
+
+
+def test_drawings_are_small_svg_files():
+    for name, draw in pictures.DRAWINGS.items():
+        assert draw().startswith("<svg") and len(draw()) < 50_000, name
+
+
+def test_plots_read_the_csvs(tmp_path):
+    for name, plot_one in pictures.PLOTS.items():
+        plot_one(tmp_path / f"{name}.svg")
+        assert 1000 < (tmp_path / f"{name}.svg").stat().st_size < 50_000
+
+
+@pytest.mark.parametrize("path", sorted(tutorial_pages.SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_tutorial_has_the_output_of_its_cells(path):
+    text = tutorial_pages.page(path.stem)
+    assert text.startswith("# ") and "Output:" in text
+
+
+def texts_of(path):
+    """The texts of a file, with … for each value that is put in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_errors_that_are_explained_are_those_of_the_library():
+    known = "\n".join(text for path in (ROOT / "sparsekit_ao").rglob("*.py") for text in texts_of(path))
+    explained = re.findall(r"^`(.+)`$", (ROOT / "docs/errors.md").read_text(), flags=re.MULTILINE)
+    assert len(explained) > 20
+    for message in explained:
+        pattern = ".*".join(re.escape(part) for part in message.split("…") if part)
+        assert re.search(pattern, known), message

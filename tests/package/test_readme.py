@@ -1,0 +1,201 @@
+"""Every Python block of the README and of the site runs, and figures equal those of the committed CSVs."""
+
+import contextlib
+import csv
+import io
+import pathlib
+import re
+import statistics
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "_generated" not in path.parts and path.name != "export.md"  # test_export_docs.py runs that page
+}
+README = PAGES["README.md"]
+BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
+
+
+def page(name):
+    """A page of the site, its lines joined."""
+    return " ".join(PAGES[f"docs/{name}.md"].split())
+
+
+def test_the_digits_table_equals_the_csv():
+    with (ROOT / "examples/results/rigl_digits.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    dense = [float(r["accuracy"]) for r in rows if r["method"] == "dense"]
+    assert f"dense has {statistics.mean(dense):.2f}" in page("training")
+    for level in ("0.90", "0.95"):
+        cells = []
+        for name in ("static", "SET", "RigL", "SNFS", "GMP"):
+            found = [float(r["accuracy"]) for r in rows if r["method"] == name and float(r["level"]) == float(level)]
+            assert len(found) == 10
+            cells.append(f"{statistics.mean(found):.2f} +- {statistics.stdev(found) / 10**0.5:.2f}")
+        assert f"| {level} | {' | '.join(cells)} |" in page("training")
+
+
+def test_the_language_model_table_equals_the_csv():
+    with (ROOT / "examples/results/dst_language_model.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert f"dense has {float(rows[0]['loss']):.3f}" in page("training")
+    for level in ("0.90", "0.95"):
+        found = [r for r in rows if float(r["level"]) == float(level)]
+        assert len({r["nonzeros"] for r in found}) == 1
+        cells = " | ".join(f"{float(r['loss']):.3f}" for r in found)
+        assert f"| {level} | {cells} |" in page("training")
+
+
+def test_the_cost_of_a_dynamic_step_equals_the_csv():
+    with (ROOT / "examples/benchmarks/results/dst_overhead.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    closed = [float(r["times stock"]) for r in rows if r["step"] == "closed"]
+    assert max(closed) <= 1.05
+    assert f"costs {closed[0]:.2f} and {closed[1]:.2f} times" in page("training")
+
+
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if BLOCK.search(text)])
+def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for found in BLOCK.finditer(PAGES[name]):
+        lines_above = PAGES[name].count("\n", 0, found.start(1))  # so that a traceback names the line of the page
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile("\n" * lines_above + found[1], name, "exec"), names)
+
+
+def test_the_benchmark_table_equals_the_csv():
+    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = [line for line in PAGES["docs/speed.md"].splitlines() if line.startswith("| ") and " ms | " in line]
+    assert len(table) == len({r["pattern"] for r in rows})
+    for line in table:
+        pattern, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        stock, jit, plain = (
+            next(r for r in rows if (r["pattern"], r["kind"]) == (pattern, kind))
+            for kind in ("stock", "ours", "ours, plain")
+        )
+        memory = [r["extra peak / weight"] for r in (stock, jit, plain)]
+        times = [(f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x") for r in (jit, plain)]
+        expected = [f"{float(stock['ms']):.0f} ms", *times[0], jit["times one copy"], *times[1]]
+        assert cells == expected + memory
+
+
+def test_the_factors_beside_the_speed_table_equal_the_csv():
+    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    text = page("speed")
+
+    def span(kind, column):
+        found = [float(r[column]) for r in rows if r["kind"] == kind]
+        return min(found), max(found)
+
+    jit, plain = (span(kind, "times faster than stock") for kind in ("WeightNorm", "WeightNorm, plain"))
+    copies = span("WeightNorm", "times one copy")
+    assert f"is {jit[0]:.0f} to {jit[1]:.0f} times faster than stock with the JIT extra" in text
+    assert f"({plain[0]:.0f} to {plain[1]:.0f} times without), at {copies[0]} to {copies[1]} copies" in text
+    ours = {r["pattern"]: float(r["ms"]) for r in rows if r["kind"] == "ours"}
+    of = {k: [float(r["ms"]) / ours[r["pattern"]] for r in rows if r["kind"] == k] for k in {r["kind"] for r in rows}}
+    pat, l1 = of["PAT MinSparsityConstraint"], of["prune.l1_unstructured"]
+    assert f"`MinSparsityConstraint` {min(pat):.0f} to {max(pat):.0f} times" in text
+    assert f"`prune.l1_unstructured` {min(l1):.0f} to {max(l1):.0f} times" in text
+
+
+def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
+    with (ROOT / "examples/benchmarks/results/cpu_patterns.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    text = page("speed")
+    for dtype, sentence in (
+        ("float32", "the worst with the JIT extra is {} copies ({}), on a plain install {} ({})"),
+        ("bfloat16", "half as long, {} ({}) and {} ({})"),
+    ):
+        own = [r for r in rows if r["dtype"] == dtype]
+        worst = [max((float(r[f"{tier}: times one copy"]), r["pattern"]) for r in own) for tier in ("ours", "plain")]
+        assert sentence.format(*worst[0], *worst[1]) in text
+    with (ROOT / "examples/benchmarks/results/cpu_growth.csv").open() as file:
+        growth = {(r["pattern"], r["size"]): r for r in csv.DictReader(file)}
+    for tier, sentence in (
+        ("ours", "between {:.2f} and {:.2f} of what it was with the JIT extra"),
+        ("plain", "and {:.2f} and {:.2f} without"),
+    ):
+        key = f"{tier} ns an element"
+        ratios = [float(growth[p, "8192"][key]) / float(r[key]) for (p, size), r in growth.items() if size == "1024"]
+        assert sentence.format(min(ratios), max(ratios)) in text
+    with (ROOT / "examples/benchmarks/results/masked_linear.csv").open() as file:
+        ratio = {(r["mode"], r["layer"]): r["ratio"] for r in csv.DictReader(file)}
+    assert f"take {ratio['eager', 'bool mask']} of torch.ao's FakeSparsity in eager mode" in text
+    assert f"({ratio['eager', 'float mask']} with a float mask" in text
+    compiled = [ratio["compiled", f"{kind} mask"] for kind in ("bool", "float")]
+    assert "ours cost {} times the dense layer with a bool mask and {} times with a float one".format(*compiled) in text
+
+
+def test_the_time_of_prepare_equals_the_csv():
+    with (ROOT / "examples/benchmarks/results/prepare.csv").open() as file:
+        ms = {r["kind"]: float(r["prepare ms"]) for r in csv.DictReader(file)}
+    sentence = f"takes {ms['ScopeSparsifier']:.0f} ms, torch.ao's {ms['stock']:.0f} ms"
+    assert sentence in page("speed") and ms["ScopeSparsifier"] < 300  # as stated in the changelog
+
+
+def test_the_bytes_sent_for_a_selection_equal_the_csv():
+    with (ROOT / "examples/benchmarks/results/selection_bytes.csv").open() as file:
+        ours, gather = csv.DictReader(file)
+    sent = f"by sending {int(ours['bytes']) // 1000} KB, not {int(gather['bytes']) // 10**6} MB"
+    assert sent in page("ranks")
+    assert f"two ranks: {float(ours['ms']) / float(gather['ms']):.1f} of the time of a gather" in page("ranks")
+
+
+def test_the_figures_of_one_pass_equal_the_csvs():
+    def read(name):
+        with (ROOT / f"examples/results/{name}.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    def three(cell):
+        return f"{float(cell):.3f}"
+
+    for path in (ROOT / "examples/results").glob("prune_minilm_*.csv"):
+        rows = [r for r in read(path.stem) if "distilled" not in r["method"]]
+        assert [r["method"] for r in rows] == ["magnitude", "wanda", "sparsegpt", "wanda + least_squares", "admm"]
+        row = f"| {rows[0]['pattern']} | {' | '.join(three(r['cosine']) for r in rows)} |"
+        assert row in page("one_shot") and row in README
+    text, distilled = page("one_shot"), read("prune_minilm_2_4")[-1]
+    assert f"the best 2:4 model has {three(distilled['cosine'])}" in text and "distilled" in distilled["method"]
+    dense, *rows = read("one_shot_language_model")
+    assert f"dense has {three(dense['loss'])}" in page("one_shot")
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    for structure in dict.fromkeys(r["structure"] for r in rows):
+        loss = {r["method"]: three(r["loss"]) for r in rows if r["structure"] == structure}
+        assert f"| {structure} | {' | '.join(loss.get(m, '-') for m in methods)} |" in page("one_shot")
+    for removed, name in (("half of the MLP units", "units"), ("and a third of the heads", "heads_and_units")):
+        for r in read(f"one_shot_{name}"):
+            cells = f"{three(r['cosine'])} | {three(r['with least squares'])}"
+            assert f"| {removed} | {r['score']} | {cells} |" in page("one_shot")
+
+
+def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
+    with (ROOT / "examples/results/shrink_minilm.csv").open() as file:
+        dense, small = csv.DictReader(file)
+    flops, size = (int(small[k]) / int(dense[k]) for k in ("flops", "file bytes"))
+    sentence = (
+        f"{flops:.2f} of the FLOPs, {float(small['of dense']):.2f} of the time of a batch, {size:.2f} of the file"
+    )
+    text = page("compact")
+    assert sentence in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text
+
+
+def test_the_readme_is_short_and_its_factors_equal_the_csv():
+    assert README.count("\n") <= 150
+    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
+        plain = [float(r["times faster than stock"]) for r in csv.DictReader(file) if r["kind"] == "ours, plain"]
+    assert f"is {min(plain):.0f} to {max(plain):.0f} times faster than torch.ao's on a plain" in " ".join(
+        README.split()
+    )
+
+
+def test_the_table_of_export_targets_equals_the_csv():
+    with (ROOT / "examples/results/export_minilm.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for r in rows:
+        assert f"| {' | '.join(list(r.values())[:7])} |" in PAGES["docs/speed.md"]

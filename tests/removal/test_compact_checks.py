@@ -1,0 +1,273 @@
+"""What compact's comparison must see: each case gives other outputs, or changes what it is given, if it does not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_compact import PAIR, dropping, pair, refusal, x
+from test_compact_exact import pruned
+from torch import nn
+
+from sparsekit_ao import Coupling, SparsityError
+from sparsekit_ao.coupling import discover
+from sparsekit_ao.removal import compact
+
+WRITERS = Coupling({"a.weight": "u i", "a.bias": "u"}, name="writers")
+WHOLE = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"}, name="hidden")
+
+
+class Sums(nn.Module):
+    """Every unit adds sigmoid(0) = 1/2 where it is zero, so none can be removed; `last` makes the output of it."""
+
+    def __init__(self, last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.c, self.last = nn.Linear(4, 8), nn.Linear(4, 5), last
+        with torch.no_grad():
+            self.a.weight[::2] = 0
+            self.a.bias[::2] = 0
+
+    def forward(self, x):
+        return self.last(self.c(x) + torch.sigmoid(self.a(x)).sum(-1, keepdim=True))
+
+
+class Pair(nn.Module):
+    """The pair in a model that does something else besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dropping(pair(), 1, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+def masked_out(y):
+    return y.masked_fill(torch.arange(5) > 3, torch.finfo(y.dtype).min)
+
+
+def as_integers(y):
+    return torch.cat([torch.full((3, 1), 10**9), (10 * y).long()], 1)
+
+
+@pytest.mark.parametrize("last", [masked_out, as_integers, lambda y: y * 1j + 1])
+def test_no_number_hides_a_difference_of_another(last):
+    message = refusal(SparsityError, Sums(last), WRITERS, x())
+    assert "coupling 'writers' by itself gives other outputs" in message
+
+
+def test_numbers_that_are_masked_out_are_no_difference():
+    model = nn.Sequential(*dropping(pair(), 1), nn.Linear(2, 5))
+    model[3].register_forward_hook(lambda *args: masked_out(args[-1]))
+    assert compact(model, PAIR, x())[1].couplings[0].kept == 7
+
+
+def test_float64_decides_only_where_rounding_explains_the_difference():
+    class Mean(nn.Module):
+        """In float32 over the units that there are, otherwise over those that there were."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(4, 8), nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = self.a(x)
+            n = h.shape[-1] if x.dtype == torch.float32 else 8
+            return self.c(x) * h.square().sum(-1, keepdim=True) / n
+
+    torch.manual_seed(0)
+    model = Mean()
+    with torch.no_grad():
+        model.a.weight[::2] = 0
+        model.a.bias[::2] = 0
+    assert "gives other outputs: a relative difference of 1.0e+00" in refusal(SparsityError, model, WRITERS, x())
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(3, 4), torch.zeros(0, 4)])
+def test_outputs_of_zeros_check_nothing(inputs):
+    model = dropping(pair(), 1)
+    with torch.no_grad():
+        model[0].bias.zero_()
+        model[2].bias.zero_()
+    assert refusal(SparsityError, model, PAIR, inputs) == (
+        "the masked model returns only zeros on example_inputs, so nothing is compared; pass typical inputs"
+    )
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_are_read_by_index_stay(layer):
+    model = nn.Sequential(layer(20, 8), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].weight[[10, 12]] = 0
+    message = refusal(SparsityError, model, Coupling({"0.weight": "u i"}), torch.arange(8)[None])
+    assert message == (
+        f"0.weight: axes 'u i' would keep 18 of the 20 rows of an {layer.__name__}. Rows are read by index, so the "
+        "indices of later ones would change; use units of its second dimension, or leave it out."
+    )
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Holding(Pair):
+    def forward(self, x):
+        return self.net(x), Held(x), None
+
+
+def test_outputs_in_other_objects_are_reported():
+    model = Holding()
+    report = compact(model, WHOLE, x())[1]
+    assert report.not_compared == ("output[1], a Held",)
+    assert "\nnot inspected, hence not compared: output[1], a Held" in str(report)
+    found = discover(model, x())
+    assert found.opaque == ("output[1], a Held",)
+    assert str(found).endswith("# Not inspected, tensors in there are not frozen:\n#   output[1], a Held")
+
+
+class Counting(Pair):
+    """Changes its input and its buffer, and gives outputs that depend on how often it ran."""
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x.mul_(2)) + self.calls
+
+
+def test_models_and_inputs_that_a_forward_changes_stay_as_they_are():
+    model, inputs = Counting(), x()
+    report = compact(model, WHOLE, (inputs,))[1]
+    assert report.difference <= 1e-5 and model.calls == 0
+    assert torch.equal(inputs, x())
+
+
+class Cache:
+    def __init__(self):
+        self.held = []
+
+
+class Caching(Pair):
+    def forward(self, x, cache):
+        cache.held.append(x)
+        return self.net(torch.cat(cache.held))
+
+
+def test_a_cache_among_the_inputs_is_not_filled_by_any_run():
+    cache = Cache()
+    compact(Caching(), WHOLE, (x(), cache))
+    assert not cache.held
+
+
+def test_inputs_that_were_computed_are_accepted():
+    assert compact(dropping(pair(), 1), PAIR, nn.Linear(4, 4)(x()))[1].couplings[0].kept == 7
+
+
+def test_random_states_of_unused_devices_are_unchanged(monkeypatch):
+    model, seeded = dropping(pair(), 1), []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    compact(model, PAIR, x())
+    assert not seeded
+
+
+def test_a_mask_that_is_true_in_the_example_may_be_false():
+    class Where(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(4, 8), nn.Linear(4, 3)
+
+        def forward(self, x, mask):
+            return self.c(x) + torch.where(mask[:, None], self.a(x), 1.0).sum(-1, keepdim=True)
+
+    mask = torch.ones(3, dtype=torch.bool)
+    assert not discover(Where(), (x(), mask)).couplings
+    assert "sum in the model: what it sums over is not zero where a unit is" in str(discover(Where(), (x(), mask)))
+
+
+def test_masks_that_keep_zeros_zero_are_accepted():
+    class Filled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x, mask):
+            y = self.a(x).masked_fill(mask[:, None], 0.0)
+            return self.b(torch.where(mask[:, None], 0.0, F.relu(y)) * mask[:, None])
+
+    assert len(discover(Filled(), (x(), torch.ones(3, dtype=torch.bool))).couplings) == 1
+
+
+class Centred(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(width) + 0.5), 1e-5
+
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) * self.weight
+
+
+class GatedNorm(Centred):
+    def forward(self, x, gate):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight * F.silu(gate)
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.z, self.norm, self.b = nn.Linear(4, 8), nn.Linear(4, 8), norm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x), self.z(x)) if isinstance(self.norm, GatedNorm) else self.norm(self.a(x)))
+
+
+def test_a_mean_that_is_subtracted_is_no_root_mean_square():
+    found = discover(Normed(Centred), x())
+    assert not found.couplings and "8 in a.weight[0] and 3 more: mean in norm" in str(found)
+
+
+def test_a_gated_norm_is_folded():
+    coupling = discover(Normed(GatedNorm), x()).couplings[0]
+    model = pruned(Normed(GatedNorm), [coupling])
+    small, report = compact(model, coupling, x())
+    assert report.difference <= 1e-5 and not report.notes and small.norm.eps == 2e-5
+
+
+def test_a_norm_that_cannot_be_tested_is_reported():
+    class Picky(GatedNorm):
+        def forward(self, x, gate):
+            if gate.shape[0] != 3:
+                raise ValueError("a batch of 3")
+            return super().forward(x, gate)
+
+    coupling = discover(Normed(GatedNorm), x()).couplings[0]
+    message = refusal(SparsityError, pruned(Normed(Picky), [coupling]), coupling, x())
+    assert "not exact: norm.weight: a Picky could not be tested, so it was not folded (a batch of 3)" in message
+
+
+def test_a_group_norm_whose_groups_get_narrower_is_reported_as_not_exact():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16), nn.Conv2d(16, 4, 1))
+    names = {"0.weight": "(g u) i h w", "0.bias": "(g u)", "1.weight": "(g u)", "1.bias": "(g u)"}
+    coupling = Coupling({**names, "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 4})
+    message = refusal(SparsityError, pruned(model, [coupling]), coupling, torch.randn(2, 3, 5, 5))
+    assert "not exact: 1: a GroupNorm whose groups lose channels has statistics of fewer values" in message
+
+
+def test_a_norm_without_weights_is_reported():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(8, 16, affine=False), nn.Conv2d(16, 4, 1))
+    inputs = torch.randn(2, 3, 5, 5)
+    coupling = discover(model, inputs).couplings[0]
+    model = pruned(model, [coupling])
+    message = refusal(SparsityError, model, coupling, inputs)
+    assert "1.num_groups = 8, as '0.weight' had" in message and "1.num_channels = 16, as '0.weight' had" in message
+    attrs = {"1.num_groups": "u", "1.num_channels": "u d"}
+    assert compact(model, coupling, inputs, attrs=attrs)[1].difference <= 1e-5
+
+
+def test_small_numbers_of_a_config_are_not_reported_as_sizes():
+    model = dropping(pair(2), 1)
+    model.config = SimpleNamespace(num_layers=2, eos_token_id=2)
+    assert compact(model, PAIR, x())[1].unlisted == ()
+    model = dropping(pair(6), 1)
+    model.config = SimpleNamespace(hidden=6)
+    assert compact(model, PAIR, x())[1].unlisted == ("config.hidden = 6, as 'hidden' had",)

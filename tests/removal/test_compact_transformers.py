@@ -1,0 +1,276 @@
+"""Tiny random transformers models: pruned by couplings, compacted, saved and read back by transformers itself."""
+
+import pytest
+import torch
+from test_compact_exact import close, pruned, shaken
+
+from sparsekit_ao import Coupling
+from sparsekit_ao.removal import compact, cut_to
+
+transformers = pytest.importorskip("transformers")
+
+ATTENTION = Coupling(
+    {
+        "model.layers.*.self_attn.q_proj.weight": "(u g d) i",
+        "model.layers.*.self_attn.k_proj.weight": "(u d) i",
+        "model.layers.*.self_attn.v_proj.weight": "(u d) i",
+        "model.layers.*.self_attn.o_proj.weight": "o (u g d)",
+    },
+    sizes={"g": 2, "d": 4},
+    name="kv heads",
+    attrs={"config.num_key_value_heads": "u", "config.num_attention_heads": "u g"},
+)
+QUERIES = Coupling(
+    {
+        "model.layers.*.self_attn.q_proj.weight": "(kv u d) i",
+        "model.layers.*.self_attn.o_proj.weight": "o (kv u d)",
+    },
+    scope="kv",
+    sizes={"kv": 4, "d": 4},
+    name="queries",
+    attrs={"model.layers.*.self_attn.num_key_value_groups": "u", "config.num_attention_heads": "kv u"},
+)
+MLP = Coupling(
+    {
+        "model.layers.*.mlp.gate_proj.weight": "u i",
+        "model.layers.*.mlp.up_proj.weight": "u i",
+        "model.layers.*.mlp.down_proj.weight": "o u",
+    },
+    name="mlp",
+    attrs={"config.intermediate_size": "u", "model.layers.*.mlp.intermediate_size": "u"},
+)
+STREAM = Coupling(
+    {
+        "model.embed_tokens.weight": "v u",
+        "model.layers.**.q_proj.weight": "o u",
+        "model.layers.**.k_proj.weight": "o u",
+        "model.layers.**.v_proj.weight": "o u",
+        "model.layers.**.o_proj.weight": "u i",
+        "model.layers.**.gate_proj.weight": "o u",
+        "model.layers.**.up_proj.weight": "o u",
+        "model.layers.**.down_proj.weight": "u i",
+        "model.layers.**layernorm.weight": "u",
+        "model.norm.weight": "u",
+        "lm_head.weight": "o u",
+    },
+    name="stream",
+    attrs={"config.hidden_size": "u", "model.layers.**.hidden_size": "u"},
+)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=4,
+        rms_norm_eps=1e-3,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    return transformers.BertModel(config).eval()
+
+
+def heads(at, out, head="u d"):
+    """Members of self attention with biases, by the names of BERT-like encoders."""
+    members = {
+        f"{at}.{p}.{t}": f"({head})" + " i" * (t == "weight") for p in ("query", "key", "value") for t in TENSORS
+    }
+    return members | {f"{out}.weight": f"o ({head})"}
+
+
+TENSORS = ("weight", "bias")
+BERT = [
+    Coupling(
+        heads("encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"),
+        sizes={"d": 4},
+        name="heads",
+        attrs={
+            "encoder.layer.*.attention.self.num_attention_heads": "u",
+            "encoder.layer.*.attention.self.all_head_size": "u d",
+        },
+    ),
+    Coupling(
+        {
+            "encoder.layer.*.intermediate.dense.weight": "u i",
+            "encoder.layer.*.intermediate.dense.bias": "u",
+            "encoder.layer.*.output.dense.weight": "o u",
+        },
+        name="mlp",
+        attrs={"config.intermediate_size": "u"},
+    ),
+]
+GPT2 = [
+    Coupling(
+        {
+            "transformer.h.*.attn.c_attn.weight": "i (three u d)",
+            "transformer.h.*.attn.c_attn.bias": "(three u d)",
+            "transformer.h.*.attn.c_proj.weight": "(u d) o",
+        },
+        sizes={"three": 3, "d": 4},
+        name="heads",
+        attrs={"transformer.h.*.attn.num_heads": "u", "transformer.h.*.attn.split_size": "u d"},
+    ),
+    Coupling(
+        {
+            "transformer.h.*.mlp.c_fc.weight": "i u",
+            "transformer.h.*.mlp.c_fc.bias": "u",
+            "transformer.h.*.mlp.c_proj.weight": "u o",
+        },
+        name="mlp",
+    ),
+]
+
+
+def tokens():
+    return {"input_ids": torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1))}
+
+
+@pytest.mark.parametrize("couplings", [[ATTENTION, MLP], [QUERIES, MLP], [ATTENTION, QUERIES], [MLP]])
+def test_llama_is_saved_and_read_back_by_transformers_with_equal_outputs(couplings, tmp_path):
+    model, x = pruned(shaken(llama()), couplings), tokens()
+    small, report = compact(model, couplings, x)
+    with torch.no_grad():
+        want = small(**x).logits
+        assert close(model(**x).logits, want) and report.difference <= 1e-5 and not report.notes
+        small.save_pretrained(tmp_path)
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+        assert torch.equal(again(**x).logits, want)
+    assert not [text for text in report.unlisted if text.startswith("config.intermediate")]
+    if QUERIES in couplings and ATTENTION in couplings:
+        assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (2, 2)
+    elif QUERIES in couplings:
+        assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (4, 4)
+    elif ATTENTION in couplings:
+        assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (4, 2)
+    if MLP in couplings:
+        assert again.config.intermediate_size == 12 == again.model.layers[0].mlp.intermediate_size
+
+
+def test_removing_a_kv_head_removes_its_query_heads_and_their_output_columns():
+    model = pruned(llama(), [ATTENTION], level=0.25)
+    dense = llama().model.layers[1].self_attn
+    small, _ = compact(model, ATTENTION, tokens())
+    found = small.model.layers[1].self_attn
+    kept = model.model.layers[1].self_attn.k_proj.weight.detach().view(4, -1).ne(0).any(1)
+    assert int(kept.sum()) == 3
+    assert torch.equal(found.k_proj.weight, dense.k_proj.weight.view(4, 4, 16)[kept].flatten(0, 1))
+    assert torch.equal(found.q_proj.weight, dense.q_proj.weight.view(4, 8, 16)[kept].flatten(0, 1))
+    assert torch.equal(found.o_proj.weight, dense.o_proj.weight.view(16, 4, 8)[:, kept].flatten(1))
+
+
+@pytest.mark.parametrize("extra", [[], [ATTENTION, MLP]], ids=["stream", "all"])
+def test_the_residual_stream_of_llama_is_pruned_and_its_norms_are_folded(extra, tmp_path):
+    couplings = [STREAM, *extra]
+    model, x = pruned(shaken(llama()), couplings), tokens()
+    small, report = compact(model, couplings, x)
+    assert report.difference <= 1e-5 and small.config.hidden_size == 8
+    assert small.model.norm.variance_epsilon == pytest.approx(2e-3)
+    assert [text for text in report.unlisted if "hidden_size" in text] == []
+    report.save(tmp_path / "manifest.json")
+    fresh = cut_to(llama(), tmp_path / "manifest.json")
+    fresh.load_state_dict(small.state_dict())
+    with torch.no_grad():
+        assert torch.equal(fresh(**x).logits, small(**x).logits)
+    assert small.config.rms_norm_eps == small.model.norm.variance_epsilon and not report.notes
+    small.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(**x).logits, small(**x).logits)
+
+
+def test_bert_and_its_state_dict_in_a_fresh_model(tmp_path):
+    model, x = pruned(shaken(bert()), BERT), tokens()
+    small, report = compact(model, BERT, x)
+    assert report.difference <= 1e-5
+    assert small.encoder.layer[0].attention.self.all_head_size == 8
+    assert "config.num_attention_heads = 4, as 'heads 0' had" in report.unlisted
+    assert small.config.intermediate_size == 12 and model.config.intermediate_size == 24
+    fresh = cut_to(bert(), report.manifest)
+    fresh.load_state_dict(small.state_dict())
+    with torch.no_grad():
+        assert torch.equal(fresh(**x).last_hidden_state, small(**x).last_hidden_state)
+
+
+def test_gpt2_whose_linears_are_stored_transposed():
+    def gpt2():
+        config = transformers.GPT2Config(vocab_size=17, n_embd=16, n_head=4, n_layer=2, n_positions=8)
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(config).eval()
+
+    model, x = pruned(shaken(gpt2()), GPT2), {**tokens(), "use_cache": False}
+    small, report = compact(model, GPT2, x)
+    assert report.difference <= 1e-5
+    assert (small.transformer.h[0].attn.c_attn.nx, small.transformer.h[0].attn.c_attn.nf) == (16, 24)
+    fresh = cut_to(gpt2(), report.manifest)
+    fresh.load_state_dict(small.state_dict())
+    with torch.no_grad():
+        assert torch.equal(fresh(**x).logits, small(**x).logits)
+
+
+EXPERTS = "model.layers.*.mlp.experts"
+
+
+def test_units_inside_every_expert_of_mixtral(tmp_path):
+    def mixtral():
+        config = transformers.MixtralConfig(
+            vocab_size=17,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+        torch.manual_seed(0)
+        return transformers.MixtralForCausalLM(config).eval()
+
+    units = Coupling(
+        {f"{EXPERTS}.gate_up_proj": "e (two u) i", f"{EXPERTS}.down_proj": "e o u"},
+        scope="e",
+        sizes={"two": 2},
+        attrs={"config.intermediate_size": "u"},
+    )
+    model, x = pruned(mixtral(), [units], level=0.6), tokens()
+    # 7 of 16 units are left, but torch's grouped matmul wants rows of 16 bytes
+    with pytest.raises(ValueError, match="by itself does not run: strides should be multiple of 16 bytes"):
+        compact(model, units, x)
+    small, report = compact(model, units, x, multiple_of=4)
+    assert report.couplings[0].scopes == 4 and report.couplings[0].kept == 8
+    small.save_pretrained(tmp_path)
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert close(model(**x).logits, small(**x).logits)
+        assert close(again(**x).logits, small(**x).logits)
+
+
+def test_layers_that_keep_different_numbers_cannot_share_a_field_of_the_config():
+    model = llama()
+    pruned(model, [Coupling({name.replace("*", "0"): axes for name, axes in MLP.members.items()})])
+    with pytest.raises(
+        ValueError,
+        match=r"coupling 'mlp 1': attrs 'config.intermediate_size' is one number for several layers, but 'mlp 0' keeps "
+        r"12 of 24 and 'mlp 1' 24 of 24. Keep equal numbers, or do not list it.",
+    ):
+        compact(model, MLP, tokens())
+
+
+def test_norms_that_keep_different_epsilons_do_not_fit_into_one_field_of_the_config():
+    model = shaken(llama())
+    model.model.layers[0].self_attn.q_norm = type(model.model.norm)(8, eps=model.config.rms_norm_eps)  # not pruned
+    small, report = compact(pruned(model, [STREAM]), STREAM, tokens())
+    assert report.notes == (
+        "config.rms_norm_eps cannot hold the different epsilons of folded norms, so save_pretrained loses them; use "
+        "the manifest",
+    )
+    assert small.config.rms_norm_eps == model.config.rms_norm_eps

@@ -1,0 +1,304 @@
+"""removable, shrink, joint entries and attention of torch: what is found is removed, what cannot be is listed apart."""
+
+import itertools
+
+import hf_models
+import pytest
+import torch
+from discovered import fill
+from networks import NETWORKS, Heads, Net
+from test_compact_exact import close
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
+from sparsekit_ao.coupling import discover, joint_entries
+from sparsekit_ao.coupling.merged import merged_couplings
+from sparsekit_ao.removal import compact, cut_to, removable, shrink
+from sparsekit_ao.removal.candidates import candidate_attrs
+from sparsekit_ao.schedules import ScheduleSL
+from sparsekit_ao.sparsifiers import progress
+
+HEAD = "self_attn.head_dim"
+ATTRS = {  # what is found by itself, as a person listed it in test_architectures.py
+    "Llama": [{f"model.layers.**.{HEAD}": "u a"}],
+    "Mixtral": [{"model.layers.**.mlp.gate.hidden_dim": "u"}, {f"model.layers.**.{HEAD}": "u a"}],
+    "GPT-2": [
+        {"transformer.h.*.attn.split_size": "u d"},
+        {"transformer.h.*.attn.head_dim": "u", "transformer.h.*.attn.split_size": "u s"},
+    ],
+}
+
+
+def pruned(model, couplings, level=0.5):
+    sparsifier = ScopeSparsifier(level)
+    sparsifier.prepare(model, joint_entries(couplings, model))
+    sparsifier.step()
+    sparsifier.check()
+    sparsifier.squash_mask()
+    return model
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).logits if hasattr(model(**inputs), "logits") else model(**inputs)[0]
+
+
+@pytest.mark.parametrize("name", ATTRS)
+def test_integers_are_found_and_all_that_is_suggested_is_pruned_at_once(name):
+    model, inputs = hf_models.make(name)
+    found = removable(model, inputs)
+    assert [c.attrs for c in found.couplings if c.attrs] == ATTRS[name]
+    assert len(found.couplings) == len({c.name for c in found.couplings})
+    small, report = compact(pruned(model, found.couplings, level=0.4), found.couplings, inputs)
+    assert report.difference <= 1e-5 and not report.notes and close(outputs(model, inputs), outputs(small, inputs))
+    assert report.changed and report.changed[0] in str(report)
+    names = {"Coupling": Coupling}
+    exec(str(found), names)  # what is printed is Python, attributes and names included
+    assert tuple(names["couplings"]) == found.couplings
+
+
+def test_entries_of_tuples_and_products_are_found():
+    model = fill(NETWORKS["ViT"][0]())
+    heads = next(coupling for coupling in removable(model, torch.randn(2, 3, 12, 12)).couplings if coupling.attrs)
+    assert heads.attrs == {"blocks.*.attention.inner": "u d", "blocks.*.attention.shapes[1]": "u"}
+    model.config = type("Config", (), {})()
+    model.config.hidden, model.config.sizes, model.config.flag = 16, [7, 4], True
+    assert candidate_attrs(model, heads) == {
+        "blocks.*.attention.num_heads": "u",
+        "blocks.*.attention.inner": "u d",
+        "blocks.*.attention.shapes[1]": "u",
+        "blocks.*.attention.shapes[2]": "u",  # equal by chance
+        "config.hidden": "u d",
+        "config.sizes[1]": "u",
+    }
+
+
+def test_lists_and_tuples_keep_their_kind_and_are_rebuilt():
+    def make():
+        model = fill(nn.Sequential(Heads(8, 4, 2)))
+        model[0].shapes = list(model[0].shapes)
+        return model
+
+    x = torch.randn(2, 5, 8)
+    small, report = shrink(make(), x)
+    assert small[0].shapes == [3, 2, 2] and small[0].inner == 4
+    assert report.changed == ("*.inner: 8 -> 4", "*.shapes[1]: 4 -> 2")
+    again = cut_to(make(), report.manifest)
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(x), small(x))
+
+
+def test_what_cannot_be_removed_is_listed_with_the_reason():
+    model, inputs = fill(NETWORKS["maxout"][0]()), torch.randn(2, 6)
+    found = removable(model, inputs)
+    ((name, why),) = found.left_out
+    assert not found.couplings and name == "hidden.weight" and why.startswith("does not run: unflatten: Provided")
+    assert "\n# Left out, they cannot be removed:\n#   hidden.weight: does not run: " in str(found)
+    small, report = shrink(model, inputs)
+    assert report.left_out == (f"{name}: {why}",) and report.after == report.before and not report.couplings
+    assert torch.equal(small(inputs), model(inputs)) and small is not model
+
+
+def test_a_coupling_that_is_wrong_only_together_with_others_is_left_out():
+    def run(m, x):
+        a, b = m.a(x), m.b(x)
+        return m.c(a) + m.d(b) + (3.0 if a.shape[1] + b.shape[1] == 8 else 0.0)
+
+    model = Net(run, a=nn.Linear(4, 8), b=nn.Linear(4, 8), c=nn.Linear(8, 2), d=nn.Linear(8, 2))
+    model = fill(model)
+    found = removable(model, torch.randn(3, 4))
+    assert [coupling.name for coupling in found.couplings] == ["a.weight"]
+    assert found.left_out[0][0] == "b.weight" and found.left_out[0][1].startswith("together with others it gives other")
+
+
+def test_couplings_are_excluded_by_tensor_module_class_or_because_nothing_of_them_would_be_dropped():
+    model, x = fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12)
+    found = removable(model, x, exclude=["6.*", nn.MaxPool2d], ratio=0.1)
+    assert [why for _, why in found.left_out] == [
+        "a ratio of 0.1 drops none of its units: 8 in each scope",
+        "a ratio of 0.1 drops none of its units: 8 in each scope",
+        "left out by exclude[0] ('6.*')",
+    ]
+    with pytest.raises(SparsityError, match="matches no parameter or module of the model"):
+        removable(model, x, exclude=["nothing"])
+
+
+def test_shrink_drops_a_fraction_of_every_dimension_once():
+    model, inputs = hf_models.make("Llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    small, report = shrink(model, inputs)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    q = small.model.layers[0].self_attn.q_proj
+    assert (q.out_features, q.in_features) == (16, 16)
+    assert len(report.left_out) == 2
+    assert all(": it divides model.layers.0.self_attn.q_proj.weight[0] as 'model.l" in t for t in report.left_out)
+    assert report.difference <= 1e-5
+    assert all(row.kept == row.of // 2 for row in report.couplings)
+
+
+@pytest.mark.parametrize("score", ["wanda", "taylor", lambda weight, name: weight.abs()])
+def test_shrink_takes_scores_and_records_their_statistics(score):
+    model, x = fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12)
+    forward = (lambda m, batch: m(batch).square().mean()) if score == "taylor" else None
+    _, report = shrink(model, x, 0.25, score, ["1"], forward=forward, multiple_of={"5.weight": 8})
+    assert [row.kept for row in report.couplings] == [9, 16]
+    assert report.difference <= 1e-5
+
+
+def test_masks_of_couplings_that_share_a_tensor_are_those_of_each_and_follow_one_schedule():
+    model = fill(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))))
+    couplings = [Coupling({f"{k}.weight": "u i", f"{k + 1}.weight": "o u"}) for k in range(3)]
+    sparsifier = ScopeSparsifier(scope_coupling=None)
+    entries = joint_entries(couplings, model, sparsity_level=0.0, norm=1)
+    assert [len(entry.get("stages", [1])) for entry in entries] == [1, 2, 2, 1]
+    sparsifier.prepare(model, entries)
+    scheduler = ScheduleSL(sparsifier, lambda step: 0.25 * step)
+    for step in range(3):
+        sparsifier.step()
+        sparsifier.check()
+        masks = [sparsifier.mask(f"{k}.weight") for k in range(4)]
+        for a, b in itertools.pairwise(masks):
+            assert torch.equal(a.any(1), b.any(0)) and int(a.any(1).sum()) == 8 - 2 * step
+        for mask in masks:
+            assert torch.equal(mask, mask.any(1)[:, None] & mask.any(0))
+        scheduler.step()
+
+
+def test_masks_recover_where_a_later_stage_is_the_first_of_a_tensor():
+    model = fill(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))))
+    couplings = [Coupling({"1.weight": "u i", "2.weight": "o u"}), Coupling({"0.weight": "u i", "1.weight": "o u"})]
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, joint_entries(couplings, model))
+    sparsifier.step()
+    first = sparsifier.mask("0.weight").clone()
+    with torch.no_grad():
+        for name in ("0", "1"):
+            weight = model.get_submodule(name).parametrizations.weight.original
+            weight.copy_(torch.where(first if name == "0" else first[:, :1].T, 1e-3, 1.0) * torch.ones(6, 6))
+    sparsifier.step()
+    assert torch.equal(sparsifier.mask("0.weight"), ~first)
+
+
+def test_levels_by_coupling_and_errors_of_joint_entries():
+    model = fill(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))))
+    couplings = [Coupling({f"{k}.weight": "u i", f"{k + 1}.weight": "o u"}, name=f"c{k}") for k in range(2)]
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, joint_entries(couplings, model, nnz={"c0": 3, "c1": 6}))
+    sparsifier.step()
+    assert [int(sparsifier.mask(f"{k}.weight").any(1).sum()) for k in range(3)] == [3, 6, 8]
+    with pytest.raises(SparsityError, match="joint_entries: nnz names 'c2', but the couplings are c0, c1"):
+        joint_entries(couplings, model, nnz={"c2": 3})
+    with pytest.raises(SparsityError, match="joint_entries: two couplings have the name 'c0'; give them names"):
+        joint_entries([couplings[0]] * 2, model)
+
+
+def test_merged_couplings_have_the_units_of_both_or_are_none():
+    model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8), "w": nn.Linear(3, 6)})
+    one, other = Coupling({"q.weight": "(s u) i"}, scope="s", sizes={"s": 2}), Coupling({"v.weight": "u i"})
+    whole = merged_couplings(one, other, model)
+    assert (whole.members, whole.scope, whole.sizes) == (
+        {"q.weight": "(s u) i", "v.weight": "(a u) i"},
+        "",
+        {"a": 2, "s": 2},
+    )
+    assert merged_couplings(one, replaced(one), model) is None
+    assert merged_couplings(one, Coupling({"w.weight": "u i"}), model) is None
+
+
+def replaced(coupling):
+    return Coupling(coupling.members, scope="s", sizes={"s": 2})
+
+
+class Attending(nn.Module):
+    def __init__(self, **keys):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 4, **keys)
+
+    def forward(self, q, k, v, **keys):
+        return self.attention(q, k, v, **keys)[0]
+
+
+HEADS = Coupling(
+    {
+        "attention.in_proj_weight": "(three u d) i",
+        "attention.in_proj_bias": "(three u d)",
+        "attention.out_proj.weight": "o (u d)",
+    },
+    sizes={"three": 3, "d": 2},
+)
+ATTENTION = [  # (arguments of the module, of the forward); q, k, v are of 5, 3 and 3 tokens
+    ({"batch_first": True}, {}),
+    ({}, {"average_attn_weights": False}),
+    ({"bias": False}, {"need_weights": False}),
+    ({"add_bias_kv": True, "batch_first": True}, {"key_padding_mask": torch.tensor([[0, 1, 0], [0, 0, 0]]).bool()}),
+    ({"add_zero_attn": True}, {"attn_mask": torch.rand(5, 3) > 0.7, "need_weights": False}),
+    ({"kdim": 6, "vdim": 4, "batch_first": True}, {"attn_mask": torch.randn(5, 3)}),
+]
+
+
+@pytest.mark.parametrize(("keys", "given"), ATTENTION)
+def test_heads_of_torchs_attention_are_removed(keys, given):
+    torch.manual_seed(0)
+    model = fill(Attending(**keys))
+    widths = (8, keys.get("kdim", 8), keys.get("vdim", 8))
+    shapes = [(2, n, w) if keys.get("batch_first") else (n, 2, w) for n, w in zip((5, 3, 3), widths, strict=True)]
+    inputs = dict(zip("qkv", (torch.randn(shape) for shape in shapes), strict=True)) | given
+    found = removable(model, inputs)
+    heads = found.couplings[0] if found.couplings else HEADS  # what is added to keys is a constant
+    small, report = compact(pruned(model, [heads]), heads, inputs)
+    assert small.attention.num_heads == 2 and report.difference <= 1e-5
+    again = cut_to(Attending(**keys), report.manifest).eval()
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(**inputs), small(**inputs))
+    weights = again.attention(*(inputs[name] for name in "qkv"), **{**given, "need_weights": True})[1]
+    assert weights.shape == ((2, 2, 5, 3) if "average_attn_weights" in given else (2, 5, weights.shape[-1]))
+    if not given:
+        single = [x[0] if keys.get("batch_first") else x[:, 0] for x in (inputs["q"], inputs["k"], inputs["v"])]
+        with torch.no_grad():
+            assert close(small(*single), model(*single))
+        with pytest.raises(RuntimeError, match="is_causal needs attn_mask"):
+            small(*single, is_causal=True)
+        small.train()(*single).sum().backward()
+        assert small.attention.in_proj_weight.grad is not None
+
+
+def test_a_part_of_a_head_of_torchs_attention_is_refused():
+    model = fill(Attending(batch_first=True))
+    members = {"attention.in_proj_weight": "(three u h) i", "attention.in_proj_bias": "(three u h)"}
+    part = Coupling({**members, "attention.out_proj.weight": "o (u h)"}, sizes={"three": 3, "h": 1})
+    x = torch.randn(1, 3, 8)
+    with pytest.raises(
+        SparsityError, match="attention: 5 rows are left of its queries, no multiple of the 2 of a head"
+    ):
+        compact(pruned(model, [part], level=0.4), part, {"q": x, "k": x, "v": x})
+
+
+def test_layers_that_share_one_number_for_several_couplings_are_found_together():
+    def run(m, x):
+        x = m.stem(x)
+        return m.head(F.relu(m.b(F.relu(m.a(x)).view(len(x), m.width, 36))))
+
+    width = {"stem": nn.Conv2d(3, 8, 3, padding=1), "a": nn.Conv2d(8, 8, 1), "b": nn.Conv1d(8, 4, 1), "width": 8}
+    model = fill(Net(run, **width, head=nn.Flatten()))
+    found = removable(model, torch.randn(2, 3, 6, 6))
+    assert [coupling.attrs for coupling in found.couplings] == [{}, {"width": "u"}]
+    assert len(discover(model, torch.randn(2, 3, 6, 6)).couplings) == 2
+
+
+def test_recurrent_layers_run_with_their_new_weights():
+    model, inputs = fill(NETWORKS["GRU"][0]()), torch.randn(2, 5, 6)
+    small, report = shrink(model, inputs)
+    assert small.cells.input_size == 6 and small(inputs).shape == (2, 5, 3) and report.difference <= 1e-5
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LARGE", 1)
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(2, 8)
+    removable(model, x)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    removable(model, x)
+    shown = capsys.readouterr().err
+    assert "removable: " in shown and "compactions" in shown and "compact: " in shown

@@ -1,0 +1,239 @@
+"""shrink: budgets of a whole model, levels by coupling, rounding, repeated shrinking, and what a config can hold."""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import hf_models
+import pytest
+import torch
+from discovered import fill
+from networks import NETWORKS
+from test_compact_exact import close
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
+from sparsekit_ao.coupling import for_model
+from sparsekit_ao.export import load_pretrained, save_pretrained
+from sparsekit_ao.removal import compact, cut_to, removable, shrink
+from sparsekit_ao.removal.removable import Trials
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def mlp(*sizes, dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]).to(dtype).eval()
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "of"), [("VGG", "flops"), ("ViT", "parameters")])
+def test_a_model_costs_at_most_the_budget(name, of):
+    network, inputs = NETWORKS[name]
+    model, x = fill(network()), inputs()
+    small, report = shrink(model, x, 0.5, of=of)
+    what = "flops" if of == "flops" else "parameters"
+    assert getattr(report.after, what) <= 0.5 * getattr(report.before, what)
+    assert report.difference <= 1e-5 and small(x).shape == model(x).shape
+
+
+@pytest.mark.parametrize(
+    ("multiples", "groups", "width"),
+    [(None, 4, 2), ({"0.weight (s u) i 1 1": 4, "1.weight": 4}, 2, 4)],  # with these, no group loses channels
+)
+def test_of_couplings_that_divide_one_dimension_those_that_remove_most_are_chosen(multiples, groups, width):
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=4), nn.Conv2d(16, 2, 1))
+    small, report = shrink(model, torch.randn(2, 3, 5, 5), multiple_of=multiples)
+    assert (small[1].groups, *small[1].weight.shape[:2]) == (groups, 8, width)
+    assert report.left_out and all("it divides 0.weight[0] as" in t or "1.weight[0] as" in t for t in report.left_out)
+
+
+@pytest.mark.parametrize("of", ["units", "parameters"])
+def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own(of):
+    blocks = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4)) for width in (4, 32)]
+    model, hidden = nn.Sequential(*blocks), Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"})
+    model.config = SimpleNamespace()  # so layers of equal widths would keep equal numbers
+    small, report = shrink(model, torch.randn(3, 4), 0.5, of=of, couplings=[hidden])
+    widths = [block[0].out_features for block in small]
+    assert widths == [2, 16] if of == "units" else 2 * parameters(small) <= parameters(model)
+    assert report.difference <= 1e-5 and [row.kept for row in report.couplings] == widths
+
+
+def test_a_layer_of_one_coupling_may_have_the_name_of_another_coupling():
+    blocks = [nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 6), nn.ReLU(), nn.Linear(6, 4)) for n in (4, 8)]
+    first = Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"}, name="a")
+    second = Coupling({"0.2.weight": "u i", "0.2.bias": "u", "0.4.weight": "o u"}, name="a 0")
+    small, report = shrink(nn.Sequential(*blocks), torch.randn(3, 4), 0.5, couplings=[first, second])
+    assert [layer.out_features for layer in itertools.chain(*small) if hasattr(layer, "weight")] == [2, 3, 4, 4, 6, 4]
+    assert len({row.name for row in report.couplings}) == 3
+
+
+def test_a_model_that_cannot_be_tried_without_units_keeps_all_of_them(monkeypatch):
+    monkeypatch.setattr(Trials, "problem", lambda self, couplings: "does not run")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    hidden = Coupling({"0.weight": "u i", "0.bias": "u", "1.weight": "o u"})
+    small, report = shrink(model, torch.ones(2, 4), 0.5, couplings=[hidden])
+    assert parameters(small) == parameters(model) and report.left_out == ("0.weight: does not run",)
+
+
+def test_with_one_step_more_a_model_would_cost_more():
+    model, x, costs = mlp(4, 24, 48, 3), torch.randn(3, 4), []
+
+    def cost(m):
+        costs.append(parameters(m))
+        return costs[-1]
+
+    small, report = shrink(model, x, 0.55, of=cost, multiple_of=4)
+    now, was = report.after.parameters, costs[0]
+    steps = [parameters(mlp(4, *(m.out_features + 4 * (m is one) for m in small[::2][:-1]), 3)) for one in small[::2]]
+    assert was == parameters(model) and now <= 0.45 * was and min(steps[:2]) > 0.45 * was
+    assert all(m.out_features % 4 == 0 for m in small[::2][:-1])
+
+
+def test_units_of_one_coupling_are_dropped_exactly_down_to_the_budget():
+    model, x = mlp(4, 64, 2), torch.randn(3, 4)
+    for ratio in (0.1, 0.35, 0.8):
+        small, report = shrink(model, x, ratio, of="parameters")
+        kept = small[0].out_features
+        assert 7 * kept + 2 == report.after.parameters <= (1 - ratio) * 450 < 7 * (kept + 1) + 2
+
+
+def test_units_that_cost_more_or_matter_less_are_dropped_first():
+    model, x = mlp(4, 16, 64, 16, 4), torch.randn(3, 4)
+    for parameter in model.parameters():
+        parameter.fill_(1.0)
+    small, _ = shrink(model, x, 0.5, of="flops")
+    widths = [m.out_features / n for m, n in zip(small[::2], (16, 64, 16), strict=False)]
+    assert widths[1] < widths[0] and widths[0] == pytest.approx(widths[2], abs=0.1)
+    model[2].weight[8:] = 1e-3
+    model[4].weight[:, 8:] = 1e-3
+    assert shrink(model, x, 0.5, of="flops")[0][2].out_features < widths[1] * 64
+
+
+def test_layers_keep_equal_numbers_only_where_there_is_a_config():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))).eval()
+    units = Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"}, name="units *")
+    layers[1][0].weight[4:] *= 1e-3
+    layers[1][2].weight[:, 4:] *= 1e-3
+    kept = []
+    for layers.config in (None, nn.Module):
+        if layers.config is None:
+            del layers.config
+        _, report = shrink(layers, torch.randn(3, 8), 0.3, of="flops", couplings=[units])
+        assert [row.name for row in report.couplings] == ["units 0", "units 1"]
+        kept.append([row.kept for row in report.couplings])
+    assert kept[0][0] > kept[0][1] and kept[1][0] == kept[1][1]
+
+
+def test_levels_by_coupling_and_limits():
+    model, x = mlp(4, 16, 16, 4), torch.randn(3, 4)
+    small, report = shrink(model, x, {"0.weight": 0.75})
+    assert (small[0].out_features, small[2].out_features) == (4, 16)
+    assert report.left_out == ("2.weight: the ratio of it is 0, or does not name it",)
+    small, _ = shrink(model, x, 0.4, of="flops", max_sparsity={"2.weight": 0.25})
+    assert small[2].out_features >= 12
+    with pytest.raises(SparsityError, match="a ratio of 0.95 allows a cost of .* but without all units that may be"):
+        shrink(model, x, 0.95, of="parameters", max_sparsity=0.5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ratio": {"nothing": 0.5}}, "ratio names 'nothing', but the couplings are '0.weight'"),
+        ({"max_sparsity": {"nothing": 0.5}}, "max_sparsity names 'nothing'"),
+        ({"multiple_of": {"nothing": 4}}, "multiple_of names 'nothing'"),
+        ({"ratio": {"0.weight": 0.5}, "of": "flops"}, "a ratio by names needs of='units'"),
+        ({"ratio": 1.5}, r"ratio: sparsity level must lie in \[0, 1\], got 1.5"),
+        ({"of": "time"}, "of must be 'units', 'flops', 'parameters' or a function of a model, got 'time'"),
+    ],
+)
+def test_wrong_arguments(keys, message):
+    with pytest.raises(SparsityError, match=message):
+        shrink(mlp(4, 8, 2), torch.randn(3, 4), **keys)
+
+
+def test_dimensions_of_16_bit_weights_stay_multiples_of_8():
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    kept = [shrink(mlp(8, 32, 8, dtype=torch.bfloat16), x, 0.4, multiple_of=m)[0][0].out_features for m in (None, 1)]
+    assert kept == [24, 20]
+    small, _ = shrink(mlp(8, 64, 64, 8, dtype=torch.bfloat16), x, 0.5, of="flops")
+    assert small[0].out_features % 8 == small[2].out_features % 8 == 0
+
+
+def test_units_without_a_norm_are_left_out_where_its_scale_is_the_score():
+    model, x = fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12)
+    small, report = shrink(model, x, 0.5, "scale")
+    assert report.left_out == ("5.weight: the score rates all of its units 0",)
+    scale = model[0][1].weight.abs()
+    assert torch.equal(small[0][0].weight[:, :, 1, 1], model[0][0].weight[scale >= scale.sort().values[4]][:, :, 1, 1])
+
+
+def test_a_smaller_model_is_trained_and_shrunk_again_with_the_same_couplings():
+    network, inputs = NETWORKS["MobileNet v3"]
+    dense, x = fill(network()), inputs()
+    couplings, model, manifests = removable(dense, x).couplings, dense, []
+    for _ in range(2):
+        model, report = shrink(model, x, 0.3, couplings=couplings)
+        manifests.append(report.manifest)
+        assert report.difference <= 1e-5 and report.after.flops < report.before.flops
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.01)
+        with torch.enable_grad():
+            model(x).square().mean().backward()
+        optimizer.step()
+        model.eval()
+    again = fill(network())
+    for manifest in manifests:
+        again = cut_to(again, manifest)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x))
+
+
+def test_proximal_training_makes_whole_units_of_couplings_zero_which_compact_removes():
+    model, x = mlp(6, 16, 16, 3), torch.randn(64, 6)
+    couplings = removable(model, x).couplings
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sparsifiers = [ProximalSparsifier(strength=0.03, optimizer=optimizer) for _ in couplings]
+    for one, sparsifier in zip(couplings, sparsifiers, strict=True):  # both couplings have 2.weight
+        sparsifier.prepare(model, one.entries(model))
+    for _ in range(60):
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            F.mse_loss(model(x), x[:, :3]).backward()
+        optimizer.step()
+        for sparsifier in sparsifiers:
+            sparsifier.step()
+    for sparsifier in sparsifiers:
+        sparsifier.squash_mask()
+    small, report = compact(model, couplings, x)
+    assert all(1 < row.kept < row.of for row in report.couplings) and close(model(x), small(x))
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_one_line(name, tmp_path):
+    model, inputs = hf_models.make(name)
+    couplings = [replace(for_model(model)["mlp"], attrs={})] if name == "Llama" else None
+    small, report = shrink(model, inputs, couplings=couplings)
+    found = save_pretrained(small, report, tmp_path)
+    want = small(**inputs).logits
+    if name == "Llama":
+        assert report.not_in_config == "" and "config.intermediate_size: 48 -> 24" in report.changed
+        assert found.notes == ("LlamaForCausalLM.from_pretrained loads it",)
+        again = type(model).from_pretrained(tmp_path)
+    else:
+        assert "c_attn" in report.not_in_config and "from_pretrained cannot load it" in str(report)
+        assert found.notes[0].endswith(f"export.load_pretrained({str(tmp_path)!r}, GPT2LMHeadModel) does")
+        with pytest.raises(RuntimeError, match="mismatched"):
+            type(model).from_pretrained(tmp_path)
+        again = load_pretrained(tmp_path, type(model))
+    assert torch.equal(again(**inputs).logits, want)
+    assert torch.equal(load_pretrained(tmp_path, type(model))(**inputs).logits, want)

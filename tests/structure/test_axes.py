@@ -1,0 +1,277 @@
+"""Axis patterns: the same masks as the views, blocks and scopes that they stand for; errors in patterns."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit_ao import CouplingError, ScopeSparsifier, SparsityError, patterns
+from sparsekit_ao.selection import Blocks, Scopes
+from sparsekit_ao.selection.nests import lower
+from sparsekit_ao.structure import AxisPattern
+
+ROWS, COLUMNS = 32, 64
+
+
+class Holder(nn.Module):
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, t in tensors.items():
+            self.register_parameter(name, nn.Parameter(t))
+
+
+def axes(text, unit, scope="", **sizes):
+    return {"axes": text, "unit": unit, "scope": scope, "sizes": sizes}
+
+
+TABLE = [  # the pattern table of the specification: (name, shape, axes, numbers)
+    ("per tensor", (ROWS, COLUMNS), axes("o i", "o i"), {}),
+    ("per row", (ROWS, COLUMNS), axes("o i", "o i", "o"), {"scope_shape": (1, -1)}),
+    ("per column", (ROWS, COLUMNS), axes("o i", "o i", "i"), {"scope_shape": (-1, 1)}),
+    ("2:4", (ROWS, COLUMNS), axes("o (s m)", "o s m", "o s", m=4), patterns.n_m(2, 4)),
+    (
+        "2:4 of pairs",
+        (ROWS, COLUMNS),
+        axes("o (s m p)", "o s m", "o s", m=4, p=2),
+        {"block_shape": (1, 2), "scope_shape": (1, 4)},
+    ),
+    (
+        "vector 2:4",
+        (ROWS, COLUMNS),
+        axes("(r v) (s m)", "r s m", "r s", v=8, m=4),
+        {"block_shape": (8, 1), "scope_shape": (1, 4)},
+    ),
+    ("blocks", (ROWS, COLUMNS), axes("(r a) (c b)", "r c", a=8, b=4), patterns.blocks(8, 4)),
+    (
+        "blocks a row",
+        (ROWS, COLUMNS),
+        axes("(r a) (c b)", "r c", "r", a=8, b=4),
+        {"block_shape": (8, 4), "scope_shape": (1, -1)},
+    ),
+    (
+        "2:4 of blocks",
+        (ROWS, COLUMNS),
+        axes("(r a) (s m b)", "r s m", "r s", a=8, b=4, m=4),
+        {"block_shape": (8, 4), "scope_shape": (1, 4)},
+    ),
+    ("rows", (ROWS, COLUMNS), axes("o i", "o"), patterns.rows()),
+    ("columns", (ROWS, COLUMNS), axes("o i", "i"), patterns.columns()),
+    (
+        "coupled 2:4, columns 8 apart",
+        (ROWS, COLUMNS),
+        axes("o (g p e)", "o g e", "o g", p=2, e=8),
+        {
+            "view": ((ROWS, COLUMNS // 16, 8, 2), (COLUMNS, 16, 1, 8)),
+            "block_shape": (1, 1, 1, 2),
+            "scope_shape": (1, 1, 8, 1),
+        },
+    ),
+    (
+        "MMA thread group",
+        (ROWS, COLUMNS),
+        axes("(t g e) (c b)", "t g e c", "t e c", g=4, e=8, b=16),
+        {
+            "view": ((ROWS // 32, 4, 8, COLUMNS // 16, 16), (32 * COLUMNS, 8 * COLUMNS, COLUMNS, 16, 1)),
+            "block_shape": (1, 1, 1, 1, 16),
+            "scope_shape": (1, 4, 1, 1, 1),
+        },
+    ),
+    ("heads", (ROWS, COLUMNS), axes("(h d) i", "h", h=4), patterns.heads(4)),
+    ("filters", (8, 12, 3, 3), axes("o i h w", "o"), patterns.filters()),
+    ("input channels", (8, 12, 3, 3), axes("o i h w", "i"), {"block_shape": (-1, 1, -1, -1)}),
+    ("kernels", (8, 12, 3, 3), axes("o i h w", "o i"), {"block_shape": (1, 1, -1, -1)}),
+    ("conv 2:4", (8, 12, 3, 3), axes("o (s m) h w", "o s h w m", "o s h w", m=4), patterns.n_m(2, 4)),
+]
+
+
+def prepared(weight, entry):
+    sparsifier, model = ScopeSparsifier(), Holder(w=weight)
+    budget = {} if entry.keys() & {"nnz", "sparsity_level", "stages", "pattern"} else {"sparsity_level": 0.5}
+    sparsifier.prepare(model, [{"tensor_fqn": "w", **entry, **budget}])
+    return sparsifier
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("name", "shape", "pattern", "numbers"), TABLE, ids=[row[0] for row in TABLE])
+def test_an_axis_pattern_and_its_numbers_choose_the_same_mask(name, shape, pattern, numbers, channels_last):
+    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2).round()  # ties
+    if channels_last and len(shape) == 4:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    if isinstance(numbers, patterns.Pattern):
+        numbers = numbers.resolve(Holder(w=weight), "w")
+    budget = {k: numbers[k] for k in ("nnz", "sparsity_level") if k in numbers}
+    both = [prepared(weight.clone(), entry) for entry in ({**pattern, **budget}, numbers)]
+    for sparsifier in both:
+        sparsifier.step()
+        sparsifier.check()
+    assert torch.equal(both[0].mask("w"), both[1].mask("w"))
+    scopes = [sparsifier._plan[1].components[0].scope for sparsifier in both]
+    for count in ("numscp", "numblk", "numel_per_scope"):
+        assert len({getattr(scope, count)() for scope in scopes}) == 1
+    forms = [lower(Scopes(members=(window(s),), shape=s.shape)) for s in scopes]
+    assert forms[0].elements == forms[1].elements and forms[0].block.count == forms[1].block.count
+    if name != "conv 2:4":  # there the scopes are listed in another order
+        assert forms[0] == forms[1]
+
+
+def window(scope):
+    """A scope's block as `selection` takes it."""
+    view = scope.block.view
+    return Blocks(shape=scope.block.shape, values=view.param.as_strided(view.shape, view.stride, view.offset))
+
+
+def test_units_align_over_coupled_tensors_whatever_their_shapes():
+    torch.manual_seed(0)
+    u, i = 6, 4
+    model = Holder(gate=torch.randn(u, i), up=torch.randn(u, i), down=torch.randn(i, u), bias=torch.randn(u))
+    shared = {"unit": "u", "block_coupling": "mlp", "sparsity_level": 0.5}
+    patterns_of = {"gate": "u i", "up": "u i", "down": "o u", "bias": "u"}
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, [{"tensor_fqn": name, "axes": text, **shared} for name, text in patterns_of.items()])
+    sparsifier.step()
+    dense = {group["tensor_fqn"]: sparsifier._dense(group) for group in sparsifier.groups}
+    score = dense["gate"].square().sum(1) + dense["up"].square().sum(1) + dense["down"].square().sum(0)
+    score += dense["bias"].square()
+    kept = torch.zeros(u, dtype=torch.bool)
+    kept[score.topk(3).indices] = True
+    assert torch.equal(sparsifier.mask("gate"), kept[:, None].expand(u, i))
+    assert torch.equal(sparsifier.mask("down"), kept[None].expand(i, u))
+    assert torch.equal(sparsifier.mask("bias"), kept)
+
+
+def test_grouped_queries_are_units_of_their_key_and_value():
+    torch.manual_seed(0)
+    u, g, d, i = 3, 2, 4, 5
+    model = Holder(q=torch.randn(u * g * d, i), k=torch.randn(u * d, i), o=torch.randn(i, u * g * d))
+    patterns_of = {"q": "(u g d) i", "k": "(u d) i", "o": "o (u g d)"}
+    entries = [
+        {
+            "tensor_fqn": n,
+            "axes": t,
+            "unit": "u",
+            "sizes": {"g": g, "d": d} if "g" in t else {"d": d},
+            "block_coupling": "attention",
+            "nnz": 1,
+        }
+        for n, t in patterns_of.items()
+    ]
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, entries)
+    sparsifier.step()
+    kept = sparsifier.mask("k").view(u, -1).all(1)
+    assert int(kept.sum()) == 1
+    assert torch.equal(sparsifier.mask("q").view(u, -1), kept[:, None].expand(u, g * d * i))
+    assert torch.equal(sparsifier.mask("o").view(i, u, -1), kept[None, :, None].expand(i, u, g * d))
+
+
+def test_defaults_stages_and_entries_override_each_other():
+    torch.manual_seed(0)
+    sparsifier = ScopeSparsifier(axes="o (s m)", unit="o s m", scope="o s", sizes={"m": 4}, nnz=2)
+    model = Holder(a=torch.randn(4, 8), b=torch.randn(4, 8), c=torch.randn(4, 8))
+    sparsifier.prepare(
+        model,
+        [
+            {"tensor_fqn": "a"},
+            {"tensor_fqn": "b", "sizes": {"m": 8}, "nnz": 3},
+            {"tensor_fqn": "c", "block_shape": (1, -1), "sparsity_level": 0.5},
+        ],
+    )
+    sparsifier.step()
+    assert (sparsifier.mask("a").view(-1, 4).sum(1) == 2).all()
+    assert (sparsifier.mask("b").sum(1) == 3).all()
+    assert sorted(sparsifier.mask("c").sum(1).tolist()) == [0, 0, 8, 8]
+    assert "axes" in sparsifier.groups[0] and "block_shape" not in sparsifier.groups[0]
+    assert "axes" not in sparsifier.groups[2]
+    stages = [
+        {"axes": "(r v) (s m)", "unit": "r s m", "scope": "r s", "sizes": {"v": 2, "m": 8}, "nnz": 4},
+        {"axes": "o (s m)", "unit": "o s m", "scope": "o s", "sizes": {"m": 8}, "nnz": 2},
+    ]
+    both = [
+        prepared(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), entry)
+        for entry in ({"stages": stages}, dict(patterns.v_n_m(2, 2, 8)))
+    ]
+    for one in both:
+        one.step()
+    assert torch.equal(both[0].mask("w"), both[1].mask("w"))
+
+
+def test_state_with_an_axis_pattern_is_saved_and_loaded():
+    entry = [{"tensor_fqn": "w", **axes("o (s m)", "o s m", "o s", m=4), "nnz": 1}]
+    first, second = ScopeSparsifier(), ScopeSparsifier()
+    first.prepare(Holder(w=torch.randn(4, 8)), entry)
+    first.step()
+    second.prepare(Holder(w=torch.randn(4, 8)), entry)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.mask("w"), second.mask("w"))
+
+
+W = "w: axes "
+BAD = [
+    (axes("o (s m)", "o s m", m=5), W + "'o (s m)': dimension 1 (s m) has size 8, which is not a multiple of m=5"),
+    (
+        axes("(r a) (c b d)", "r c", a=2, b=3, d=2),
+        W + "'(r a) (c b d)': dimension 1 (c b d) has size 8, which is not a multiple of b=3 * d=2 = 6",
+    ),
+    (axes("(a b) i", "i", a=2, b=4), W + "'(a b) i': dimension 0 (a b) has size 4, not a=2 * b=4 = 8"),
+    (axes("o i", "o", o=3), W + "'o i': dimension 0 (o) has size 4, not o=3"),
+    (axes("o (s m)", "o s m"), W + "'o (s m)': dimension 1 (s m) has size 8; give the sizes of all but one of s, m"),
+    (axes("o i h w", "o"), "it has 4 dimensions, but the tensor has 2: (4, 8)"),
+    (axes("o i", "u"), "unknown axis 'u' in unit; the axes are o, i"),
+    (axes("o i", "o", "x"), "unknown axis 'x' in scope; the axes are o, i"),
+    (axes("o i", "o", "i"), "scope axis 'i' is not one of unit (o): a block cannot be in several scopes"),
+    (axes("o i", "o", m=4), "unknown axis 'm' in sizes; the axes are o, i"),
+    (axes("o i", "o", i=0), "sizes['i'] must be a positive int, got 0"),
+    (axes("o i", "o", i=True), "sizes['i'] must be a positive int, got True"),
+    (axes("o i", ""), "unit is empty"),
+    (axes("o i", "o o"), "unit names an axis twice: o o"),
+    (axes("o (i", "o"), W + "'o (i': Imbalanced parentheses"),
+    (axes("o o", "o"), "duplicate dimension"),
+    (axes("o ...", "o"), "give every axis a name"),
+    (axes("o (i 4)", "o"), "give every axis a name"),
+    (axes("o (5 + u + 3)", "u"), W + "'o (5 + u + 3)': dimension 1 has size 8, so nothing is left beside 5 + 3"),
+    (axes("o (3 + u m)", "u", m=4), "dimension 1 (u m) has size 5, which is not a multiple of m=4"),
+    (axes("o (i + u)", "u"), W + "'o (i + u)': (i + u) must be one part with names and lengths of the others"),
+    (axes(7, "o"), "axes must be a str such as 'o (s m)', got 7"),
+    ({"axes": "o i"}, "'axes' needs 'unit'"),
+    ({"unit": "o"}, "'unit' is part of an axis pattern and needs 'axes'"),
+    ({"axes": "o i", "unit": 3}, "unit must be names of axes, got 3"),
+    ({"axes": "o i", "unit": "o", "sizes": 4}, "sizes must be a dict {axis: length}, got 4"),
+    (axes("o i", "o") | {"block_shape": (1, -1)}, "'axes' and 'block_shape' are mutually exclusive"),
+    ({"stages": [{"unit": "o"}]}, "w: stages[0]: 'unit' is part of an axis pattern and needs 'axes'"),
+    ({"stages": [axes("o (s m)", "o s m", m=3)]}, "w: stages[0]: axes 'o (s m)': dimension 1 (s m) has size 8"),
+]
+
+
+@pytest.mark.parametrize(("entry", "text"), BAD, ids=[text[-40:] for _, text in BAD])
+def test_a_pattern_that_does_not_fit_is_an_error_before_anything_is_changed(entry, text):
+    model = Holder(w=torch.randn(4, 8))
+    with pytest.raises(SparsityError, match=re.escape(text)):
+        ScopeSparsifier().prepare(model, [{"tensor_fqn": "w", **entry}])
+    assert not hasattr(model, "parametrizations")
+
+
+def test_defaults_that_contradict_are_refused():
+    with pytest.raises(SparsityError, match=re.escape("defaults: 'axes' and 'scope_shape' are mutually exclusive")):
+        ScopeSparsifier(axes="o i", unit="o", scope_shape=(1, 4))
+
+
+def test_coupled_units_of_different_length_are_refused():
+    model = Holder(a=torch.randn(4, 8), b=torch.randn(6, 8))
+    entries = [{"tensor_fqn": n, "axes": "u i", "unit": "u", "block_coupling": "c"} for n in ("a", "b")]
+    with pytest.raises(CouplingError, match="block coupling 'c'"):
+        ScopeSparsifier().prepare(model, entries)
+
+
+def test_the_view_of_a_transposed_weight_is_an_alias():
+    weight = torch.randn(8, 4).t()
+    seen = AxisPattern(axes="o (s m)", unit="s o m", sizes={"m": 4})(weight)
+    assert seen.data_ptr() == weight.data_ptr() and seen.shape == (2, 4, 4)
+
+
+def test_blocks_of_a_part_of_a_concatenation_compete_and_what_is_outside_is_kept():
+    model = Holder(w=torch.tensor([[9.0, 1, 4, 2, 3, 9], [9, 1, 4, 2, 3, 9]]))
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, [{"tensor_fqn": "w", **axes("o (1 + u + 1)", "u")}])
+    sparsifier.step()
+    assert sparsifier.mask("w")[0].tolist() == [True, False, True, False, True, True]
