@@ -1,20 +1,317 @@
-"""ScopeSparsifier: masks with exact budgets, from config dicts, through torch.ao's interface."""
+"""Sparsifiers whose masks are scopes with budgets: `BudgetSparsifier`, their base class, and `ScopeSparsifier`.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+At each update, budgets are read from the groups, and weights and masks are passed to the scopes of pruning groups.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .. import distributed, masking
+from ..errors import SparsityError
 from ..patterns import Pattern
 from ..schedules import Cadence
-from ..scores import Score
+from ..scores import Score, needs_of
+from ..selection import Request
+from ..structure import sparsity_to_nnz
+from .calibrated import CalibratedSparsifier
+from .check import check_masks
 from .checkpoint import checked_pass, copied_state, saved_count
-from .planned import PlannedSparsifier
+from .config import Place, TensorGroup, copied
+from .groups import (
+    PruningGroup,
+    batches,
+    connected,
+    elements_of,
+    kept_in,
+    make_pruning_groups,
+    update_masks,
+)
+from .progress import shown
+from .report import Row, make_row
+from .stages import (
+    AXES,
+    SHAPES,
+    STRUCTURE,
+    checked_pattern,
+    joined,
+    refuse_as_level,
+    refuse_two_budgets,
+    resolved,
+    stage_budgets,
+    stages_of,
+)
+from .usage import refuse_meta
+
+AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
 
 
-@final
-class ScopeSparsifier(PlannedSparsifier):
+AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
+
+
+class BudgetSparsifier(CalibratedSparsifier):
+    """Masks that keep an exact number of blocks in every scope; see `ScopeSparsifier` for the arguments.
+
+    Subclasses decide when masks change (`_update_all`), and which structure keys they take.
+
+    >>> class Once(BudgetSparsifier):
+    ...     def _update_all(self):
+    ...         self._update_groups(self._pruning_groups(self.groups), self.groups)
+    ...         self.enable_mask_update = False
+    >>> sparsifier = Once(0.5)
+    >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    >>> sparsifier.step(); sparsifier.check()
+    1
+    """
+
+    #: config keys that specify scoring, edges and couplings, with their defaults
+    structure_defaults: Mapping[str, Any] = {
+        "norm": 2,
+        "score": None,
+        "edge": "error",
+        "block_coupling": None,
+        "coupling_order": None,
+        "scope_coupling": None,
+        "member_scores": "sum",
+    }
+    optional_keys: tuple[str, ...] = ("nnz", "pattern", "stages", *SHAPES, *AXES)
+    bool_masks = True
+    _grouped: tuple[Any, tuple[PruningGroup, ...]] | None = None
+
+    def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:
+        given = {k: v for k, v in structure.items() if v is not None and v != ()}
+        known = (*self.structure_defaults, *self.optional_keys)
+        for key in structure:
+            if key not in known:
+                raise TypeError(f"{type(self).__name__} has no argument {key!r}; it takes {', '.join(sorted(known))}")
+        refuse_as_level(sparsity_level)
+        pattern = checked_pattern(structure.get("pattern"), "")
+        refuse_two_budgets({"sparsity_level": sparsity_level, "nnz": nnz, "pattern": pattern}, "")
+        if pattern is not None and pattern.budget is not None:
+            sparsity_level = pattern.sparsity_level
+        shapes = {"view": None, "block_shape": (), "scope_shape": ()} if pattern is None else {}
+        defaults = {
+            "sparsity_level": 0.5 if sparsity_level is None else sparsity_level,
+            **joined({**shapes, **self.structure_defaults}, given, "defaults: "),
+        }
+        if nnz is not None:
+            defaults["nnz"] = nnz
+        super().__init__(defaults)
+        stages_of({**defaults, "tensor_fqn": "defaults"})
+        sparsity_to_nnz(defaults["sparsity_level"], 1, "defaults: ")
+
+    @abstractmethod
+    def _update_all(self) -> None:
+        """Update all masks; called under no_grad while `enable_mask_update` is True."""
+
+    def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
+        """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
+
+        Args:
+            module, tensor_name: a prepared tensor.
+            kwargs: the tensor's group, or any config keys; what differs from the group overrides it, for this call, as
+                a config entry overrides defaults.
+        """
+        self._need_prepared("update_mask")
+        at = self._index_of(module, tensor_name)
+        groups = [self._changed(g, kwargs) if i == at else g for i, g in enumerate(self.groups)]
+        coupled = connected(self._pruning_groups(groups), len(groups))[at]
+        with torch.no_grad():
+            self._update_groups(coupled, groups)
+            self._after_update([self.groups[i] for i in sorted({i for g in coupled for _, i in g.members})])
+
+    def _changed(self, group: TensorGroup, given: Mapping[str, Any]) -> TensorGroup:
+        """The group with other values; those that it has already are no change."""
+        own = {k: v for k, v in given.items() if k not in group or not _is_same(v, group[k])}
+        self._refuse_unknown(own, self.keys)
+        if not own:
+            return group
+        place = Place(
+            module=group["module"],
+            module_fqn=group["module_fqn"],
+            tensor_name=group["tensor_name"],
+            tensor_fqn=group["tensor_fqn"],
+            tensor=self._dense(group),
+            where=f"update_mask: {group['tensor_fqn']}: ",
+        )
+        found = self._over({k: v for k, v in group.items() if k in self.keys}, own, place)
+        if self._resolve(own, place).get("nnz") is not None:  # a level that differs would replace it
+            found["sparsity_level"] = None
+        return {**{k: v for k, v in group.items() if k not in self.keys}, **found}
+
+    def _rows(self) -> Iterator[Row]:
+        pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
+        for at, group in enumerate(shown(self.groups, "report", elements_of(pruning_groups))):
+            own = [g for g in pruning_groups if any(i == at for _, i in g.members)]
+            mask, last = self._live_mask(group), own[-1]
+            spec = last.spec(at)
+            blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
+            pattern = " then ".join(g.pattern(at) for g in own)
+            asked = last.scope.level_of(last.budget(self.groups))
+            yield make_row(group, mask, rules, pattern=pattern, asked=asked, blocks=blocks)
+
+    def check(self, model: nn.Module | None = None) -> int:
+        """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
+
+        With several stages this is required of the last one only. Scopes of earlier stages, and scopes of the last one
+        in which an earlier stage may have kept too few elements (not so in V:N:M), hold at most their budget.
+
+        Args:
+            model: the prepared model (default), or a deep copy of it. In a squashed one zeros are taken for the mask,
+                and a scope may hold less than its budget, since a kept weight may be zero.
+
+        Returns:
+            The number of scopes that were checked.
+
+        Raises:
+            SparsityError: naming every tensor with a wrong scope, the first such scope, and its count.
+        """
+        if self._phase not in ("prepared", "squashed"):
+            self._need_prepared("check")
+        distributed.reshard(self.model if model is None else model)
+        pruning_groups, masks = self._pruning_groups(self.groups, model), self._masks(model)
+        refuse_meta("check", self.groups, [mask for mask, _ in masks])
+        try:
+            return check_masks(pruning_groups, self.groups, masks)
+        except SparsityError:
+            if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks):
+                hint = "check: every mask keeps everything, as step was never called; call step() first"
+                raise SparsityError(hint) from None
+            raise
+
+    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+        return self._over(copied(self.defaults), own, place)
+
+    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: Place) -> dict[str, Any]:
+        """Own keys over default ones, patterns resolved."""
+        refuse_two_budgets(own, place.where)
+        given_pattern = own.get("pattern")
+        own = self._resolve(own, place)
+        budgets = refuse_two_budgets(own, place.where)
+        if any(k in own for k in (*SHAPES, *AXES, "stages")):  # the entry's structure replaces the default one
+            defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
+        pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
+        group = joined(self._resolve(defaults, place), own, place.where)
+        if pattern is not None and pattern.budget == "nnz" and group.get("scope_coupling") is not None:
+            raise SparsityError(
+                f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
+                f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, "
+                "or give a sparsity_level without a pattern"
+            )
+        if budgets == ["sparsity_level"]:
+            group.pop("nnz", None)
+        if budgets and None not in stage_budgets(group):
+            raise SparsityError(
+                f"{place.where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a "
+                "stage"
+            )
+        return group
+
+    def _resolve(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
+        """The keys of `given` with its pattern resolved; an error where this class does not take one of them."""
+        found = resolved(given, place)
+        for key in found:
+            if key not in self.keys:
+                raise SparsityError(
+                    f"{place.tensor_fqn}: {given['pattern']} needs the key {key!r}, which {type(self).__name__} does "
+                    f"not take; it takes {', '.join(sorted(self.keys))}"
+                )
+        return found
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        is_new, levels = self._phase != "prepared", {}
+        for g in sorted(self._pruning_groups(groups), key=lambda g: len(g.members)):  # coupled tensors need one level
+            keep = g.budget(groups, is_new=is_new)
+            for _, at in g.members:
+                budgets = stage_budgets(groups[at])
+                if budgets[g.stage] is None or (None not in budgets and g.stage == len(budgets) - 1):
+                    levels[at] = g.scope.level_of(keep)
+        for at, group in enumerate(groups):
+            sparsity_to_nnz(group["sparsity_level"], 1, f"{group['tensor_fqn']}: ")
+            if is_new and at in levels and (group.get("nnz") is not None or None not in stage_budgets(group)):
+                group["sparsity_level"] = levels[at]  # what torch.ao's schedulers start from
+
+    def _after_update(self, groups: Sequence[TensorGroup]) -> None:
+        """Called after `update_mask` changed masks; does nothing where masks depend on weights alone."""
+
+    def _update_groups(self, pruning_groups: Sequence[PruningGroup], groups: Sequence[TensorGroup]) -> None:
+        """Fill the masks of pruning groups; every budget and mask is checked before any mask changes."""
+        masks = {i: self._live_mask(groups[i]) for g in pruning_groups for _, i in g.members}
+        for g in pruning_groups:
+            distributed.common_mesh([(spec.name, masks[i]) for spec, i in g.members])
+        keeps = {g: g.budget(groups) for g in pruning_groups}
+        at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks.values())
+        parts = list(batches(pruning_groups, None if at_once else AT_ONCE))
+        for part in shown(parts, "step", elements_of(pruning_groups)):
+            self._fill(part, groups, masks, keeps)
+
+    def _fill(
+        self,
+        pruning_groups: Sequence[PruningGroup],
+        groups: Sequence[TensorGroup],
+        masks: Mapping[int, Tensor],
+        keeps: Mapping[PruningGroup, int | Tensor],
+    ) -> None:
+        """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
+        stages: dict[int, list[tuple[PruningGroup, Request]]] = {}
+        for g in pruning_groups:  # scores may raise, so all of them are called before any mask is written
+            values = g.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
+            stages.setdefault(g.stage, []).append((g, g.request(masks, keeps[g], values)))
+        for _, request in stages.get(0, ()):
+            for spec, mask in request.masks.items():
+                if spec.view.numel() < spec.view.param.numel():  # a later stage may have dropped what is outside it
+                    distributed.local(mask).fill_(True)
+        for stage in sorted(stages):
+            update_masks(stages[stage])
+
+    def _needs(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for g in self._pruning_groups(self.groups):
+            needs = needs_of(g.score)
+            for _, at in g.scored(lambda i: self._statistics_of(self.groups[i])) if needs else ():
+                fqn = self.groups[at]["tensor_fqn"]
+                found[fqn] = tuple(dict.fromkeys((*found.get(fqn, ()), *needs)))
+        return found
+
+    def _pruning_groups(
+        self, groups: Sequence[TensorGroup], model: nn.Module | None = None
+    ) -> tuple[PruningGroup, ...]:
+        """The pruning groups of these groups; kept while structure, shapes and strides stay the same."""
+        tensors = [self._dense(g, model) for g in groups]
+        key = [
+            (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, *AXES, "stages")], tuple(t.shape), t.stride())
+            for g, t in zip(groups, tensors, strict=True)
+        ]
+        if self._grouped is None or self._grouped[0] != key:
+            self._grouped = copied(key), make_pruning_groups(groups, [stages_of(g) for g in groups], tensors)
+        return self._grouped[1]
+
+    def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        module, name = self._module_in(model, group), group["tensor_name"]
+        if masking.find_mask(module, name) is None:
+            return getattr(module, name).detach()
+        return masking.dense_weight(module, name)
+
+    def _masks(self, model: nn.Module | None) -> list[tuple[Tensor, bool]]:
+        """Each group's mask in the model, and whether it is one (else the zeros of a squashed weight)."""
+        out = []
+        for group in self.groups:
+            module, name = self._module_in(model, group), group["tensor_name"]
+            found = masking.live_mask(module, name, group["tensor_fqn"])
+            out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
+        return out
+
+    def _index_of(self, module: nn.Module, tensor_name: str) -> int:
+        for at, group in enumerate(self.groups):
+            if group["module"] is module and group["tensor_name"] == tensor_name:
+                return at
+        raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+
+
+class ScopeSparsifier(BudgetSparsifier):
     """Drop `sparsity_level` of the blocks in every scope (0.5 by default), exactly; a `torch.ao.pruning` sparsifier.
 
     Every argument is a default that a config entry may override.
@@ -65,7 +362,7 @@ class ScopeSparsifier(PlannedSparsifier):
     16
     """
 
-    optional_keys = (*PlannedSparsifier.optional_keys, "max_sparsity")
+    optional_keys = (*BudgetSparsifier.optional_keys, "max_sparsity")
     _one_shot: dict[str, dict[str, Any]] | None = None  # finished rows and chosen masks of a pass; see `one_shot`
 
     def __init__(
@@ -128,12 +425,10 @@ class ScopeSparsifier(PlannedSparsifier):
         """
         self._need_prepared("block_scores")
         found = []
-        for component in self._planned(self.groups).components:
-            values = component.values(
-                lambda i: self._dense(self.groups[i]), lambda i: self._statistics_of(self.groups[i])
-            )
-            scores = component.scope.block_norms(values, norm=component.norm_of(values.values()))
-            found.append((tuple(self.groups[at]["tensor_fqn"] for _, at in component.leaves), scores))
+        for g in self._pruning_groups(self.groups):
+            values = g.values(lambda i: self._dense(self.groups[i]), lambda i: self._statistics_of(self.groups[i]))
+            scores = g.scope.block_norms(values, norm=g.norm_of(values.values()))
+            found.append((tuple(self.groups[at]["tensor_fqn"] for _, at in g.members), scores))
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,4 +454,8 @@ class ScopeSparsifier(PlannedSparsifier):
             self._one_shot, self._steps = None, 0
 
     def _update_all(self) -> None:
-        self._update_components(self._planned(self.groups).components, self.groups)
+        self._update_groups(self._pruning_groups(self.groups), self.groups)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))

@@ -7,6 +7,7 @@ keeps the union. Both are scopes like those of `ScopeSparsifier`, scored by the 
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..errors import SparsityError
 from ..scores import saliency_of
-from ..structure import MaskUpdate, is_number
+from ..selection import Request
+from ..structure import BlockSpec, ScopeSpec, View, is_number
+from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
 from .config import Place, TensorGroup
-from .plan import matrix_budgets, matrix_shape
-from .structure import checked_tile
+from .stages import checked_tile
 
 
 class WeightNormSparsifier(MaskSparsifier):
@@ -89,14 +91,14 @@ class WeightNormSparsifier(MaskSparsifier):
 
     def _fill(self, groups: Sequence[TensorGroup]) -> None:
         """Choose the masks of these groups together."""
-        found = [self._updates_of(group) for group in groups]
-        distributed.update_masks([update for updates in found for update in updates])
-        for group, updates in zip(groups, found, strict=True):
-            if len(updates) == 2:
-                blocks, inside = (distributed.local(next(iter(u.masks.values()))) for u in updates)
+        found = [self._requests_of(group) for group in groups]
+        distributed.update_masks([request for requests in found for request in requests])
+        for group, requests in zip(groups, found, strict=True):
+            if len(requests) == 2:
+                blocks, inside = (distributed.local(next(iter(r.masks.values()))) for r in requests)
                 distributed.local(self._live_mask(group)).copy_(blocks.logical_or_(inside))
 
-    def _updates_of(self, group: TensorGroup) -> list[MaskUpdate]:
+    def _requests_of(self, group: TensorGroup) -> list[Request]:
         """The update of a group's mask, or the two whose masks it is the union of."""
         mask, shape, zeros = self._live_mask(group), tuple(group["sparse_block_shape"]), group["zeros_per_block"]
         level = group["sparsity_level"]
@@ -104,10 +106,10 @@ class WeightNormSparsifier(MaskSparsifier):
             distributed.local(mask).fill_(level <= 0 or zeros == 0)
             return []
         values, norm = self._scored(group, mask)
-        budgets = matrix_budgets(values, shape, level, zeros)
+        budgets = _matrix_budgets(values, shape, level, zeros)
         masks = [mask != 0, mask != 0] if len(budgets) > 1 else [mask]
         return [
-            MaskUpdate(scope=s, masks={s.blocks()[0]: m}, keep=k, values=values, norm=norm, masked=norm is not None)
+            Request(scope=s, masks={s.blocks()[0]: m}, keep=k, values=values, norm=norm, masked=norm is not None)
             for (s, k), m in zip(budgets, masks, strict=True)
         ]
 
@@ -117,7 +119,7 @@ class WeightNormSparsifier(MaskSparsifier):
         if self.norm_fn in (torch.abs, torch.square):
             return weight, 1 if self.norm_fn is torch.abs else 2
         masked = masking.select(*map(distributed.full_tensor, (weight, mask)))
-        matrix = (masked if masked.dtype == torch.float64 else masked.float()).reshape(matrix_shape(weight.shape))
+        matrix = (masked if masked.dtype == torch.float64 else masked.float()).reshape(_matrix_shape(weight.shape))
         found = saliency_of(lambda w, _: self.norm_fn(w), matrix, group["tensor_fqn"])
         return distributed.placed_like(found.reshape(weight.shape), weight), None
 
@@ -146,3 +148,42 @@ class WeightNormSparsifier(MaskSparsifier):
                 warnings.warn(
                     f"{where}sparsity level {level} is outside [0, 1]; it acts as {level > 1:d}", stacklevel=2
                 )
+
+
+def _matrix_shape(shape: Sequence[int]) -> Shape:
+    """The shape of a weight taken as a matrix."""
+    return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+
+
+def _matrix_budgets(
+    weight: Tensor, block: tuple[int, ...], level: float, zeros: int
+) -> list[tuple[ScopeSpec, int | Tensor]]:
+    """The scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
+
+    Args:
+        weight: taken as a matrix; only shape and strides are read.
+        block: (rows, columns).
+        level: the fraction of blocks that lose elements; all of them from 1 on.
+        zeros: elements that such a block loses.
+    """
+    blocks, elements = _matrix_scopes(tuple(weight.shape), weight.stride(), block)
+    found: list[tuple[ScopeSpec, int | Tensor]] = []
+    if level < 1:
+        count = blocks.numblk()
+        found.append((blocks, count - min(round(level * count), count - 1)))
+    if zeros < math.prod(block) and elements.is_partial:
+        found.append((elements, (elements.blocks_per_scope() - zeros).clamp_(min=0)))
+    elif zeros < math.prod(block):
+        found.append((elements, max(elements.numblk_per_scope() - zeros, 0)))
+    return found
+
+
+@lru_cache(maxsize=256)  # a model has many tensors of few shapes
+def _matrix_scopes(shape: Shape, stride: Shape, block: Shape) -> tuple[ScopeSpec, ScopeSpec]:
+    """Blocks over the whole tensor, and elements inside each block, of a weight of this shape taken as a matrix."""
+    matrix, own = _matrix_shape(shape), stride if len(shape) == 2 else row_major(shape)
+    placeholder = torch.empty_strided(shape, own, device="meta")
+    view = View(placeholder, matrix, own if len(shape) == 2 else row_major(matrix))
+    tile = [min(n, size) for n, size in zip(block, matrix, strict=True)]
+    blocks, elements = (BlockSpec(view, s, edge="partial") for s in (tile, (1, 1)))
+    return ScopeSpec(blocks), ScopeSpec(elements, tile)

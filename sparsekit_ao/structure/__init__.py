@@ -4,11 +4,19 @@ The algebra is that of the Structured Sparsity Specification (S3, arXiv 2604.113
 """
 
 from .axes import AxisPattern, dimensions_of, window_shape
-from .block import BlockCoupling, BlockSpec, SparseBlock, block_windows
-from .budget import Budget, checked_level, is_number, sparsity_to_nnz
-from .elements import elements_of
-from .member import ScopeMember
-from .scope import ScopeCoupling, ScopeSpec
-from .sparse_scope import MaskUpdate, SparseScope, scope_windows, update_masks, write_back
+from .blocks import BlockCoupling, BlockSpec, SparseBlock, block_windows
+from .scopes import (
+    Budget,
+    ScopeCoupling,
+    ScopeMember,
+    ScopeSpec,
+    SparseScope,
+    checked_level,
+    is_number,
+    scope_windows,
+    sparsity_to_nnz,
+    write_back,
+)
 from .threshold import soft_threshold_windows
 from .view import View
+from .windows import elements_of

@@ -17,7 +17,7 @@ from einops.parsing import ParsedExpression
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection.strides import Shape
+from .tiles import Shape
 
 
 @dataclass(frozen=True, kw_only=True)

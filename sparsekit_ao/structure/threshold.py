@@ -6,31 +6,36 @@ preconditioner. The maps themselves are in `shrink.py`.
 """
 
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import (
-    Blocks,
-    Newton,
-    Scopes,
-    Threshold,
-    block_scores,
-    check_impl,
-    fill_mask,
-    from_scopes,
-    threshold_backend,
-)
-from ..selection.strides import Shape
-from ..selection.threads import pieces, run_apart
-from .budget import is_number
+from .tiles import Shape
+from .windows import Blocks, Scopes, block_scores, fill_mask, from_scopes
 from .elements import Buffers, counts_of, element_dim, parts_of, read_blocks, write_blocks
 from .shrink import PART, shrink, shrink_conditioned
+
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+class Newton(NamedTuple):
+    """When Newton's method for conditioned thresholding stops, and what is added to the conditioners."""
+
+    eps: float
+    atol: float
+    max_iter: int
+
 
 Shrunk = tuple[Sequence[Blocks], Tensor, Shape, int]
 Values = Tensor | Mapping[Tensor, Tensor] | None  # parameter-shaped, by parameter for several; None: the parameters
@@ -57,7 +62,6 @@ class Thresholded(ABC):
         max_iter: int | None = None,
         atol: float | None = None,
         eps: float = 0.0,
-        impl: str = "auto",
     ) -> None:
         """Shrink every block by the proximal map of `t ||.||_2`, in place; t is the block's or its scope's.
 
@@ -69,7 +73,6 @@ class Thresholded(ABC):
             atol: with `max_iter`, the error of |phi - 1| (see `shrink_conditioned`) that is accepted after so many
                 steps; by default 1e-6, or 1e-12 for float64.
             eps: added to the conditioners (Adam's epsilon).
-            impl: `"auto"`, `"reference"` or `"triton"`.
 
         Raises:
             SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence in `max_iter`
@@ -96,7 +99,7 @@ class Thresholded(ABC):
         ):
             newton = replace(newton, atol=1e-12)
         soft_threshold_windows(
-            scopes, t, newton=newton, is_limited=is_limited, scale=scale, impl=impl, where=self._where()
+            scopes, t, newton=newton, is_limited=is_limited, scale=scale, where=self._where()
         )
 
     def _thresholds(self, thresholds: Tensor | float) -> Tensor | float:
@@ -133,15 +136,13 @@ class Thresholded(ABC):
 
 
 def zero_below(
-    scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: Sequence[Scopes] | None = None, impl: str
+    scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: Sequence[Scopes] | None = None
 ) -> None:
     """Zero the blocks whose 2-norm is strictly below their scope's threshold (equal stays), in place.
 
     With `scored`, windows on other values, their norms are compared, and no kernel is used. Thresholds are a number, or
     a tensor with one element or of the scope grid's shape.
     """
-    if scored is None and _by_kernels(scopes, thresholds, impl):
-        return
     scored = scopes if scored is None else scored
     as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
     drops = []
@@ -159,7 +160,6 @@ def soft_threshold_windows(
     newton: Newton | None = None,
     is_limited: bool = False,
     scale: bool = False,
-    impl: str = "auto",
     where: str = "",
 ) -> None:
     """Shrink blocks in place: by kernels where they can, else in plain torch, a part of them at a time.
@@ -169,11 +169,9 @@ def soft_threshold_windows(
         thresholds: t >= 0: a number, or a tensor with one element or of the scope grid's shape.
         newton: for the conditioned variant.
         is_limited: keep to the limits of `newton` in plain torch too, and write nothing before all have converged.
-        scale, impl: see `Thresholded.soft_threshold`.
+        scale: see `Thresholded.soft_threshold`.
         where: opening words of an error.
     """
-    if _by_kernels(scopes, thresholds, impl, soft=True, scale=scale, newton=newton, where=where):
-        return
     if not isinstance(thresholds, Tensor) and thresholds == 0:
         return
     parts = []
@@ -186,7 +184,7 @@ def soft_threshold_windows(
         for result in [part(Buffers()) for part in parts]:
             write_blocks(*result)
         return
-    run_apart([partial(_write_parts, parts[start:stop]) for start, stop in pieces(len(parts), PART)])
+    _write_parts(parts)
 
 
 def _write_parts(parts: "Sequence[partial[Shrunk]]") -> None:
@@ -235,50 +233,6 @@ def _block_thresholds(thresholds: Tensor | float, scopes: Scopes, scale: bool) -
 def _dtype(members: Sequence[Blocks]) -> torch.dtype:
     """In which blocks are shrunk: float64 if one of the members is, else float32."""
     return torch.float64 if any(m.window.dtype == torch.float64 for m in members) else torch.float32
-
-
-def _by_kernels(
-    scopes: Sequence[Scopes],
-    thresholds: Tensor | float,
-    impl: str,
-    *,
-    soft: bool = False,
-    scale: bool = False,
-    newton: Newton | None = None,
-    where: str = "",
-) -> bool:
-    """Threshold by kernels, with one read and one write of the weight; False if they cannot, and nothing has changed.
-
-    Blocks that do not converge are left unchanged, and raise once the others are written.
-    """
-    device = scopes[0].members[0].window.device
-    if isinstance(thresholds, Tensor):
-        thresholds = thresholds.detach().to(device, torch.float32)
-    factors = [math.sqrt(sum(math.prod(m.shape) for m in s.members)) if scale else 1.0 for s in scopes]
-    missed = [None if newton is None else torch.zeros((), dtype=torch.float32, device=device) for _ in scopes]
-    work = [
-        Threshold(scopes=one, thresholds=thresholds, soft=soft, factor=factor, newton=newton, missed=m)
-        for one, factor, m in zip(scopes, factors, missed, strict=True)
-    ]
-    backend = threshold_backend(work, impl)
-    if backend is None:
-        return False
-    backend.run(work)
-    worst = max(0.0 if m is None else float(m) for m in missed)
-    if newton is not None and worst > 0:
-        raise SparsityError(
-            f"{where}soft_threshold: no convergence to atol={newton.atol:g} in {newton.max_iter} steps (missed by "
-            f"{worst:.1e}); the blocks that missed are as they were, the others are written. Raise max_iter or atol; "
-            'impl="reference" writes nothing before all have converged.'
-        )
-    return True
-
-
-def refuse_triton(impl: str, what: str, where: str) -> None:
-    """Raise where `impl` is unknown, or names a backend, none of which does `what`."""
-    check_impl(impl)
-    if impl not in ("auto", "reference"):
-        raise SparsityError(f'{where}impl="{impl}" has no {what}. Use impl="auto".')
 
 
 def _per_block(thresholds: Tensor | float, scopes: Scopes, like: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Blocks: the elements that are kept or dropped together, and their norms, masks and multipliers.
 
 `SparseBlock` is the base class of one tensor's blocks (`BlockSpec`) and coupled ones (`BlockCoupling`), whose grids are
-aligned by permutations. Budgets and selection are in `sparse_scope`.
+aligned by permutations.
 """
 
 import math
@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CouplingError, SparsityError
-from ..selection import Blocks, Scopes, block_scores, fill_mask
-from ..selection.strides import Shape, grid_of
-from ..selection.tiling import aligned_grid, from_aligned
-from .elements import elements_of
-from .layout import is_dense, resolve_tile
-from .threshold import Thresholded, Values, refuse_triton, zero_below
-from .view import View
+from .threshold import Thresholded, Values, zero_below
+from .tiles import Shape, aligned_grid, from_aligned, grid_of
+from .view import View, is_dense, resolve_tile
+from .windows import Blocks, Scopes, block_scores, elements_of, fill_mask
 
 
 class SparseBlock(Thresholded):
@@ -84,7 +81,7 @@ class SparseBlock(Thresholded):
         """
         if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in (1, 2, math.inf):
             raise SparsityError(f"{self._where()}norms: p must be 1, 2 or inf, got {p!r}")
-        return block_scores(block_windows(self, values), p, ndim=self.grid_ndim)
+        return block_scores(block_windows(self, values), p, self.grid_ndim)
 
     def min(self, values: Values = None) -> Tensor:
         """Smallest (signed) element of every block, of the grid's shape."""
@@ -122,18 +119,15 @@ class SparseBlock(Thresholded):
         return {s: m if is_dense(m.shape, m.stride()) else m.contiguous() for s, m in masks.items()}
 
     @torch.no_grad()
-    def hard_threshold(self, thresholds: Tensor | float, values: Values = None, *, impl: str = "auto") -> None:
+    def hard_threshold(self, thresholds: Tensor | float, values: Values = None) -> None:
         """Zero the blocks whose norm is strictly below the threshold (equal stays), in place.
 
         Args:
             thresholds: a number, or a tensor that broadcasts to the grid.
             values: what the norms are taken of; None means the parameters.
-            impl: `"auto"`, `"reference"` or `"triton"` (which takes no other values).
         """
-        if values is not None:
-            refuse_triton(impl, "hard_threshold by other values", self._where())
         scored = None if values is None else [self._one_each(block_windows(self, values))]
-        zero_below(self._live(), self._thresholds(thresholds), scored=scored, impl=impl)
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored)
 
     def _live(self, conditioners: Values = None) -> list[Scopes]:
         return [self._one_each(live_windows(self, conditioners))]

@@ -1,7 +1,7 @@
 """The keys of a group that specify blocks and scopes, checked without any tensor.
 
 Three notations specify a structure: shapes (`view`, `block_shape`, `scope_shape`), an axis pattern (`axes`, `unit`,
-`scope`, `sizes`) and a `pattern`, which is resolved to one of the other two. `plan` counts budgets.
+`scope`, `sizes`) and a `pattern`, which is resolved to one of the other two. `groups` counts budgets.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import SparsityError
 from ..patterns import Pattern
 from ..scores import Score, parse_score
-from ..selection.strides import Shape
+from ..structure.tiles import Shape
 from ..structure import AxisPattern, is_number
 from .config import Place, TensorGroup
 

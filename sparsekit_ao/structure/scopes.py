@@ -1,10 +1,11 @@
 """Scopes: the sets of blocks that compete, their budgets, k-th largest norms and exact masks.
 
-`SparseScope` is the base class of one block grid's scopes (`scope.ScopeSpec`) and coupled ones
-(`scope.ScopeCoupling`). `MaskUpdate` describes one update of masks, `update_masks` carries updates out.
+`SparseScope` is the base class of one block grid's scopes (`ScopeSpec`) and of scopes of several grids that share one
+budget (`ScopeCoupling`).
 """
 
 import math
+import numbers
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,96 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Norm, Scopes, Update, from_scopes, keep_mask, scope_masks, scope_scores, to_scopes
-from ..selection.tiling import real_slots, tile_volumes
-from .block import BlockSpec, SparseBlock, block_windows, live_windows
-from .budget import Budget, checked_budget, sparsity_to_nnz
-from .member import ScopeMember
-from .threshold import Thresholded, Values, refuse_triton, zero_below
+from .blocks import (
+    BlockSpec,
+    SparseBlock,
+    aligned_members,
+    block_windows,
+    check_distinct,
+    live_windows,
+    refuse_others,
+)
+from .threshold import Thresholded, Values, is_number, zero_below
+from .rule import keep_rows
+from .tiles import Shape, grid_of, tile_volumes, tiles_of
+from .view import View, resolve_tile
+from .windows import Norm, Scopes, from_scopes, real_slots, scope_scores, to_scopes
+
+Budget = int | Tensor
+
+
+def checked_level(level: object, where: str) -> float:
+    """A sparsity level as a float; raises unless it is a number in [0, 1]."""
+    if is_number(level) and 0 <= float(level) <= 1:
+        return float(level)
+    is_scalar = isinstance(level, (numbers.Number, str, type(None)))
+    hint = (
+        f"; it is a fraction, so {level} % is {float(level) / 100:g}" if is_number(level) and 2 <= level <= 100 else ""
+    )
+    found = repr(level) if is_scalar else f"a {type(level).__name__}, which is no number"
+    raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {found}{hint}")
+
+
+def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
+    """Blocks kept of `blocks` when a fraction `sparsity` is dropped: `n - floor(s n + 1e-9)`.
+
+    >>> sparsity_to_nnz(0.9, 10), sparsity_to_nnz(0.5, 5)
+    (1, 3)
+    """
+    return blocks - math.floor(checked_level(sparsity, where) * blocks + 1e-9)
+
+
+def checked_budget(nnz: Budget, grid: Shape, least: int, blocks: int, spare: int, where: str) -> Budget:
+    """A budget with least <= nnz <= blocks - spare: an int, or int64 of the scope grid's shape; else an error.
+
+    The values of a tensor on another device than the CPU are not checked: that would wait for the device.
+    """
+    if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
+        raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
+    low = high = nnz
+    if isinstance(nnz, Tensor):
+        if nnz.is_floating_point() or nnz.dtype == torch.bool or tuple(nnz.shape) not in ((), grid):
+            raise SparsityError(
+                f"{where}nnz must be an integer tensor of the scope grid's shape {grid}, "
+                f"got {nnz.dtype} {tuple(nnz.shape)}"
+            )
+        readable = nnz.numel() > 0 and nnz.device.type == "cpu"
+        low, high = map(int, nnz.aminmax()) if readable else (least, least)
+        nnz = nnz.to(torch.int64).expand(grid)
+    if not (least <= low and high <= blocks - spare):
+        raise SparsityError(
+            f"{where}nnz must lie in {least} .. {blocks - spare} (a scope has {blocks} blocks), got "
+            + (f"{low}" if low == high else f"{low} .. {high}")
+        )
+    return nnz
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScopeMember:
+    """One block grid of a `SparseScope`, tiled into scopes.
+
+    Attributes:
+        block: the blocks that compete.
+        shape: blocks of a scope along each dimension of the block grid.
+        order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
+        name: opening words of error messages.
+    """
+
+    block: SparseBlock
+    shape: Shape
+    order: Shape = ()
+    name: str | None = None
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Scopes along each dimension of the block grid."""
+        return grid_of(self.block.grid_shape, self.shape)
+
+    @property
+    def width(self) -> int:
+        """Blocks of a full scope."""
+        return math.prod(self.shape)
+
 
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
 
@@ -147,12 +232,7 @@ class SparseScope(Thresholded):
 
     @torch.no_grad()
     def hard_threshold(
-        self,
-        thresholds: Tensor | float | None = None,
-        nnz: Budget | None = None,
-        values: Values = None,
-        *,
-        impl: str = "auto",
+        self, thresholds: Tensor | float | None = None, nnz: Budget | None = None, values: Values = None
     ) -> None:
         """Zero blocks in place: those with a norm strictly below the scope's threshold, or all but nnz a scope.
 
@@ -160,45 +240,27 @@ class SparseScope(Thresholded):
             thresholds: a number, or a tensor that broadcasts to the scope grid.
             nnz: blocks kept in each scope; exactly one of the two is given.
             values: what the norms are taken of.
-            impl: `"auto"`, `"reference"` or `"triton"` (which takes thresholds, and no other values).
         """
         if (thresholds is None) == (nnz is None):
             raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
-        if nnz is not None or values is not None:
-            refuse_triton(impl, "hard_threshold by a count or by other values", self._where())
         if nnz is not None:
             for spec, mask in self.get_masks(nnz, values).items():
                 spec.view.param.detach().masked_fill_(~mask, 0)
             return
         assert thresholds is not None
         scored = None if values is None else scope_windows(self, values)
-        zero_below(self._live(), self._thresholds(thresholds), scored=scored, impl=impl)
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored)
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
         """The budget, checked: least <= nnz <= blocks per scope - spare."""
         return checked_budget(nnz, self.grid_shape, least, self.numblk_per_scope(), spare, self._where())
-
-    @torch.no_grad()
-    def update_masks(
-        self,
-        masks: Mapping[BlockSpec, Tensor],
-        nnz: Budget,
-        values: Values = None,
-        *,
-        norm: Norm = 2,
-        among_kept: bool = False,
-        impl: str = "auto",
-    ) -> None:
-        """Fill parameter-shaped masks in place; see `MaskUpdate` for the arguments, and `selection` for `impl`."""
-        update = MaskUpdate(scope=self, masks=masks, keep=nnz, values=values, norm=norm, among_kept=among_kept)
-        update_masks([update], impl=impl)
 
     def _scores(self, values: Values, block_scores: BlockValues, norm: Norm = 2) -> Tensor:
         """[scopes, competitors]: norms of the values, or the scores given."""
         given = self._rows_of(block_scores, "block_scores")
         if given is not None:
             return given
-        return torch.cat([scope_scores(w, norm, as_mean=self.as_mean) for w in scope_windows(self, values)], dim=1)
+        return torch.cat([scope_scores(w, norm, self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
     def as_mean(self) -> bool:
@@ -237,7 +299,8 @@ class SparseScope(Thresholded):
         """The selection rule on these rows; slots without a block never compete."""
         real = real_slots(scope_windows(self), rows.device)
         candidates = allowed if real is None else real if allowed is None else real & allowed
-        return keep_mask(rows, keep.reshape(-1) if isinstance(keep, Tensor) else keep, candidates=candidates)
+        keep = keep.reshape(-1).to(rows.device) if isinstance(keep, Tensor) else keep
+        return keep_rows(rows, keep, candidates)
 
     def _kth(self, rows: Tensor, keep: Budget) -> Tensor:
         """The smallest score that the selection keeps, for each row."""
@@ -254,49 +317,6 @@ class SparseScope(Thresholded):
     def _check_values(self, values: Values) -> None:
         if isinstance(values, Tensor) and len({id(spec.view.param) for spec in self.blocks()}) > 1:
             raise SparsityError(f"{self._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MaskUpdate:
-    """The masks of one set of scopes, to be chosen and filled in place.
-
-    Attributes:
-        scope: the scopes.
-        masks: {block: parameter-shaped mask} for every block, of any dtype (1 = keep).
-        keep: blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
-        values: what is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
-        norm: 1, 2 or inf; see `selection.block_scores`.
-        among_kept: choose only among what the masks still keep.
-        masked: score by the values that the masks keep; see `selection.Update`.
-    """
-
-    scope: SparseScope
-    masks: Mapping[BlockSpec, Tensor]
-    keep: Budget
-    values: Values = None
-    norm: Norm = 2
-    among_kept: bool = False
-    masked: bool = False
-
-    def value_of(self, spec: BlockSpec) -> Tensor:
-        """The values of one of the scope's block specs."""
-        param = spec.view.param
-        return param if self.values is None else self.values if isinstance(self.values, Tensor) else self.values[param]
-
-
-def update_masks(updates: Sequence[MaskUpdate], *, impl: str = "auto") -> None:
-    """Fill the masks of updates that do not depend on each other, in place; those of one kind share GPU launches.
-
-    All are checked before any mask changes. Their tensors are whole on this process; for `impl` see `selection`.
-    """
-    windows = [tuple(scope_windows(u.scope, u.values, u.masks)) for u in updates]
-    chosen = [
-        Update(scopes=w, keep=u.scope.budget(u.keep), norm=u.norm, among_kept=u.among_kept, masked=u.masked)
-        for u, w in zip(updates, windows, strict=True)
-    ]
-    scope_masks(chosen, impl=impl)
-    for update, w in zip(updates, windows, strict=True):
-        write_back(w, update.scope, update.masks)
 
 
 def scope_windows(
@@ -318,3 +338,130 @@ def write_back(windows: Sequence[Scopes], scope: SparseScope, masks: Mapping[Blo
         if not spec.view.is_aligned(masks[spec]):
             assert window.mask is not None
             spec.view.write_back(window.mask, masks[spec])
+
+
+class ScopeSpec(SparseScope):
+    """One block grid tiled into scopes.
+
+    Args:
+        block: a `SparseBlock`, or a View or parameter taken as single elements.
+        shape: blocks of a scope; () and missing trailing entries mean the whole dimension, as does -1.
+        name: opening words of error messages; the block's by default.
+        edge: `"partial"` allows smaller scopes at the edge; the block's by default.
+
+    Raises:
+        SparsityError: (a ValueError) a shape that does not fit the block grid.
+
+    >>> s = ScopeSpec(BlockSpec(torch.ones(4, 8)), (1, 4))  # N:4 along the input
+    >>> s.grid_shape, s.numblk_per_scope(), s.sparsity_to_nnz(0.5)
+    ((4, 2), 4, 2)
+    """
+
+    def __init__(
+        self,
+        block: SparseBlock | View | Tensor,
+        shape: Sequence[int] = (),
+        name: str | None = None,
+        *,
+        edge: str | None = None,
+    ) -> None:
+        self.block = block if isinstance(block, SparseBlock) else BlockSpec(block)
+        self.name = name if name is not None else self.block.name
+        self.edge = edge or ("partial" if any(b.edge == "partial" for b in self.block.blocks()) else "error")
+        self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
+        self.grid_shape = grid_of(self.block.grid_shape, self.shape)
+
+    def members(self) -> list[ScopeMember]:
+        """The spec's own blocks."""
+        return [ScopeMember(block=self.block, shape=self.shape, name=self.name)]
+
+    def block_to_scope(self, t: Tensor, reorder: bool = True, merge: bool = False) -> Tensor:
+        """A tensor of the block grid's shape cut into scopes.
+
+        Args:
+            t: of the block grid's shape; scopes must divide it.
+            reorder: True gives (*scope grid, *scope); False interleaves (g0, s0, g1, s1, ...).
+            merge: with `reorder`, the scope's dimensions become one: (*scope grid, blocks per scope).
+        """
+        if tuple(t.shape) != self.block.grid_shape:
+            raise SparsityError(
+                f"{self._where()}block_to_scope takes the block grid's shape {self.block.grid_shape}, "
+                f"got {tuple(t.shape)}"
+            )
+        if self.is_partial:
+            raise SparsityError(f"{self._where()}block_to_scope needs whole scopes; {self.shape} leaves partial ones")
+        return tiles_of(t, self.shape, reorder, merge)
+
+    def scope_to_block(self, t: Tensor, reorder: bool = True) -> Tensor:
+        """The inverse of `block_to_scope`: back to the block grid's shape.
+
+        Args:
+            t: (*scope grid, *scope) or (*scope grid, blocks per scope); (g0, s0, g1, s1, ...) without `reorder`.
+            reorder: as it was given there.
+        """
+        grid, width = self.grid_shape, math.prod(self.shape)
+        interleaved = tuple(size for pair in zip(grid, self.shape, strict=True) for size in pair)
+        taken = [(*grid, *self.shape), (*grid, width)] if reorder else [interleaved]
+        if tuple(t.shape) not in taken:
+            raise SparsityError(
+                f"{self._where()}scope_to_block takes {' or '.join(map(str, taken))}, got {tuple(t.shape)}"
+            )
+        if not reorder:
+            return t.reshape(self.block.grid_shape)
+        return from_scopes(t.reshape(self.numscp(), width), scope_windows(self)[0])
+
+    def __repr__(self) -> str:
+        return f"ScopeSpec({self.block!r}, shape={self.shape})"
+
+
+class ScopeCoupling(SparseScope):
+    """Scopes of several block grids that share one budget: their blocks compete with each other.
+
+    Args:
+        scopes: the members, which may have different counts of blocks in a scope; budgets count all of them.
+        orders: for each member None, or a permutation: aligned scope dimension k is the member's dimension order[k].
+        name: opening words of error messages.
+
+    Raises:
+        CouplingError: aligned scope grids differ, or an order is no permutation.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    >>> c = ScopeCoupling([ScopeSpec(BlockSpec(a)), ScopeSpec(BlockSpec(b))])
+    >>> [m.tolist() for m in c.get_masks(2).values()]
+    [[False, True], [True]]
+    """
+
+    def __init__(
+        self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
+    ) -> None:
+        self.name = name
+        refuse_others("ScopeCoupling", scopes, ScopeSpec, self._where())
+        check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
+        full, self.grid_shape = aligned_members("scope", scopes, orders, self._where())
+        self._specs, self._members = list(scopes), []
+        for s, order in zip(scopes, full, strict=True):
+            # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
+            own = tuple(k for k in order if k < len(s.shape))
+            self._members.append(ScopeMember(block=s.block, shape=s.shape, order=own, name=s.name))
+
+    def members(self) -> list[ScopeMember]:
+        """The members with their orders."""
+        return list(self._members)
+
+    def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = False) -> Tensor:
+        """Tensors of the members' block grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
+        if not (reorder and merge):
+            raise SparsityError(f"{self._where()}members may differ in shape; use merge=True")
+        rows = self._rows_of(t, "t")
+        assert rows is not None
+        return rows.reshape([*self.grid_shape, rows.shape[1]])
+
+    def scope_to_block(self, t: Tensor, reorder: bool = True) -> dict[SparseBlock, Tensor]:
+        """The inverse of `block_to_scope`: {block: tensor of its grid's shape}."""
+        want = (*self.grid_shape, self.numblk_per_scope())
+        if not reorder or tuple(t.shape) != want:
+            raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")
+        return dict(self._grids_of(t.reshape(self.numscp(), want[-1])))
+
+    def __repr__(self) -> str:
+        return f"ScopeCoupling({self._specs!r})"

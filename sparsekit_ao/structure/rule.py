@@ -1,7 +1,7 @@
-"""Order-preserving integer keys of float scores: the one place that defines what "higher" means.
+"""The one selection rule: exactly `keep` members of each scope, the highest scores, the lower index among equals.
 
-Keys are signed integers of the score's own width whose order is the order of the scores, with three rules on top:
-every NaN is equal and above +inf, -0.0 equals 0.0, and `absent` (the smallest integer) is below every score.
+Scores are compared as integers in their order. Every NaN is equal and above +inf, -0.0 equals 0.0, and `absent`, the
+smallest integer, is below every score.
 """
 
 import torch
@@ -43,3 +43,24 @@ def order_keys(scores: Tensor, *, magnitude: bool = False) -> Tensor:
     # A set sign bit reverses the order of the remaining bits, which two's complement then restores.
     keys = torch.where(bits < 0, -(bits & top), bits)
     return torch.where(scores.isnan(), nan, keys)
+
+
+def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
+    """Keep exactly `keep` members of each row by a stable sort: the definition of the rule.
+
+    Args:
+        scores: float [rows, members].
+        keep: an int, or int64 [rows].
+        candidates: bool [rows, members]; others are never kept.
+
+    Returns:
+        bool [rows, members].
+    """
+    keys = order_keys(scores)
+    if candidates is not None:
+        keys = keys.masked_fill(~candidates, absent(scores.dtype))
+    ranking = keys.sort(dim=1, descending=True, stable=True).indices
+    limit = keep[:, None] if isinstance(keep, Tensor) else keep
+    kept = (torch.arange(scores.shape[1], device=scores.device) < limit).expand(scores.shape)
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ranking, kept)
+    return mask if candidates is None else mask & candidates

@@ -1,0 +1,477 @@
+"""The backend "cpu": numpy on chunks of whole scopes that fit the cache, one thread a chunk.
+
+Members are compared as integer keys in the order of their scores. Up to `PAIRS` members are ranked by comparing every
+pair, more by `numpy.partition`. A scope of `LONG` members or more is read in chunks: a sample gives two keys between
+which the last kept one is, and only the keys between them are collected.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..structure import windows
+from ..structure.rule import KEY_DTYPES
+from ..structure.tiles import cut_parts, to_aligned
+from ..structure.windows import Blocks, Norm, Scopes, fill_mask
+from . import reference
+from .request import Request
+
+Array = np.ndarray[Any, Any]
+
+name = "cpu"
+CHUNK = 1 << 18  # elements that one thread takes at a time
+PAIRS = 8  # widest scope that is ranked by comparing every pair
+NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
+LONG = 1 << 17  # members from which on a scope is cut
+SCORES = 1 << 20  # elements whose block scores are computed together
+SAMPLED = 1 << 16  # keys of a sample at most, one of 64
+DEVIATIONS = 4  # of a sampled rank, to either side
+_INTS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_INTS |= {torch.bool: torch.uint8, torch.uint8: torch.uint8}
+_INF = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
+_ONE = {torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000, torch.float64: 0x3FF0000000000000}
+_ONE |= {torch.bool: 1, torch.uint8: 1}
+
+
+def refusals(work: Request | Tensor) -> list[str]:
+    """Return why this backend cannot take a request, or rows of scores."""
+    return [] if work.device.type == "cpu" else [f"it works on CPU tensors, got {work.device}"]
+
+
+def run(requests: Sequence[Request]) -> None:
+    """Fill the masks of requests."""
+    chunks: list[Callable[[], None]] = []
+    for request in requests:
+        if all(s.is_plain and _takes(m) for s in request.scopes for m in s.members):
+            chunks += _plain_chunks(request)
+        else:
+            reference.fill(request, block_scores, keep_rows)
+    _on_threads(chunks)
+
+
+def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
+    """Keep exactly `keep` of each row of scores [rows, members], of the `candidates` alone if given."""
+    out = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
+    rows, width = scores.shape
+    if out.numel() == 0:
+        return out
+    if width >= LONG:
+        budgets = keep.tolist() if isinstance(keep, Tensor) else [keep] * rows
+        for row, budget in enumerate(budgets):
+            allowed = None if candidates is None else candidates[row]
+            _keep_long([_Slots(scores[row], out[row], False, within=allowed)], budget)
+        return out
+    step = max(1, CHUNK // width)
+    parts = [slice(at, at + step) for at in range(0, rows, step)]
+    _on_threads([partial(_keep_row_chunk, scores, out, keep, candidates, part) for part in parts])
+    return out
+
+
+def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates: Tensor | None, part: slice) -> None:
+    allowed = None if candidates is None else _ints(candidates[part])
+    keys = _keys(_ints(scores[part]), scores.dtype, False, within=allowed)
+    kept = _kept(keys, _ints(keep[part])[:, None] if isinstance(keep, Tensor) else keep)
+    np.copyto(_ints(out[part]), kept if allowed is None else kept & (allowed != 0))
+
+
+def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
+    """As `windows.block_scores`, a part of the blocks at a time: the same bits, since no sum crosses a part."""
+    first = members[0]
+    if len(members) > 1 or first.window.numel() <= SCORES:
+        return windows.block_scores(members, norm, ndim, as_mean)
+    as_mean = first.is_partial if as_mean is None else as_mean
+    grid = torch.empty(first.grid, dtype=torch.promote_types(first.window.dtype, torch.float32), device="cpu")
+    for place in _places(first):
+        part = replace(_at(first, place), order=())
+        grid[place].copy_(windows.block_scores((part,), norm, len(first.grid), as_mean))
+    return to_aligned(grid, first.order, ndim)
+
+
+def _takes(m: Blocks) -> bool:
+    return m.values is not None and m.mask is not None and m.values.dtype in KEY_DTYPES and m.mask.dtype in _ONE
+
+
+def _plain_chunks(request: Request) -> Iterator[Callable[[], None]]:
+    """The chunks of a request whose scopes each cut the grid of one window evenly; long scopes are filled at once."""
+    keep, norm, scopes = request.budget, request.norm, request.scopes
+    width = sum(math.prod(s.shape) for s in scopes)
+    is_long = width >= LONG and all(math.prod(s.scope_grid) == 1 for s in scopes)
+    if not width or not request.windows[0].window.numel():
+        return
+    if len(scopes) > 1 and (not is_long or len({m.window.dtype for m in request.windows}) > 1):
+        reference.fill(request, block_scores, keep_rows)
+        return
+    as_mean = any(m.is_partial for m in request.windows)
+    if as_mean or any(b != 1 for m in request.windows for b in m.shape):
+        if request.within_mask or (len(scopes) == 1 and width < LONG and math.prod(scopes[0].scope_grid) < 2):
+            reference.fill(request, block_scores, keep_rows)
+        else:
+            _fill_blocks(request, as_mean, is_long)
+        return
+    magnitude = norm is not None
+    if is_long:
+        slots = [part for m in request.windows for part in _slots_of(m, magnitude, request)]
+        _keep_long(slots, int(keep))
+        return
+    s, m = scopes[0], request.windows[0]
+    if width >= LONG:
+        for at, part in enumerate(_scope_parts(s, m)):
+            budget = int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep
+            _keep_long(list(_slots_of(part, magnitude, request)), budget)
+        return
+    for place, part in cut_parts(m.window, s.shape, CHUNK):
+        cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, s.shape, strict=True))
+        budget = keep[place] if isinstance(keep, Tensor) else keep
+        yield partial(_fill_chunk, _at(m, cut), s.shape, budget, magnitude, request.within_mask, request.masked)
+
+
+def _scope_parts(s: Scopes, m: Blocks) -> Iterator[Blocks]:
+    """The windows of single scopes, in the order of the scope grid."""
+    for at in np.ndindex(*s.scope_grid):
+        yield _at(m, tuple(slice(k * n, (k + 1) * n) for k, n in zip(at, s.shape, strict=True)))
+
+
+def _fill_chunk(
+    m: Blocks, shape: tuple[int, ...], keep: int | Tensor, magnitude: bool, within_mask: bool, masked: bool
+) -> None:
+    """Select among the single elements of whole scopes."""
+    assert m.values is not None and m.mask is not None
+    n = len(shape)
+    mask = _ints(m.mask)
+    under = mask if masked else None
+    width, within = math.prod(shape), mask if within_mask else None
+    narrow = width <= PAIRS
+    keys = _keys(_ints(m.values), m.values.dtype, magnitude, under=under, within=within, narrow=narrow)
+    inner, outer = range(1, 2 * n, 2), range(0, 2 * n, 2)
+    split_shape = [size for k in range(n) for size in (keys.shape[k] // shape[k], shape[k])]
+    budget = _ints(keep).reshape(-1) if isinstance(keep, Tensor) else keep
+    if narrow:
+        tiles, targets = (t.reshape(split_shape).transpose(*inner, *outer) for t in (keys, mask))
+        kept = _kept_pairs(np.ascontiguousarray(tiles).reshape(width, -1), budget).reshape(tiles.shape)
+        for at in np.ndindex(*shape):  # member by member, which is faster than to interleave them
+            _write(targets[at], kept[at], m.mask.dtype, within_mask)
+        return
+    tiles = keys.reshape(split_shape).transpose(*outer, *inner)
+    rows = np.ascontiguousarray(tiles).reshape(-1, width)
+    kept = _kept(rows, budget if isinstance(budget, int) else budget[:, None]).reshape(tiles.shape)
+    _write(mask, kept.transpose(np.argsort((*outer, *inner))).reshape(mask.shape), m.mask.dtype, within_mask)
+
+
+def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> None:
+    """Write a bool array to a mask, given as integers of its dtype's bits."""
+    if within_mask:
+        np.multiply(mask, kept.view(np.uint8), out=mask, casting="unsafe")
+    elif _ONE[dtype] == 1:
+        np.copyto(mask, kept.view(np.uint8))
+    else:
+        np.multiply(kept.view(np.uint8), mask.dtype.type(_ONE[dtype]), out=mask, casting="unsafe")
+
+
+def _fill_blocks(request: Request, as_mean: bool, is_long: bool) -> None:
+    """Select among the scores of whole blocks as among single elements, then fill the blocks."""
+    kept_grids, requests = [], []
+    for s, m in zip(request.scopes, request.windows, strict=True):
+        part = replace(m, under=m.mask) if request.masked else m
+        scores = block_scores((part,), request.norm, m.window.ndim, as_mean)
+        kept = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
+        kept_grids.append(kept)
+        requests.append((s, Blocks(shape=(1,) * scores.ndim, values=scores, mask=kept)))
+    magnitude, keep = request.norm is not None, request.budget
+    if is_long:
+        _keep_long([part for _, m in requests for part in _slots_of(m, magnitude)], int(keep))
+    else:
+        (s, m) = requests[0]
+        assert m.values is not None
+        parts = cut_parts(m.values, s.shape, CHUNK)
+        if math.prod(s.shape) >= LONG:
+            for at, part in enumerate(_scope_parts(s, m)):
+                budget = int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep
+                _keep_long(list(_slots_of(part, magnitude)), budget)
+        else:
+            for place, _ in parts:
+                cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, s.shape, strict=True))
+                budget = keep[place] if isinstance(keep, Tensor) else keep
+                _fill_chunk(_at(m, cut), s.shape, budget, magnitude, False, False)
+    for m, kept in zip(request.windows, kept_grids, strict=True):
+        _expand(m, kept)
+
+
+# keys and selection of rows
+
+
+def _ints(t: Tensor) -> Array:
+    """The bits of a tensor as a numpy array, without a copy."""
+    t = t.detach()
+    return (t.view(_INTS[t.dtype]) if t.dtype in _INTS else t).numpy()
+
+
+def _keys(
+    bits: Array,
+    dtype: torch.dtype,
+    magnitude: bool,
+    *,
+    under: Array | None = None,
+    within: Array | None = None,
+    narrow: bool = False,
+) -> Array:
+    """Integers in the order of scores, of 32 bits or more unless `narrow`; see `structure.rule`.
+
+    Args:
+        bits: of the scores.
+        dtype: of the scores.
+        magnitude: order them by |score|.
+        under: scores are 0 where it is 0.
+        within: keys are below every other where it is 0.
+    """
+    wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
+    top, nan = np.iinfo(bits.dtype).max, _INF[dtype] + 1
+    if magnitude:
+        keys = np.bitwise_and(bits, bits.dtype.type(top)).astype(wide, copy=False)
+        if keys.size and keys.max() > nan:
+            np.minimum(keys, wide(nan), out=keys)
+    else:
+        low = np.bitwise_and(bits, bits.dtype.type(top)).astype(wide, copy=False)
+        keys = np.where(bits < 0, -low, low)
+        keys[low >= nan] = nan
+    if under is not None:
+        keys *= under != 0
+    if within is not None:
+        keys = np.where(within != 0, keys, np.iinfo(wide).min)
+    return keys
+
+
+def _kept(keys: Array, keep: int | Array) -> Array:
+    """Keep exactly `keep` (an int, or [rows, 1]) of each row of keys; bool of the same shape."""
+    rows, width = keys.shape
+    if isinstance(keep, int) and keep in (0, width):
+        return np.full(keys.shape, keep > 0)
+    if width > NETWORK and (least := keys.min()) in (0, np.iinfo(keys.dtype).min):
+        above = keys > least
+        room = keep - np.count_nonzero(above, axis=1, keepdims=True)
+        if (room >= 0).all():  # the least keys are zeros, or members that may not be kept
+            return _with_ties(above, keys == least, room)
+        keys = _with_distinct_least(keys, least)
+    if isinstance(keep, int):
+        limit = np.partition(keys, width - keep, axis=1)[:, width - keep, None]
+    else:
+        place = np.minimum(width - keep, width - 1)
+        different = np.unique(place)
+        ordered = np.sort(keys, axis=1) if len(different) > 8 else np.partition(keys, different, axis=1)
+        limit = np.take_along_axis(ordered, place, axis=1)
+    kept = keys >= limit
+    excess = np.flatnonzero(np.count_nonzero(kept, axis=1) != np.broadcast_to(keep, (rows, 1))[:, 0])
+    if len(excess):
+        tied_keys, tied_limit = keys[excess], limit[excess]
+        above, ties = tied_keys > tied_limit, tied_keys == tied_limit
+        budget = keep if isinstance(keep, int) else keep[excess]
+        kept[excess] = _with_ties(above, ties, budget - np.count_nonzero(above, axis=1, keepdims=True))
+    return kept
+
+
+def _with_ties(kept: Array, ties: Array, room: Array) -> Array:
+    """Keep the first `room` [rows, 1] of the ties of each row too."""
+    rows = np.flatnonzero(room)
+    if len(rows):
+        ties = ties[rows]
+        kept[rows] |= ties & (np.cumsum(ties, axis=1, dtype=np.int32) <= room[rows])
+    return kept
+
+
+def _with_distinct_least(keys: Array, least: Any) -> Array:
+    """Give equal least keys keys of their own, in the order of ties.
+
+    Rows of which half is equal, as masked weights are, take `numpy.partition` ten times as long.
+    """
+    width = keys.shape[1]
+    first = -1 if least == 0 else least + width
+    return np.where(keys == least, np.arange(first, first - width, -1, dtype=keys.dtype), keys)
+
+
+def _kept_pairs(lanes: Array, keep: int | Array) -> Array:
+    """As `_kept` for [members, rows]: member i beats a later member j unless j is strictly higher."""
+    beaten = np.repeat(np.arange(len(lanes) - 1, -1, -1, dtype=np.int8)[:, None], lanes.shape[1], axis=1)
+    wins = np.empty(lanes.shape[1:], np.bool_)
+    for i in range(len(lanes)):
+        for j in range(i + 1, len(lanes)):
+            np.greater_equal(lanes[i], lanes[j], out=wins)
+            beaten[j] += wins.view(np.int8)
+            beaten[i] -= wins.view(np.int8)
+    return beaten < keep
+
+
+# one long scope
+
+
+class _Slots:
+    """Consecutive members of one long scope, whose keys are computed when they are needed."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        mask: Tensor,
+        magnitude: bool,
+        *,
+        under: Tensor | None = None,
+        within: Tensor | None = None,
+        within_mask: bool = False,
+    ) -> None:
+        self.size, self.above = values.numel(), 0
+        self._values, self._mask, self._dtype, self._magnitude = _ints(values), _ints(mask), values.dtype, magnitude
+        self._mask_dtype, self._within_mask = mask.dtype, within_mask
+        self._under, self._within = (None if t is None else _ints(t) for t in (under, within))
+        self._kept = self.places = self.undecided = np.empty(0, np.int64)
+
+    def keys(self, at: tuple[Array, ...] | None = None) -> Array:
+        """All keys in the order of the members, or those at some places; one-dimensional."""
+        tensors = (self._values, self._under, self._within)
+        bits, under, within = (None if t is None else t if at is None else t[at] for t in tensors)
+        assert bits is not None
+        return _keys(bits, self._dtype, self._magnitude, under=under, within=within).reshape(-1)
+
+    def sample(self, generator: np.random.Generator, stretch: int) -> Array:
+        """One key from each stretch."""
+        places = np.arange(0, self.size - stretch + 1, stretch)
+        places += generator.integers(stretch, size=len(places))
+        return self.keys(np.unravel_index(places, self._values.shape))
+
+    def decide(self, low: int, high: int) -> None:
+        """Keep keys above `high`, and collect those above `low` among the others."""
+        keys = self.keys()
+        self._kept = keys > high
+        self.above = int(np.count_nonzero(self._kept))
+        self.places = np.flatnonzero((keys > low) ^ self._kept)
+        self.undecided = keys[self.places]
+
+    def tied(self, key: int) -> Array:
+        """The places of the members with this key."""
+        return np.flatnonzero(self.keys() == key)
+
+    def write(self, more: Array) -> None:
+        """Write the mask: what `decide` keeps, and more places."""
+        self._kept[more] = True
+        kept = self._kept.reshape(self._mask.shape)
+        if self._within is not None and not self._within_mask:
+            kept &= self._within != 0
+        _write(self._mask, kept, self._mask_dtype, self._within_mask)
+
+
+def _slots_of(m: Blocks, magnitude: bool, request: Request | None = None) -> Iterator[_Slots]:
+    """A window of single elements as chunks of consecutive members."""
+    assert m.values is not None and m.mask is not None
+    masked, within = (False, False) if request is None else (request.masked, request.within_mask)
+    for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK):
+        mask = m.mask[place]
+        under, allowed = mask if masked else None, mask if within else None
+        yield _Slots(values, mask, magnitude, under=under, within=allowed, within_mask=within)
+
+
+def _keep_long(parts: Sequence[_Slots], keep: int) -> None:
+    """Keep exactly `keep` members of one scope, given as consecutive parts."""
+    low, high, tied = _bracket(parts, keep)
+    if not _keep_between(parts, keep, low, high) and not (tied and _keep_between(parts, keep, high + 1, high + 1)):
+        keys = np.concatenate([part.keys() for part in parts])  # the sample misled
+        kept, start = _kept(keys[None], keep)[0], 0
+        for part in parts:
+            part.decide(np.iinfo(keys.dtype).max, np.iinfo(keys.dtype).max)
+            part.write(np.flatnonzero(kept[start : start + part.size]))
+            start += part.size
+
+
+def _bracket(parts: Sequence[_Slots], keep: int) -> tuple[int, int, bool]:
+    """Two keys, such that the last kept key is probably above the first and not above the second, or equals the first.
+
+    The third value says whether the key above the second is so frequent that it was left out of the bracket.
+    """
+    members = sum(part.size for part in parts)
+    stretch = min(max(64, members // SAMPLED), max(part.size for part in parts))
+    generator = np.random.default_rng(0)
+    sampled = np.sort(np.concatenate([part.sample(generator, stretch) for part in parts if part.size >= stretch]))
+    limits, drawn = np.iinfo(sampled.dtype), len(sampled)
+    share = keep / members
+    spread = DEVIATIONS * math.sqrt(drawn * share * (1 - share)) + 1
+    least, most = math.floor(drawn * (1 - share) - spread), math.ceil(drawn * (1 - share) + spread)
+    low = int(sampled[least]) if 0 <= least < drawn else int(limits.min)
+    high = int(sampled[most]) if 0 <= most < drawn else int(limits.max)
+    ties = np.searchsorted(sampled, high, "right") - np.searchsorted(sampled, high)
+    if low < high and ties > drawn // 64:
+        return low, high - 1, True
+    return low, high, False
+
+
+def _keep_between(parts: Sequence[_Slots], keep: int, low: int, high: int) -> bool:
+    """Keep the members if the last kept key is between these two, or equals the lower one; whether it is so."""
+    _on_threads([partial(part.decide, low, high) for part in parts])
+    room = keep - sum(part.above for part in parts)
+    if room < 0:
+        return False
+    counts = [len(part.places) for part in parts]
+    if room <= sum(counts):
+        undecided = np.concatenate([part.undecided for part in parts])
+        chosen = np.split(_kept(undecided[None], room)[0] if len(undecided) else undecided != 0, np.cumsum(counts)[:-1])
+        _on_threads([partial(part.write, part.places[k]) for part, k in zip(parts, chosen, strict=True)])
+        return True
+    room -= sum(counts)
+    ties = [np.empty(0, np.int64)] * len(parts)
+    for at, part in enumerate(parts):
+        if room:
+            ties[at] = part.tied(low)[:room]
+            room -= len(ties[at])
+    if room:
+        return False
+    more = [np.concatenate((part.places, tied)) for part, tied in zip(parts, ties, strict=True)]
+    _on_threads([partial(part.write, places) for part, places in zip(parts, more, strict=True)])
+    return True
+
+
+# parts and threads
+
+
+def _places(whole: Blocks) -> Iterator[tuple[slice, ...]]:
+    """Parts of a window's grid, SCORES elements if they can be; smaller last blocks are parts of their own."""
+    counts = [s // b for s, b in zip(whole.window.shape, whole.shape, strict=True)]
+    inner = whole.window[tuple(slice(0, c * b) for c, b in zip(counts, whole.shape, strict=True))]
+    if inner.numel():
+        yield from (place for place, _ in cut_parts(inner, whole.shape, SCORES))
+    for k, count in enumerate(counts):
+        if whole.window.shape[k] % whole.shape[k]:
+            before, after = counts[:k], whole.grid[k + 1 :]
+            yield (*(slice(0, c) for c in before), slice(count, count + 1), *(slice(0, c) for c in after))
+
+
+def _at(whole: Blocks, place: tuple[slice, ...]) -> Blocks:
+    """The blocks of a part of the grid."""
+    inside = tuple(slice(p.start * b, p.stop * b) for p, b in zip(place, whole.shape, strict=True))
+    values, mask, under = (None if t is None else t[inside] for t in (whole.values, whole.mask, whole.under))
+    return replace(whole, values=values, mask=mask, under=under)
+
+
+def _expand(m: Blocks, kept: Tensor) -> None:
+    """Write which blocks are kept to the mask, whole words at a time where the last dimension of blocks is words."""
+    mask, word = m.mask, math.gcd(m.shape[-1], 8)
+    assert mask is not None
+    is_words = mask.dtype == torch.bool and mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if word in words and is_words and not any(n % word for n in (*mask.stride()[:-1], mask.storage_offset())):
+        m = replace(m, shape=(*m.shape[:-1], m.shape[-1] // word), mask=mask.view(words[word]), values=None)
+        kept = kept.to(words[word]).mul_(int.from_bytes(b"\1" * word))
+    for place in _places(m):
+        fill_mask((_at(m, place),), kept[place])
+
+
+def _on_threads(work: Sequence[Callable[[], None]]) -> None:
+    """Call every function, on as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), len(work))
+    if threads < 2:
+        for function in work:
+            function()
+        return
+    with ThreadPoolExecutor(threads) as executor:
+        for _ in executor.map(lambda function: function(), work):
+            pass

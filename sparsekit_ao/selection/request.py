@@ -1,0 +1,92 @@
+"""A request: the specs of one set of scopes with the tensors they are about, and a budget that is checked here, once."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+from ..structure import BlockSpec, Budget, SparseScope, scope_windows
+from ..structure.threshold import Values
+from ..structure.windows import Blocks, Norm, Scopes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """The masks of one set of scopes, to be chosen and filled in place.
+
+    Attributes:
+        scope: which blocks compete.
+        masks: {block spec: parameter-shaped mask} for every block spec, of any dtype (1 = keep).
+        keep: blocks kept in each scope: an int, or an integer tensor of the scope grid's shape. A scope with fewer
+            blocks keeps all of them.
+        values: what is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
+        norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
+            score is their signed sum (their mean where some block is partial).
+        within_mask: choose only among blocks that the masks still keep, scored as with `masked`.
+        masked: score the values that the masks keep, and 0 for the others, which still compete.
+
+    Raises:
+        SparsityError: a budget, a norm or a tensor that does not fit.
+    """
+
+    scope: SparseScope
+    masks: Mapping[BlockSpec, Tensor]
+    keep: Budget
+    values: Values = None
+    norm: Norm = 2
+    within_mask: bool = False
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        norm = self.norm
+        if norm is not None and (isinstance(norm, (bool, str)) or norm not in (1, 2, math.inf)):
+            raise SparsityError(f"norm must be 1, 2, inf, or None for values that are saliencies, got {norm!r}")
+        object.__setattr__(self, "keep", self.scope.budget(self.keep))
+        for spec, mask in self.masks.items():
+            if any(n > 1 and d == 0 for n, d in zip(mask.shape, mask.stride(), strict=True)):
+                raise SparsityError(
+                    f"{spec.name or 'a tensor'}: its mask is expanded, so its elements share memory. Clone it first."
+                )
+
+    def value_of(self, spec: BlockSpec) -> Tensor:
+        """The values of one of the scope's block specs."""
+        param = spec.view.param
+        return param if self.values is None else self.values if isinstance(self.values, Tensor) else self.values[param]
+
+    @cached_property
+    def scopes(self) -> tuple[Scopes, ...]:
+        """The windows of each member of the scope on the values and masks."""
+        return tuple(scope_windows(self.scope, self.values, self.masks))
+
+    @property
+    def windows(self) -> tuple[Blocks, ...]:
+        """The windows of all members."""
+        return tuple(m for s in self.scopes for m in s.members)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first window."""
+        return self.windows[0].window.device
+
+    @property
+    def scores_masked(self) -> bool:
+        """Whether values that the masks drop score 0."""
+        return self.masked or self.within_mask
+
+    @property
+    def budget(self) -> int | Tensor:
+        """`keep` as an int, or int64 of the scope grid's shape on the windows' device."""
+        if not isinstance(self.keep, Tensor):
+            return self.keep
+        return self.keep.to(self.device, non_blocking=True)
+
+    def write_back(self) -> None:
+        """Copy filled windows to the masks that have other strides than their parameter."""
+        for spec, window in zip(self.scope.blocks(), self.windows, strict=True):
+            if not spec.view.is_aligned(self.masks[spec]):
+                assert window.mask is not None
+                spec.view.write_back(window.mask, self.masks[spec])

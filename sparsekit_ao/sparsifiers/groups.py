@@ -1,0 +1,439 @@
+"""Pruning groups: tensors that are pruned together in one stage, from the structure of config entries to requests.
+
+A pruning group holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors
+are looked up at every update, because `.to()` and sharding replace them. Budgets are read from torch.ao's groups at
+every update, because schedulers write there.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import distributed
+from ..calibration import Statistics
+from ..distributed import full_tensor, is_sharded, local, placed_like
+from ..errors import CouplingError, SparsityError
+from ..scores import Score, saliency_of
+from ..selection import Request
+from ..structure import (
+    BlockCoupling,
+    BlockSpec,
+    ScopeCoupling,
+    ScopeSpec,
+    SparseBlock,
+    SparseScope,
+    View,
+    block_windows,
+    sparsity_to_nnz,
+)
+from ..structure.tiles import row_major
+from ..structure.windows import fill_mask, kept_flags
+from .config import TensorGroup
+from .stages import Stage, stage_budgets
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PruningGroup:
+    """Tensors that are pruned together in one stage: one tensor, or coupled ones.
+
+    Attributes:
+        scope: their scopes, over meta placeholders.
+        members: (block spec, index of its torch.ao group) of each tensor.
+        stage: 0 for the first; a later one chooses among the elements that earlier ones kept.
+        norm: how the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
+        score: see `scores`; None scores the weight itself.
+        member_scores: "sum", or "mean" where every member counts the same however many elements it has, or
+            "consumers" where only members count whose blocks are inputs of their layer.
+        least: blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
+        label: its name in errors and reports.
+    """
+
+    scope: SparseScope
+    members: tuple[tuple[BlockSpec, int], ...]
+    stage: int
+    norm: float | None
+    score: Score | None
+    member_scores: str
+    label: str
+    least: tuple[int, ...] = ()
+
+    def values(
+        self,
+        dense: Callable[[int], Tensor],
+        statistics: Callable[[int], Statistics],
+        known: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> dict[Tensor, Tensor]:
+        """The tensors that the scope scores: {meta placeholder: weight or saliency}.
+
+        Args:
+            dense: the weight of a group, by the group's index.
+            statistics: those of a group; a score is called with them, or with the name in them.
+            known: {index of a group: its `value_of`}, where it was computed before.
+        """
+        scored = self.scored(statistics)
+        found = {spec.view.param: torch.zeros_like(dense(at)) for spec, at in self.members if (spec, at) not in scored}
+        for spec, at in scored:
+            known_value = known.get(at)
+            found[spec.view.param] = (
+                self.value_of(spec, dense(at), statistics(at)) if known_value is None else known_value
+            )
+        return found
+
+    def value_of(self, spec: BlockSpec, weight: Tensor, statistics: Statistics) -> Tensor:
+        """What is scored of one tensor: its weight, or its saliency."""
+        if self.score is not None:
+            uses_blocks = getattr(self.score, "uses_blocks", False)
+            statistics.blocks = labels_of(spec).to(weight.device) if uses_blocks else None
+            weight = placed_saliency(self.score, weight, statistics)
+            statistics.blocks = None
+        return self._weighed(spec, weight)
+
+    def scored(self, statistics: Callable[[int], Statistics]) -> tuple[tuple[BlockSpec, int], ...]:
+        """The members whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
+
+        Raises:
+            CouplingError: "consumers", and there is none.
+        """
+        if self.member_scores != "consumers":
+            return self.members
+        found = tuple((spec, at) for spec, at in self.members if _is_consumer(spec, statistics(at)))
+        if not found:
+            raise CouplingError(
+                f"{self.label}: member_scores='consumers', but no member's blocks are inputs of its layer, such as "
+                "columns of a Linear"
+            )
+        return found
+
+    def norm_of(self, values: Iterable[Tensor]) -> float | None:
+        """How these values are reduced: saliencies that are known not to be negative are their own magnitudes.
+
+        Magnitudes have faster kernels. Values on a GPU are not inspected, since that would wait for the device.
+        """
+        is_sum = self.score is not None and all(_is_magnitude(t) for t in values)
+        return 1 if is_sum else self.norm
+
+    def _weighed(self, spec: BlockSpec, values: Tensor) -> Tensor:
+        """For "mean", values times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean."""
+        if self.member_scores != "mean":
+            return values
+        wide = values if values.dtype == torch.float64 else values.float()
+        return wide * math.prod(spec.shape) ** (-1 / (1 if self.norm is None else self.norm))
+
+    def budget(self, groups: Sequence[TensorGroup], *, is_new: bool = False) -> int | Tensor:
+        """Return how many blocks each scope keeps now; the one place where a budget is checked.
+
+        Args:
+            groups: torch.ao's groups; those of the members must agree.
+            is_new: the levels were not made to agree with counts yet, as in `prepare`: counts then count.
+        """
+        asked = {groups[at]["tensor_fqn"]: self._asked(groups[at], is_new) for _, at in self.members}
+        first, (what, number) = next(iter(asked.items()))
+        for fqn, (other_what, other) in asked.items():
+            same = torch.equal(other, number) if isinstance(other, Tensor) and isinstance(number, Tensor) else None
+            if other_what != what or not (same if same is not None else other is number or other == number):
+                raise CouplingError(
+                    f"{self.label}: members share one budget, but {first} asks for {what}={number} "
+                    f"and {fqn} for {other_what}={other}"
+                )
+        keep = self.scope.sparsity_to_nnz(number) if what == "sparsity_level" else self.scope.budget(number)
+        if self.least and total_of(keep) < sum(self.least):
+            raise CouplingError(
+                f"{self.label}: {what}={number} keeps {total_of(keep)} blocks of all tensors, but "
+                f"max_sparsity requires {sum(self.least)}, rounded up for each tensor; keep more, or raise max_sparsity"
+            )
+        return keep
+
+    def _asked(self, group: TensorGroup, is_new: bool) -> tuple[str, Any]:
+        """What a group asks for in this stage, as ("nnz", n) or ("sparsity_level", s).
+
+        A level that is not the one that a count amounts to was written by a scheduler, and replaces the count.
+        """
+        budgets, level = stage_budgets(group), group["sparsity_level"]
+        own = budgets[self.stage]
+        count = own or (("nnz", group["nnz"]) if group.get("nnz") is not None else None)
+        if count is None or is_new or level is None:
+            return count or ("sparsity_level", level)
+        if None not in budgets and self.stage < len(budgets) - 1:  # only the last stage's level is in the group
+            return count
+        what, number = count
+        keep = self.scope.sparsity_to_nnz(number) if what == "sparsity_level" else self.scope.budget(number)
+        if level == self.scope.level_of(keep) or (own and None in budgets):
+            return count
+        if own:
+            raise SparsityError(
+                f"{group['tensor_fqn']}: sparsity_level was set to {level}, but every stage has a budget of its own. "
+                "Leave the budget out of the stage that a scheduler is to change."
+            )
+        return "sparsity_level", level
+
+    def request(
+        self,
+        masks: Mapping[int, Tensor],
+        keep: int | Tensor,
+        values: dict[Tensor, Tensor],
+    ) -> Request:
+        """Return the request that fills the masks, {index of a group: mask}, by these values."""
+        return Request(
+            scope=self.scope,
+            masks={spec: masks[at] for spec, at in self.members},
+            keep=keep,
+            values=values,
+            norm=self.norm_of(values.values()),
+            within_mask=self.stage > 0,
+        )
+
+    def spec(self, at: int) -> BlockSpec:
+        """The block spec of a group, by the group's index."""
+        return next(spec for spec, i in self.members if i == at)
+
+    def pattern(self, at: int) -> str:
+        """The shapes of a group's view (where it is not the tensor), blocks and scopes, as text."""
+        spec = self.spec(at)
+        scope = next(m for m in self.scope.members() if spec in m.block.blocks())
+        view = "" if spec.view.shape == tuple(spec.view.param.shape) else f"view {_by(spec.view.shape)} "
+        return f"{view}block {_by(spec.shape)} scope {_by(scope.shape)}"
+
+
+def total_of(budget: int | Tensor) -> int:
+    """Blocks that all scopes keep, where there is a budget for each of them or a single scope."""
+    return int(budget.sum()) if isinstance(budget, Tensor) else budget
+
+
+def kept_in(spec: BlockSpec, mask: Tensor) -> int:
+    """Blocks of which a whole mask keeps any element."""
+    return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(spec, None, {spec: mask}))
+
+
+def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
+    """The saliency of a weight, sharded as the weight is; a score sees the whole weight."""
+    return placed_like(saliency_of(score, full_tensor(weight), statistics.name, statistics), weight)
+
+
+def labels_of(spec: BlockSpec) -> Tensor:
+    """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
+    param = spec.view.param  # of its strides, so that the window is no copy
+    labels = torch.empty_strided(param.shape, param.stride(), dtype=torch.int64, device="cpu").fill_(-1)
+    windows = block_windows(spec, None, {spec: labels})
+    fill_mask(windows, torch.arange(spec.numblk(), device="cpu").view(windows[0].grid))
+    return labels
+
+
+def _is_consumer(spec: BlockSpec, statistics: Statistics) -> bool:
+    """Whether each block is the same inputs of all outputs."""
+    if statistics.form is None:
+        return False
+    labels = statistics.matrix(labels_of(spec))
+    return bool((labels == labels[:, :1]).all()) and bool((labels != labels[:, :, :1]).any())
+
+
+def _is_magnitude(values: Tensor) -> bool:
+    own = local(values)
+    return own.device.type == "cpu" and not is_sharded(values) and bool((own >= 0).all())
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "1"
+
+
+def make_pruning_groups(
+    groups: Sequence[TensorGroup], stages: Sequence[tuple[Stage, ...]], tensors: Sequence[Tensor]
+) -> tuple[PruningGroup, ...]:
+    """Make the pruning groups of all tensors: stage by stage, uncoupled tensors alone, coupled ones together.
+
+    Args:
+        groups: for names and error messages.
+        stages: `stages_of` each group.
+        tensors: the dense weights; only shape, strides and dtype are read.
+
+    Raises:
+        SparsityError, CouplingError: what does not fit, by tensor name.
+    """
+    out: list[PruningGroup] = []
+    for stage in range(max((len(s) for s in stages), default=0)):
+        rules = {at: s[stage] for at, s in enumerate(stages) if stage < len(s)}
+        specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
+        for label, members in _budget_units(rules, _block_units(rules, specs)):
+            out.append(_pruning_group(label, members, rules, specs, stage))
+    return tuple(out)
+
+
+def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:
+    """Elements of all tensors of pruning groups, once for each stage."""
+    return sum(spec.view.numel() for g in pruning_groups for spec, _ in g.members)
+
+
+def batches(pruning_groups: Sequence[PruningGroup], most: int | None) -> Iterator[list[PruningGroup]]:
+    """The pruning groups, those of coupled tensors and of all their stages always together.
+
+    Args:
+        pruning_groups: any; earlier stages first.
+        most: elements in a batch (coupled tensors with more are a batch of their own), or None for a single batch.
+    """
+    count = 1 + max((at for g in pruning_groups for _, at in g.members), default=-1)
+    coupled = list(dict.fromkeys(found for found in connected(pruning_groups, count) if found))
+    batch: list[PruningGroup] = []
+    held = 0
+    for found in coupled:
+        size = elements_of(found)
+        if batch and most is not None and held + size > most:
+            yield batch
+            batch, held = [], 0
+        batch += found
+        held += size
+    if batch:
+        yield batch
+
+
+def connected(pruning_groups: Sequence[PruningGroup], count: int) -> tuple[tuple[PruningGroup, ...], ...]:
+    """For each group, the pruning groups of all stages of it and the groups coupled to it, which are updated together."""
+    connection = list(range(count))
+    for g in pruning_groups:
+        joined = {connection[at] for _, at in g.members}
+        if len(joined) > 1:
+            connection = [min(joined) if f in joined else f for f in connection]
+    found: dict[int, list[PruningGroup]] = {}
+    for g in pruning_groups:
+        found.setdefault(connection[g.members[0][1]], []).append(g)
+    return tuple(tuple(found.get(f, ())) for f in connection)
+
+
+Unit = tuple[list[int], SparseBlock]
+_SCORING = ("norm", "score", "member_scores", "max_sparsity")  # what tensors that are chosen together agree on
+
+
+def _block_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
+    """Blocks that are kept or dropped together: a tensor's own, or a BlockCoupling of tensors that give one name."""
+    named: dict[object, list[int]] = {}
+    for at, rule in rules.items():
+        named.setdefault(rule.block_coupling if rule.block_coupling is not None else (at,), []).append(at)
+    units: list[Unit] = []
+    for name, members in named.items():
+        if not isinstance(name, str):
+            rule, name = rules[members[0]], specs[members[0]].name
+            for key, is_given in (
+                ("coupling_order", rule.coupling_order is not None),
+                ("member_scores", rule.member_scores != "sum"),
+            ):
+                if is_given:
+                    raise SparsityError(f"{name}: {key} needs a block_coupling")
+            units.append((members, specs[members[0]]))
+            continue
+        label = f"block coupling {name!r}"
+        if len(members) == 1:
+            raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
+        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), members, rules, specs)
+        orders = [rules[at].coupling_order for at in members]
+        units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
+    return units
+
+
+def _budget_units(rules: Mapping[int, Stage], units: Sequence[Unit]) -> list[tuple[str, list[Unit]]]:
+    """Units that share one budget, by the name of their scope coupling."""
+    named: dict[object, list[Unit]] = {}
+    for unit in units:
+        name = rules[unit[0][0]].scope_coupling
+        named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
+    return [
+        (f"scope coupling {name!r}" if isinstance(name, str) else str(found[0][1].name), found)
+        for name, found in named.items()
+    ]
+
+
+def _pruning_group(
+    label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
+) -> PruningGroup:
+    members = [at for found, _ in units for at in found]
+    _must_agree(label, _SCORING, members, rules, specs)
+    scopes = [ScopeSpec(block, rules[found[0]].scope_shape) for found, block in units]
+    scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label)
+    pairs = tuple((specs[at], at) for at in members)
+    rule = rules[members[0]]
+    return PruningGroup(
+        scope=scope,
+        members=pairs,
+        stage=stage,
+        norm=rule.norm if rule.score is None else None,
+        score=rule.score,
+        member_scores=rule.member_scores,
+        label=label,
+        least=_least(label, rule, scopes, stage),
+    )
+
+
+def _least(label: str, rule: Stage, scopes: Sequence[ScopeSpec], stage: int) -> tuple[int, ...]:
+    """Blocks that each of these scopes keeps at least, by `max_sparsity`."""
+    if rule.max_sparsity is None:
+        return ()
+    if rule.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
+        raise SparsityError(
+            f"{label}: max_sparsity limits what a budget over several whole tensors drops of each; it needs a "
+            "scope_coupling, scopes that are whole tensors, and the first stage"
+        )
+    return tuple(sparsity_to_nnz(rule.max_sparsity, s.numblk(), f"{label}: max_sparsity: ") for s in scopes)
+
+
+def _must_agree(
+    label: str, keys: Sequence[str], members: Sequence[int], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]
+) -> None:
+    for key in keys:
+        first = getattr(rules[members[0]], key)
+        for at in members[1:]:
+            if getattr(rules[at], key) != first:
+                raise CouplingError(
+                    f"{label}: members need the same {key}, but {specs[members[0]].name} gives {first!r} and "
+                    f"{specs[at].name} {getattr(rules[at], key)!r}"
+                )
+
+
+def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if isinstance(rule.view, tuple):
+        stride = row_major(shape)  # a view given by numbers refers to the row-major layout
+    placeholder = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    if rule.view is None:
+        view = View.from_existing(placeholder, name=fqn)
+    elif isinstance(rule.view, tuple):
+        view = View(placeholder, *rule.view, name=fqn)
+    else:
+        view = View.from_function(placeholder, rule.view, name=fqn)
+    return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
+
+
+def update_masks(requests: Sequence[tuple[PruningGroup, Request]]) -> None:
+    """Fill the masks of pruning groups that do not depend on each other; see `distributed.update_masks`."""
+    distributed.update_masks([request for _, request in requests])
+    for group, request in requests:
+        if group.least:
+            _keep_least(group, request)
+
+
+def _keep_least(group: PruningGroup, request: Request) -> None:
+    """Choose again until no tensor keeps fewer blocks than its least number (`max_sparsity`).
+
+    Tensors that keep too few get their least number each, and the others share what remains, so that they keep fewer
+    than before: these are the masks that keep the best blocks of all under these limits.
+    """
+    free = {k: ScopeSpec(m.block, m.shape) for k, m in enumerate(group.scope.members())}
+    remaining = total_of(request.keep)
+
+    def part(scope: SparseScope, keep: int) -> Request:
+        return replace(request, scope=scope, masks={s: request.masks[s] for s in scope.blocks()}, keep=keep)
+
+    while True:
+        first_specs = {k: s.blocks()[0] for k, s in free.items()}  # coupled blocks are kept together
+        short = [
+            k for k, spec in first_specs.items() if kept_in(spec, full_tensor(request.masks[spec])) < group.least[k]
+        ]
+        if not short:
+            return
+        requests = [part(free.pop(k), group.least[k]) for k in short]
+        remaining -= sum(group.least[k] for k in short)
+        if free:
+            rest = list(free.values())
+            requests.append(part(rest[0] if len(rest) == 1 else ScopeCoupling(rest), remaining))
+        distributed.update_masks(requests)
