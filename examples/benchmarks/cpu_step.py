@@ -129,7 +129,9 @@ def print_peak(kind: str, row: str, size: int) -> None:
 def missed(line: dict) -> list[str]:
     """The targets that a row of the table misses."""
     targets = TARGETS.get(line["kind"], {})
-    wrong = [k for k, limit in targets.items() if line[k] != "" and (line[k] < limit if k == FASTER else line[k] > limit)]
+    wrong = [
+        k for k, limit in targets.items() if line[k] != "" and (line[k] < limit if k == FASTER else line[k] > limit)
+    ]
     return [f"{key} {line[key]}, not {targets[key]}" for key in wrong]
 
 
