@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from growing import batch, mlp
-from sharded_fsdp import shard
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,6 +34,14 @@ def integer_mlp():
 def loss_of(model, step):
     x, y = batch(step)
     return F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE))
+
+
+def shard(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def masks_of(sparsifier):
