@@ -67,65 +67,47 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch
             exec(compile("\n" * lines_above + found[1], name, "exec"), names)
 
 
-def test_the_benchmark_table_equals_the_csv():
-    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    table = [line for line in PAGES["docs/speed.md"].splitlines() if line.startswith("| ") and " ms | " in line]
-    assert len(table) == len({r["pattern"] for r in rows})
-    for line in table:
-        pattern, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        stock, jit, plain = (
-            next(r for r in rows if (r["pattern"], r["kind"]) == (pattern, kind))
-            for kind in ("stock", "ours", "ours, plain")
-        )
-        memory = [r["extra peak / weight"] for r in (stock, jit, plain)]
-        times = [(f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x") for r in (jit, plain)]
-        expected = [f"{float(stock['ms']):.0f} ms", *times[0], jit["times one copy"], *times[1]]
-        assert cells == expected + memory
+def table_rows(name):
+    with (ROOT / f"examples/{name}.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
-def test_the_factors_beside_the_speed_table_equal_the_csv():
-    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    text = page("speed")
+def test_the_table_of_mask_updates_and_the_factors_beside_it_equal_the_csv():
+    rows = table_rows("benchmarks/results/cpu_step")
+    cells = {(r["pattern"], r["kind"]): r for r in rows}
+    kinds = ("ScopeSparsifier", "WeightNormSparsifier")
+    lines = []
+    for pattern in dict.fromkeys(r["pattern"] for r in rows):
+        stock, *ours = (cells[pattern, kind] for kind in ("stock", *kinds))
+        line = [pattern, f"{float(stock['ms']):.0f} ms"]
+        for r in ours:
+            line += [f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x", r["times one copy"]]
+        lines.append(f"| {' | '.join(line + [r['extra peak / weight'] for r in (stock, *ours)])} |\n")
+    assert "".join(lines) in PAGES["docs/speed.md"]
 
-    def span(kind, column):
-        found = [float(r[column]) for r in rows if r["kind"] == kind]
-        return min(found), max(found)
+    def factors(kind):
+        found = [
+            float(r["ms"]) / float(cells[r["pattern"], "ScopeSparsifier"]["ms"]) for r in rows if r["kind"] == kind
+        ]
+        return f"{min(found):.1f} to {max(found):.1f} times"
 
-    jit, plain = (span(kind, "times faster than stock") for kind in ("WeightNorm", "WeightNorm, plain"))
-    copies = span("WeightNorm", "times one copy")
-    assert f"is {jit[0]:.0f} to {jit[1]:.0f} times faster than stock with the JIT extra" in text
-    assert f"({plain[0]:.0f} to {plain[1]:.0f} times without), at {copies[0]} to {copies[1]} copies" in text
-    ours = {r["pattern"]: float(r["ms"]) for r in rows if r["kind"] == "ours"}
-    of = {k: [float(r["ms"]) / ours[r["pattern"]] for r in rows if r["kind"] == k] for k in {r["kind"] for r in rows}}
-    pat, l1 = of["PAT MinSparsityConstraint"], of["prune.l1_unstructured"]
-    assert f"`MinSparsityConstraint` {min(pat):.0f} to {max(pat):.0f} times" in text
-    assert f"`prune.l1_unstructured` {min(l1):.0f} to {max(l1):.0f} times" in text
+    sentence = f"`torch.topk` takes {factors('torch.topk')} as long as `ScopeSparsifier`, `torch.kthvalue` "
+    assert sentence + factors("torch.kthvalue") in page("speed")
+    assert f"`MinSparsityConstraint` {factors('PAT MinSparsityConstraint')}" in page("speed")
+    assert f"`prune.l1_unstructured` {factors('prune.l1_unstructured')}" in page("speed")
+    faster = [float(r["times faster than stock"]) for r in rows if r["kind"] == "ScopeSparsifier"]
+    assert f"is {min(faster):.0f} to {max(faster):.0f} times faster than torch.ao's" in " ".join(README.split())
 
 
 def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
-    with (ROOT / "examples/benchmarks/results/cpu_patterns.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    text = page("speed")
-    for dtype, sentence in (
-        ("float32", "the worst with the JIT extra is {} copies ({}), on a plain install {} ({})"),
-        ("bfloat16", "half as long, {} ({}) and {} ({})"),
-    ):
-        own = [r for r in rows if r["dtype"] == dtype]
-        worst = [max((float(r[f"{tier}: times one copy"]), r["pattern"]) for r in own) for tier in ("ours", "plain")]
-        assert sentence.format(*worst[0], *worst[1]) in text
-    with (ROOT / "examples/benchmarks/results/cpu_growth.csv").open() as file:
-        growth = {(r["pattern"], r["size"]): r for r in csv.DictReader(file)}
-    for tier, sentence in (
-        ("ours", "between {:.2f} and {:.2f} of what it was with the JIT extra"),
-        ("plain", "and {:.2f} and {:.2f} without"),
-    ):
-        key = f"{tier} ns an element"
-        ratios = [float(growth[p, "8192"][key]) / float(r[key]) for (p, size), r in growth.items() if size == "1024"]
-        assert sentence.format(min(ratios), max(ratios)) in text
-    with (ROOT / "examples/benchmarks/results/masked_linear.csv").open() as file:
-        ratio = {(r["mode"], r["layer"]): r["ratio"] for r in csv.DictReader(file)}
+    rows, text = table_rows("benchmarks/results/cpu_patterns"), page("speed")
+    for dtype, sentence in (("float32", "the slowest takes {} copies ({})"), ("bfloat16", "half as long, {} ({})")):
+        worst = max((float(r["times one copy"]), r["pattern"]) for r in rows if r["dtype"] == dtype)
+        assert sentence.format(*worst) in text
+    growth = {(r["pattern"], r["size"]): float(r["ns an element"]) for r in table_rows("benchmarks/results/cpu_growth")}
+    ratios = [growth[p, "8192"] / ns for (p, size), ns in growth.items() if size == "1024"]
+    assert f"between {min(ratios):.2f} and {max(ratios):.2f} of what it was" in text
+    ratio = {(r["mode"], r["layer"]): r["ratio"] for r in table_rows("benchmarks/results/masked_linear")}
     assert f"take {ratio['eager', 'bool mask']} of torch.ao's FakeSparsity in eager mode" in text
     assert f"({ratio['eager', 'float mask']} with a float mask" in text
     compiled = [ratio["compiled", f"{kind} mask"] for kind in ("bool", "float")]
@@ -183,15 +165,6 @@ def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     )
     text = page("compact")
     assert sentence in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text
-
-
-def test_the_readme_is_short_and_its_factors_equal_the_csv():
-    assert README.count("\n") <= 150
-    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
-        plain = [float(r["times faster than stock"]) for r in csv.DictReader(file) if r["kind"] == "ours, plain"]
-    assert f"is {min(plain):.0f} to {max(plain):.0f} times faster than torch.ao's on a plain" in " ".join(
-        README.split()
-    )
 
 
 def test_the_table_of_export_targets_equals_the_csv():

@@ -72,7 +72,7 @@ def toy(monkeypatch):
 
 
 N = 32
-GRID = {  # the patterns of the specification: arguments of a config entry
+GRID = {  # arguments of a config entry
     "unstructured per tensor": {},
     "unstructured per row": {"scope_shape": (1, -1)},
     "unstructured per column": {"scope_shape": (-1, 1)},
