@@ -1,4 +1,4 @@
-"""Random parameters, windows and tilings for hypothesis, and the oracle: the definitions (docs/concepts.md) spelled out in Python loops.
+"""Random parameters, windows and tilings for hypothesis, and the oracle: docs/concepts.md in Python loops.
 
 The oracle uses addresses and integer division only. It uses no code of the library: an element's block is
 floor(i / b) of its window index i, a block's scope floor(k / g) of its grid index k.

@@ -1,4 +1,4 @@
-"""Blocks, scopes and couplings against their definitions in Python loops (`strategies`), on random windows and tilings."""
+"""Blocks, scopes and couplings on random windows, against their definitions in Python loops (`strategies`)."""
 
 import math
 
