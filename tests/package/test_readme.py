@@ -19,14 +19,18 @@ README = PAGES["README.md"]
 BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
 
 
+def table_rows(name):
+    with (ROOT / f"examples/{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def page(name):
     """A page of the site, its lines joined."""
     return " ".join(PAGES[f"docs/{name}.md"].split())
 
 
 def test_the_digits_table_equals_the_csv():
-    with (ROOT / "examples/results/rigl_digits.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("results/rigl_digits")
     dense = [float(r["accuracy"]) for r in rows if r["method"] == "dense"]
     assert f"dense has {statistics.mean(dense):.2f}" in page("training")
     for level in ("0.90", "0.95"):
@@ -39,8 +43,7 @@ def test_the_digits_table_equals_the_csv():
 
 
 def test_the_language_model_table_equals_the_csv():
-    with (ROOT / "examples/results/dst_language_model.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("results/dst_language_model")
     assert f"dense has {float(rows[0]['loss']):.3f}" in page("training")
     for level in ("0.90", "0.95"):
         found = [r for r in rows if float(r["level"]) == float(level)]
@@ -50,8 +53,7 @@ def test_the_language_model_table_equals_the_csv():
 
 
 def test_the_cost_of_a_dynamic_step_equals_the_csv():
-    with (ROOT / "examples/benchmarks/results/dst_overhead.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("benchmarks/results/dst_overhead")
     closed = [float(r["times stock"]) for r in rows if r["step"] == "closed"]
     assert max(closed) <= 1.05
     assert f"costs {closed[0]:.2f} and {closed[1]:.2f} times" in page("training")
@@ -65,11 +67,6 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch
         lines_above = PAGES[name].count("\n", 0, found.start(1))  # so that a traceback names the line of the page
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile("\n" * lines_above + found[1], name, "exec"), names)
-
-
-def table_rows(name):
-    with (ROOT / f"examples/{name}.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_table_of_mask_updates_and_the_factors_beside_it_equal_the_csv():
@@ -115,15 +112,13 @@ def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
 
 
 def test_the_time_of_prepare_equals_the_csv():
-    with (ROOT / "examples/benchmarks/results/prepare.csv").open() as file:
-        ms = {r["kind"]: float(r["prepare ms"]) for r in csv.DictReader(file)}
+    ms = {r["kind"]: float(r["prepare ms"]) for r in table_rows("benchmarks/results/prepare")}
     sentence = f"takes {ms['ScopeSparsifier']:.0f} ms, torch.ao's {ms['stock']:.0f} ms"
     assert sentence in page("speed") and ms["ScopeSparsifier"] < 300  # as stated in the changelog
 
 
 def test_the_bytes_sent_for_a_selection_equal_the_csv():
-    with (ROOT / "examples/benchmarks/results/selection_bytes.csv").open() as file:
-        ours, gather = csv.DictReader(file)
+    ours, gather = table_rows("benchmarks/results/selection_bytes")
     sent = f"by sending {int(ours['bytes']) // 1000} KB, not {int(gather['bytes']) // 10**6} MB"
     assert sent in page("ranks")
     assert f"two ranks: {float(ours['ms']) / float(gather['ms']):.1f} of the time of a gather" in page("ranks")
@@ -131,8 +126,7 @@ def test_the_bytes_sent_for_a_selection_equal_the_csv():
 
 def test_the_figures_of_one_pass_equal_the_csvs():
     def read(name):
-        with (ROOT / f"examples/results/{name}.csv").open() as file:
-            return list(csv.DictReader(file))
+        return table_rows(f"results/{name}")
 
     def three(cell):
         return f"{float(cell):.3f}"
@@ -157,8 +151,7 @@ def test_the_figures_of_one_pass_equal_the_csvs():
 
 
 def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
-    with (ROOT / "examples/results/shrink_minilm.csv").open() as file:
-        dense, small = csv.DictReader(file)
+    dense, small = table_rows("results/shrink_minilm")
     flops, size = (int(small[k]) / int(dense[k]) for k in ("flops", "file bytes"))
     sentence = (
         f"{flops:.2f} of the FLOPs, {float(small['of dense']):.2f} of the time of a batch, {size:.2f} of the file"
@@ -168,7 +161,6 @@ def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
 
 
 def test_the_table_of_export_targets_equals_the_csv():
-    with (ROOT / "examples/results/export_minilm.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("results/export_minilm")
     for r in rows:
         assert f"| {' | '.join(list(r.values())[:7])} |" in PAGES["docs/speed.md"]
