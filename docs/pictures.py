@@ -191,7 +191,7 @@ def plot_mask_update(path: pathlib.Path) -> None:
     """Time of one mask update, by pattern and implementation."""
     rows = read("benchmarks/results/cpu_step")
     names = list(dict.fromkeys(r["pattern"] for r in rows))
-    kinds = {"torch.ao": "stock", "plain": "ours, plain", "JIT": "ours"}
+    kinds = {"torch.ao": "stock"} | {kind: kind for kind in ("ScopeSparsifier", "WeightNormSparsifier")}
     ms = {(r["pattern"], r["kind"]): float(r["ms"]) for r in rows}
     _bars(path, names, {k: [ms[n, kind] for n in names] for k, kind in kinds.items()}, "ms, one mask update", log=True)
 

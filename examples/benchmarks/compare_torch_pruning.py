@@ -3,7 +3,7 @@
     pip install torch-pruning transformers pytest       # torchvision and timm add their networks
     python examples/benchmarks/compare_torch_pruning.py # the table, and a CSV under examples/benchmarks/results/
 
-Networks are those of `tests/test_every_architecture.py`, with random weights. Both libraries get a model and
+Networks are those of `tests/coupling/test_every_architecture.py`, with random weights. Both libraries get a model and
 inputs and shall drop half of the channels; what else a user of Torch-Pruning must name (layers whose outputs are the
 model's, numbers of heads) is taken from our discovery and from the config. Attributes are not repaired by hand after
 its pruning, as some of its examples do. Then the smaller model is compared with the dense model in which the removed

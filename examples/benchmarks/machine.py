@@ -1,23 +1,18 @@
-"""Helpers of all benchmarks: the machine's data, memory use, medians, CSVs, and a switch that disables numba."""
+"""Helpers of all benchmarks: the machine's data, memory use, medians, CSVs."""
 
-import contextlib
 import csv
-import os
 import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from sparsekit_ao.selection.numba import launch
 
 import sparsekit_ao
 
 RESULTS = Path(__file__).parent / "results"
-os.environ.setdefault("SPARSEKIT_AO_NUMBA", "always")  # steps are timed with numba, however few there are
 
 
 def facts() -> dict[str, str]:
@@ -25,15 +20,10 @@ def facts() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     name = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
-    try:
-        numba = version("numba")
-    except PackageNotFoundError:
-        numba = "none"
     return {
         "cpu": name,
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
-        "numba": numba,
         "sparsekit_ao": sparsekit_ao.__version__,
     }
 
@@ -53,17 +43,6 @@ def show(line: dict) -> dict:
     """Print a row of the table and return it."""
     print("  ".join(f"{k}: {v}" for k, v in line.items()), flush=True)
     return line
-
-
-@contextlib.contextmanager
-def plain_install(active: bool = True) -> Iterator[None]:
-    """Run the body as if numba were not installed, unless `active` is False."""
-    real = launch.problem
-    launch.problem = (lambda: "switched off") if active else real  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        launch.problem = real
 
 
 def medians(

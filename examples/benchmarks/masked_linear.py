@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from machine import plain_install, write_csv
+from machine import write_csv
 from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
@@ -26,7 +26,6 @@ KINDS = {
     "stock": "torch.ao FakeSparsity: product with a float mask, keeps NaN",
     "float mask": "WeightNormSparsifier's: exact zeros",
     "bool mask": "ScopeSparsifier's: exact zeros",
-    "bool mask, plain install": "the same without numba",
 }
 
 
@@ -63,15 +62,14 @@ def check_layers(layers: dict[str, nn.Module], x: Tensor) -> None:
 
 
 def times(layers: dict[str, Callable[[Tensor], Tensor]], models: dict[str, nn.Module], x: Tensor, repeat: int):
-    """Milliseconds of every run of every kind, alternated; numba is disabled for the plain install."""
+    """Milliseconds of every run of every kind, alternated."""
     found: dict[str, list[float]] = {kind: [] for kind in layers}
     for _ in range(repeat):
         for kind, layer in layers.items():
             for parameter in models[kind].parameters():
                 parameter.grad = None
             start = time.perf_counter()
-            with plain_install("plain" in kind):
-                train(layer, x)
+            train(layer, x)
             found[kind].append((time.perf_counter() - start) * 1e3)
     return {kind: values[1:] or values for kind, values in found.items()}  # the first one compiles
 
@@ -88,7 +86,7 @@ def main() -> None:
     x = torch.randn(64, size)
     lines = []
     for mode in ["eager"] if args.tiny or args.no_compile else ["eager", "compiled"]:
-        models = {kind: build(kind, size) for kind in KINDS if mode == "eager" or "plain" not in kind}
+        models = {kind: build(kind, size) for kind in KINDS}
         check_layers(models, x)
         if mode == "compiled":
             del models["stock"]  # Dynamo skips modules of torch.ao, so stock's layer cannot be compiled

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/soak.py      # the table, and a CSV under examples/benchmarks/results/
 
-RigL and a ScopeSparsifier, on the plain path and with numba, in one process. Exits with an error unless after the first
+RigL and a ScopeSparsifier in one process. Exits with an error unless after the first
 twentieth resident memory stays within 2 %, and threads and open files stay as many.
 """
 
@@ -18,11 +18,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would count as CPU time; read by torch
 
 import torch
-from machine import RESULTS, plain_install, resident, show, write_csv
+from machine import RESULTS, resident, show, write_csv
 from torch import nn
 
 from sparsekit_ao import RigL, ScopeSparsifier
-from sparsekit_ao.selection import backend
 
 SIZE, ROWS, PARTS = 160, 8, 20  # PARTS rows of the table for each run
 MOST = 1.02  # resident memory at any later row over that of the first one
@@ -49,26 +48,24 @@ def training(kind: str, steps: int) -> Callable[[], None]:
     return step
 
 
-def soak(kind: str, path: str, steps: int) -> Iterator[dict]:
+def soak(kind: str, steps: int) -> Iterator[dict]:
     """A row for each part of the steps: median CPU time of a step, and what the process holds at the end."""
-    with plain_install(path == "plain"):
-        step = training(kind, steps)
-        for part in range(PARTS):
-            times = []
-            for _ in range(steps // PARTS):
-                start = time.process_time()
-                step()
-                times.append((time.process_time() - start) * 1e3)
-            yield {
-                "kind": kind,
-                "path": path,
-                "step": (part + 1) * (steps // PARTS),
-                "cpu ms": round(statistics.median(times), 3),
-                "resident MiB": round(resident() / 2**20, 2),
-                "os threads": len(list(Path("/proc/self/task").iterdir())),
-                "python threads": threading.active_count(),
-                "open files": len(list(Path("/proc/self/fd").iterdir())),
-            }
+    step = training(kind, steps)
+    for part in range(PARTS):
+        times = []
+        for _ in range(steps // PARTS):
+            start = time.process_time()
+            step()
+            times.append((time.process_time() - start) * 1e3)
+        yield {
+            "kind": kind,
+            "step": (part + 1) * (steps // PARTS),
+            "cpu ms": round(statistics.median(times), 3),
+            "resident MiB": round(resident() / 2**20, 2),
+            "os threads": len(list(Path("/proc/self/task").iterdir())),
+            "python threads": threading.active_count(),
+            "open files": len(list(Path("/proc/self/fd").iterdir())),
+        }
 
 
 def growth(rows: list[dict]) -> list[str]:
@@ -84,22 +81,18 @@ def growth(rows: list[dict]) -> list[str]:
 def main() -> int:
     """Print the table, write the CSV; the number of runs in which something has grown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a smoke test: few steps, without numba and CSV")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: few steps, without CSV")
     args = parser.parse_args()
-    steps, paths = (40, ["plain"]) if args.tiny else (20_000, ["plain", "numba"])
+    steps = 40 if args.tiny else 20_000
     torch.set_num_threads(2)
     lines, bad = [], 0
-    for path in paths:
-        before = dict(backend.LEAST)
-        backend.LEAST["numba"] = 0  # compiled loops, however small the weights are
-        for kind in ("RigL", "ScopeSparsifier"):
-            rows = [show(row) for row in soak(kind, path, steps)]
-            times = [statistics.median(r["cpu ms"] for r in half) for half in (rows[1:11], rows[10:])]
-            found = growth(rows) if not args.tiny else []
-            ratio = times[1] / times[0]
-            print(f"{kind}, {path}: CPU time of later over earlier steps {ratio:.3f}; {found or 'no growth'}")
-            bad, lines = bad + bool(found), lines + rows
-        backend.LEAST.update(before)
+    for kind in ("RigL", "ScopeSparsifier"):
+        rows = [show(row) for row in soak(kind, steps)]
+        times = [statistics.median(r["cpu ms"] for r in half) for half in (rows[1:11], rows[10:])]
+        found = growth(rows) if not args.tiny else []
+        ratio = times[1] / times[0]
+        print(f"{kind}: CPU time of later over earlier steps {ratio:.3f}; {found or 'no growth'}")
+        bad, lines = bad + bool(found), lines + rows
     if not args.tiny:
         write_csv(lines, RESULTS / "soak.csv")
     return bad

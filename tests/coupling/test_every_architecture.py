@@ -1,7 +1,7 @@
 """Networks of many architectures: all that `removable` suggests is pruned at once and removed, with the same outputs.
 
 What it leaves out has a reason. A selection runs by default, all with SPARSEKIT_AO_EXHAUSTIVE=1 in the environment;
-as a script this file writes a table of all of them: `python tests/test_every_architecture.py > architectures.csv`.
+as a script this file writes a table: `python tests/coupling/test_every_architecture.py > architectures.csv`.
 """
 
 import sys

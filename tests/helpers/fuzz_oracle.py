@@ -1,6 +1,6 @@
 """The oracle of `fuzz.py`: every element is labelled with its block and scope, and blocks are ranked one by one.
 
-It uses no code of the library, only SPEC sections 2 and 3: an element's block is floor(i / b) of its window index i, a
+It uses no code of the library, only docs/concepts.md: an element's block is floor(i / b) of its window index i, a
 block's scope floor(k / g) of its grid index k. Values are small integers times powers of two, so that sums are exact;
 scores are computed with the largest element scaled to one, so that nothing overflows.
 """

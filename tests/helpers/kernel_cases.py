@@ -29,7 +29,7 @@ def generator(seed=0):
 
 
 def sorted_selection(scores, keep, candidates=None):
-    """SPEC section 3 by numpy: NaN first, then the highest, then the lowest index."""
+    """The selection rule by numpy: NaN first, then the highest, then the lowest index."""
     out = torch.zeros(scores.shape, dtype=torch.bool)
     allowed = torch.ones_like(out) if candidates is None else candidates
     for row in range(scores.shape[0]):

@@ -4,7 +4,6 @@ After each fault masks and weights are old or new as a whole, those of coupled t
 """
 
 import contextlib
-import importlib.util
 import os
 import resource
 import signal
@@ -20,7 +19,6 @@ from sparsekit_ao.export import load_sparse, save_sparse
 
 SIZE = 512
 SHARES = [1 / 2, 1 / 16, 4, 0, 1, 2]  # of the bytes of a weight that a step may allocate
-HAS_NUMBA = importlib.util.find_spec("numba") is not None
 
 
 @contextlib.contextmanager
@@ -174,35 +172,12 @@ def full_disk(folder, count):
             raise RuntimeError("a file of more than 1000 bytes was written")
         need(path.read_bytes() == before, "the file was changed")
         need([p.name for p in folder.glob("model*")] == [path.name], "a part of a file is left")
-        if HAS_NUMBA and count > 1:
-            compiled(folder / "full")
     save_sparse(model, path)
     need(torch.equal(load_sparse(path)["0.bias"], model[0].bias), "the next file is not the model's")
 
 
-def plus_one(x):
-    return x + 1
-
-
-def compiled(folder, *, only_loaded=False):
-    from sparsekit_ao.selection.numba import cache
-
-    cache.numba.config.CACHE_DIR = str(folder)
-    with cache.only_loaded() if only_loaded else contextlib.nullcontext():
-        need(cache.compiled(plus_one)(1) == 2, "compiled code is wrong")
-
-
-def four_compile_at_once(folder, count):
-    if not HAS_NUMBA:
-        return "numba is not installed"
-    compiled(folder / "first")  # imports numba
-    codes = [end(p) for p in [begin(compiled, folder / "four") for _ in range(4)]]
-    need(codes == [0] * 4, f"exit codes {codes}")
-    compiled(folder / "four", only_loaded=True)
-
-
 CHEAP = [lack_of_memory, fork_after_threads, one_core, full_disk]  # what the suite runs
-FAULTS = [*CHEAP, other_thread_counts, four_compile_at_once]
+FAULTS = [*CHEAP, other_thread_counts]
 
 
 def run(fault, folder, count):

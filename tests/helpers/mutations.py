@@ -1,6 +1,6 @@
 """Mutates the library, one small change at a time, and runs the tests that should notice: do the tests fail?
 
-    python tests/mutations.py [first last]
+    python tests/helpers/mutations.py [first last]
 
 Each change is made in a copy of the repository, so the checkout stays as it is. Prints one line for each mutation, with
 the test that failed; the exit status is the number of those that were not caught. Takes half an hour on one core. What
@@ -18,7 +18,7 @@ import pytest
 import torch._dynamo  # noqa: F401 (each fork would import it)
 from forks import begin, end
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 ALGEBRA = ["test_properties.py", "test_axes.py"]
 SELECTION = ["test_properties.py", "test_kernels.py", "test_fuzz.py"]
 SPARSIFIERS = ["test_fuzz.py", "test_sparsifier.py", "test_config.py"]
@@ -27,23 +27,23 @@ EXPORT = ["test_compact.py", "test_foreign_input.py"]
 
 # (file, text, what replaces its first occurrence, test files)
 MUTATIONS = [
-    ("algebra/budget.py", "blocks + 1e-9", "blocks - 1e-9", ALGEBRA),
-    ("algebra/budget.py", "0 <= float(level) <= 1", "0 <= float(level) < 1", SPARSIFIERS),
-    ("algebra/budget.py", "least <= low", "least < low", ALGEBRA),
-    ("algebra/layout.py", "end > last", "end > last + 1", ALGEBRA),
+    ("structure/budget.py", "blocks + 1e-9", "blocks - 1e-9", ALGEBRA),
+    ("structure/budget.py", "0 <= float(level) <= 1", "0 <= float(level) < 1", SPARSIFIERS),
+    ("structure/budget.py", "least <= low", "least < low", ALGEBRA),
+    ("structure/layout.py", "end > last", "end > last + 1", ALGEBRA),
     (
-        "algebra/layout.py",
+        "structure/layout.py",
         "if d == 0:\n            return False",
         "if d == 0:\n            return True",
         ["test_fuzz.py"],
     ),
-    ("algebra/layout.py", "if d <= end:", "if d < end:", ALGEBRA),
-    ("algebra/layout.py", "return max(size, 1)", "return size", SPARSIFIERS),
-    ("algebra/view.py", "inside.fill_(False)", "inside.fill_(True)", ["test_fuzz.py"]),
-    ("algebra/view.py", "n <= 1 or a == b", "n <= 2 or a == b", SPARSIFIERS),
-    ("algebra/sparse_scope.py", "any(g % n for m", "any(False for m", ALGEBRA),
-    ("algebra/sparse_scope.py", "(high + k_weight * low)", "(low + k_weight * high)", ALGEBRA),
-    ("algebra/axes.py", "1 if axis in self.scope else -1", "-1 if axis in self.scope else 1", ["test_axes.py"]),
+    ("structure/layout.py", "if d <= end:", "if d < end:", ALGEBRA),
+    ("structure/layout.py", "return max(size, 1)", "return size", SPARSIFIERS),
+    ("structure/view.py", "inside.fill_(False)", "inside.fill_(True)", ["test_fuzz.py"]),
+    ("structure/view.py", "n <= 1 or a == b", "n <= 2 or a == b", SPARSIFIERS),
+    ("structure/sparse_scope.py", "any(g % n for m", "any(False for m", ALGEBRA),
+    ("structure/sparse_scope.py", "(high + k_weight * low)", "(low + k_weight * high)", ALGEBRA),
+    ("structure/axes.py", "1 if axis in self.scope else -1", "-1 if axis in self.scope else 1", ["test_axes.py"]),
     ("selection/keys.py", "nan = _INF[scores.dtype] + 1", "nan = _INF[scores.dtype]", SELECTION),
     ("selection/keys.py", "torch.where(bits < 0, -(bits & top), bits)", "torch.where(bits < 0, bits, bits)", SELECTION),
     ("selection/reference.py", "stable=True", "stable=False", ["test_kernels.py", "test_rows.py"]),
@@ -101,12 +101,12 @@ MUTATIONS = [
     ("dynamic/choose.py", "masked_fill(b, math.inf)", "masked_fill(b, -math.inf)", DYNAMIC),
     ("coupling/bound.py", "rest and size % rest == 0", "rest", ["test_coupling.py"]),
     ("coupling/bound.py", '"**": ".*"', '"**": "[^.]*"', ["test_coupling.py", "test_for_model.py"]),
-    ("export/manifest.py", "now <= was", "True", ["test_foreign_input.py"]),
-    ("export/manifest.py", 'not n.startswith("_")', "True", ["test_foreign_input.py"]),
-    ("export/manifest.py", "a < b for a, b", "True for a, b", ["test_foreign_input.py"]),
-    ("export/attributes.py", "now // removal.of * removal.kept", "now // removal.of * removal.of", EXPORT),
-    ("export/removal.py", "dropped, units = zero.all(0)", "dropped, units = zero.any(0)", EXPORT),
-    ("export/removal.py", "shape[1] * groups, shape[0]", "shape[0], shape[1] * groups", EXPORT),
+    ("removal/manifest.py", "now <= was", "True", ["test_foreign_input.py"]),
+    ("removal/manifest.py", 'not n.startswith("_")', "True", ["test_foreign_input.py"]),
+    ("removal/manifest.py", "a < b for a, b", "True for a, b", ["test_foreign_input.py"]),
+    ("removal/attributes.py", "now // removal.of * removal.kept", "now // removal.of * removal.of", EXPORT),
+    ("removal/removal.py", "dropped, units = zero.all(0)", "dropped, units = zero.any(0)", EXPORT),
+    ("removal/removal.py", "shape[1] * groups, shape[0]", "shape[0], shape[1] * groups", EXPORT),
 ]
 
 
@@ -138,10 +138,10 @@ def run_tests(copy, tests, printed):
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(copy)
-    sys.path[:0] = [str(copy), str(copy / "tests")]
-    os.environ |= {"PYTHONPATH": f"{copy}:{copy / 'tests'}", "SPARSEKIT_AO_FUZZ": "200"}
+    sys.path[:0] = [str(copy), str(copy / "tests/helpers")]
+    os.environ |= {"PYTHONPATH": f"{copy}:{copy / 'tests/helpers'}", "SPARSEKIT_AO_FUZZ": "200"}
     arguments = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    code = pytest.main([*arguments, *(f"tests/{t}" for t in tests)])
+    code = pytest.main([*arguments, *(str(path) for t in tests for path in (copy / "tests").glob(f"*/{t}"))])
     sys.stdout.flush()
     sys.exit(code)
 
@@ -156,7 +156,7 @@ def main():
             found, test = outcome(copy, *mutation)
             left += found != "caught"
             what = " -> ".join(" ".join(t.split()) or "nothing" for t in mutation[1:3])
-            print(f"{number:2}  {found}  {mutation[0]}: {what}  {test.removeprefix('tests/')}".rstrip(), flush=True)
+            print(f"{number:2}  {found}  {mutation[0]}: {what}  {test.rsplit('/', 1)[-1]}".rstrip(), flush=True)
     print(f"{left} not caught")
     return left
 

@@ -1,4 +1,4 @@
-"""Random parameters, windows and tilings for hypothesis, and the oracle: SPEC section 2 spelled out in Python loops.
+"""Random parameters, windows and tilings for hypothesis, and the oracle: docs/concepts.md in Python loops.
 
 The oracle uses addresses and integer division only. It uses no code of the library: an element's block is
 floor(i / b) of its window index i, a block's scope floor(k / g) of its grid index k.
@@ -132,7 +132,7 @@ def scopes_of(grid, scope):
 
 
 def norm_of(elements, p, dtype, mean):
-    """The p-norm of small integers, exact up to the one correctly rounded division and root that the SPEC has."""
+    """The p-norm of small integers, exact up to the one correctly rounded division and root of the definition."""
     size = [abs(x) for x in elements]
     if p == math.inf:
         return math.nan if any(map(math.isnan, size)) else max(size)
@@ -147,7 +147,7 @@ def accumulator(dtype):
 
 
 def choose(competitors, keep):
-    """The blocks kept: [(score, index, block)] -> set of blocks, by SPEC section 3."""
+    """The blocks kept: [(score, index, block)] -> set of blocks: the highest first, the lower index among equals."""
     ranked = sorted(competitors, key=lambda c: ((0, 0.0) if math.isnan(c[0]) else (1, -c[0]), c[1]))
     return {block for _, _, block in ranked[:keep]}
 

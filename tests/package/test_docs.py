@@ -13,10 +13,11 @@ import pytest
 import tutorial_pages
 
 import sparsekit_ao
-from sparsekit_ao import coupling, densities, dynamic, export, oneshot, patterns, plot, schedules, scores, sparsifiers
+from sparsekit_ao import oneshot, plot, sparsifiers
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-PUBLIC = (sparsekit_ao, coupling, densities, dynamic, export, oneshot, patterns, plot, schedules, scores, sparsifiers)
+FOLDERS = [getattr(sparsekit_ao, name) for name in sparsekit_ao.__all__]
+PUBLIC = (sparsekit_ao, oneshot, plot, sparsifiers, *(m for m in FOLDERS if isinstance(m, types.ModuleType)))
 NAMES = {f"{m.__name__}.{name}": getattr(m, name) for m in PUBLIC for name in m.__all__}
 DOCUMENTED = {n: found for n, found in NAMES.items() if isinstance(found, (type, types.FunctionType, types.ModuleType))}
 

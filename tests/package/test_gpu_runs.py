@@ -1,6 +1,5 @@
 """Whole runs on a GPU; without one they run on the CPU, so that they are known to be right but for the device."""
 
-import copy
 import io
 import math
 import warnings
@@ -8,11 +7,9 @@ import warnings
 import pytest
 import torch
 from growing import batch, mlp
-from sharded_fsdp import shard
-from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import GMP, SNFS, ProximalSparsifier, RigL, ScopeSparsifier, SparsityError, export, one_shot, patterns
+from sparsekit_ao import GMP, SNFS, ProximalSparsifier, RigL, ScopeSparsifier, one_shot, patterns
 from sparsekit_ao.distributed import full_tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +32,14 @@ def integer_mlp():
 def loss_of(model, step):
     x, y = batch(step)
     return F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE))
+
+
+def shard(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def masks_of(sparsifier):
@@ -226,23 +231,6 @@ def test_a_compiled_model_is_one_graph_and_follows_its_masks():
     torch.compiler.reset()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-def test_packed_weights_are_loaded_where_the_model_is(tmp_path):
-    model = nn.Sequential(nn.Linear(128, 64, bias=False)).to(DEVICE, torch.float16)
-    sparsifier = ScopeSparsifier(**patterns.n_m(2, 4))
-    sparsifier.prepare(model, None)
-    sparsifier.step()
-    sparsifier.squash_mask()
-    weight, x = model[0].weight.detach().clone(), torch.randn(64, 128, device=DEVICE, dtype=torch.float16)
-    expected = F.linear(x, weight)
-    export.pack_2_4(copy.deepcopy(model).cpu(), tmp_path / "packed")
-    export.load_2_4(model, tmp_path / "packed")
-    found = model[0].weight
-    assert isinstance(found.data, torch.sparse.SparseSemiStructuredTensor) == HAS_GPU
-    assert torch.equal(found.to_dense() if HAS_GPU else found, weight)
-    assert torch.allclose(model(x), expected, rtol=1e-2, atol=1e-2)
-
-
 @pytest.fixture
 def _one_rank():
     """A process group of this process alone: NCCL on a GPU, gloo on the CPU."""
@@ -295,12 +283,3 @@ def test_dynamic_masks_sharded_by_fsdp2_on_one_rank():
         found.append((masks_of(sparsifier), sparsifier.last_update))
     assert_same(found[0][0], found[1][0])
     assert found[0][1] == found[1][1] and found[0][1].iteration == 4
-
-
-def test_a_tensor_on_another_device_than_its_mask_is_refused():
-    """The mask follows its weight, so only a score can mix devices."""
-    model = integer_mlp().to(DEVICE)
-    sparsifier = ScopeSparsifier(sparsity_level=0.5, score=lambda weight, name: weight.abs().to("meta"))
-    sparsifier.prepare(model, None)
-    with pytest.raises(SparsityError, match=f"on the weight's device {torch.zeros(0, device=DEVICE).device}, got meta"):
-        sparsifier.step()

@@ -7,11 +7,9 @@ import pytest
 import torch
 from grids import grid
 from kernel_cases import generator
-from sparsekit_ao.selection.numba import launch
 from torch import nn
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, StraightThrough, WeightNormSparsifier, patterns
-from sparsekit_ao.selection import backend
 from sparsekit_ao.selection.cpu import masks as cpu_masks
 
 PATTERNS = {
@@ -118,18 +116,10 @@ def masks_of(name, dtype, setting):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "setting", "switch"),
-    grid(PATTERNS, DTYPES, list(SETTINGS)[1:], ["off", "always", "wide"]) + grid(OTHERS, DTYPES, SETTINGS, ["off"]),
+    ("name", "dtype", "setting"), grid(PATTERNS, DTYPES, list(SETTINGS)[1:]) + grid(OTHERS, DTYPES, SETTINGS)
 )
-def test_masks_are_the_same_under_every_default(name, dtype, setting, switch, monkeypatch):
-    if switch != "off":
-        pytest.importorskip("numba")
-        monkeypatch.setattr(backend, "LEAST", {})  # small tensors too
-        monkeypatch.setattr(launch, "_layout_reasons", lambda *_: [])
-    for limit in ("SHORT", "COLUMNS", "ROW") if switch == "wide" else ():
-        monkeypatch.setattr(launch, limit, 0)
-    monkeypatch.setattr(cpu_masks, "WIDE", 1024)  # the plain path too takes long scopes in parts
-    monkeypatch.setenv("SPARSEKIT_AO_NUMBA", "off" if switch == "off" else "always")
+def test_masks_are_the_same_under_every_default(name, dtype, setting, monkeypatch):
+    monkeypatch.setattr(cpu_masks, "WIDE", 1024)  # small scopes too are taken in parts
     expected, found = (masks_of(name, dtype, s) for s in ("none", setting))
     assert expected[1] == found[1]
     assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))

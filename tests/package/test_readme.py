@@ -19,14 +19,18 @@ README = PAGES["README.md"]
 BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
 
 
+def table_rows(name):
+    with (ROOT / f"examples/{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def page(name):
     """A page of the site, its lines joined."""
     return " ".join(PAGES[f"docs/{name}.md"].split())
 
 
 def test_the_digits_table_equals_the_csv():
-    with (ROOT / "examples/results/rigl_digits.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("results/rigl_digits")
     dense = [float(r["accuracy"]) for r in rows if r["method"] == "dense"]
     assert f"dense has {statistics.mean(dense):.2f}" in page("training")
     for level in ("0.90", "0.95"):
@@ -39,8 +43,7 @@ def test_the_digits_table_equals_the_csv():
 
 
 def test_the_language_model_table_equals_the_csv():
-    with (ROOT / "examples/results/dst_language_model.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("results/dst_language_model")
     assert f"dense has {float(rows[0]['loss']):.3f}" in page("training")
     for level in ("0.90", "0.95"):
         found = [r for r in rows if float(r["level"]) == float(level)]
@@ -50,8 +53,7 @@ def test_the_language_model_table_equals_the_csv():
 
 
 def test_the_cost_of_a_dynamic_step_equals_the_csv():
-    with (ROOT / "examples/benchmarks/results/dst_overhead.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("benchmarks/results/dst_overhead")
     closed = [float(r["times stock"]) for r in rows if r["step"] == "closed"]
     assert max(closed) <= 1.05
     assert f"costs {closed[0]:.2f} and {closed[1]:.2f} times" in page("training")
@@ -67,65 +69,42 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch
             exec(compile("\n" * lines_above + found[1], name, "exec"), names)
 
 
-def test_the_benchmark_table_equals_the_csv():
-    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    table = [line for line in PAGES["docs/speed.md"].splitlines() if line.startswith("| ") and " ms | " in line]
-    assert len(table) == len({r["pattern"] for r in rows})
-    for line in table:
-        pattern, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        stock, jit, plain = (
-            next(r for r in rows if (r["pattern"], r["kind"]) == (pattern, kind))
-            for kind in ("stock", "ours", "ours, plain")
-        )
-        memory = [r["extra peak / weight"] for r in (stock, jit, plain)]
-        times = [(f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x") for r in (jit, plain)]
-        expected = [f"{float(stock['ms']):.0f} ms", *times[0], jit["times one copy"], *times[1]]
-        assert cells == expected + memory
+def test_the_table_of_mask_updates_and_the_factors_beside_it_equal_the_csv():
+    rows = table_rows("benchmarks/results/cpu_step")
+    cells = {(r["pattern"], r["kind"]): r for r in rows}
+    kinds = ("ScopeSparsifier", "WeightNormSparsifier")
+    lines = []
+    for pattern in dict.fromkeys(r["pattern"] for r in rows):
+        stock, *ours = (cells[pattern, kind] for kind in ("stock", *kinds))
+        line = [pattern, f"{float(stock['ms']):.0f} ms"]
+        for r in ours:
+            line += [f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x", r["times one copy"]]
+        lines.append(f"| {' | '.join(line + [r['extra peak / weight'] for r in (stock, *ours)])} |\n")
+    assert "".join(lines) in PAGES["docs/speed.md"]
 
+    def factors(kind):
+        found = [
+            float(r["ms"]) / float(cells[r["pattern"], "ScopeSparsifier"]["ms"]) for r in rows if r["kind"] == kind
+        ]
+        return f"{min(found):.1f} to {max(found):.1f} times"
 
-def test_the_factors_beside_the_speed_table_equal_the_csv():
-    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    text = page("speed")
-
-    def span(kind, column):
-        found = [float(r[column]) for r in rows if r["kind"] == kind]
-        return min(found), max(found)
-
-    jit, plain = (span(kind, "times faster than stock") for kind in ("WeightNorm", "WeightNorm, plain"))
-    copies = span("WeightNorm", "times one copy")
-    assert f"is {jit[0]:.0f} to {jit[1]:.0f} times faster than stock with the JIT extra" in text
-    assert f"({plain[0]:.0f} to {plain[1]:.0f} times without), at {copies[0]} to {copies[1]} copies" in text
-    ours = {r["pattern"]: float(r["ms"]) for r in rows if r["kind"] == "ours"}
-    of = {k: [float(r["ms"]) / ours[r["pattern"]] for r in rows if r["kind"] == k] for k in {r["kind"] for r in rows}}
-    pat, l1 = of["PAT MinSparsityConstraint"], of["prune.l1_unstructured"]
-    assert f"`MinSparsityConstraint` {min(pat):.0f} to {max(pat):.0f} times" in text
-    assert f"`prune.l1_unstructured` {min(l1):.0f} to {max(l1):.0f} times" in text
+    sentence = f"`torch.topk` takes {factors('torch.topk')} as long as `ScopeSparsifier`, `torch.kthvalue` "
+    assert sentence + factors("torch.kthvalue") in page("speed")
+    assert f"`MinSparsityConstraint` {factors('PAT MinSparsityConstraint')}" in page("speed")
+    assert f"`prune.l1_unstructured` {factors('prune.l1_unstructured')}" in page("speed")
+    faster = [float(r["times faster than stock"]) for r in rows if r["kind"] == "ScopeSparsifier"]
+    assert f"is {min(faster):.0f} to {max(faster):.0f} times faster than torch.ao's" in " ".join(README.split())
 
 
 def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
-    with (ROOT / "examples/benchmarks/results/cpu_patterns.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    text = page("speed")
-    for dtype, sentence in (
-        ("float32", "the worst with the JIT extra is {} copies ({}), on a plain install {} ({})"),
-        ("bfloat16", "half as long, {} ({}) and {} ({})"),
-    ):
-        own = [r for r in rows if r["dtype"] == dtype]
-        worst = [max((float(r[f"{tier}: times one copy"]), r["pattern"]) for r in own) for tier in ("ours", "plain")]
-        assert sentence.format(*worst[0], *worst[1]) in text
-    with (ROOT / "examples/benchmarks/results/cpu_growth.csv").open() as file:
-        growth = {(r["pattern"], r["size"]): r for r in csv.DictReader(file)}
-    for tier, sentence in (
-        ("ours", "between {:.2f} and {:.2f} of what it was with the JIT extra"),
-        ("plain", "and {:.2f} and {:.2f} without"),
-    ):
-        key = f"{tier} ns an element"
-        ratios = [float(growth[p, "8192"][key]) / float(r[key]) for (p, size), r in growth.items() if size == "1024"]
-        assert sentence.format(min(ratios), max(ratios)) in text
-    with (ROOT / "examples/benchmarks/results/masked_linear.csv").open() as file:
-        ratio = {(r["mode"], r["layer"]): r["ratio"] for r in csv.DictReader(file)}
+    rows, text = table_rows("benchmarks/results/cpu_patterns"), page("speed")
+    for dtype, sentence in (("float32", "the slowest takes {} copies ({})"), ("bfloat16", "half as long, {} ({})")):
+        worst = max((float(r["times one copy"]), r["pattern"]) for r in rows if r["dtype"] == dtype)
+        assert sentence.format(*worst) in text
+    growth = {(r["pattern"], r["size"]): float(r["ns an element"]) for r in table_rows("benchmarks/results/cpu_growth")}
+    ratios = [growth[p, "8192"] / ns for (p, size), ns in growth.items() if size == "1024"]
+    assert f"between {min(ratios):.2f} and {max(ratios):.2f} of what it was" in text
+    ratio = {(r["mode"], r["layer"]): r["ratio"] for r in table_rows("benchmarks/results/masked_linear")}
     assert f"take {ratio['eager', 'bool mask']} of torch.ao's FakeSparsity in eager mode" in text
     assert f"({ratio['eager', 'float mask']} with a float mask" in text
     compiled = [ratio["compiled", f"{kind} mask"] for kind in ("bool", "float")]
@@ -133,15 +112,13 @@ def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
 
 
 def test_the_time_of_prepare_equals_the_csv():
-    with (ROOT / "examples/benchmarks/results/prepare.csv").open() as file:
-        ms = {r["kind"]: float(r["prepare ms"]) for r in csv.DictReader(file)}
+    ms = {r["kind"]: float(r["prepare ms"]) for r in table_rows("benchmarks/results/prepare")}
     sentence = f"takes {ms['ScopeSparsifier']:.0f} ms, torch.ao's {ms['stock']:.0f} ms"
     assert sentence in page("speed") and ms["ScopeSparsifier"] < 300  # as stated in the changelog
 
 
 def test_the_bytes_sent_for_a_selection_equal_the_csv():
-    with (ROOT / "examples/benchmarks/results/selection_bytes.csv").open() as file:
-        ours, gather = csv.DictReader(file)
+    ours, gather = table_rows("benchmarks/results/selection_bytes")
     sent = f"by sending {int(ours['bytes']) // 1000} KB, not {int(gather['bytes']) // 10**6} MB"
     assert sent in page("ranks")
     assert f"two ranks: {float(ours['ms']) / float(gather['ms']):.1f} of the time of a gather" in page("ranks")
@@ -149,8 +126,7 @@ def test_the_bytes_sent_for_a_selection_equal_the_csv():
 
 def test_the_figures_of_one_pass_equal_the_csvs():
     def read(name):
-        with (ROOT / f"examples/results/{name}.csv").open() as file:
-            return list(csv.DictReader(file))
+        return table_rows(f"results/{name}")
 
     def three(cell):
         return f"{float(cell):.3f}"
@@ -175,8 +151,7 @@ def test_the_figures_of_one_pass_equal_the_csvs():
 
 
 def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
-    with (ROOT / "examples/results/shrink_minilm.csv").open() as file:
-        dense, small = csv.DictReader(file)
+    dense, small = table_rows("results/shrink_minilm")
     flops, size = (int(small[k]) / int(dense[k]) for k in ("flops", "file bytes"))
     sentence = (
         f"{flops:.2f} of the FLOPs, {float(small['of dense']):.2f} of the time of a batch, {size:.2f} of the file"
@@ -185,17 +160,7 @@ def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     assert sentence in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text
 
 
-def test_the_readme_is_short_and_its_factors_equal_the_csv():
-    assert README.count("\n") <= 150
-    with (ROOT / "examples/benchmarks/results/cpu_step.csv").open() as file:
-        plain = [float(r["times faster than stock"]) for r in csv.DictReader(file) if r["kind"] == "ours, plain"]
-    assert f"is {min(plain):.0f} to {max(plain):.0f} times faster than torch.ao's on a plain" in " ".join(
-        README.split()
-    )
-
-
 def test_the_table_of_export_targets_equals_the_csv():
-    with (ROOT / "examples/results/export_minilm.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_rows("results/export_minilm")
     for r in rows:
         assert f"| {' | '.join(list(r.values())[:7])} |" in PAGES["docs/speed.md"]

@@ -1,4 +1,4 @@
-"""The algebra against SPEC section 2 spelled out in Python loops (`strategies`), on random windows and tilings."""
+"""Blocks, scopes and couplings on random windows, against their definitions in Python loops (`strategies`)."""
 
 import math
 
