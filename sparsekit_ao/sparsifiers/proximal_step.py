@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
-from ..selection import Newton, Scopes, block_scores, fill_mask, finished
+from ..selection import Scopes, block_scores, fill_mask, finished
 from ..structure import BlockSpec, Budget, SparseBlock, block_windows, is_number, soft_threshold_windows
 from .component import Component
 from .conditioners import Diagonal
 
 Strength = float | Callable[[int], float]
-_NEWTON = Newton(eps=0.0, atol=1e-6, max_iter=50)  # of the kernels; plain torch takes as many steps as it needs
 
 
 def proximal_step(
@@ -79,7 +78,7 @@ def _shrink(
         given = block_windows(block, {s.view.param: diagonals[s] for s in own})
         windows = tuple(replace(m, mask=h.values) for m, h in zip(windows, given, strict=True))
     scopes = Scopes(members=windows, shape=(1,) * block.grid_ndim)
-    soft_threshold_windows([scopes], t, newton=_NEWTON if diagonals else None, where=f"{block.name}: ")
+    soft_threshold_windows([scopes], t)
     for spec, m in zip(own, windows, strict=True):
         if not spec.view.is_aligned(weights[spec]):
             spec.view.write_back(m.window, weights[spec])

@@ -8,7 +8,7 @@ from .block import BlockCoupling, BlockSpec, SparseBlock, block_windows
 from .budget import Budget, checked_level, is_number, sparsity_to_nnz
 from .elements import elements_of
 from .member import ScopeMember
+from .proximal import soft_threshold_windows
 from .scope import ScopeCoupling, ScopeSpec
 from .sparse_scope import MaskUpdate, SparseScope, scope_windows, update_masks, write_back
-from .threshold import soft_threshold_windows
 from .view import View

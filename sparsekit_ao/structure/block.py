@@ -19,7 +19,7 @@ from ..selection.strides import Shape, grid_of
 from ..selection.tiling import aligned_grid, from_aligned
 from .elements import elements_of
 from .layout import is_dense, resolve_tile
-from .threshold import Thresholded, Values, refuse_triton, zero_below
+from .proximal import Thresholded, Values, zero_below
 from .view import View
 
 
@@ -122,18 +122,15 @@ class SparseBlock(Thresholded):
         return {s: m if is_dense(m.shape, m.stride()) else m.contiguous() for s, m in masks.items()}
 
     @torch.no_grad()
-    def hard_threshold(self, thresholds: Tensor | float, values: Values = None, *, impl: str = "auto") -> None:
+    def hard_threshold(self, thresholds: Tensor | float, values: Values = None) -> None:
         """Zero the blocks whose norm is strictly below the threshold (equal stays), in place.
 
         Args:
             thresholds: a number, or a tensor that broadcasts to the grid.
             values: what the norms are taken of; None means the parameters.
-            impl: `"auto"`, `"reference"` or `"triton"` (which takes no other values).
         """
-        if values is not None:
-            refuse_triton(impl, "hard_threshold by other values", self._where())
         scored = None if values is None else [self._one_each(block_windows(self, values))]
-        zero_below(self._live(), self._thresholds(thresholds), scored=scored, impl=impl)
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored)
 
     def _live(self, conditioners: Values = None) -> list[Scopes]:
         return [self._one_each(live_windows(self, conditioners))]

@@ -18,7 +18,7 @@ from ..selection.tiling import real_slots, tile_volumes
 from .block import BlockSpec, SparseBlock, block_windows, live_windows
 from .budget import Budget, checked_budget, sparsity_to_nnz
 from .member import ScopeMember
-from .threshold import Thresholded, Values, refuse_triton, zero_below
+from .proximal import Thresholded, Values, zero_below
 
 BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
 
@@ -151,8 +151,6 @@ class SparseScope(Thresholded):
         thresholds: Tensor | float | None = None,
         nnz: Budget | None = None,
         values: Values = None,
-        *,
-        impl: str = "auto",
     ) -> None:
         """Zero blocks in place: those with a norm strictly below the scope's threshold, or all but nnz a scope.
 
@@ -160,19 +158,16 @@ class SparseScope(Thresholded):
             thresholds: a number, or a tensor that broadcasts to the scope grid.
             nnz: blocks kept in each scope; exactly one of the two is given.
             values: what the norms are taken of.
-            impl: `"auto"`, `"reference"` or `"triton"` (which takes thresholds, and no other values).
         """
         if (thresholds is None) == (nnz is None):
             raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
-        if nnz is not None or values is not None:
-            refuse_triton(impl, "hard_threshold by a count or by other values", self._where())
         if nnz is not None:
             for spec, mask in self.get_masks(nnz, values).items():
                 spec.view.param.detach().masked_fill_(~mask, 0)
             return
         assert thresholds is not None
         scored = None if values is None else scope_windows(self, values)
-        zero_below(self._live(), self._thresholds(thresholds), scored=scored, impl=impl)
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored)
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
         """The budget, checked: least <= nnz <= blocks per scope - spare."""
