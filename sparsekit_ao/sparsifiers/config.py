@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
 from ..structure.layout import refuse_expanded
-from .names import Classes, adapters, exists, hint_of, matcher, named_tensors, parameter_of
-from .tied import names_to_skip, refuse_tied, tied_names
+from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, parameter_of
 
 TensorGroup = dict[str, Any]
+Classes = tuple[type[nn.Module], ...]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_OTHERS = {  # keys of other sparsifiers
@@ -36,8 +37,8 @@ _MEANT = {
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Place(NamedTuple):
-    """Where a tensor is, and the first words of errors about its config entry."""
+class ConfigContext(NamedTuple):
+    """The tensor that a config entry is completed for, and the first words of errors about the entry."""
 
     module: nn.Module
     module_fqn: str
@@ -47,12 +48,12 @@ class Place(NamedTuple):
     where: str
 
 
-Complete = Callable[[dict[str, Any], Place], dict[str, Any]]
+Complete = Callable[[dict[str, Any], ConfigContext], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """What a config amounts to on one model.
+class ResolvedConfig:
+    """The groups of one model that a config names.
 
     Attributes:
         groups: one complete group for each tensor.
@@ -92,7 +93,7 @@ def resolve_groups(
     *,
     exclude: Sequence[str | type] = (),
     is_default: bool = False,
-) -> Resolved:
+) -> ResolvedConfig:
     """One complete group for each tensor that the config names, in the config's order.
 
     An exact name has precedence over globs, regular expressions and module classes; among those, a later entry has.
@@ -120,26 +121,24 @@ def resolve_groups(
     names = dict(named_tensors(model))
     excluded = excluded_names(model, exclude, names)
     owners, labels = _owners(model, config, keys, names)
-    skipped = {fqn: excluded[fqn] for fqn in owners if fqn in excluded}
-    if is_default:
-        skipped = {**adapters(model, owners), **tied_names(model, owners), **skipped}
-    else:
-        skipped = {**names_to_skip(model, owners, excluded), **skipped}
-    found = Resolved(skipped=skipped)
+    skipped = {
+        **(adapters(model, owners) if is_default else {}),
+        **_tied_to_skip(model, owners, excluded, is_default),
+        **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
+    }
+    resolved = ResolvedConfig(skipped=skipped)
     for fqn, (at, is_exact) in sorted(owners.items(), key=lambda owner: owner[1][0]):
         if fqn not in skipped:
-            found.groups.append(_group(model, fqn, config[at], complete, f"config[{at}]: "))
-            found.rules[fqn] = "config=None" if is_default else labels[at]
+            resolved.groups.append(_group(model, fqn, config[at], complete, f"config[{at}]: "))
+            resolved.rules[fqn] = "config=None" if is_default else labels[at]
         elif is_exact and not is_default:
             raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
-    if not found.groups:
+    if not resolved.groups:
         reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
         what = "config=None finds" if is_default else "config names"
         raise SparsityError(f"{what} no tensor that is not left out: {reasons}. Name tensors in a config.")
-    _refuse_shared(found.groups)
-    if not is_default:
-        refuse_tied(found.groups, model)
-    return found
+    _refuse_shared(resolved.groups, model, is_default)
+    return resolved
 
 
 def copied(value: Any) -> Any:
@@ -334,13 +333,51 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
         )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
     own = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
-    return {**complete(own, Place(module, prefix, name, fqn, tensor, where)), **found}
+    return {**complete(own, ConfigContext(module, prefix, name, fqn, tensor, where)), **found}
 
 
-def _refuse_shared(groups: Sequence[TensorGroup]) -> None:
-    """A module that is used twice has two names; a mask on each would be two on one tensor."""
+def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, is_default: bool) -> None:
+    """Raise where two groups are one tensor, or a parameter has several names of which one is parametrized."""
     seen: dict[tuple[int, str], str] = {}
+    names = {} if is_default else _names_of_parameters(model)
     for g in groups:
         other = seen.setdefault((id(g["module"]), g["tensor_name"]), g["tensor_fqn"])
         if other != g["tensor_fqn"]:
             raise SparsityError(f"{other!r} and {g['tensor_fqn']!r} are one tensor of one module; name it once")
+        shared = names.get(id(parameter_of(g["module"], g["tensor_name"])), [])
+        if len(shared) > 1 and any(parametrize.is_parametrized(*owner_of(model, name)) for name in shared):
+            raise SparsityError(
+                f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(shared)}), and some of them are "
+                "parametrized otherwise. Untie it, or leave it out (exclude=[...])."
+            )
+
+
+def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in named_tensors(model):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _tied_to_skip(
+    model: nn.Module, owners: Mapping[str, tuple[int, bool]], excluded: Mapping[str, str], is_default: bool
+) -> dict[str, str]:
+    """{tensor_fqn: why} of names whose parameter has other names too (a head that is tied to an embedding).
+
+    Without a config all of them are left out; else those that are left out, or named more precisely, under another one.
+    """
+    skipped: dict[str, str] = {}
+    for names in _names_of_parameters(model).values():
+        given = [name for name in names if name in owners]
+        if len(names) < 2 or not given:
+            continue
+        out = next((name for name in names if name in excluded), None)
+        first = next((name for name in given if owners[name][1]), given[0])
+        for name in given:
+            if is_default:
+                skipped[name] = f"tied to {', '.join(repr(other) for other in names if other != name)}"
+            elif out is not None and name != out:
+                skipped[name] = f"tied to {out!r}, {excluded[out]}"
+            elif out is None and name != first:
+                skipped[name] = f"tied to {first!r}, which has the mask of both"
+    return skipped

@@ -17,9 +17,9 @@ from ..scores import needs_of
 from ..selection import finished
 from ..structure import MaskUpdate, sparsity_to_nnz
 from .calibrated import CalibratedSparsifier
-from .check import check_masks
 from .component import Component
-from .config import Place, TensorGroup, copied
+from .config import ConfigContext, TensorGroup, copied
+from .mask_check import check_masks
 from .minimum import update_masks
 from .plan import Plan, batches, elements_of, make_plan
 from .progress import shown
@@ -119,7 +119,7 @@ class PlannedSparsifier(CalibratedSparsifier):
         self._refuse_unknown(own, self.keys)
         if not own:
             return group
-        place = Place(
+        place = ConfigContext(
             module=group["module"],
             module_fqn=group["module_fqn"],
             tensor_name=group["tensor_name"],
@@ -170,10 +170,10 @@ class PlannedSparsifier(CalibratedSparsifier):
                 raise SparsityError(hint) from None
             raise
 
-    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         return self._over(copied(self.defaults), own, place)
 
-    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Own keys over default ones, patterns resolved."""
         refuse_two_budgets(own, place.where)
         given_pattern = own.get("pattern")
@@ -198,7 +198,7 @@ class PlannedSparsifier(CalibratedSparsifier):
             )
         return group
 
-    def _resolve(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _resolve(self, given: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys of `given` with its pattern resolved; an error where this class does not take one of them."""
         found = resolved(given, place)
         for key in found:

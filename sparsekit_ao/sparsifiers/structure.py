@@ -16,7 +16,7 @@ from ..patterns import Pattern
 from ..scores import Score, parse_score
 from ..selection.strides import Shape
 from ..structure import AxisPattern, is_number
-from .config import Place, TensorGroup
+from .config import ConfigContext, TensorGroup
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
@@ -44,7 +44,7 @@ AXES = ("axes", "unit", "scope", "sizes")
 BUDGETS = ("sparsity_level", "nnz")
 
 
-def resolved(given: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def resolved(given: Mapping[str, Any], place: ConfigContext) -> dict[str, Any]:
     """A dict of config keys with its `pattern`, if it has one, resolved to config keys for one tensor.
 
     Raises:

@@ -17,7 +17,7 @@ from ..errors import SparsityError
 from ..scores import saliency_of
 from ..structure import MaskUpdate, is_number
 from .base import MaskSparsifier
-from .config import Place, TensorGroup
+from .config import ConfigContext, TensorGroup
 from .plan import matrix_budgets, matrix_shape
 from .structure import checked_tile
 
@@ -121,7 +121,7 @@ class WeightNormSparsifier(MaskSparsifier):
         found = saliency_of(lambda w, _: self.norm_fn(w), matrix, group["tensor_fqn"])
         return distributed.placed_like(found.reshape(weight.shape), weight), None
 
-    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         if "sparse_block_shape" in own:
             own = {**own, "sparse_block_shape": checked_tile(own["sparse_block_shape"], place.where)}
             if self._zeros_follow_shape:

@@ -74,8 +74,8 @@ class Thresholded(ABC):
         least = float(t.amin()) if isinstance(t, Tensor) and t.numel() else 0.0 if isinstance(t, Tensor) else float(t)
         if not least >= 0:
             raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
-        for m in (m for s in scopes for m in s.members if m.mask is not None and m.mask.numel()):
-            low = float(m.mask.amin().to(_dtype([m])) + eps)
+        for m in (m for s in scopes for m in s.members):
+            low = math.inf if m.mask is None or not m.mask.numel() else float(m.mask.amin().to(_dtype([m])) + eps)
             if not low > 0:
                 raise SparsityError(f"{self._where()}soft_threshold needs conditioners > 0, got {low}")
         if max_iter is None and atol is not None:
@@ -99,9 +99,7 @@ class Thresholded(ABC):
         return f"{self.name}: " if self.name else ""
 
 
-def zero_below(
-    scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: Sequence[Scopes] | None = None
-) -> None:
+def zero_below(scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: Sequence[Scopes] | None = None) -> None:
     """Zero the blocks whose 2-norm is strictly below their scope's threshold (equal stays), in place.
 
     Args:

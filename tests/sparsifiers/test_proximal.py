@@ -197,12 +197,12 @@ def model_of(name, layers=2):
 
 def blocks_left(sparsifier, model):
     """Blocks that are not zero, by component and scope."""
-    from sparsekit_ao.sparsifiers.hand_over import _kept
+    from sparsekit_ao.sparsifiers.proximal import kept_counts
 
     masks = {n: p != 0 for n, p in model.named_parameters()}
     components = sparsifier._planned(sparsifier.groups).components
     last = max(c.stage for c in components)
-    found = [(_kept(c, sparsifier.groups, masks), c) for c in components if c.stage == last]
+    found = [(kept_counts(c, sparsifier.groups, masks), c) for c in components if c.stage == last]
     return [
         (torch.as_tensor(n), torch.as_tensor(c.budget(sparsifier.groups, sparsifier._level_given)), c) for n, c in found
     ]
