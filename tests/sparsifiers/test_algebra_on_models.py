@@ -42,24 +42,7 @@ def test_a_weight_computed_by_a_parametrization_is_refused(make, frozen):
     assert not weight.any()
 
 
-def test_a_weight_of_another_parametrization_is_refused_and_a_view_of_a_parameter_is_not():
-    layer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))
-    with refuses("computed from others"):
-        ScopeSpec(layer.weight)
-    plain = nn.Linear(8, 4)
-    BlockSpec(plain.weight[:2], (1, -1)).soft_threshold(100.0)  # shares the parameter's memory
-    assert not plain.weight[:2].any() and plain.weight[2:].all()
-
-
 # 2: the order of arguments
-
-
-@pytest.mark.parametrize("make", [BlockSpec, ScopeSpec, lambda w: BlockCoupling([BlockSpec(w)])])
-def test_options_of_soft_threshold_are_given_by_name(make):
-    w = torch.ones(1, 4)
-    with pytest.raises(TypeError, match="positional"):
-        make(w).soft_threshold(0.1, None, True)
-    assert w.all()
 
 
 # 3: nnz
@@ -88,11 +71,6 @@ def test_get_masks_takes_what_block_norms_returns():
     allowed = scope.block_norms() != 8
     (mask,) = scope.get_masks(1, candidates=allowed).values()
     assert mask.tolist() == [[False] * 4, [False, True, True, False]]
-
-
-def test_block_mask_is_a_keep_decision_alone():
-    with pytest.raises(TypeError, match="block_mask"):
-        ScopeSpec(torch.ones(2, 2)).get_masks(1, block_mask=torch.ones(2, 2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -142,15 +120,6 @@ def test_apply_mask_of_ints_is_refused():
     assert w.all()
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e25), (torch.float64, 1e200), (torch.bfloat16, 2.0**100)])
-def test_norms_of_finite_weights_are_finite(dtype, size):
-    w = torch.tensor([[3 * size, 4 * size, 3.0, 4.0]], dtype=dtype)
-    block = BlockSpec(w, (1, 2))
-    assert block.norms().tolist() == [[pytest.approx(5 * size, rel=1e-2), 5.0]]
-    assert ScopeSpec(block).block_norms().tolist() == [[[pytest.approx(5 * size, rel=1e-2), 5.0]]]
-    assert block.norms(torch.tensor([[math.inf, 1.0, 1.0, 0.0]], dtype=dtype)).tolist() == [[math.inf, 1.0]]
-
-
 @pytest.mark.parametrize("make", [dynamic.rules.magnitude, dynamic.rules.gradient])
 def test_criteria_of_structured_rules(make):
     weights = torch.tensor([[3.0, -1.0], [-2.0, 2.0], [5.0, 0.5], [1.5, 1.5]])
@@ -187,21 +156,6 @@ def test_criteria_of_structured_rules(make):
 
 
 # 5: budgets that are tensors
-
-
-def test_a_budget_tensor_works_with_coupled_scopes_of_different_rank():
-    a, b = torch.arange(1.0, 9.0).reshape(1, 1, 1, 2, 4), torch.arange(1.0, 5.0)
-    scope = ScopeCoupling([ScopeSpec(b), ScopeSpec(a)])
-    budget = torch.full(scope.grid_shape, 5)
-    assert budget.ndim == 5
-    masks = {spec: torch.ones_like(spec.view.param, dtype=torch.bool) for spec in scope.blocks()}
-    scope.update_masks(masks, budget)
-    assert sum(int(m.sum()) for m in masks.values()) == 5
-    assert torch.equal(torch.cat([m.flatten() for m in scope.get_masks(budget).values()]), mask_of(masks))
-
-
-def mask_of(masks):
-    return torch.cat([m.flatten() for m in masks.values()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
