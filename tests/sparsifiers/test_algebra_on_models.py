@@ -17,7 +17,6 @@ from sparsekit_ao import (
     ScopeSpec,
     SparsityError,
     View,
-    dynamic,
 )
 from sparsekit_ao.dynamic import inits
 
@@ -73,86 +72,12 @@ def test_get_masks_takes_what_block_norms_returns():
     assert mask.tolist() == [[False] * 4, [False, True, True, False]]
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        View(torch.zeros(2, 8), (2, 2, 2), (8, 1, 4), 2),
-        View.from_existing(torch.zeros(3, 4).t()),
-        View.from_existing(torch.zeros(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)),
-        View.from_existing(torch.zeros(5)),
-        View.from_existing(torch.as_strided(torch.zeros(6), (2, 3), (2, 1))[:, :2]),
-    ],
-)
-def test_addresses_and_coordinates_of_index_tensors(view):
-    axes = [torch.arange(n) for n in view.shape]
-    index = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
-    addresses, (rows, columns) = view.linear_offset(index), view.to_param_rc(index)
-    assert addresses.shape == rows.shape == columns.shape == view.shape
-    for at in index.reshape(-1, view.ndim).tolist():
-        assert int(addresses[tuple(at)]) == view.linear_offset(at)
-        assert (int(rows[tuple(at)]), int(columns[tuple(at)])) == view.to_param_rc(at)
-    for wrong in (index.float(), index[..., :-1], index[0, ..., 0] > 0):
-        with refuses("indices must be an integer tensor"):
-            view.linear_offset(wrong)
-    with refuses("is out of bounds for the view"):
-        view.to_param_rc(index + 1)
-
-
-def test_block_views_and_spreads_of_any_tensor():
-    view = View(torch.zeros(4, 8), (4, 2, 4), (8, 4, 1))
-    parameter, window = torch.arange(32).reshape(4, 8), torch.arange(32).reshape(4, 2, 4).bool()
-    assert torch.equal(
-        view.block_view_of(parameter, (2, 1, 4), merge=True)[1, 1, 0], torch.tensor([20, 21, 22, 23, 28, 29, 30, 31])
-    )
-    assert view.block_view_of(window, (2, 1, 4), merge=True).shape == (2, 2, 1, 8)
-    for values in (torch.tensor(3), torch.tensor([[[1]], [[2]]]), torch.ones(2, 2, 1, dtype=torch.bool)):
-        spread = view.broadcast_block_to_element(values, (2, 1, 4))
-        assert spread.shape == (4, 2, 4) and spread.dtype == values.dtype
-    with refuses("block values must have the grid's shape (2, 2, 1), got (3,)"):
-        view.broadcast_block_to_element(torch.ones(3), (2, 1, 4))
-
-
 def test_apply_mask_of_ints_is_refused():
     w = torch.ones(2, 2)
     for act in (BlockSpec(w).apply_mask, lambda m: View.from_existing(w).apply_mask(m, ())):
         with refuses("apply_mask needs a bool mask (True = zero the block), got torch.int64"):
             act(torch.eye(2, dtype=torch.int64))
     assert w.all()
-
-
-@pytest.mark.parametrize("make", [dynamic.rules.magnitude, dynamic.rules.gradient])
-def test_criteria_of_structured_rules(make):
-    weights = torch.tensor([[3.0, -1.0], [-2.0, 2.0], [5.0, 0.5], [1.5, 1.5]])
-    expected = {
-        "mean": [2, 2, 2.75, 1.5],
-        "max": [3, 2, 5, 1.5],
-        "min": [1, 2, 0.5, 1.5],
-        "L1": [4, 4, 5.5, 3],
-        "L2": [10**0.5, 8**0.5, 25.25**0.5, 4.5**0.5],
-        lambda x, dim: x.prod(dim): [3, 4, 2.5, 2.25],
-    }
-    for criterion, scores in expected.items():
-        rule, seen = make(criterion), []
-
-        def spy(slots, rule=rule, seen=seen):
-            seen.append(rule.score(slots))
-            return slots.scores(slots.weights)
-
-        model = nn.Sequential(nn.Linear(2, 4, bias=False))
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        spy.needs = rule.needs
-        sparsifier = DynamicSparsifier(
-            optimizer=optimizer, nnz=4, block_shape=(1, -1), prune=spy, grow="gradient", update_every=1
-        )
-        sparsifier.prepare(model, None)
-        with torch.no_grad():
-            model[0].parametrizations.weight.original.copy_(weights)
-        (model[0].weight * weights).sum().backward()  # so the gradient is the weight
-        optimizer.step()
-        sparsifier.step()
-        assert seen[0].tolist() == [pytest.approx(scores)], criterion
-    with refuses("criterion must be"):
-        make("median")
 
 
 # 5: budgets that are tensors
@@ -181,29 +106,6 @@ def test_a_budget_tensor_in_a_group_after_a_change_of_dtype(coupling, dtype):
 
 
 # init="resume"
-
-
-@pytest.mark.parametrize("coupled", [False, True])
-def test_resume_takes_a_block_with_a_stray_zero_as_active(coupled):
-    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 3, bias=False))
-    with torch.no_grad():
-        model[0].weight[1:3] = 0
-        model[1].weight[:, 1:3] = 0
-        model[0].weight[0, 1] = 0  # a zero in a kept block
-        if coupled:
-            model[0].weight[3] = 0  # a dead row: the unit is kept by the other tensor
-    names = {"block_coupling": "units"} if coupled else {}
-    config = [
-        {"tensor_fqn": "0.weight", "block_shape": (1, -1), **names},
-        {"tensor_fqn": "1.weight", "block_shape": (-1, 1), **names},
-    ]
-    if coupled:
-        config[1]["coupling_order"] = (1, 0)
-    sparsifier = DynamicSparsifier(init="resume", update_every=None)
-    sparsifier.prepare(model, config)
-    assert sparsifier.mask("0.weight").all(1).tolist() == [True, False, False, True]
-    assert sparsifier.mask("1.weight").all(0).tolist() == [True, False, False, True]
-    assert sparsifier.check() == (1 if coupled else 2)
 
 
 def test_a_saved_mask_that_keeps_a_part_of_a_block_is_still_refused():

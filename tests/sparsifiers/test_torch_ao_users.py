@@ -109,11 +109,6 @@ def test_a_derived_class_may_step_between_forward_and_backward():
     assert torch.equal(model[0].parametrizations.weight.original.grad, torch.ones(4, 8))
 
 
-def test_a_base_class_without_update_mask_cannot_be_instantiated():
-    with pytest.raises(TypeError, match="update_mask"):
-        MaskSparsifier()
-
-
 @pytest.mark.parametrize("kind", [WeightNormSparsifier, NearlyDiagonalSparsifier])
 def test_masks_are_fake_sparsity_in_the_weights_dtype(kind):
     model = linear_model(8, 8)
@@ -151,24 +146,6 @@ def test_an_even_nearliness_is_an_error_of_step_too():
     with pytest.raises(ValueError, match="nearliness can only be an odd number, got 2"):
         sparsifier.update_mask(sparsifier.groups[0]["module"], "weight", nearliness=2)
     assert sparsifier.mask("0.weight").sum() == 16
-
-
-def test_a_subclass_sees_every_tensor_of_a_step_once_in_order():
-    seen = []
-
-    class Seen(WeightNormSparsifier):
-        def update_mask(self, module, tensor_name, **kwargs):
-            seen.append(kwargs["tensor_fqn"])
-            super().update_mask(module, tensor_name, **kwargs)
-
-    model, plain = linear_model(8, 8, 8), linear_model(8, 8, 8)
-    for kind, one in ((Seen, model), (WeightNormSparsifier, plain)):
-        sparsifier = kind(0.5)
-        sparsifier.prepare(one, None)
-        sparsifier.step()
-    assert seen == ["0.weight", "2.weight"]
-    for key, value in plain.state_dict().items():
-        assert torch.equal(value, model.state_dict()[key])
 
 
 def test_a_norm_function_that_is_set_later_is_used():

@@ -6,15 +6,16 @@ import warnings
 import pytest
 import torch
 import torch.nn.utils.prune
+from stock import linear_model
 from torch import nn
 from torch.ao.pruning import LambdaSL
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
 
 
-def prepared(**options):
+def prepared(*sizes, **options):
     sparsifier = ScopeSparsifier(**options)
-    sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+    sparsifier.prepare(linear_model(*(sizes or (8, 8))))
     return sparsifier
 
 
@@ -63,7 +64,7 @@ def test_a_scheduler_before_prepare():
 
 
 def test_a_layer_that_was_replaced_after_prepare_is_named():
-    sparsifier = prepared()
+    sparsifier = prepared(8, 8, 4)
     sparsifier.step()
     sparsifier.model[2] = nn.Linear(8, 3)
     with pytest.warns(
@@ -76,7 +77,7 @@ def test_a_layer_that_was_replaced_after_prepare_is_named():
 
 
 def test_a_copy_whose_masks_were_averaged():
-    sparsifier = prepared()
+    sparsifier = prepared(8, 8, 4)
     sparsifier.step()
     average = copy.deepcopy(sparsifier.model)
     sparsifier.model[0].parametrizations.weight.original.data.normal_()
