@@ -229,27 +229,27 @@ def _matches(
     where: str,
 ) -> dict[str, bool]:
     """{tensor_fqn: whether it is named exactly} of what an entry names."""
-    found: dict[str, bool] = {}
+    matched: dict[str, bool] = {}
     for rule in rules:
         exact = rule.removeprefix(".")
         if exact in names or exists(model, exact):
-            found[exact] = True
+            matched[exact] = True
             continue
         is_match = matcher(rule, f"{where}'tensor_fqn' ")
-        some = [name for name in names if is_match(name)]
-        if not some:
+        matching = [name for name in names if is_match(name)]
+        if not matching:
             raise SparsityError(
                 f"{where}'tensor_fqn' {rule!r} matches no parameter of the model.{hint_of(model, exact, names)}"
             )
-        found = {**dict.fromkeys(some, False), **found}
+        matched = {**dict.fromkeys(matching, False), **matched}
     if not classes:
-        return found
+        return matched
     tensor = entry.get("tensor_name", "weight")
-    own = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
-    outside = [n for n, is_exact in found.items() if is_exact and n not in own]
+    of_classes = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
+    outside = [n for n, is_exact in matched.items() if is_exact and n not in of_classes]
     if outside:
         raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {_named(classes)}")
-    kept = {n: found.get(n, False) for n in (found or names) if n in own and (n in names or n in found)}
+    kept = {n: matched.get(n, False) for n in (matched or names) if n in of_classes and (n in names or n in matched)}
     if not kept:
         raise SparsityError(f"{where}'module' {_named(classes)}: no such module of the model has the tensor {tensor!r}")
     return kept
@@ -259,7 +259,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Colle
     """{tensor_fqn: why}; a module, by name, glob or class, is left out with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs and module classes, got {exclude!r}")
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
     paths: dict[int, list[str]] = {}
     for name, module in modules.items():
@@ -267,16 +267,16 @@ def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Colle
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, rule in enumerate(exclude):
         if isinstance(rule, type) and issubclass(rule, nn.Module):
-            own = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
+            left_out = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
         elif isinstance(rule, str) and rule:
             is_match = matcher(rule, f"exclude[{at}] ")
-            own = [n for n in names if any(map(is_match, around[n]))]
-            if not own:
+            left_out = [n for n in names if any(map(is_match, around[n]))]
+            if not left_out:
                 raise SparsityError(f"exclude[{at}] {rule!r} matches no parameter or module of the model")
         else:
             raise SparsityError(f"exclude[{at}] must be a name, a glob, 're:...' or a module class, got {rule!r}")
-        found |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in own}
-    return found
+        reasons |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in left_out}
+    return reasons
 
 
 def _around(fqn: str, paths: Iterable[str]) -> list[str]:
@@ -286,11 +286,11 @@ def _around(fqn: str, paths: Iterable[str]) -> list[str]:
         fqn: the tensor's name.
         paths: the names of its module: several where one module is used in several places.
     """
-    found = []
+    names = []
     for path in paths:
         parts = f"{path}.{fqn.rpartition('.')[2]}".removeprefix(".").split(".")
-        found += [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return found
+        names += [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return names
 
 
 def _named(rules: Iterable[str | type]) -> str:
@@ -298,12 +298,13 @@ def _named(rules: Iterable[str | type]) -> str:
 
 
 def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:
+    """The complete group of one tensor; raises where the tensor cannot be masked."""
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
-    found = {"module": module, "module_fqn": prefix, "tensor_name": name, "tensor_fqn": fqn}
+    place = {"module": module, "module_fqn": prefix, "tensor_name": name, "tensor_fqn": fqn}
     for key in ("module", "module_fqn", "tensor_name"):
         is_class = key == "module" and isinstance(entry.get(key), (type, list, tuple))
-        if key in entry and not is_class and entry[key] is not found[key] and entry[key] != found[key]:
+        if key in entry and not is_class and entry[key] is not place[key] and entry[key] != place[key]:
             raise SparsityError(f"{where}{key!r} and 'tensor_fqn' disagree: {entry[key]!r} and {fqn!r}")
     if isinstance(module, torch.jit.ScriptModule):
         raise SparsityError(
@@ -332,8 +333,8 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
-    own = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
-    return {**complete(own, ConfigContext(module, prefix, name, fqn, tensor, where)), **found}
+    keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
+    return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
 
 
 def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, is_default: bool) -> None:

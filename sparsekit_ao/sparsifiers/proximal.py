@@ -93,9 +93,8 @@ class ProximalSparsifier(PlannedSparsifier):
         **structure: Any,
     ) -> None:
         pattern = checked_pattern(structure.get("pattern"), "")
-        has_budget = (
-            sparsity_level is not None or nnz is not None or (pattern is not None and pattern.budget is not None)
-        )
+        budgets = (sparsity_level, nnz, None if pattern is None else pattern.budget)
+        has_budget = any(budget is not None for budget in budgets)
         if strength is not None and has_budget:
             raise SparsityError("strength and a budget (sparsity_level, nnz or a pattern's) are mutually exclusive")
         check_conditioner(conditioner)
@@ -172,7 +171,8 @@ class ProximalSparsifier(PlannedSparsifier):
                 'init="resume", which starts from the zeros'
             )
         masks = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
-        entries = [_structure_of(g) for g in self.groups]
+        keys = ("tensor_fqn", *STRUCTURE, *AXES, "stages")
+        entries = [{k: g[k] for k in keys if g.get(k) is not None and g[k] != ()} for g in self.groups]
         for component in self._planned(self.groups).components if is_fixed else ():
             if "stages" not in entries[component.leaves[0][1]]:
                 count = kept_counts(component, self.groups, masks)
@@ -313,9 +313,8 @@ class ProximalSparsifier(PlannedSparsifier):
         components = self._planned(self.groups).components
         if self._counts.optimizers:  # else every call is a step
             stepped = set(self._counts.stepped(self._parameters(self.groups)))
-            components = tuple(
-                c for c in components if all(self.groups[at]["tensor_fqn"] in stepped for _, at in c.leaves)
-            )
+            moved = [g["tensor_fqn"] in stepped for g in self.groups]
+            components = tuple(c for c in components if all(moved[at] for _, at in c.leaves))
         if components:
             self._update_components(components, self.groups)
             self.iteration += 1
@@ -394,12 +393,6 @@ def _shrink_blocks(
         for window, tensor in ((m.window, weights[spec]), (m.mask, masks[spec])):
             if window is not None and not spec.view.is_aligned(tensor):  # the window is a copy
                 spec.view.write_back(window, tensor)
-
-
-def _structure_of(group: TensorGroup) -> dict[str, Any]:
-    """The structure of a group as a config entry."""
-    given = {k: group.get(k) for k in ("tensor_fqn", *STRUCTURE, *AXES, "stages")}
-    return {k: v for k, v in given.items() if v is not None and v != ()}
 
 
 def kept_counts(component: Component, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> int | Tensor:

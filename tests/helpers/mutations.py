@@ -3,8 +3,7 @@
     python tests/helpers/mutations.py [first last]
 
 Each change is made in a copy of the repository, so the checkout stays as it is. Prints one line for each mutation, with
-the test that failed; the exit status is the number of those that were not caught. Takes half an hour on one core. What
-the last run printed is in mutations.txt.
+the test that failed; the exit status is the number of those that were not caught. Takes half an hour on one core.
 """
 
 import os

@@ -264,6 +264,14 @@ def test_check_names_the_wrong_scope():
         sparsifier.check()
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_check_detects_a_wrong_v_n_m_mask(wrong):
+    sparsifier = masks_after_step(Holder(w=torch.randn(8, 16)), [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
+    sparsifier.mask("w")[0] = wrong
+    with pytest.raises(SparsityError, match="w: .* scopes are wrong"):
+        sparsifier.check()
+
+
 def test_check_and_report_as_numbers():
     model = linear_model(8, 4, 4)
     sparsifier = masks_after_step(model, None, ScopeSparsifier(0.75))
