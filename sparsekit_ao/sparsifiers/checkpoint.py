@@ -7,7 +7,7 @@ until `prepare`.
 import copy
 import numbers
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from ..errors import SparsityError
 from ..masking import find_mask
 from .config import TensorGroup, copied
 
-if TYPE_CHECKING:
-    from .base import MaskSparsifier
-
+MaskSparsifier = Any  # of `base`, which imports this module
 # A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
 _NOT_COPIED = ("step", "_plan", "_forms")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 _ROW = {"tensor": str, "before": float, "after": float, "density": float, "seconds": float, "note": str}  # of a report
 
 
-def deepcopy(self: "MaskSparsifier", memo: dict[int, Any]) -> "MaskSparsifier":
+def deepcopy(self: MaskSparsifier, memo: dict[int, Any]) -> MaskSparsifier:
     """A copy with a copy of the model."""
     new = self.__class__.__new__(self.__class__)
     memo[id(self)] = new
@@ -38,7 +36,7 @@ def deepcopy(self: "MaskSparsifier", memo: dict[int, Any]) -> "MaskSparsifier":
     return new
 
 
-def getstate(self: "MaskSparsifier") -> dict[str, Any]:
+def getstate(self: MaskSparsifier) -> dict[str, Any]:
     """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
     self._sync_state()
     kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
@@ -49,12 +47,12 @@ def getstate(self: "MaskSparsifier") -> dict[str, Any]:
     return {**kept, "model": None}
 
 
-def setstate(self: "MaskSparsifier", state: dict[str, Any]) -> None:
+def setstate(self: MaskSparsifier, state: dict[str, Any]) -> None:
     """What pickle calls instead of torch.ao's method, which expects other entries."""
     self.__dict__.update(state)
 
 
-def state_dict(self: "MaskSparsifier") -> dict[str, Any]:
+def state_dict(self: MaskSparsifier) -> dict[str, Any]:
     """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
 
     Functions in the config (a score or a view) are left out; loading keeps the live ones.
@@ -67,7 +65,7 @@ def state_dict(self: "MaskSparsifier") -> dict[str, Any]:
     }
 
 
-def pickled_state(self: "MaskSparsifier") -> dict[str, Any]:
+def pickled_state(self: MaskSparsifier) -> dict[str, Any]:
     """The state dict that an unpickled sparsifier loads once it is attached."""
     return {
         "state": {fqn: dict(s) for fqn, s in self._state.items()},
@@ -76,7 +74,7 @@ def pickled_state(self: "MaskSparsifier") -> dict[str, Any]:
     }
 
 
-def load_state_dict(self: "MaskSparsifier", state_dict: Mapping[str, Any], strict: bool = True) -> None:
+def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict: bool = True) -> None:
     """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
 
     Args:
