@@ -3,6 +3,9 @@
 Both classes are `ValueError`s, so code that catches those keeps working.
 """
 
+import numbers
+from typing import TypeGuard
+
 import torch
 from torch import nn
 
@@ -30,6 +33,11 @@ class CouplingError(SparsityError):
     ...     print(type(e).__name__)
     CouplingError
     """
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def checked_model(model: object, where: str) -> nn.Module:

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
-from .errors import SparsityError
-from .structure import is_number
+from .errors import SparsityError, is_number
 
 __all__ = [
     "Cadence",

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ..densities import allocate
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
-from ..structure import is_number
 from .optimizers import refuse_optimizer_as_level
 from .settings import Settings, value_at
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import placed_like
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from ..sparsifiers.config import TensorGroup
-from ..structure import is_number
 from .gradients import GradientCapture
 from .optimizers import original
 

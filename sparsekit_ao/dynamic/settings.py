@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from ..schedules import Schedule, constant
-from ..structure import is_number
 from .inits import Init, parse_init
 from .rules import NAMES, Rule, parse_rule
 

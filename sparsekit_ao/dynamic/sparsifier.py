@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..distributed import has_process_group
 from ..errors import SparsityError
 from ..selection import finished
-from ..sparsifiers.config import Place, TensorGroup
+from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.optimizers import unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
 from ..sparsifiers.structure import checked_pattern
@@ -244,7 +244,7 @@ class DynamicSparsifier(PlannedSparsifier):
         mark_initialized([g for g in self.groups if g["tensor_fqn"] in state_dict["state"]])
         self._set_open()
 
-    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         group = super()._complete(own, place)
         is_fixed = self._resolve(own, place).get("sparsity_level") is not None or group.get("nnz") is not None
         return {**group, "fixed": is_fixed}

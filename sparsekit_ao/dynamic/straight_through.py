@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed import has_process_group
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizers import unwrap_optimizers
 from ..sparsifiers.planned import PlannedSparsifier
-from ..structure import is_number
 from .gradients import DecayHooks
 from .mask import DynamicMask, find_dynamic
 from .optimizers import refuse_replaced

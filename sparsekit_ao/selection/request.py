@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import SparsityError
 from ..structure import BlockSpec, Budget, SparseScope, scope_windows
-from ..structure.threshold import Values
+from ..structure.proximal import Values
 from ..structure.windows import Blocks, Norm, Scopes
 
 

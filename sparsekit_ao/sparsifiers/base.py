@@ -17,15 +17,14 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
-from . import usage
-from .checkpoint import Copies, check_saved, kept_params
-from .config import Place, Resolved, TensorGroup, copied, make_config, resolve_groups
+from . import checkpoint, squashing, usage
+from .checkpoint import check_saved
+from .config import ConfigContext, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
 from .names import module_in_copy
 from .report import Report, Row, make_report, make_row
-from .squash import squash
 
 
-class MaskSparsifier(Copies, BaseSparsifier):
+class MaskSparsifier(BaseSparsifier):
     """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
     A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does. It may
@@ -45,6 +44,13 @@ class MaskSparsifier(Copies, BaseSparsifier):
     #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
     bool_masks = False
 
+    __deepcopy__ = checkpoint.deepcopy
+    __getstate__ = checkpoint.getstate
+    __setstate__ = checkpoint.setstate
+    state_dict = checkpoint.state_dict
+    load_state_dict = checkpoint.load_state_dict
+    _pickled = checkpoint.pickled_state
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__bases__:
@@ -57,18 +63,21 @@ class MaskSparsifier(Copies, BaseSparsifier):
         self._chosen_at: list[Any] | None = None  # the levels of the last update of all masks
         self._warned = False  # of adapters on masked layers, or layers that were replaced
         self._resumes = False  # whether `prepare` restores pickled masks
-        self._resolved = Resolved()
+        self._resolved = ResolvedConfig()
         self._exclude: tuple[str | type[nn.Module], ...] = ()
         super().__init__(defaults=defaults)
         self.model: nn.Module | None = None
         self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
 
-    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys that an entry gives for one tensor, completed with the defaults."""
         return {**copied(self.defaults), **own}
 
     def _after_prepare(self) -> None:
         """Called at the end of `prepare`, when all masks are registered."""
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        """Raise if a group is invalid; called before anything is changed."""
 
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
@@ -184,7 +193,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
-            self._warned = self._warned or usage.warn_of_moved(self.model, self.groups, "step")
+            self._warned = self._warned or squashing.warn_of_moved(self.model, self.groups, "step")
             with torch.no_grad():
                 self._update_all()
             self._chosen_at = [g.get("sparsity_level") for g in self.groups]
@@ -229,13 +238,13 @@ class MaskSparsifier(Copies, BaseSparsifier):
                 exception all masks are still registered, so that the call can be repeated.
         """
         self._need_prepared("squash_mask")
-        usage.check_layers(self.model, self.groups)
-        kept = kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
+        squashing.check_layers(self.model, self.groups)
+        kept = squashing.kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
-            usage.warn_of_stale_masks(self.groups, masks, self._chosen_at)
+            squashing.warn_of_stale_masks(self.groups, masks, self._chosen_at)
         if model is not None:
-            usage.warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
+            squashing.warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
         squashed = self.model if model is None else model
         assert squashed is not None
         self._sync_state()
@@ -245,7 +254,7 @@ class MaskSparsifier(Copies, BaseSparsifier):
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """Write the zeros and remove the masks of the own model or a copy; `kept` is for `sparse_params`."""
-        squash(model, self.groups, [self._module_in(model, g) for g in self.groups], kept)
+        squashing.squash(model, self.groups, [self._module_in(model, g) for g in self.groups], kept)
 
     def _end(self) -> None:  # called when the own model has been squashed
         self._phase = "squashed"

@@ -1,10 +1,13 @@
-"""What a sparsifier saves and loads: plain dicts, which are checked before anything is changed."""
+"""Copies, pickles and state dicts of sparsifiers: plain dicts, which are checked before anything is changed.
+
+The functions that take a sparsifier are its methods (see `MaskSparsifier`): a copy has its own model, a pickle none
+until `prepare`.
+"""
 
 import copy
 import numbers
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,115 +17,91 @@ from ..errors import SparsityError
 from ..masking import find_mask
 from .config import TensorGroup, copied
 
+MaskSparsifier = Any  # of `base`, which imports this module
 # A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
 _NOT_COPIED = ("step", "_plan", "_forms")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 _ROW = {"tensor": str, "before": float, "after": float, "density": float, "seconds": float, "note": str}  # of a report
 
 
-class Copies:
-    """State dicts, deep copies and pickles of a sparsifier: a copy has its own model, a pickle none until `prepare`."""
+def deepcopy(self: MaskSparsifier, memo: dict[int, Any]) -> MaskSparsifier:
+    """A copy with a copy of the model."""
+    new = self.__class__.__new__(self.__class__)
+    memo[id(self)] = new
+    self._sync_state()
+    for key, value in self.__dict__.items():
+        if key not in _NOT_COPIED:
+            new.__dict__[key] = copy.deepcopy(value, memo)
+    new._sync_state()
+    return new
 
-    model: nn.Module | None
-    groups: list[TensorGroup]
-    config: list[TensorGroup] | None
-    enable_mask_update: bool
-    optional_keys: tuple[str, ...]
-    _state: dict[str, dict[str, Any]]
-    _phase: str
-    _chosen_at: list[Any] | None
 
-    @abstractmethod
-    def _sync_state(self) -> None:
-        """Bring `_state` up to date with the model's masks."""
+def getstate(self: MaskSparsifier) -> dict[str, Any]:
+    """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
+    self._sync_state()
+    kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
+    kept["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
+    kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
+    kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
+    kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
+    return {**kept, "model": None}
 
-    @property
-    @abstractmethod
-    def keys(self) -> tuple[str, ...]:
-        """The keys that a config entry may have besides those that name its tensors."""
 
-    @abstractmethod
-    def _need_prepared(self, method: str) -> None:
-        """Raise unless a model is prepared."""
+def setstate(self: MaskSparsifier, state: dict[str, Any]) -> None:
+    """What pickle calls instead of torch.ao's method, which expects other entries."""
+    self.__dict__.update(state)
 
-    @abstractmethod
-    def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        """The mask of a group."""
 
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Raise if a group is invalid; called before anything is changed."""
+def state_dict(self: MaskSparsifier) -> dict[str, Any]:
+    """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        self._sync_state()
-        for key, value in self.__dict__.items():
-            if key not in _NOT_COPIED:
-                new.__dict__[key] = copy.deepcopy(value, memo)
-        new._sync_state()
-        return new
+    Functions in the config (a score or a view) are left out; loading keeps the live ones.
+    """
+    self._sync_state()
+    return {
+        "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
+        "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
+        "enable_mask_update": self.enable_mask_update,
+    }
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
-        self._sync_state()
-        kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
-        kept["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
-        kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
-        kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
-        kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
-        return {**kept, "model": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+def pickled_state(self: MaskSparsifier) -> dict[str, Any]:
+    """The state dict that an unpickled sparsifier loads once it is attached."""
+    return {
+        "state": {fqn: dict(s) for fqn, s in self._state.items()},
+        "groups": [dict(g) for g in self.groups],
+        "enable_mask_update": self.enable_mask_update,
+    }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
 
-        Functions in the config (a score or a view) are left out; loading keeps the live ones.
-        """
-        self._sync_state()
-        return {
-            "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
-            "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
-            "enable_mask_update": self.enable_mask_update,
-        }
+def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
+    Args:
+        state_dict: from `state_dict`; torch.ao's own are read too.
+        strict: the tensors must be the same ones; else only those in both are loaded.
 
-        Args:
-            state_dict: from `state_dict`; torch.ao's own are read too.
-            strict: the tensors must be the same ones; else only those in both are loaded.
-
-        Raises:
-            SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
-        """
-        self._need_prepared("load_state_dict")
-        masks, saved = check_saved(state_dict, self.groups, strict)
-        try:
-            groups = [merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
-            self._check_groups(groups)
-        except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as e:
-            raise SparsityError(f"load_state_dict: the saved groups are not valid: {e}") from e
-        live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
-        for old, new in zip(self.groups, groups, strict=True):
-            old.clear()
-            old.update(new)
-        with torch.no_grad():
-            for fqn, mask in live.items():
-                if fqn in masks:
-                    distributed.fill(mask, masks[fqn])
-                    saved_state = copied_state(state_dict["state"][fqn])
-                    self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
-        self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
-
-    def _pickled(self) -> dict[str, Any]:
-        """What an unpickled sparsifier loads once it is attached; a state dict."""
-        return {
-            "state": {fqn: dict(s) for fqn, s in self._state.items()},
-            "groups": [dict(g) for g in self.groups],
-            "enable_mask_update": self.enable_mask_update,
-        }
+    Raises:
+        SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
+    """
+    self._need_prepared("load_state_dict")
+    masks, saved = check_saved(state_dict, self.groups, strict)
+    try:
+        groups = [_merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
+        self._check_groups(groups)
+    except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as e:
+        raise SparsityError(f"load_state_dict: the saved groups are not valid: {e}") from e
+    live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
+    for old, new in zip(self.groups, groups, strict=True):
+        old.clear()
+        old.update(new)
+    with torch.no_grad():
+        for fqn, mask in live.items():
+            if fqn in masks:
+                distributed.fill(mask, masks[fqn])
+                saved_state = copied_state(state_dict["state"][fqn])
+                self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
+    self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +140,7 @@ def check_saved(
         missing, unexpected = sorted(set(own) - (set(masks) & set(saved))), sorted((set(masks) | set(saved)) - set(own))
         raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
     for fqn, shape in own.items():
-        if fqn in masks and masks[fqn].is_meta and not _is_meta(live[fqn]):
+        if fqn in masks and masks[fqn].is_meta and not getattr(live[fqn]["module"], live[fqn]["tensor_name"]).is_meta:
             raise SparsityError(f"load_state_dict: {fqn}: the saved mask is on the meta device and has no values")
         if fqn in masks and masks[fqn].shape != shape:
             raise SparsityError(
@@ -235,16 +214,12 @@ def _saved_groups(groups: object) -> dict[str, TensorGroup]:
     return saved
 
 
-def _is_meta(group: TensorGroup) -> bool:
-    return bool(getattr(group["module"], group["tensor_name"]).is_meta)
-
-
 def _shape(group: TensorGroup) -> tuple[int, ...]:
     found = find_mask(group["module"], group["tensor_name"])
     return tuple(getattr(group["module"], group["tensor_name"]).shape if found is None else found.mask.shape)
 
 
-def merged_group(
+def _merged_group(
     live: TensorGroup, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
 ) -> TensorGroup:
     """The live group with a saved one's values; functions, which are not saved, are those of the live one."""
@@ -257,27 +232,3 @@ def merged_group(
         functions = [{k: v for k, v in stage.items() if callable(v)} for stage in before]
         merged["stages"] = [{**f, **stage} for f, stage in zip(functions, after, strict=True)]
     return merged
-
-
-def kept_params(
-    groups: Sequence[TensorGroup], everywhere: Sequence[str] | None, per_layer: Mapping[str, Sequence[str]] | None
-) -> list[dict[str, Any]]:
-    """What `sparse_params` holds for each group after `squash_mask`; see there."""
-    if isinstance(everywhere, nn.Module):
-        raise SparsityError("squash_mask: the model to squash is given by name, squash_mask(model=...)")
-    if isinstance(everywhere, str):
-        raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
-    layers = {g["module_fqn"] for g in groups}
-    if not isinstance(per_layer, (Mapping, type(None))):
-        raise SparsityError(f"squash_mask: params_to_keep_per_layer must be a dict {{module: keys}}, got {per_layer!r}")
-    unknown = sorted(set(per_layer or {}) - layers)
-    if unknown:
-        raise SparsityError(f"squash_mask: {unknown[0]!r} is not a sparsified module; those are {sorted(layers)}")
-    out = []
-    for group in groups:
-        wanted = [*(everywhere or ()), *(per_layer or {}).get(group["module_fqn"], ())]
-        absent = [k for k in wanted if k not in group]
-        if absent:
-            raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {absent[0]!r}; it has {sorted(group)}")
-        out.append({k: group[k] for k in wanted})
-    return out

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import SparsityError
-from ..structure import is_number
+from ..errors import SparsityError, is_number
 
 Diagonal = Tensor | float
 Conditioner = Callable[[Optimizer, nn.Parameter], Diagonal] | str | None

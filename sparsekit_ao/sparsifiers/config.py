@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
 from ..structure.layout import refuse_expanded
-from .names import Classes, adapters, exists, hint_of, matcher, named_tensors, parameter_of
-from .tied import names_to_skip, refuse_tied, tied_names
+from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, parameter_of
 
 TensorGroup = dict[str, Any]
+Classes = tuple[type[nn.Module], ...]
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_OTHERS = {  # keys of other sparsifiers
@@ -36,8 +37,8 @@ _MEANT = {
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Place(NamedTuple):
-    """Where a tensor is, and the first words of errors about its config entry."""
+class ConfigContext(NamedTuple):
+    """The tensor that a config entry is completed for, and the first words of errors about the entry."""
 
     module: nn.Module
     module_fqn: str
@@ -47,12 +48,12 @@ class Place(NamedTuple):
     where: str
 
 
-Complete = Callable[[dict[str, Any], Place], dict[str, Any]]
+Complete = Callable[[dict[str, Any], ConfigContext], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """What a config amounts to on one model.
+class ResolvedConfig:
+    """The groups of one model that a config names.
 
     Attributes:
         groups: one complete group for each tensor.
@@ -92,7 +93,7 @@ def resolve_groups(
     *,
     exclude: Sequence[str | type] = (),
     is_default: bool = False,
-) -> Resolved:
+) -> ResolvedConfig:
     """One complete group for each tensor that the config names, in the config's order.
 
     An exact name has precedence over globs, regular expressions and module classes; among those, a later entry has.
@@ -120,26 +121,24 @@ def resolve_groups(
     names = dict(named_tensors(model))
     excluded = excluded_names(model, exclude, names)
     owners, labels = _owners(model, config, keys, names)
-    skipped = {fqn: excluded[fqn] for fqn in owners if fqn in excluded}
-    if is_default:
-        skipped = {**adapters(model, owners), **tied_names(model, owners), **skipped}
-    else:
-        skipped = {**names_to_skip(model, owners, excluded), **skipped}
-    found = Resolved(skipped=skipped)
+    skipped = {
+        **(adapters(model, owners) if is_default else {}),
+        **_tied_to_skip(model, owners, excluded, is_default),
+        **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
+    }
+    resolved = ResolvedConfig(skipped=skipped)
     for fqn, (at, is_exact) in sorted(owners.items(), key=lambda owner: owner[1][0]):
         if fqn not in skipped:
-            found.groups.append(_group(model, fqn, config[at], complete, f"config[{at}]: "))
-            found.rules[fqn] = "config=None" if is_default else labels[at]
+            resolved.groups.append(_group(model, fqn, config[at], complete, f"config[{at}]: "))
+            resolved.rules[fqn] = "config=None" if is_default else labels[at]
         elif is_exact and not is_default:
             raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
-    if not found.groups:
+    if not resolved.groups:
         reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
         what = "config=None finds" if is_default else "config names"
         raise SparsityError(f"{what} no tensor that is not left out: {reasons}. Name tensors in a config.")
-    _refuse_shared(found.groups)
-    if not is_default:
-        refuse_tied(found.groups, model)
-    return found
+    _refuse_shared(resolved.groups, model, is_default)
+    return resolved
 
 
 def copied(value: Any) -> Any:
@@ -230,27 +229,27 @@ def _matches(
     where: str,
 ) -> dict[str, bool]:
     """{tensor_fqn: whether it is named exactly} of what an entry names."""
-    found: dict[str, bool] = {}
+    matched: dict[str, bool] = {}
     for rule in rules:
         exact = rule.removeprefix(".")
         if exact in names or exists(model, exact):
-            found[exact] = True
+            matched[exact] = True
             continue
         is_match = matcher(rule, f"{where}'tensor_fqn' ")
-        some = [name for name in names if is_match(name)]
-        if not some:
+        matching = [name for name in names if is_match(name)]
+        if not matching:
             raise SparsityError(
                 f"{where}'tensor_fqn' {rule!r} matches no parameter of the model.{hint_of(model, exact, names)}"
             )
-        found = {**dict.fromkeys(some, False), **found}
+        matched = {**dict.fromkeys(matching, False), **matched}
     if not classes:
-        return found
+        return matched
     tensor = entry.get("tensor_name", "weight")
-    own = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
-    outside = [n for n, is_exact in found.items() if is_exact and n not in own]
+    of_classes = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
+    outside = [n for n, is_exact in matched.items() if is_exact and n not in of_classes]
     if outside:
         raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {_named(classes)}")
-    kept = {n: found.get(n, False) for n in (found or names) if n in own and (n in names or n in found)}
+    kept = {n: matched.get(n, False) for n in (matched or names) if n in of_classes and (n in names or n in matched)}
     if not kept:
         raise SparsityError(f"{where}'module' {_named(classes)}: no such module of the model has the tensor {tensor!r}")
     return kept
@@ -260,7 +259,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Colle
     """{tensor_fqn: why}; a module, by name, glob or class, is left out with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs and module classes, got {exclude!r}")
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
     paths: dict[int, list[str]] = {}
     for name, module in modules.items():
@@ -268,16 +267,16 @@ def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Colle
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, rule in enumerate(exclude):
         if isinstance(rule, type) and issubclass(rule, nn.Module):
-            own = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
+            left_out = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
         elif isinstance(rule, str) and rule:
             is_match = matcher(rule, f"exclude[{at}] ")
-            own = [n for n in names if any(map(is_match, around[n]))]
-            if not own:
+            left_out = [n for n in names if any(map(is_match, around[n]))]
+            if not left_out:
                 raise SparsityError(f"exclude[{at}] {rule!r} matches no parameter or module of the model")
         else:
             raise SparsityError(f"exclude[{at}] must be a name, a glob, 're:...' or a module class, got {rule!r}")
-        found |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in own}
-    return found
+        reasons |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in left_out}
+    return reasons
 
 
 def _around(fqn: str, paths: Iterable[str]) -> list[str]:
@@ -287,11 +286,11 @@ def _around(fqn: str, paths: Iterable[str]) -> list[str]:
         fqn: the tensor's name.
         paths: the names of its module: several where one module is used in several places.
     """
-    found = []
+    names = []
     for path in paths:
         parts = f"{path}.{fqn.rpartition('.')[2]}".removeprefix(".").split(".")
-        found += [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return found
+        names += [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return names
 
 
 def _named(rules: Iterable[str | type]) -> str:
@@ -299,12 +298,13 @@ def _named(rules: Iterable[str | type]) -> str:
 
 
 def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:
+    """The complete group of one tensor; raises where the tensor cannot be masked."""
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
-    found = {"module": module, "module_fqn": prefix, "tensor_name": name, "tensor_fqn": fqn}
+    place = {"module": module, "module_fqn": prefix, "tensor_name": name, "tensor_fqn": fqn}
     for key in ("module", "module_fqn", "tensor_name"):
         is_class = key == "module" and isinstance(entry.get(key), (type, list, tuple))
-        if key in entry and not is_class and entry[key] is not found[key] and entry[key] != found[key]:
+        if key in entry and not is_class and entry[key] is not place[key] and entry[key] != place[key]:
             raise SparsityError(f"{where}{key!r} and 'tensor_fqn' disagree: {entry[key]!r} and {fqn!r}")
     if isinstance(module, torch.jit.ScriptModule):
         raise SparsityError(
@@ -333,14 +333,52 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
-    own = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
-    return {**complete(own, Place(module, prefix, name, fqn, tensor, where)), **found}
+    keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
+    return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
 
 
-def _refuse_shared(groups: Sequence[TensorGroup]) -> None:
-    """A module that is used twice has two names; a mask on each would be two on one tensor."""
+def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, is_default: bool) -> None:
+    """Raise where two groups are one tensor, or a parameter has several names of which one is parametrized."""
     seen: dict[tuple[int, str], str] = {}
+    names = {} if is_default else _names_of_parameters(model)
     for g in groups:
         other = seen.setdefault((id(g["module"]), g["tensor_name"]), g["tensor_fqn"])
         if other != g["tensor_fqn"]:
             raise SparsityError(f"{other!r} and {g['tensor_fqn']!r} are one tensor of one module; name it once")
+        shared = names.get(id(parameter_of(g["module"], g["tensor_name"])), [])
+        if len(shared) > 1 and any(parametrize.is_parametrized(*owner_of(model, name)) for name in shared):
+            raise SparsityError(
+                f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(shared)}), and some of them are "
+                "parametrized otherwise. Untie it, or leave it out (exclude=[...])."
+            )
+
+
+def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in named_tensors(model):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _tied_to_skip(
+    model: nn.Module, owners: Mapping[str, tuple[int, bool]], excluded: Mapping[str, str], is_default: bool
+) -> dict[str, str]:
+    """{tensor_fqn: why} of names whose parameter has other names too (a head that is tied to an embedding).
+
+    Without a config all of them are left out; else those that are left out, or named more precisely, under another one.
+    """
+    skipped: dict[str, str] = {}
+    for names in _names_of_parameters(model).values():
+        given = [name for name in names if name in owners]
+        if len(names) < 2 or not given:
+            continue
+        out = next((name for name in names if name in excluded), None)
+        first = next((name for name in given if owners[name][1]), given[0])
+        for name in given:
+            if is_default:
+                skipped[name] = f"tied to {', '.join(repr(other) for other in names if other != name)}"
+            elif out is not None and name != out:
+                skipped[name] = f"tied to {out!r}, {excluded[out]}"
+            elif out is None and name != first:
+                skipped[name] = f"tied to {first!r}, which has the mask of both"
+    return skipped

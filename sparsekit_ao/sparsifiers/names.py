@@ -17,7 +17,6 @@ from ..masking import parametrized_names
 _WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
 _SHOWN = 5  # names in an error
 
-Classes = tuple[type[nn.Module], ...]
 MOST_WAYS = 1e9  # about a second for each name where all of them fail
 
 

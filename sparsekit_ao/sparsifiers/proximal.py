@@ -4,7 +4,9 @@ Weights stay plain parameters, which the proximal operator changes in place; no 
 remembered as masks, for `squash_mask`, for checkpoints and for `to_masks`, which hands the zeros over.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -13,17 +15,21 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import is_sharded
-from ..errors import CouplingError, SparsityError
+from ..errors import CouplingError, SparsityError, is_number
 from ..masking import WeightMask
+from ..selection import Scopes, block_scores, fill_mask, to_scopes
+from ..selection.reference import candidates_of
+from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
 from .checkpoint import saved_count, saved_names
 from .component import Component
 from .conditioners import Conditioner, Diagonal, check_conditioner, check_optimizer, diagonal_of
-from .config import Place, TensorGroup
-from .hand_over import handed_over
+from .config import ConfigContext, TensorGroup
 from .optimizers import StepCounts, options_of, unwrap_optimizers
 from .planned import PlannedSparsifier
-from .proximal_step import Strength, checked_strength, proximal_step
-from .structure import checked_pattern, refuse_two_budgets, stage_budgets
+from .scope import ScopeSparsifier
+from .structure import AXES, STRUCTURE, checked_pattern, refuse_two_budgets, stage_budgets
+
+Strength = float | Callable[[int], float]
 
 
 @final
@@ -87,9 +93,8 @@ class ProximalSparsifier(PlannedSparsifier):
         **structure: Any,
     ) -> None:
         pattern = checked_pattern(structure.get("pattern"), "")
-        has_budget = (
-            sparsity_level is not None or nnz is not None or (pattern is not None and pattern.budget is not None)
-        )
+        budgets = (sparsity_level, nnz, None if pattern is None else pattern.budget)
+        has_budget = any(budget is not None for budget in budgets)
         if strength is not None and has_budget:
             raise SparsityError("strength and a budget (sparsity_level, nnz or a pattern's) are mutually exclusive")
         check_conditioner(conditioner)
@@ -105,19 +110,13 @@ class ProximalSparsifier(PlannedSparsifier):
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Read learning rates and diagonals of the optimizer, or of several, that train the sparsified parameters."""
-        found = unwrap_optimizers(optimizer)
-        super().attach(found)
-        before, self._counts = self._counts, StepCounts()
-        try:
-            self._counts.attach(found)
-            if self._phase == "prepared":
-                self._check_optimizers()
-        except SparsityError:
-            self._counts.attach([])
-            self._counts = before
-            raise
-        before.attach([])
-        self._counts.restore(before.restored())
+        optimizers = unwrap_optimizers(optimizer)
+        super().attach(optimizers)
+        if self._phase == "prepared":
+            self._check_optimizers(optimizers)
+        stepped = self._counts.restored()
+        self._counts.attach(optimizers)
+        self._counts.restore(stepped)
 
     def step(self, use_path: bool = True) -> None:
         """Apply the proximal operator to every tensor that its optimizer has moved since the last call.
@@ -129,14 +128,15 @@ class ProximalSparsifier(PlannedSparsifier):
             SparsityError: no optimizer is attached, and the strength or the conditioner needs one.
         """
         self._need_prepared("step")
-        if not self._counts.optimizers and self._needs_optimizer():
+        needs_optimizer = self.conditioner is not None or any(g.get("strength") is not None for g in self.groups)
+        if needs_optimizer and not self._counts.optimizers:
             raise SparsityError(
                 "step: the learning rate and the diagonal are the optimizer's; call sparsifier.attach(optimizer) first"
             )
-        before = self._chosen_at, self.iteration
+        chosen_at, iteration = self._chosen_at, self.iteration
         super().step(use_path)
-        if before[1] == self.iteration:
-            self._chosen_at = before[0]
+        if iteration == self.iteration:
+            self._chosen_at = chosen_at
 
     def to_masks(self, sparsifier: PlannedSparsifier | None = None) -> PlannedSparsifier:
         """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.
@@ -157,11 +157,36 @@ class ProximalSparsifier(PlannedSparsifier):
         (8, 4)
         """
         self._need_prepared("to_masks")
-        plan, masks = self._planned(self.groups), {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
         assert self.model is not None
-        found = handed_over(self.model, self.groups, plan, masks, sparsifier, lambda: self._zero_dropped(None))
+        target = ScopeSparsifier() if sparsifier is None else sparsifier
+        if not isinstance(target, PlannedSparsifier) or target._phase != "new":
+            raise SparsityError(
+                f"to_masks takes a ScopeSparsifier or a DynamicSparsifier that is not prepared yet, got {target!r}"
+            )
+        is_fixed = isinstance(target, ScopeSparsifier)
+        init = getattr(getattr(target, "settings", None), "init", None)
+        if not is_fixed and getattr(init, "masks", None) is None:
+            raise SparsityError(
+                f"to_masks: {type(target).__name__} would choose masks of its own; make a DynamicSparsifier with "
+                'init="resume", which starts from the zeros'
+            )
+        masks = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
+        keys = ("tensor_fqn", *STRUCTURE, *AXES, "stages")
+        entries = [{k: g[k] for k in keys if g.get(k) is not None and g[k] != ()} for g in self.groups]
+        for component in self._planned(self.groups).components if is_fixed else ():
+            if "stages" not in entries[component.leaves[0][1]]:
+                count = kept_counts(component, self.groups, masks)
+                for _, at in component.leaves:
+                    entries[at]["nnz"] = count
+        self._zero_dropped(None)
+        target.prepare(self.model, entries)
+        if is_fixed:
+            for group in target.groups:
+                target.mask(group["tensor_fqn"]).copy_(masks[group["tensor_fqn"]])
+            target.enable_mask_update = False
+            target._chosen_at = [g["sparsity_level"] for g in target.groups]
         self._end()
-        return found
+        return target
 
     def state_dict(self) -> dict[str, Any]:
         """What the last step kept, groups, the number of steps, and tensors whose optimizer has stepped since then."""
@@ -189,25 +214,23 @@ class ProximalSparsifier(PlannedSparsifier):
         counts.restore(self._position()["stepped"])
         return {**super().__getstate__(), "_counts": counts}
 
-    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         pattern = checked_pattern(own.get("pattern"), place.where)
         has_budget = bool(refuse_two_budgets(own, place.where)) or getattr(pattern, "budget", None) is not None
-        strength = own.get("strength")
-        if strength is not None:
-            checked_strength(strength, place.where)
+        if own.get("strength") is not None:
+            checked_strength(own["strength"], place.where)
             defaults = {k: v for k, v in defaults.items() if k != "nnz"}
         elif has_budget:
             defaults = {k: v for k, v in defaults.items() if k != "strength"}
         group = super()._over(defaults, own, place)
-        budgets = has_budget or any(budget is not None for budget in stage_budgets(group))
-        if group.get("strength") is None:
-            group.pop("strength", None)
-            if not (self._has_default or budgets):
-                raise SparsityError(f"{place.where}give strength, sparsity_level or nnz, here or as a default")
-            return group
-        if budgets:
+        has_budget = has_budget or any(budget is not None for budget in stage_budgets(group))
+        if group.get("strength") is not None and has_budget:
             raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both specify what is kept")
-        return {**group, "sparsity_level": 0.0}
+        if group.get("strength") is not None:
+            return {**group, "sparsity_level": 0.0}
+        if not (self._has_default or has_budget):
+            raise SparsityError(f"{place.where}give strength, sparsity_level or nnz, here or as a default")
+        return {k: v for k, v in group.items() if k != "strength"}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:
@@ -241,7 +264,7 @@ class ProximalSparsifier(PlannedSparsifier):
             self.iteration = 0
             self._counts.restore(())
         if self._counts.optimizers:
-            self._check_optimizers()
+            self._check_optimizers(self._counts.optimizers)
 
     def _sync_state(self) -> None:
         for group in self.groups:
@@ -278,21 +301,20 @@ class ProximalSparsifier(PlannedSparsifier):
             weight = self._parameter(group, model).detach()
             weight.masked_fill_(~self._live_mask(group).to(weight.device), 0)
 
-    def _needs_optimizer(self) -> bool:
-        return self.conditioner is not None or any(g.get("strength") is not None for g in self.groups)
-
-    def _check_optimizers(self) -> None:
+    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        counts = StepCounts()
+        counts.optimizers = list(optimizers)
         for group in self.groups:
-            at = self._counts.trainer_of(self._parameter(group), group["tensor_fqn"])
-            check_optimizer(self._counts.optimizers[at], self.conditioner, group["tensor_fqn"])
+            at = counts.trainer_of(self._parameter(group), group["tensor_fqn"])
+            check_optimizer(optimizers[at], self.conditioner, group["tensor_fqn"])
 
     def _update_all(self) -> None:
         self._check_groups(self.groups)
         components = self._planned(self.groups).components
         if self._counts.optimizers:  # else every call is a step
             stepped = set(self._counts.stepped(self._parameters(self.groups)))
-            own = [{self.groups[at]["tensor_fqn"] for _, at in c.leaves} for c in components]
-            components = tuple(c for c, names in zip(components, own, strict=True) if names <= stepped)
+            moved = [g["tensor_fqn"] in stepped for g in self.groups]
+            components = tuple(c for c in components if all(moved[at] for _, at in c.leaves))
         if components:
             self._update_components(components, self.groups)
             self.iteration += 1
@@ -302,20 +324,36 @@ class ProximalSparsifier(PlannedSparsifier):
 
     def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
         for component in components:
-            own = {leaf: groups[at] for leaf, at in component.leaves}
-            diagonals = {leaf: self._diagonal(g) for leaf, g in own.items()}
+            diagonals = {leaf: self._diagonal(groups[at]) for leaf, at in component.leaves}
             known = {leaf: d for leaf, d in diagonals.items() if d is not None}
-            strength = groups[component.leaves[0][1]].get("strength")
-            if len(known) == len(own):  # else the optimizer has not moved some member yet
-                proximal_step(
-                    component,
-                    {leaf: self._parameter(g).detach() for leaf, g in own.items()},
-                    known,
-                    {leaf: self._live_mask(g) for leaf, g in own.items()},
-                    strength=None if strength is None else self._value(strength, component.label),
-                    keep=component.budget(groups, self._level_given),
-                )
-            self._counts.use(self._parameters(own.values()))
+            if len(known) == len(diagonals):  # else the optimizer has not moved some member yet
+                self._shrink(component, groups, known)
+            self._counts.use(self._parameters(groups[at] for _, at in component.leaves))
+
+    def _shrink(
+        self, component: Component, groups: Sequence[TensorGroup], diagonals: Mapping[BlockSpec, Diagonal]
+    ) -> None:
+        """Shrink the blocks of a component in a metric, and fill its masks with what is then not zero."""
+        weights = {leaf: self._parameter(groups[at]).detach() for leaf, at in component.leaves}
+        masks = {leaf: self._live_mask(groups[at]) for leaf, at in component.leaves}
+        strength = groups[component.leaves[0][1]].get("strength")
+        common = next(iter(diagonals.values()))  # one number for all elements gives the plain operator
+        is_plain = isinstance(common, float) and all(isinstance(d, float) and d == common for d in diagonals.values())
+        tensors = {
+            spec: d if isinstance(d, Tensor) else weights[spec].new_full(weights[spec].shape, d, dtype=torch.float64)
+            for spec, d in (() if is_plain else diagonals.items())
+        }
+        if strength is not None:
+            value = strength(self.iteration) if callable(strength) else strength
+            value = checked_strength(value, f"{component.label}: ", is_value=True)
+            thresholds = {m.block: value / common if is_plain else value for m in component.scope.members()}
+        else:
+            values = {s.view.param: w if is_plain else w * tensors[s] for s, w in weights.items()}
+            thresholds = component.scope.keep_thresholds(component.budget(groups, self._level_given), values)
+            if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
+                thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
+        for block, t in thresholds.items():
+            _shrink_blocks(block, t, weights, tensors, masks)
 
     def _diagonal(self, group: TensorGroup) -> Diagonal | None:
         """The metric of a tensor; None where its optimizer changes nothing."""
@@ -327,8 +365,41 @@ class ProximalSparsifier(PlannedSparsifier):
         assert options is not None
         return diagonal_of(optimizer, parameter, options, self.conditioner, name)
 
-    def _value(self, strength: Strength, name: str) -> float:
-        """The strength at this step; raises where a schedule returns no number >= 0."""
-        return checked_strength(
-            strength(self.iteration) if callable(strength) else strength, f"{name}: ", is_value=True
-        )
+
+def checked_strength(given: Any, where: str, *, is_value: bool = False) -> Any:
+    """A strength; raises unless it is a finite number >= 0, or a function (but as the value of one)."""
+    if (callable(given) and not is_value) or (is_number(given) and 0 <= float(given) < math.inf):
+        return given
+    what = "a schedule must return a number" if is_value else "a number or a schedule"
+    raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {given!r}")
+
+
+def _shrink_blocks(
+    block: SparseBlock,
+    t: Tensor | float,
+    weights: Mapping[BlockSpec, Tensor],
+    diagonals: Mapping[BlockSpec, Tensor],
+    masks: Mapping[BlockSpec, Tensor],
+) -> None:
+    """Shrink the blocks of a spec over placeholders in these weights, and fill masks with those that are not zero."""
+    specs = block.blocks()
+    windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
+    metric = block_windows(block, {s.view.param: diagonals[s] for s in specs}) if diagonals else windows
+    shrunk = [replace(m, mask=h.values if diagonals else None) for m, h in zip(windows, metric, strict=True)]
+    soft_threshold_windows([Scopes(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
+    values = [replace(m, mask=None) for m in windows]
+    fill_mask(windows, block_scores(values, math.inf, ndim=block.grid_ndim, as_mean=False) != 0)
+    for spec, m in zip(specs, windows, strict=True):
+        for window, tensor in ((m.window, weights[spec]), (m.mask, masks[spec])):
+            if window is not None and not spec.view.is_aligned(tensor):  # the window is a copy
+                spec.view.write_back(window, tensor)
+
+
+def kept_counts(component: Component, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> int | Tensor:
+    """Blocks that masks keep in each scope; a number where it is the same in all."""
+    own = {leaf: masks[groups[at]["tensor_fqn"]] for leaf, at in component.leaves}
+    counts = torch.zeros((), dtype=torch.int64, device="cpu")
+    for scopes in scope_windows(component.scope, None, own):
+        counts = counts + to_scopes(candidates_of(scopes.members, len(scopes.shape)), scopes, False).sum(1).cpu()
+    first = int(counts[0]) if counts.numel() else 0
+    return first if bool((counts == first).all()) else counts.reshape(component.scope.grid_shape)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..distributed import full_tensor, local_bytes
-from .config import Resolved, TensorGroup
+from .config import ResolvedConfig, TensorGroup
 from .names import named_tensors, owner_of, parameter_of
 
 NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
@@ -245,7 +245,9 @@ def make_row(
     )
 
 
-def make_report(rows: Sequence[Row], resolved: Resolved, model: nn.Module, groups: Sequence[TensorGroup]) -> Report:
+def make_report(
+    rows: Sequence[Row], resolved: ResolvedConfig, model: nn.Module, groups: Sequence[TensorGroup]
+) -> Report:
     """A report of these rows, one for each group, and of the parameters that they do not cover."""
     distinct: dict[int, tuple[str, int]] = {}
     for name, p in named_tensors(model):

@@ -18,9 +18,9 @@ from ..scores import Score, needs_of
 from ..selection import Request
 from ..structure import sparsity_to_nnz
 from .calibrated import CalibratedSparsifier
-from .check import check_masks
+from .mask_check import check_masks
 from .checkpoint import checked_pass, copied_state, saved_count
-from .config import Place, TensorGroup, copied
+from .config import ConfigContext, TensorGroup, copied
 from .groups import (
     PruningGroup,
     batches,
@@ -129,7 +129,7 @@ class BudgetSparsifier(CalibratedSparsifier):
         self._refuse_unknown(own, self.keys)
         if not own:
             return group
-        place = Place(
+        place = ConfigContext(
             module=group["module"],
             module_fqn=group["module_fqn"],
             tensor_name=group["tensor_name"],
@@ -182,10 +182,10 @@ class BudgetSparsifier(CalibratedSparsifier):
                 raise SparsityError(hint) from None
             raise
 
-    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         return self._over(copied(self.defaults), own, place)
 
-    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Own keys over default ones, patterns resolved."""
         refuse_two_budgets(own, place.where)
         given_pattern = own.get("pattern")
@@ -210,7 +210,7 @@ class BudgetSparsifier(CalibratedSparsifier):
             )
         return group
 
-    def _resolve(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _resolve(self, given: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys of `given` with its pattern resolved; an error where this class does not take one of them."""
         found = resolved(given, place)
         for key in found:

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from ..patterns import Pattern
 from ..scores import Score, parse_score
 from ..structure.tiles import Shape
-from ..structure import AxisPattern, is_number
-from .config import Place, TensorGroup
+from ..structure import AxisPattern
+from .config import ConfigContext, TensorGroup
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
@@ -44,7 +44,7 @@ AXES = ("axes", "unit", "scope", "sizes")
 BUDGETS = ("sparsity_level", "nnz")
 
 
-def resolved(given: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def resolved(given: Mapping[str, Any], place: ConfigContext) -> dict[str, Any]:
     """A dict of config keys with its `pattern`, if it has one, resolved to config keys for one tensor.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Warnings and errors about calls in an order, or on a model, in which they have no effect."""
+"""Errors and warnings about calls in an order, or on a model, in which they have no effect; also of callbacks."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
-from .. import distributed
 from ..errors import SparsityError
 from ..schedules import Cadence
 from .config import TensorGroup
@@ -23,44 +22,6 @@ def warn_of_scheduler() -> None:
     """Warn that a scheduler was constructed before `prepare`."""
     text = "prepare: a scheduler was constructed before it; that one has no groups and changes nothing"
     warnings.warn(f"{text}. Construct schedulers after prepare.", stacklevel=4)
-
-
-def warn_of_stale_masks(
-    groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None
-) -> None:
-    """Warn of masks that were never chosen, or chosen for other levels than the groups have now.
-
-    Args:
-        groups, masks: of all tensors.
-        chosen_at: the groups' levels at the last update of all masks, or None if there was none.
-    """
-    if chosen_at is None:
-        if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
-            text = "squash_mask: step was never called, so every mask keeps everything and nothing is pruned"
-            warnings.warn(f"{text}; call step() first", stacklevel=3)
-        return
-    for group, before in zip(groups, chosen_at, strict=True):
-        if group.get("sparsity_level") != before:
-            warnings.warn(
-                f"squash_mask: the mask of {group['tensor_fqn']} was chosen at sparsity_level {before}, and its level "
-                f"is {group['sparsity_level']} now; call step() once more for the last level",
-                stacklevel=3,
-            )
-            return
-
-
-def warn_of_averaged(own: Sequence[Tensor], copied: Sequence[Tensor]) -> None:
-    """Warn if the masks of a copy of the model keep more than the sparsifier's own, as averaged ones do."""
-    if any(mask.is_meta for mask in (*own, *copied)):
-        return
-    kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (own, copied))
-    if others > kept:
-        warnings.warn(
-            f"squash_mask: the masks of the given copy keep {others:,} elements, those of the sparsifier {kept:,}: it "
-            "was copied at a lower sparsity level, or an average of the weights (EMA) has averaged its masks too "
-            "(use_buffers=False leaves them as they are)",
-            stacklevel=3,
-        )
 
 
 def refuse_meta(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> None:
@@ -148,60 +109,3 @@ def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
                         "were masked, and so in another order. Load it into an optimizer made before prepare "
                         "(parameters stay the same objects), or begin without it."
                     )
-
-
-def _moved(model: nn.Module | None, groups: Sequence[TensorGroup]) -> list[TensorGroup]:
-    """The groups whose module no longer has its name in the model."""
-    return [] if model is None else [g for g in groups if not _is_in_place(model, g)]
-
-
-def _adapted(model: nn.Module | None, groups: Sequence[TensorGroup]) -> list[str]:
-    """Names of masked tensors whose layer is inside of an adapter (peft's LoRA and the like) by now."""
-    moved = _moved(model, groups)
-    if model is None or not moved:
-        return []
-    bases = [getattr(m, "base_layer", None) for m in model.modules()]
-    inside = {id(m) for base in bases if isinstance(base, nn.Module) for m in base.modules()}
-    return [g["tensor_fqn"] for g in moved if id(g["module"]) in inside]
-
-
-def _replaced(model: nn.Module | None, groups: Sequence[TensorGroup]) -> list[str]:
-    """Names of masked tensors whose layer is not in the model any more."""
-    moved = _moved(model, groups)
-    inside = {id(m) for m in model.modules()} if model is not None and moved else set()
-    return [g["tensor_fqn"] for g in moved if id(g["module"]) not in inside]
-
-
-def _is_in_place(model: nn.Module, group: TensorGroup) -> bool:
-    try:
-        return model.get_submodule(group["module_fqn"]) is group["module"]
-    except AttributeError:
-        return False
-
-
-_ADAPTERS = (
-    "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
-    "the weight and lose them: merge them by export.merge_lora(peft_model, sparsifier) and call squash_mask then, or "
-    "call squash_mask before adapters are added"
-)
-_REPLACED = (
-    "its layer was replaced or removed after prepare, so its mask is of no use to the model, and a new layer has none; "
-    "call squash_mask, and prepare again"
-)
-
-
-def check_layers(model: nn.Module | None, groups: Sequence[TensorGroup]) -> None:
-    """Raise if masks cannot be squashed because adapters were added to their layers; warn of layers taken out."""
-    found = _adapted(model, groups)
-    if found:
-        raise SparsityError(f"squash_mask: {found[0]}: {_ADAPTERS}")
-    warn_of_moved(model, groups, "squash_mask")
-
-
-def warn_of_moved(model: nn.Module | None, groups: Sequence[TensorGroup], where: str) -> bool:
-    """Warn if adapters were added to masked layers, or masked layers were taken out of the model; whether it was so."""
-    texts = [f"{name}: {_ADAPTERS}" for name in _adapted(model, groups)[:1]]
-    texts += [f"{name}: {_REPLACED}" for name in _replaced(model, groups)[:1]]
-    for text in texts:
-        warnings.warn(f"{where}: {text}", stacklevel=4)
-    return bool(texts)

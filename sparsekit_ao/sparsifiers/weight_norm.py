@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from ..scores import saliency_of
 from ..selection import Request
-from ..structure import BlockSpec, ScopeSpec, View, is_number
+from ..structure import BlockSpec, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
-from .config import Place, TensorGroup
+from .config import ConfigContext, TensorGroup
 from .stages import checked_tile
 
 
@@ -123,7 +123,7 @@ class WeightNormSparsifier(MaskSparsifier):
         found = saliency_of(lambda w, _: self.norm_fn(w), matrix, group["tensor_fqn"])
         return distributed.placed_like(found.reshape(weight.shape), weight), None
 
-    def _complete(self, own: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         if "sparse_block_shape" in own:
             own = {**own, "sparse_block_shape": checked_tile(own["sparse_block_shape"], place.where)}
             if self._zeros_follow_shape:

@@ -12,11 +12,10 @@ from .scopes import (
     ScopeSpec,
     SparseScope,
     checked_level,
-    is_number,
     scope_windows,
     sparsity_to_nnz,
     write_back,
 )
-from .threshold import soft_threshold_windows
+from .proximal import soft_threshold_windows
 from .view import View
 from .windows import elements_of

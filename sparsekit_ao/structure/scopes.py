@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from .blocks import (
     BlockSpec,
     SparseBlock,
@@ -23,7 +23,7 @@ from .blocks import (
     live_windows,
     refuse_others,
 )
-from .threshold import Thresholded, Values, is_number, zero_below
+from .proximal import Thresholded, Values, zero_below
 from .rule import keep_rows
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
 from .view import View, resolve_tile

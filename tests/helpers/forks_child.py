@@ -1,6 +1,6 @@
 """Kills runs and limits their resources, in forks of this process; run by test_faults.py as `python -O -W error`.
 
-python -O -W error tests/forks_child.py [kills of each kind of run]
+python -O -W error tests/helpers/forks_child.py [kills of each kind of run]
 """
 
 import pathlib
@@ -15,8 +15,8 @@ def main(kills):
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         count = killed.kill(folder, kills)
-        for fault in limited.FAULTS if kills > 1 else limited.CHEAP:
-            limited.run(fault, folder, kills)
+        for fault in limited.FAULTS:
+            limited.run(fault, kills)
     print(f"{count} of {kills * len(killed.KINDS)} runs were killed in the middle; all is whole")
 
 

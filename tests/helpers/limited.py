@@ -1,34 +1,30 @@
-"""Steps with too little memory, a full disk, one core, other thread counts, in forks of forks; see `forks_child.py`.
+"""Steps with too little memory, on one core, with other thread counts, in forks of forks; see `forks_child.py`.
 
-After each fault masks and weights are old or new as a whole, those of coupled tensors alike, and the next call works.
+After each fault the next call works, and masks are the same as without it.
 """
 
-import contextlib
 import os
 import resource
 import signal
 from collections import Counter
 
 import torch
-from faults_child import prepared
 from forks import begin, call, end, need
 from torch import nn
 
-from sparsekit_ao import ProximalSparsifier, RigL
-from sparsekit_ao.export import load_sparse, save_sparse
+from sparsekit_ao import ProximalSparsifier, RigL, ScopeSparsifier, WeightNormSparsifier
 
 SIZE = 512
 SHARES = [1 / 2, 1 / 16, 4, 0, 1, 2]  # of the bytes of a weight that a step may allocate
-
-
-@contextlib.contextmanager
-def limit(what, most):
-    before = resource.getrlimit(what)
-    resource.setrlimit(what, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, before)
+CONFIG = [
+    {"tensor_fqn": "0.weight", "block_shape": (1, -1), "block_coupling": "u"},
+    {"tensor_fqn": "1.weight", "block_shape": (-1, 1), "block_coupling": "u", "coupling_order": (1, 0)},
+    {
+        "tensor_fqn": "2.weight",
+        "stages": [{"block_shape": (8, 1), "nnz": 4, "scope_shape": (1, 8)}, {"scope_shape": (1,)}],
+    },
+    {"tensor_fqn": "3.weight", "scope_shape": (1, 4)},
+]
 
 
 def layers(size):
@@ -36,9 +32,16 @@ def layers(size):
     return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(4)))
 
 
-def trained(model, optimizer):
-    model(torch.ones(2, model[0].in_features)).square().sum().backward()
-    optimizer.step()
+def scope(size):
+    model, sparsifier = layers(size), ScopeSparsifier(0.5)
+    sparsifier.prepare(model, CONFIG)
+    return sparsifier
+
+
+def stock(size):
+    model, sparsifier = layers(size), WeightNormSparsifier(0.5, (4, 4), zeros_per_block=9)
+    sparsifier.prepare(model, [{"tensor_fqn": f"{k}.weight"} for k in range(4)])
+    return sparsifier
 
 
 def rigl(size):
@@ -46,71 +49,50 @@ def rigl(size):
     optimizer = torch.optim.Adam(model.parameters())
     sparsifier = RigL(0.5, optimizer, until=100, update_every=1)
     sparsifier.prepare(model)
-    trained(model, optimizer)
-    return model, sparsifier, [(0, 1, 2, 3)]
+    model(torch.ones(2, size)).square().sum().backward()
+    optimizer.step()
+    return sparsifier
 
 
 def proximal(size):
     model = layers(size)
     sparsifier = ProximalSparsifier(sparsity_level=0.5, conditioner=None, scope_shape=(1, -1), block_shape=(1, 4))
     sparsifier.prepare(model)
-    return model, sparsifier, [(0,), (1,), (2,), (3,)]
+    return sparsifier
 
 
-def on_new_weights(kind):
-    def make(size):
-        model, sparsifier = prepared(kind, size)
-        sparsifier.step()
-        generator = torch.Generator().manual_seed(1)
-        for layer in model:
-            layer.parametrizations.weight.original.data.normal_(generator=generator)
-        return model, sparsifier, [(0, 1), (2,), (3,)] if kind == "scope" else [(0,), (1,), (2,), (3,)]
-
-    return make
-
-
-KINDS = {"scope": on_new_weights("scope"), "stock": on_new_weights("stock"), "RigL": rigl, "proximal": proximal}
-
-
-def state(model, sparsifier):
-    """(mask, weight) of every layer."""
-    weights = [next(layer.parameters()).detach().clone() for layer in model]
-    return [(sparsifier.mask(f"{k}.weight").clone(), w) for k, w in enumerate(weights)]
+def masks(sparsifier):
+    return [sparsifier.mask(f"{k}.weight").clone() for k in range(4)]
 
 
 def same(one, other):
     return all(map(torch.equal, one, other))
 
 
-def starved(kind, share, size):
-    """A step that may allocate so much, against one without a limit."""
-    (model, sparsifier, sets), (other, undisturbed, _) = KINDS[kind](size), KINDS[kind](size)
-    old = state(model, sparsifier)
+def starved(make, share, size):
+    """A step that may allocate so much, and one without a limit after it."""
+    sparsifier, undisturbed = make(size), make(size)
     undisturbed.step()
-    new = state(other, undisturbed)
-    need(all(map(same, old, state(model, sparsifier))), "two models share memory")
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    failed = False
-    with limit(resource.RLIMIT_AS, used + int(share * size * size * 4)):
-        try:
-            sparsifier.step()
-        except (MemoryError, RuntimeError) as e:
-            failed = "memory" in str(e) or isinstance(e, MemoryError)
-            need(failed, f"{kind}: {e!r}")
-    found = state(model, sparsifier)
-    for members in sets:
-        ages = [all(same(found[k], s[k]) for k in members) for s in (old, new)]
-        need(any(ages), f"{kind} with {share} of a weight's memory: tensors {members} are neither old nor new")
+    before, failed = resource.getrlimit(resource.RLIMIT_AS), False
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(share * size * size * 4), before[1]))
+    try:
+        sparsifier.step()
+    except (MemoryError, RuntimeError) as e:
+        failed = "memory" in str(e) or isinstance(e, MemoryError)
+        need(failed, f"{make.__name__}: {e!r}")
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    need(failed or same(masks(sparsifier), masks(undisturbed)), f"{make.__name__} with {share}: other masks")
     sparsifier.step()
-    is_new = all(map(same, state(model, sparsifier), new))
-    need(is_new or kind in ("stock", "proximal"), f"{kind}: the next step differs")  # those two start from the last one
+    need(make is not scope or same(masks(sparsifier), masks(undisturbed)), f"{share}: the next step differs")
     os._exit(3 if failed else 0)
 
 
-def lack_of_memory(folder, count):
+def lack_of_memory(count):
     size = SIZE // 2 if count == 1 else SIZE
-    codes = Counter(end(begin(starved, kind, share, size)) for kind in KINDS for share in SHARES[:count])
+    kinds = (scope, stock, rigl, proximal)
+    codes = Counter(end(begin(starved, make, share, size)) for make in kinds for share in SHARES[:count])
     need(set(codes) <= {0, 3}, f"exit codes {codes}")
     return f"{codes[3]} of {codes.total()} steps had too little memory"
 
@@ -118,72 +100,44 @@ def lack_of_memory(folder, count):
 def masks_of(threads):
     """Masks of a new model, chosen by so many threads."""
     torch.set_num_threads(threads)
-    _, sparsifier = prepared("scope", SIZE)
+    sparsifier = scope(SIZE)
     sparsifier.step()
-    return [sparsifier.mask(f"{k}.weight") for k in range(4)]
+    need(torch.get_num_threads() == threads, f"{threads} threads became {torch.get_num_threads()}")
+    return masks(sparsifier)
 
 
-def other_thread_counts(folder, count):
-    first, (_, sparsifier) = masks_of(1), prepared("scope", SIZE)
+def other_thread_counts(count):
+    first = masks_of(1)
     for threads in (2, 3, 1):
-        torch.set_num_threads(threads)
-        sparsifier.step()
-        need(same([sparsifier.mask(f"{k}.weight") for k in range(4)], first), f"other masks with {threads} threads")
-        need(torch.get_num_threads() == threads, f"{threads} threads became {torch.get_num_threads()}")
+        need(same(masks_of(threads), first), f"other masks with {threads} threads")
 
 
-def fork_after_threads(folder, count):
-    """Helper threads have begun, but torch's own (OpenMP) have not: those do not survive a fork, whoever forks."""
-    masks = masks_of(1)
-    from sparsekit_ao.selection import threads
-
-    torch.set_num_threads(2)
-    need(threads.run_apart([lambda: 1, lambda: 2]) == [1, 2], "helper threads do not work")
+def fork_after_a_step(count):
+    """On one thread, since torch's own (OpenMP) do not survive a fork, whoever forks."""
+    expected = masks_of(1)
 
     def child():
         signal.alarm(60)
-        need(threads.run_apart([lambda: 1, lambda: 2]) == [1, 2], "helper threads do not work in a fork")
-        need(same(masks_of(2), masks), "other masks in a fork")
+        need(same(masks_of(1), expected), "other masks in a fork")
 
     call(child)
-    need(same(masks_of(2), masks), "other masks after a fork")
+    need(same(masks_of(2), expected), "other masks after a fork")
 
 
-def one_core(folder, count):
-    masks, core = masks_of(1), {min(os.sched_getaffinity(0))}
+def one_core(count):
+    expected, core = masks_of(1), {min(os.sched_getaffinity(0))}
     os.sched_setaffinity(0, core)
-    need(same(masks_of(2), masks), "other masks on one core")
+    need(same(masks_of(2), expected), "other masks on one core")
     need(os.sched_getaffinity(0) == core, "the affinity has changed")
 
 
-def full_disk(folder, count):
-    """Files that cannot be written to the end are left as they were; machine code is used without being saved."""
-    path, model = folder / "model.safetensors", nn.Sequential(nn.Linear(64, 64))
-    model[0].weight.data[:, 16:] = 0
-    save_sparse(model, path)
-    before = path.read_bytes()
-    model[0].bias.data.fill_(2)
-    with limit(resource.RLIMIT_FSIZE, 1000):
-        try:
-            save_sparse(model, path)
-        except OSError:
-            pass
-        else:
-            raise RuntimeError("a file of more than 1000 bytes was written")
-        need(path.read_bytes() == before, "the file was changed")
-        need([p.name for p in folder.glob("model*")] == [path.name], "a part of a file is left")
-    save_sparse(model, path)
-    need(torch.equal(load_sparse(path)["0.bias"], model[0].bias), "the next file is not the model's")
+FAULTS = [lack_of_memory, fork_after_a_step, one_core, other_thread_counts]
 
 
-CHEAP = [lack_of_memory, fork_after_threads, one_core, full_disk]  # what the suite runs
-FAULTS = [*CHEAP, other_thread_counts]
-
-
-def run(fault, folder, count):
+def run(fault, count):
     """One of FAULTS in a fork, with so many trials of each kind; what it prints is its result."""
 
     def child():
-        print(f"{fault.__name__}: {fault(folder, count) or 'whole'}", flush=True)
+        print(f"{fault.__name__}: {fault(count) or 'whole'}", flush=True)
 
     call(child)

@@ -1,6 +1,6 @@
 """Random sequences of operations against the oracle (`fuzz.py`), and what they have found.
 
-SPARSEKIT_AO_FUZZ=20000 in the environment runs as many sequences; SPARSEKIT_AO_FUZZ_DYNAMIC=1000 as many training runs.
+SPARSEKIT_AO_FUZZ=20000 in the environment runs as many sequences, SPARSEKIT_AO_FUZZ_DYNAMIC=1000 as many training runs.
 """
 
 import copy
@@ -23,8 +23,8 @@ from sparsekit_ao import (
     WeightNormSparsifier,
 )
 
-PLAIN = int(os.environ.get("SPARSEKIT_AO_FUZZ", "200"))
-DYNAMIC = int(os.environ.get("SPARSEKIT_AO_FUZZ_DYNAMIC", "40"))
+PLAIN = int(os.environ.get("SPARSEKIT_AO_FUZZ", "120"))
+DYNAMIC = int(os.environ.get("SPARSEKIT_AO_FUZZ_DYNAMIC", "24"))
 PARTS = 8
 
 
@@ -101,43 +101,6 @@ def test_check_accepts_what_step_chooses_in_stages(stages):
     sparsifier.prepare(model, [{**ENTRY, "stages": stages}])
     sparsifier.step()
     assert sparsifier.check() > 0
-
-
-def test_check_accepts_masks_that_the_budgets_leave_whole():
-    sparsifier = ScopeSparsifier(0.1, scope_shape=(1, 4))
-    sparsifier.prepare(one_layer(torch.randn(3, 4)), [ENTRY])
-    assert sparsifier.check() == 3
-
-
-@pytest.mark.parametrize("exponent", [125, 62, -70, -149])
-@pytest.mark.parametrize("impl", ["reference", "cpu"])
-def test_larger_blocks_are_kept_where_squares_leave_the_range(impl, exponent):
-    weight = torch.ones(128, 8).mul(2.0**exponent)
-    weight[:, 6] = 2.0**exponent * 2
-    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 4))
-    mask = torch.ones_like(weight, dtype=torch.bool)
-    scope.update_masks({scope.block: mask}, 1, impl=impl)
-    assert mask[:, 6:].all() and not mask[:, :6].any()
-
-
-@pytest.mark.parametrize("impl", ["reference", "cpu"])
-def test_a_larger_block_is_kept_where_some_squares_overflow(impl):
-    weight = torch.ones(2, 8)
-    weight[:, 2:4], weight[:, 4:6] = 2.0**100, 2.0**101
-    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 4))
-    mask = torch.ones_like(weight, dtype=torch.bool)
-    scope.update_masks({scope.block: mask}, 1, impl=impl)
-    assert mask.tolist() == [[False] * 4 + [True] * 2 + [False] * 2] * 2
-
-
-@pytest.mark.parametrize("impl", ["reference", "cpu"])
-def test_a_slightly_larger_block_is_kept_where_squares_lose_bits(impl):
-    small = 2.0**-69  # its square has 11 bits in float32
-    weight = torch.tensor([[small, 0, small * (1 + 2.0**-14), 0]])
-    scope = ScopeSpec(BlockSpec(weight, (1, 2)), (1, 2))
-    mask = torch.ones_like(weight, dtype=torch.bool)
-    scope.update_masks({scope.block: mask}, 1, impl=impl)
-    assert mask.tolist() == [[False, False, True, True]]
 
 
 def test_a_level_that_is_written_to_one_of_two_tensors_with_a_shared_count_is_an_error():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from stock import linear_model
 from torch import nn
-from torch.ao.pruning import BaseSparsifier, CubicSL, FakeSparsity, LambdaSL
+from torch.ao.pruning import CubicSL, LambdaSL
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, keep_mask, patterns
+from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
 
 
 class Holder(nn.Module):
@@ -24,23 +24,6 @@ def masks_after_step(model: nn.Module, config, sparsifier=None) -> ScopeSparsifi
     sparsifier.step()
     sparsifier.check()
     return sparsifier
-
-
-def test_is_a_torch_ao_sparsifier_with_its_groups_and_parametrization():
-    model = linear_model(8, 4)
-    sparsifier = masks_after_step(model, [{"tensor_fqn": "0.weight", "sparsity_level": 0.25}])
-    group = sparsifier.groups[0]
-    assert isinstance(sparsifier, BaseSparsifier)
-    assert isinstance(model[0].parametrizations.weight[0], FakeSparsity)
-    assert group["module"] is model[0]
-    assert (group["module_fqn"], group["tensor_name"], group["sparsity_level"]) == ("0", "weight", 0.25)
-    assert sparsifier.state["0.weight"]["mask"] is model[0].parametrizations.weight[0].mask
-
-
-def test_two_of_four_on_a_small_weight():
-    model = Holder(w=torch.tensor([[1.0, -4.0, 3.0, 2.0, 0.1, 0.1, 0.1, -0.4]]))
-    sparsifier = masks_after_step(model, [{"tensor_fqn": "w", **patterns.n_m(2, 4)}])
-    assert sparsifier.mask("w").int().tolist() == [[0, 1, 1, 0, 1, 0, 0, 1]]
 
 
 def test_blocks_on_a_small_weight():
@@ -69,47 +52,12 @@ def test_rows_columns_filters_and_heads_drop_whole_units():
     assert heads.all(1).sum() == 2 == heads.any(1).sum()
 
 
-def test_conv_n_m_along_input_channels():
-    conv = nn.Sequential(nn.Conv2d(8, 4, 3))
-    sparsifier = masks_after_step(conv, [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
-    kept = sparsifier.mask("0.weight").view(4, 2, 4, 3, 3).sum(2)
-    assert torch.equal(kept, torch.full_like(kept, 2))
-
-
-def test_shapes_for_matrices_are_refused_on_a_conv():
-    with pytest.raises(SparsityError, match=r"block \(1, 1\) has 2 entries, but the view has 4 dimensions"):
-        ScopeSparsifier(block_shape=(1, 1)).prepare(nn.Sequential(nn.Conv2d(8, 4, 3)), None)
-
-
-def test_v_n_m_keeps_four_columns_for_v_rows_and_n_of_them_in_each_row():
-    torch.manual_seed(0)
-    model = Holder(w=torch.randn(8, 16))
-    sparsifier = masks_after_step(model, [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
-    tiles = sparsifier.mask("w").view(2, 4, 2, 8)
-    assert (tiles.any(1).sum(-1) <= 4).all()
-    assert torch.equal(tiles.sum(-1), torch.full((2, 4, 2), 2))
-
-
-def test_later_stages_choose_among_what_earlier_stages_kept():
-    weight = torch.tensor([[9.0, 8.0, 1.0, 1.0], [1.0, 1.0, 7.0, 6.0]])
-    stages = [{"scope_shape": (1, 4), "nnz": 3}, {"scope_shape": (-1, -1), "nnz": 4}]
-    sparsifier = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", "stages": stages}])
-    assert sparsifier.mask("w").int().tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
-
-
 def test_a_global_scope_shares_one_budget_over_tensors():
     model = Holder(a=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), b=torch.tensor([5.0, 0.5, 6.0]))
     config = [{"tensor_fqn": n, "scope_coupling": "all", "nnz": 4} for n in ("a", "b")]
     sparsifier = masks_after_step(model, config)
     assert sparsifier.mask("a").int().tolist() == [[0, 0], [1, 1]]
     assert sparsifier.mask("b").int().tolist() == [1, 0, 1]
-
-
-def test_a_global_level_counts_all_blocks():
-    torch.manual_seed(0)
-    model = linear_model(16, 8, 4)
-    sparsifier = masks_after_step(model, None, ScopeSparsifier(0.75, scope_coupling="all"))
-    assert sum(int(sparsifier.mask(f"{i}.weight").sum()) for i in (0, 2)) == (16 * 8 + 8 * 4) // 4
 
 
 def test_coupled_mlp_units_are_kept_or_dropped_together():
@@ -132,85 +80,6 @@ def test_coupled_mlp_units_are_kept_or_dropped_together():
     assert torch.equal(s.mask("bias"), want)
 
 
-def test_views_by_numbers_and_by_function_give_the_same_mask():
-    weight = torch.randn(4, 32)
-    shape, stride = (4, 2, 8, 2), (32, 16, 1, 8)
-    by_numbers = {"view": (shape, stride), "block_shape": (1, 1, 1, 2), "scope_shape": (1, 1, 4, 1), "nnz": 2}
-    by_function = {**by_numbers, "view": lambda w: w.unflatten(1, (2, 2, 8)).transpose(2, 3)}
-    masks = []
-    for entry in (by_numbers, by_function):
-        s = masks_after_step(Holder(w=weight.clone()), [{"tensor_fqn": "w", **entry}])
-        masks.append(s.mask("w").clone())
-    assert torch.equal(*masks)
-    assert torch.equal(masks[0].view(4, 2, 2, 8)[:, :, 0], masks[0].view(4, 2, 2, 8)[:, :, 1])  # columns 8 apart
-
-
-def test_elements_outside_a_view_are_kept():
-    s = masks_after_step(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", "view": ((4, 4), (8, 1), 4)}])
-    assert s.mask("w")[:, :4].all()
-    assert s.mask("w")[:, 4:].sum() == 8
-
-
-@pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced"])
-@pytest.mark.parametrize("entry", [{"scope_shape": (1, 4, 1, 1), "nnz": 2}, {"block_shape": (1, -1, -1, -1)}, {}])
-def test_masks_do_not_depend_on_memory_layout(layout, entry):
-    torch.manual_seed(0)
-    weight = torch.randn(6, 8, 3, 3)
-    other = {
-        "channels_last": lambda w: w.to(memory_format=torch.channels_last),
-        "transposed": lambda w: w.transpose(0, 3).contiguous().transpose(0, 3),
-        "sliced": lambda w: torch.nn.functional.pad(w, (0, 2, 0, 1))[:, :, :3, :3],
-    }[layout](weight)
-    assert other.stride() != weight.stride()
-    plain = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", **entry}])
-    strided = masks_after_step(Holder(w=other), [{"tensor_fqn": "w", **entry}])
-    assert torch.equal(plain.mask("w"), strided.mask("w"))
-
-
-def test_a_row_major_view_on_a_channels_last_weight():
-    weight = torch.randn(2, 4, 3, 3)
-    config = [{"tensor_fqn": "w", "view": ((2, 36), (36, 1)), "scope_shape": (1, 4), "nnz": 1}]
-    plain = masks_after_step(Holder(w=weight), config)
-    last = masks_after_step(Holder(w=weight.to(memory_format=torch.channels_last)), config)
-    assert torch.equal(plain.mask("w"), last.mask("w"))
-
-
-def test_a_change_of_memory_format_after_prepare_changes_no_mask():
-    model = nn.Sequential(nn.Conv2d(8, 4, 3))
-    sparsifier = masks_after_step(model, None)
-    before = sparsifier.mask("0.weight").clone()
-    model.to(memory_format=torch.channels_last)
-    sparsifier.step()
-    assert torch.equal(sparsifier.mask("0.weight"), before)
-
-
-def test_a_partial_scope_with_fewer_blocks_than_nnz_keeps_all_of_them():
-    model = Holder(w=torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]))
-    config = [{"tensor_fqn": "w", "scope_shape": (1, 4), "nnz": 3, "edge": "partial"}]
-    assert masks_after_step(model, config).mask("w").int().tolist() == [[0, 1, 1, 1, 1, 1]]
-
-
-def test_a_level_counts_the_blocks_that_each_scope_has():
-    config = [{"tensor_fqn": "w", "scope_shape": (1, 4), "sparsity_level": 0.5, "edge": "partial"}]
-    s = masks_after_step(Holder(w=torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])), config)
-    assert s.mask("w").int().tolist() == [[0, 0, 1, 1, 0, 1]]
-
-
-def test_names_exact_glob_and_regular_expression():
-    model = linear_model(8, 8, 8, 8)
-    for rule, want in (
-        ("2.weight", ["2.weight"]),
-        (".2.weight", ["2.weight"]),
-        ("*.weight", ["0.weight", "2.weight", "4.weight"]),
-        ("re:[04]\\.weight", ["0.weight", "4.weight"]),
-    ):
-        sparsifier = ScopeSparsifier()
-        sparsifier.prepare(model, [{"tensor_fqn": rule}])
-        assert [g["tensor_fqn"] for g in sparsifier.groups] == want
-        sparsifier.step()
-        sparsifier.squash_mask()
-
-
 def test_config_none_takes_every_linear_and_conv_in_model_order():
     class Special(nn.Linear):
         pass
@@ -224,38 +93,11 @@ def test_config_none_takes_every_linear_and_conv_in_model_order():
     assert [g["tensor_fqn"] for g in root.groups] == ["weight"]
 
 
-def test_constructor_arguments_are_defaults_that_an_entry_overrides():
-    model = linear_model(8, 8, 8)
-    sparsifier = ScopeSparsifier(nnz=1, scope_shape=(1, 4))
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.25}])
-    sparsifier.step()
-    assert [r.sparsity for r in sparsifier.report()] == [0.75, 0.25]
-
-
 def test_edited_groups_are_used_by_the_next_step():
     sparsifier = masks_after_step(linear_model(8, 4), None)
     sparsifier.groups[0].update(block_shape=(1, -1), sparsity_level=0.25)
     sparsifier.step()
     assert sparsifier.mask("0.weight").all(1).sum() == 3
-
-
-def test_update_mask_takes_a_groups_keys():
-    model = linear_model(8, 4)
-    sparsifier = masks_after_step(model, None)
-    sparsifier.update_mask(**{**sparsifier.groups[0], "sparsity_level": 0.75})
-    assert sparsifier.mask("0.weight").sum() == 8
-    sparsifier.update_mask(model[0], "weight")
-    assert sparsifier.mask("0.weight").sum() == 16
-
-
-def test_scores_come_from_the_dense_weight_so_a_dropped_weight_can_be_kept_again():
-    model = Holder(w=torch.tensor([1.0, 2.0]))
-    sparsifier = masks_after_step(model, [{"tensor_fqn": "w"}])
-    assert sparsifier.mask("w").tolist() == [False, True]
-    with torch.no_grad():
-        model.parametrizations.w.original[0] = 3.0
-    sparsifier.step()
-    assert sparsifier.mask("w").tolist() == [True, False]
 
 
 def test_enable_mask_update():
@@ -315,34 +157,9 @@ def test_a_scheduler_on_stages_with_their_own_budgets_is_an_error():
         sparsifier.step()
 
 
-def test_a_stage_without_a_budget_follows_the_groups_level():
-    stages = [{"block_shape": (4, 1), "scope_shape": (1, 8), "nnz": 4}, {"scope_shape": (1, 8)}]
-    sparsifier = ScopeSparsifier(0.75)
-    sparsifier.prepare(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", "stages": stages}])
-    sparsifier.step()
-    assert sparsifier.mask("w").sum(1).tolist() == [2] * 4
-    sparsifier.groups[0]["sparsity_level"] = 0.875
-    sparsifier.step()
-    assert sparsifier.mask("w").sum(1).tolist() == [1] * 4
-
-
 def test_nan_is_kept_so_that_divergence_is_visible():
     sparsifier = masks_after_step(Holder(w=torch.tensor([1.0, float("nan"), 9.0, 2.0])), [{"tensor_fqn": "w"}])
     assert sparsifier.mask("w").tolist() == [False, True, True, False]
-
-
-@pytest.mark.parametrize("tensor", [torch.tensor(3.0), torch.zeros(0), torch.zeros(0, 4), torch.ones(1, 1)], ids=str)
-def test_tiny_and_empty_tensors(tensor):
-    sparsifier = masks_after_step(Holder(w=tensor), [{"tensor_fqn": "w", "sparsity_level": 1.0}])
-    assert not sparsifier.mask("w").any()
-    sparsifier.squash_mask()
-
-
-def test_a_frozen_and_an_eval_model_work_too():
-    model = linear_model(8, 4).eval().requires_grad_(False)
-    sparsifier = masks_after_step(model, None)
-    sparsifier.squash_mask()
-    assert (model[0].weight == 0).sum() == 16
 
 
 def test_multihead_attention_runs_prepared():
@@ -352,30 +169,6 @@ def test_multihead_attention_runs_prepared():
     masked = model(x, x, x)[0]
     sparsifier.squash_mask()
     assert torch.equal(model(x, x, x)[0], masked)
-
-
-def test_members_of_a_partial_scope_coupling_are_scored_alike():
-    model = Holder(a=torch.full((4, 4), 1.0), b=torch.full((4, 6), 2.0))
-    entry = {"block_shape": (4, 4), "edge": "partial", "scope_coupling": "all", "nnz": 1}
-    s = masks_after_step(model, [{"tensor_fqn": n, **entry} for n in ("a", "b")])
-    assert not s.mask("a").any()
-    assert s.mask("b").sum() == 16
-
-
-def test_a_score_is_called_with_the_whole_weight():
-    seen = []
-
-    def by_column(w, name):
-        seen.append((name, tuple(w.shape)))
-        return w.abs() / w.abs().sum(0, keepdim=True)
-
-    weight = torch.randn(1024, 512)
-    for scope in ((), (1, 4)):
-        s = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", "score": by_column, "scope_shape": scope}])
-        saliency = by_column(weight, "w")
-        rows = saliency.reshape(1, -1) if not scope else saliency.reshape(-1, 4)
-        assert torch.equal(s.mask("w").reshape(rows.shape), keep_mask(rows, rows.shape[1] // 2))
-    assert set(seen) == {("w", (1024, 512))}
 
 
 class Saliency:
@@ -403,20 +196,6 @@ def test_a_score_object_is_used_as_it_is_and_shared():
     assert not sparsifier.mask("0.weight")[:, 0].any()
 
 
-def test_an_overridden_update_mask_is_called_as_in_torch_ao():
-    class Counting(WeightNormSparsifier):
-        calls = 0
-
-        def update_mask(self, module, tensor_name, **group):
-            self.calls += 1
-            super().update_mask(module, tensor_name, **group)
-
-    sparsifier = Counting()
-    sparsifier.prepare(linear_model(8, 4, 4), None)
-    sparsifier.step()
-    assert sparsifier.calls == 2
-
-
 def test_an_overridden_make_config_from_model_is_used():
     class OnlyLast(WeightNormSparsifier):
         def make_config_from_model(self, model):
@@ -428,12 +207,6 @@ def test_an_overridden_make_config_from_model_is_used():
     sparsifier = ScopeSparsifier()
     sparsifier.make_config_from_model(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), {nn.Conv1d})
     assert sparsifier.config == [{"tensor_fqn": "1.weight"}]
-
-
-def test_an_entry_with_a_structure_replaces_the_default_stages():
-    sparsifier = ScopeSparsifier(**patterns.v_n_m(4, 2, 8))
-    masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.rows(0.25)}], sparsifier)
-    assert sparsifier.mask("0.weight").all(1).sum() == 3
 
 
 def test_an_nnz_group_with_a_following_stage_starts_its_schedule_at_that_count():

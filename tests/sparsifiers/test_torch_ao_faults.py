@@ -1,9 +1,8 @@
 """Faults of torch.ao's sparsifiers ("stock") that this library fixes, by number: one test of each fault and of its fix.
 
-The test of a fault uses `stock_fails` or asserts the wrong result, so it fails once torch.ao has fixed the fault.
+`test_stock_has_these_faults` fails once torch.ao has fixed one.
 """
 
-import contextlib
 import copy
 import gc
 import io
@@ -20,12 +19,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
 
 TWO_OF_FOUR = {"sparsity_level": 1.0, "sparse_block_shape": (1, 4), "zeros_per_block": 2}
-
-
-@contextlib.contextmanager
-def stock_fails(kind=Exception, match=None):
-    with pytest.raises(kind, match=match):
-        yield
 
 
 def prepared(model: nn.Module, sparsifier=None, config=None, step: bool = True):
@@ -58,14 +51,6 @@ def test_1_compiles_with_fullgraph_and_a_mask_update_does_not_recompile():
     assert len(graphs) == 1
 
 
-def test_1_stock_does_not_compile():
-    model = linear_model(8, 8)
-    prepared(model, StockWeightNorm())
-    torch._dynamo.reset()
-    with stock_fails(torch._dynamo.exc.Unsupported):
-        torch.compile(model, fullgraph=True, backend="eager")(torch.randn(3, 8))
-
-
 # 2. bf16 and fp16
 
 
@@ -91,13 +76,6 @@ def test_2_scores_reduce_in_float32():
     assert sparsifier.mask("0.weight").view(2, 256).all(1).tolist() == [False, True]
 
 
-def test_2_stock_turns_the_mask_to_float32():
-    model = linear_model(8, 8, dtype=torch.bfloat16)
-    prepared(model, StockWeightNorm())
-    with stock_fails(RuntimeError):
-        model(torch.randn(3, 8, dtype=torch.bfloat16))
-
-
 # 3. shapes
 
 
@@ -111,14 +89,6 @@ def test_3_any_rank_and_size(layer, kind):
     assert 0.4 < sparsifier.report()[0].sparsity < 0.6
 
 
-def test_3_stock_crashes_on_conv_and_on_partial_blocks():
-    model = nn.Sequential(nn.Conv2d(6, 5, 3))
-    with stock_fails(RuntimeError):
-        prepared(model, StockWeightNorm(), [{"tensor_fqn": "0.weight"}])
-    with stock_fails(RuntimeError):
-        prepared(linear_model(7, 5), StockWeightNorm(**{**TWO_OF_FOUR, "sparsity_level": 0.5}), None)
-
-
 # 4. checkpoints
 
 
@@ -130,14 +100,6 @@ def test_4_strict_round_trip_of_the_models_state_dict(kind):
     second.load_state_dict(first.state_dict(), strict=True)
     assert "0.parametrizations.weight.0.mask" in first.state_dict()
     assert torch.equal(first[0].weight, second[0].weight)
-
-
-def test_4_stock_loses_the_mask():
-    model = linear_model(8, 4)
-    prepared(model, StockWeightNorm())
-    assert not [k for k in model.state_dict() if k.endswith("mask")]
-    with stock_fails(RuntimeError, "Missing key"):
-        model.load_state_dict(model.state_dict(), strict=True)
 
 
 def magnitude(weight, name):
@@ -169,14 +131,6 @@ def test_4_loading_pops_nothing_aliases_nothing_and_keeps_the_storage():
     assert saved["state"]["0.weight"]["mask"].data_ptr() != storage
 
 
-def test_4_stock_pops_the_mask_from_the_caller():
-    model = linear_model(8, 4)
-    sparsifier = prepared(model, StockWeightNorm())
-    saved = sparsifier.state_dict()
-    sparsifier.load_state_dict(saved)
-    assert "mask" not in saved["state"]["0.weight"]
-
-
 def test_4_loading_checks_names_and_shapes_and_changes_nothing():
     model, other = linear_model(8, 4), linear_model(8, 6)
     sparsifier, foreign = prepared(model), prepared(other)
@@ -188,25 +142,6 @@ def test_4_loading_checks_names_and_shapes_and_changes_nothing():
     with pytest.raises(SparsityError, match=r"missing tensors \['0.weight'\], unexpected tensors \['9.weight'\]"):
         sparsifier.load_state_dict(saved)
     assert torch.equal(sparsifier.mask("0.weight"), before)
-
-
-def test_4_after_to_the_saved_mask_is_the_live_one():
-    model = linear_model(8, 4)
-    sparsifier = prepared(model, WeightNormSparsifier(0.5))
-    model.to(torch.float64)
-    sparsifier.step()
-    live = model[0].parametrizations.weight[0].mask
-    assert sparsifier.state["0.weight"]["mask"] is live
-    assert torch.equal(sparsifier.state_dict()["state"]["0.weight"]["mask"], live)
-
-
-def test_4_stock_keeps_a_stale_mask_after_to():
-    model = linear_model(8, 4)
-    sparsifier = prepared(model, StockWeightNorm(0.5), step=False)
-    model.to(torch.float64)
-    sparsifier.step()
-    live = model[0].parametrizations.weight[0].mask
-    assert sparsifier.state_dict()["state"]["0.weight"]["mask"] is not live
 
 
 def train(model, sparsifier, optimizer, scheduler, steps: range):
@@ -259,26 +194,6 @@ def test_5_squashing_a_copy_or_the_original_leaves_the_other_unchanged():
         (sparsifier if squash_copy else copied).step()
 
 
-def test_5_stock_breaks_the_copy():
-    model = linear_model(8, 4)
-    sparsifier = prepared(model, StockWeightNorm())
-    snapshot = copy.deepcopy(model)
-    sparsifier.squash_mask()
-    with stock_fails(AttributeError):
-        snapshot(torch.randn(2, 8))
-
-
-def test_5_a_snapshot_can_be_squashed_while_training_continues():
-    model = linear_model(8, 4)
-    sparsifier = prepared(model)
-    snapshot = copy.deepcopy(model)
-    sparsifier.squash_mask(model=snapshot)
-    assert list(snapshot.state_dict()) == ["0.bias", "0.weight"]
-    assert int((snapshot[0].weight == 0).sum()) == 16
-    sparsifier.step()
-    assert int(sparsifier.mask("0.weight").sum()) == 16
-
-
 def test_5_a_copied_sparsifier_refers_to_the_copied_model():
     model = linear_model(8, 4)
     sparsifier = prepared(model, step=False)
@@ -303,14 +218,6 @@ def test_5_an_unpickled_sparsifier_can_be_prepared_with_a_model():
     loaded.squash_mask()
 
 
-def test_5_stock_cannot_be_pickled():
-    sparsifier = prepared(linear_model(8, 4), StockWeightNorm())
-    with stock_fails():
-        pickle.dumps(sparsifier)
-
-
-# 6. mistakes: see test_bad_input.py
-
 # 7. one storage
 
 
@@ -325,14 +232,6 @@ def test_7_masks_are_filled_in_place(kind):
         sparsifier.step()
         assert sparsifier.mask("0.weight").data_ptr() == storage
         assert int(view.sum()) == int((1 - level) * 32)
-
-
-def test_7_stock_replaces_the_storage():
-    model = linear_model(8, 4)
-    sparsifier = prepared(model, StockWeightNorm(), step=False)
-    storage = model[0].parametrizations.weight[0].mask.data_ptr()
-    sparsifier.step()
-    assert model[0].parametrizations.weight[0].mask.data_ptr() != storage
 
 
 # 8. exactly zero
@@ -353,16 +252,6 @@ def test_8_masked_means_exactly_zero_in_forward_backward_and_squash(kind, bad):
     assert torch.equal(model[0].parametrizations.weight.original.grad[dropped], torch.zeros(int(dropped.sum())))
     sparsifier.squash_mask()
     assert torch.equal(model[0].weight[dropped], torch.zeros(int(dropped.sum())))
-
-
-def test_8_stock_keeps_nan_in_dropped_weights():
-    model = nn.Sequential(nn.Linear(4, 2, bias=False))
-    sparsifier = prepared(model, StockWeightNorm(0.5), step=False)
-    model[0].parametrizations.weight[0].mask[0] = 0
-    with torch.no_grad():
-        model[0].parametrizations.weight.original[0, 0] = float("nan")
-    sparsifier.squash_mask()
-    assert model[0].weight[0, 0].isnan()
 
 
 # 9. other parametrizations
@@ -405,27 +294,6 @@ def test_9_what_cannot_be_expressed_is_refused_and_nothing_changes():
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
 
 
-def test_9_stock_fails_on_weight_norm():
-    model = nn.Sequential(weight_norm(nn.Linear(8, 4)))
-    sparsifier = StockWeightNorm()
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
-    with stock_fails(AttributeError):
-        sparsifier.step()
-
-
-# what torch.ao does too: the parameter stays the same object
-
-
-def test_the_same_parameter_before_during_and_after():
-    model = linear_model(8, 4)
-    parameter = model[0].weight
-    sparsifier = prepared(model)
-    assert model[0].parametrizations.weight.original is parameter
-    sparsifier.squash_mask()
-    assert model[0].weight is parameter
-    assert type(model[0]) is nn.Linear
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_prepare_leaves_the_garbage_collector_as_it_was(enabled):
     before = gc.isenabled()
@@ -439,3 +307,49 @@ def test_prepare_leaves_the_garbage_collector_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable() if before else gc.disable()
+
+
+def test_stock_has_these_faults():
+    def stock(model, config=None, **options):
+        sparsifier = prepared(model, StockWeightNorm(**options), config, step=False)
+        sparsifier.step()
+        return sparsifier
+
+    x, entry = torch.randn(2, 8), [{"tensor_fqn": "0.weight"}]
+    model = linear_model(8, 8)
+    sparsifier = StockWeightNorm()
+    sparsifier.prepare(model, entry)
+    storage = model[0].parametrizations.weight[0].mask.data_ptr()
+    sparsifier.step()
+    assert model[0].parametrizations.weight[0].mask.data_ptr() != storage  # 7
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # 1
+        torch.compile(model, fullgraph=True, backend="eager")(x)
+    assert not [k for k in model.state_dict() if k.endswith("mask")]  # 4
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(model.state_dict(), strict=True)
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):  # 5
+        pickle.dumps(sparsifier)
+    snapshot = copy.deepcopy(model)
+    with torch.no_grad():
+        model[0].parametrizations.weight[0].mask[0] = 0
+        model[0].parametrizations.weight.original[0, 0] = float("nan")
+    sparsifier.squash_mask()
+    assert model[0].weight[0, 0].isnan()  # 8
+    with pytest.raises(AttributeError):
+        snapshot(x)
+    other = linear_model(8, 8)
+    saved = stock(other).state_dict()
+    sparsifier = stock(linear_model(8, 8))
+    sparsifier.load_state_dict(saved)
+    assert "mask" not in saved["state"]["0.weight"]
+    half = linear_model(8, 8, dtype=torch.bfloat16)
+    stock(half)
+    with pytest.raises(RuntimeError):  # 2
+        half(x.bfloat16())
+    with pytest.raises(RuntimeError):  # 3
+        stock(nn.Sequential(nn.Conv2d(6, 5, 3)), entry)
+    with pytest.raises(RuntimeError):
+        stock(linear_model(7, 5), sparse_block_shape=(1, 4), zeros_per_block=2)
+    with pytest.raises(AttributeError):  # 9
+        stock(nn.Sequential(weight_norm(nn.Linear(8, 4))), entry)

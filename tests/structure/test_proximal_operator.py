@@ -9,7 +9,7 @@ import torch
 from grids import covering
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSpec, SparsityError
-from sparsekit_ao.structure.shrink import norms, shrink, shrink_conditioned
+from sparsekit_ao.structure.proximal import shrink, shrink_conditioned
 
 ELEMENTS = (1, 2, 3, 16, 100, 1025)
 CONDITIONS = (1.0, 1e3, 1e6, 1e9, 1e12, 1e16)
@@ -74,21 +74,17 @@ def test_the_conditioned_operator_equals_an_80_digit_solver(dtype, most):
     print(f"{dtype}: worst error {worst:.1e}")
 
 
-@pytest.mark.parametrize("dim", [-1, -2])
-def test_blocks_of_a_million_elements(dim):
+def test_blocks_of_a_million_elements():
     g = torch.Generator().manual_seed(0)
     v, h = torch.randn(2, 1 << 20, generator=g), 1e3 ** torch.rand(2, 1 << 20, generator=g)
     t = 0.4 * (v.double() * h.double()).norm(dim=1)
     wide = shrink_conditioned(v.double(), h.double(), t)
     gradient = h.double() * (wide - v.double()) + t[:, None] * wide / wide.norm(dim=1, keepdim=True)
     assert float((gradient.norm(dim=1) / t).max()) < 1e-12  # the float64 solution is where the gradient vanishes
-    given = (v, h) if dim == -1 else (v.t().contiguous(), h.t().contiguous())
-    w = shrink_conditioned(*given, t, dim)
-    w = w if dim == -1 else w.t()
+    w = shrink_conditioned(v, h, t)
     assert float(((w.double() - wide).norm(dim=1) / wide.norm(dim=1)).max()) < 1e-6
-    plain = shrink(given[0], torch.tensor(300.0), dim)
     expected = v.double() * (1 - 300 / v.double().norm(dim=1, keepdim=True))
-    plain = plain if dim == -1 else plain.t()
+    plain = shrink(v, torch.tensor(300.0))
     assert float(((plain.double() - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 1e-6
 
 
@@ -107,13 +103,10 @@ def test_finite_input_of_any_dtype_converges(dtype):
         assert w.isfinite().all() and (w.abs() <= v.abs()).all()
 
 
-@pytest.mark.parametrize("dim", [-1, -2])
-def test_blocks_whose_squares_overflow_on_the_path_to_the_root_have_a_solution(dim):
+def test_blocks_whose_squares_overflow_on_the_path_to_the_root_have_a_solution():
     v = torch.tensor([[1e9, 1e-12, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [1e8, 1.0, 1e-15]])
     h, t = torch.tensor([0.1, 1e20, 1.0]).expand(4, -1), torch.tensor([1e-12, 2e20, 1.0, 1e-13])
-    given = [v, h.contiguous()] if dim == -1 else [v.t().contiguous(), h.t().contiguous()]
-    w = shrink_conditioned(*given, t, dim)
-    for own, *case in zip(w if dim == -1 else w.t(), v, h, t.tolist(), strict=True):
+    for own, *case in zip(shrink_conditioned(v, h.contiguous(), t), v, h, t.tolist(), strict=True):
         assert error_of(own, *case) <= 7.4e-7
 
 
@@ -129,11 +122,11 @@ def test_the_steps_may_be_limited():
     torch.testing.assert_close(limited, free)
 
 
-def test_norms_whose_squares_leave_the_range_are_finite():
-    v = torch.tensor([[3e30, 4e30], [3e-30, 4e-30], [3.0, 4.0], [0.0, 0.0]])
-    torch.testing.assert_close(norms(v), torch.tensor([5e30, 5e-30, 5.0, 0.0]))
-    wide = torch.tensor([[3e200, 4e200], [0.0, 3e-200]], dtype=torch.float64)
-    torch.testing.assert_close(norms(wide), torch.tensor([5e200, 3e-200], dtype=torch.float64), rtol=1e-14, atol=0)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e30), (torch.float32, 1e-30), (torch.float64, 1e200)])
+def test_the_plain_operator_of_blocks_whose_squares_leave_the_range(dtype, size):
+    w = torch.tensor([[3.0, 4.0]], dtype=dtype) * size
+    BlockSpec(w, (1, 2)).soft_threshold(torch.tensor(size, dtype=torch.float64))
+    torch.testing.assert_close(w / size, torch.tensor([[2.4, 3.2]], dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", [(1, -1), (-1, 1), (2, 2), (1, 1), (3, 5)])
@@ -164,7 +157,7 @@ def test_coupled_blocks_in_parts_equal_one_part(monkeypatch):
     g = torch.Generator().manual_seed(0)
     results = []
     for part in (1, 1 << 20):
-        monkeypatch.setattr("sparsekit_ao.structure.threshold.PART", part)
+        monkeypatch.setattr("sparsekit_ao.structure.proximal.PART", part)
         up, down = torch.randn(6, 4, generator=g.manual_seed(1)), torch.randn(5, 6, generator=g.manual_seed(2))
         both = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], [None, (1, 0)])
         both.soft_threshold(1.0, {up: up.abs() + 0.1, down: down.abs() + 0.1})

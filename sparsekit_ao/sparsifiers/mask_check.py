@@ -1,0 +1,159 @@
+"""Check masks against their budgets: every scope is counted, every block must be kept whole or dropped whole."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ..distributed import full_tensor
+from ..errors import SparsityError
+from ..structure import BlockSpec, scope_windows
+from ..structure.tiles import pad_to, split, to_aligned
+from ..structure.windows import Blocks, Scopes, fill_mask, kept_flags, kept_grid
+from .config import TensorGroup
+from .groups import PruningGroup, elements_of, labels_of
+from .progress import shown
+
+
+def check_masks(
+    pruning_groups: Sequence[PruningGroup], groups: Sequence[TensorGroup], masks: Sequence[tuple[Tensor, bool]]
+) -> int:
+    """Count every scope; see `ScopeSparsifier.check`."""
+    wrong: list[str] = []
+    checked = 0
+    for group in shown(pruning_groups, "check", elements_of(pruning_groups)):
+        exact = all(masks[at][1] for _, at in group.members)
+        own = {spec: full_tensor(masks[at][0]) for spec, at in group.members}
+        budget = group.budget(groups)
+        earlier, later = _neighbours(pruning_groups, group)
+        if later:  # blocks of which a later stage dropped a part may be kept in part, or not at all
+            low: int | None = 0
+        else:
+            low = None if not earlier else _certain(earlier, group, groups)
+            if exact:
+                wrong += [f"{group.label}: {text}" for text in _broken_blocks(group, own, earlier)]
+        low = low if exact else 0
+        wrong += [f"{group.label}: {text}" for text in _miscounted(group, own, budget, low)]
+        checked += group.scope.numscp()
+    if wrong:
+        raise SparsityError("masks do not hold their budgets:\n  " + "\n  ".join(wrong))
+    return checked
+
+
+def _neighbours(
+    pruning_groups: Sequence[PruningGroup], group: PruningGroup
+) -> tuple[list[PruningGroup], list[PruningGroup]]:
+    """The stages before and after this one that share a tensor with it."""
+    tensors = {at for _, at in group.members}
+    shared = [c for c in pruning_groups if c is not group and tensors & {at for _, at in c.members}]
+    return [c for c in shared if c.stage < group.stage], [c for c in shared if c.stage > group.stage]
+
+
+def _certain(
+    earlier: Sequence[PruningGroup], last: PruningGroup, groups: Sequence[TensorGroup]
+) -> int:
+    """A lower bound of the blocks that a scope of the last stage keeps, whatever the weights.
+
+    Known where one earlier stage on the same view keeps a fixed number of elements in every scope of single elements
+    (V:N:M); 0 elsewhere, since an earlier stage may keep less in a scope than its budget.
+    """
+    members = [c.scope.members()[0] for c in (*earlier, last)]
+    specs = [m.block.blocks()[0] for m in members]
+    views = [(v.shape, v.stride, v.offset, v.param.stride()) for v in (spec.view for spec in specs)]
+    budgets = [c.budget(groups) for c in (*earlier, last)]
+    plain = len(members) == 2 and all(len(c.members) == 1 and not c.scope.is_partial for c in (*earlier, last))
+    if not plain or any(isinstance(b, Tensor) for b in budgets):
+        return 0
+    is_partial = any(n % b for n, b in zip(specs[0].view.shape, specs[0].shape, strict=True))
+    if is_partial or views[0] != views[1] or any(b != 1 for b in specs[1].shape):
+        return 0
+    left = int(budgets[0])
+    for block, blocks, reach in zip(specs[0].shape, members[0].shape, members[1].shape, strict=True):
+        if blocks == 1 and block % reach == 0:
+            left *= reach
+        elif blocks > 1 and reach % (block * blocks) == 0:
+            left *= block * (reach // (block * blocks))
+        else:
+            return 0
+    return min(left, int(budgets[1]))
+
+
+def _broken_blocks(
+    group: PruningGroup, own: Mapping[BlockSpec, Tensor], earlier: Sequence[PruningGroup]
+) -> Iterator[str]:
+    """Tensors with a block that is kept in part, though no earlier stage may have dropped the rest of it."""
+    indices = dict(group.members)
+    for scopes, scope_member in zip(scope_windows(group.scope, None, own), group.scope.members(), strict=True):
+        agree = _agree(scopes) if not earlier else [True] * len(scopes.members)
+        for member, spec, agrees in zip(scopes.members, scope_member.block.blocks(), agree, strict=True):
+            before = [c.spec(indices[spec]) for c in earlier if any(at == indices[spec] for _, at in c.members)]
+            if not agrees or not (_are_whole_but(member, spec, before) if before else _are_whole(member)):
+                yield f"{spec.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
+
+
+def _agree(scopes: Scopes) -> list[bool]:
+    """Whether each of coupled members keeps every block of which another one keeps anything."""
+    if len(scopes.members) == 1:
+        return [True]
+    kept = [to_aligned(kept_flags(m), m.order, len(scopes.shape)) for m in scopes.members]
+    together = reduce(torch.logical_or, kept)
+    return [torch.equal(one, together) for one in kept]
+
+
+def _are_whole(m: Blocks) -> bool:
+    """Whether the mask keeps all elements of each block or none."""
+    return all(n == 1 for n in m.shape) or torch.equal(kept_flags(m, every=True), kept_flags(m))
+
+
+def _kept_counts(scopes: Scopes) -> Tensor:
+    """Blocks of each scope of which the masks keep any element: int64, of the aligned scope grid's shape."""
+    flags = kept_grid(scopes.members, len(scopes.shape))
+    tiles = split(pad_to(flags, scopes.shape, False), scopes.shape)
+    counts = tiles.sum(dim=tuple(range(1, tiles.ndim, 2)), dtype=torch.int64)
+    return counts.permute(scopes.order) if scopes.order else counts
+
+
+def _are_whole_but(member: Blocks, spec: BlockSpec, before: Sequence[BlockSpec]) -> bool:
+    """Whether blocks are kept whole or dropped whole, but for those that blocks of earlier stages cut."""
+    assert member.mask is not None
+    whole = member.mask.clone()
+    fill_mask((replace(member, mask=whole, order=()),), kept_flags(member))
+    wrong = whole != member.mask
+    return not bool((wrong & ~spec.view.window(_cut(spec, before).to(wrong.device))).any())
+
+
+def _cut(spec: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
+    """The elements, bool in the tensor's shape, of blocks that are in several blocks of another spec of the tensor."""
+    own = labels_of(spec).reshape(-1) + 1  # 0 is outside the view
+    found = torch.zeros(spec.numblk() + 1, dtype=torch.bool, device="cpu")
+    for other in others:
+        labels = labels_of(other).reshape(-1)
+        empty = torch.full(found.shape, -1, device="cpu")
+        low, high = (empty.scatter_reduce(0, own, labels, how, include_self=False) for how in ("amin", "amax"))
+        found |= low != high
+    return found[own].reshape(tuple(spec.view.param.shape))
+
+
+def _miscounted(
+    group: PruningGroup, own: Mapping[BlockSpec, Tensor], budget: int | Tensor, low: int | None
+) -> Iterator[str]:
+    """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
+    scope = group.scope
+    counts = [_kept_counts(w).reshape(scope.grid_shape) for w in scope_windows(scope, None, own)]
+    kept = counts[0] if len(counts) == 1 else torch.stack([c.cpu().long() for c in counts]).sum(0)
+    if isinstance(budget, int) and not scope.is_partial and kept.numel():
+        least, most = map(int, kept.aminmax())
+        if most <= budget and least >= (budget if low is None else low):
+            return
+    kept = kept.cpu().long()
+    want = torch.minimum(torch.as_tensor(budget, device="cpu").expand(scope.grid_shape), scope.blocks_per_scope())
+    bad = ((kept > want) | (kept < (want if low is None else low))).reshape(-1)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0, 0])
+        yield (
+            f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(kept.reshape(-1)[first])} "
+            f"blocks, its budget is {int(want.reshape(-1)[first])} (as the levels are now; step() again if a scheduler "
+            "changed them)"
+        )

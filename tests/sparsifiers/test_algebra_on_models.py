@@ -1,0 +1,129 @@
+"""Mistakes at the edge between the algebra and a model that raised nothing, or gave a wrong value."""
+
+import math
+import pathlib
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit_ao import (
+    BlockCoupling,
+    BlockSpec,
+    DynamicSparsifier,
+    ScopeCoupling,
+    ScopeSparsifier,
+    ScopeSpec,
+    SparsityError,
+    View,
+)
+from sparsekit_ao.dynamic import inits
+
+
+def refuses(text):
+    return pytest.raises(SparsityError, match=re.escape(text))
+
+
+# 1: the weight of a prepared layer
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("make", [ScopeSparsifier, lambda: DynamicSparsifier(update_every=None)])
+def test_a_weight_computed_by_a_parametrization_is_refused(make, frozen):
+    layer = nn.Linear(8, 4).requires_grad_(not frozen)
+    make().prepare(layer)
+    for is_enabled in (True, False):
+        with torch.set_grad_enabled(is_enabled), refuses("layer.parametrizations.weight.original"):
+            BlockSpec(layer.weight, (1, 2))
+    weight = layer.parametrizations.weight.original
+    BlockSpec(weight, (1, -1)).soft_threshold(100.0)
+    assert not weight.any()
+
+
+# 2: the order of arguments
+
+
+# 3: nnz
+
+
+def test_nnz_counts_elements_and_nnz_blocks_blocks():
+    a, b = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1e-9, 0.0]]), torch.tensor([0.0, 2.0])
+    block = BlockSpec(a, (1, 2))
+    assert (block.nnz(), block.nnz_blocks(), block.nnz(eps=1e-10), block.nnz_blocks(eps=1e-10)) == (3, 2, 4, 3)
+    both = BlockCoupling([BlockSpec(a, (1, -1)), BlockSpec(b)])
+    assert (both.nnz(), both.nnz_blocks()) == (4, 2)
+
+
+# 4: shapes and dtypes of arguments
+
+
+def test_get_masks_takes_what_block_norms_returns():
+    w = torch.tensor([[1.0, 4.0, 3.0, 2.0], [8.0, 7.0, 6.0, 5.0]])
+    scope = ScopeSpec(w, (2, 2))
+    for nnz in (1, 2, 3):
+        (one,), (other,) = (scope.get_masks(nnz, **k).values() for k in ({}, {"block_scores": scope.block_norms()}))
+        assert torch.equal(one, other)
+    pair = ScopeCoupling([ScopeSpec(w), ScopeSpec(torch.tensor([9.0, 0.5]))])
+    found = pair.get_masks(3, block_scores=pair.block_norms())
+    assert [int(m.sum()) for m in found.values()] == [2, 1]
+    allowed = scope.block_norms() != 8
+    (mask,) = scope.get_masks(1, candidates=allowed).values()
+    assert mask.tolist() == [[False] * 4, [False, True, True, False]]
+
+
+def test_apply_mask_of_ints_is_refused():
+    w = torch.ones(2, 2)
+    for act in (BlockSpec(w).apply_mask, lambda m: View.from_existing(w).apply_mask(m, ())):
+        with refuses("apply_mask needs a bool mask (True = zero the block), got torch.int64"):
+            act(torch.eye(2, dtype=torch.int64))
+    assert w.all()
+
+
+# 5: budgets that are tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("coupling", [{}, {"scope_coupling": "both"}, {"block_coupling": "both"}])
+def test_a_budget_tensor_in_a_group_after_a_change_of_dtype(coupling, dtype):
+    model = nn.ModuleList([nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)])
+    sparsifier = ScopeSparsifier(scope_shape=(1, -1), **coupling)
+    sparsifier.prepare(model, [{"tensor_fqn": "*.weight", "nnz": torch.tensor([[1], [2], [3], [4]])}])
+    sparsifier.step()
+    model.to(dtype)
+    with torch.no_grad():
+        for layer in model:
+            layer.parametrizations.weight.original.normal_()
+    sparsifier.step()
+    rows = [sparsifier.mask(f"{k}.weight").sum(1) for k in range(2)]
+    counts = rows[0] + rows[1] if "scope_coupling" in coupling else rows[0]
+    assert counts.tolist() == [1, 2, 3, 4] and sparsifier.check() > 0
+    for k, layer in enumerate(model):
+        if not coupling:
+            weight, mask = layer.parametrizations.weight.original.abs(), sparsifier.mask(f"{k}.weight")
+            kept, dropped = weight.where(mask, math.inf).amin(1), weight.where(~mask, 0).amax(1)
+            assert (kept >= dropped).all()
+
+
+# init="resume"
+
+
+def test_a_saved_mask_that_keeps_a_part_of_a_block_is_still_refused():
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    mask[0, 1] = False
+    for saved in (mask, mask.float()):
+        sparsifier = DynamicSparsifier(init=inits.resume({"weight": saved}), update_every=None)
+        with refuses("the saved mask keeps parts of blocks"):
+            sparsifier.prepare(nn.Linear(3, 4, bias=False), [{"tensor_fqn": "weight", "block_shape": (1, -1)}])
+
+
+# 6: the page of names
+
+
+def test_the_names_of_the_algebra_exist():
+    page = (pathlib.Path(__file__).parent.parent.parent / "docs/names.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| (?:the same|`)", page.split("## sparselearning")[0], re.MULTILINE)
+    names = {n for row in rows for n in re.findall(r"`(?:\w+\.)?([a-z_]+)", row)}
+    owners = View.from_existing(torch.ones(2)), BlockSpec(torch.ones(2)), ScopeSpec(torch.ones(2))
+    assert len(names) > 30
+    assert all(any(hasattr(owner, name) for owner in owners) for name in names), sorted(names)

@@ -1,0 +1,188 @@
+"""`update_every` and `until` of `ScopeSparsifier`, and the trainers' callbacks: when masks change, and what resumes."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stock import linear_model
+from torch import nn
+
+from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, schedules
+from sparsekit_ao.schedules import ScheduleSL
+
+
+def prepared(kind=ScopeSparsifier, **options):
+    sparsifier = kind(**options)
+    sparsifier.prepare(linear_model(8, 8, 4))
+    return sparsifier
+
+
+def changes(sparsifier, step, count):
+    """In which of some steps the mask changes, with new weights in each."""
+    found = []
+    for k in range(count):
+        before = sparsifier.mask("0.weight").clone()
+        with torch.no_grad():
+            sparsifier.model[0].parametrizations.weight.original.normal_()
+        step(k)
+        found.append(not torch.equal(before, sparsifier.mask("0.weight")))
+    return [k for k, changed in enumerate(found) if changed]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"update_every": 3}, [0, 3, 6]),
+        ({"until": 2}, [0, 1]),
+        ({"update_every": 3, "until": 4}, [0, 3]),
+    ],
+)
+def test_steps_that_update_masks(options, expected):
+    torch.manual_seed(0)
+    sparsifier = prepared(**options)
+    assert changes(sparsifier, lambda _: sparsifier.step(), 8) == expected
+    sparsifier.squash_mask()
+
+
+def test_the_count_is_saved_and_begins_anew_with_another_model():
+    torch.manual_seed(0)
+    sparsifier = prepared(update_every=4)
+    changes(sparsifier, lambda _: sparsifier.step(), 3)
+    resumed = prepared(update_every=4)
+    resumed.load_state_dict(sparsifier.state_dict())
+    for one in (resumed, sparsifier, copy.deepcopy(sparsifier)):
+        assert changes(one, lambda _, one=one: one.step(), 3) == [1]
+    old = {k: v for k, v in sparsifier.state_dict().items() if k != "steps"}
+    prepared().load_state_dict(old)
+    sparsifier.squash_mask()
+    sparsifier.prepare(linear_model(8, 8))
+    assert changes(sparsifier, lambda _: sparsifier.step(), 4) == [0]
+
+
+def test_frozen_masks_are_squashed_without_a_warning():
+    sparsifier = prepared(sparsity_level=0.0, until=2)
+    scheduler = schedules.ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 4))
+    for _ in range(4):
+        sparsifier.step()
+        scheduler.step()
+    sparsifier.squash_mask()
+
+
+def callback_of(library, *args, **options):
+    if library == "lightning":
+        pytest.importorskip("lightning")
+        from sparsekit_ao.integrations.lightning import SparsifierCallback
+
+        callback = SparsifierCallback(*args, **options)
+        return callback, lambda k: callback.on_train_batch_end(SimpleNamespace(global_step=k + 1), None, None, None, k)
+    pytest.importorskip("transformers")
+    from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+    callback = SparsifierCallback(*args, **options)
+    return callback, lambda k: callback.on_step_end(None, SimpleNamespace(global_step=k + 1), None)
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_callbacks(library):
+    torch.manual_seed(0)
+    sparsifier = prepared()
+    callback, step = callback_of(library, sparsifier, update_every=3, until=5)
+    assert changes(sparsifier, step, 8) == [0, 3]
+    if library == "lightning":
+        resumed, step = callback_of(library, sparsifier, update_every=3)
+        resumed.load_state_dict(callback.state_dict())
+        assert changes(sparsifier, step, 3) == [1]
+    with pytest.raises(SparsityError, match="DynamicSparsifier must be called in every step; give update_every and"):
+        callback_of(library, prepared(DynamicSparsifier), update_every=2)
+
+
+@pytest.mark.parametrize("options", [{"update_every": 0}, {"until": 0}, {"update_every": 1.5}])
+def test_numbers_that_cannot_be_meant(options):
+    with pytest.raises(SparsityError, match=f"{next(iter(options))} must be an int >= 1, got"):
+        ScopeSparsifier(**options)
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_callback_of_another_model(library):
+    text = "SparsifierCallback: 0.weight belongs to another model than the one that is trained"
+    sparsifier, other = prepared(), nn.Sequential(nn.Linear(8, 8))
+    if library == "lightning":
+        from sparsekit_ao.integrations.lightning import SparsifierCallback
+
+        with pytest.raises(SparsityError, match=text):
+            SparsifierCallback(sparsifier).on_train_start(None, other)
+    else:
+        from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+        with pytest.raises(SparsityError, match=text):
+            SparsifierCallback(sparsifier).on_train_begin(None, None, None, model=other)
+
+
+def test_arguments_of_the_callbacks():
+    pytest.importorskip("transformers")
+    from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+    sparsifier, other = prepared(), prepared()
+    cases = {
+        "sparsifier must be a sparsifier, got str": ("adam",),
+        r"schedulers must be a list of torch.ao schedulers, such as \[ScheduleSL": (
+            sparsifier,
+            schedules.constant(0.5),
+        ),
+        "the ScheduleSL was made for another sparsifier": (sparsifier, [ScheduleSL(other, schedules.constant(0.5))]),
+    }
+    for text, given in cases.items():
+        with pytest.raises(SparsityError, match=text):
+            SparsifierCallback(*given)
+    with pytest.raises(
+        SparsityError, match=r"the sparsifier is not prepared; call prepare\(model, config\) before train"
+    ):
+        SparsifierCallback(ScopeSparsifier()).on_train_begin(None, None, None, model=sparsifier.model)
+
+
+def test_the_trainer_goes_back_to_a_checkpoint_of_a_lower_level(tmp_path):
+    pytest.importorskip("transformers")
+    from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+    sparsifier = prepared()
+    callback = SparsifierCallback(sparsifier, [ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 2))])
+    args = SimpleNamespace(load_best_model_at_end=True)
+    state = SimpleNamespace(best_model_checkpoint=None, global_step=1)
+    callback.on_step_end(args, state, None)  # masks of level 0, and the level is 0.25
+    callback.on_step_end(args, state, None)
+    saved, best = callback.state(), copy.deepcopy(sparsifier.model.state_dict())
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"stateful_callbacks": {"SparsifierCallback": saved}}))
+    callback.on_train_end(args, state, None)
+    callback.on_step_end(args, state, None)
+    assert sparsifier.check() == 2
+    sparsifier.groups[0]["sparsity_level"] = sparsifier.groups[1]["sparsity_level"] = 0.75
+    sparsifier.step()
+    sparsifier.model.load_state_dict(best)  # as the trainer does
+    state.best_model_checkpoint = str(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"went back to its best checkpoint, .* 0.weight has sparsity_level 0.5; its last"
+    ):
+        callback.on_train_end(args, state, None)
+    assert [group["sparsity_level"] for group in sparsifier.groups] == [0.5, 0.5]
+
+
+def test_a_lightning_callback_that_averages_masks():
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from sparsekit_ao.integrations.lightning import SparsifierCallback
+
+    sparsifier = prepared()
+    callback = SparsifierCallback(sparsifier)
+    for averaging in (EMAWeightAveraging(), EMAWeightAveraging(use_buffers=False)):
+        trainer = SimpleNamespace(callbacks=[callback, averaging], global_step=0, optimizers=[])
+        if averaging._use_buffers:
+            with pytest.raises(
+                SparsityError, match=r"EMAWeightAveraging averages buffers, .* Give it use_buffers=False"
+            ):
+                callback.on_train_start(trainer, sparsifier.model)
+        else:
+            callback.on_train_start(trainer, sparsifier.model)

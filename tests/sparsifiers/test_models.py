@@ -1,0 +1,142 @@
+"""Models of users: recurrent layers, wrappers, numbers of numpy; and what the report prints."""
+
+import copy
+import io
+import json
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from stock import linear_model
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, export
+from sparsekit_ao.schedules import ScheduleSL
+
+
+def prepared(model=None, config=None, **options):
+    sparsifier = ScopeSparsifier(**options)
+    sparsifier.prepare(linear_model(8, 8, 4) if model is None else model, config)
+    return sparsifier
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_masked_recurrent_module_is_copied_after_a_forward_pass(kind):
+    model, x = nn.Sequential(kind(4, 4)), torch.randn(3, 2, 4)
+    sparsifier = prepared(model, [{"tensor_fqn": "*weight*"}], sparsity_level=0.75)
+    dense = model(x)[0]
+    sparsifier.step()
+    masked = model(x)[0]
+    assert not torch.equal(masked, dense)
+    copied = copy.deepcopy(model)  # the module holds the weights of the forward pass, with their graph
+    model.double().float()
+    again = copy.deepcopy(model)
+    sparsifier.squash_mask(model=copied)
+    sparsifier.squash_mask()
+    for one in (model, copied, again, pickle.loads(pickle.dumps(model))):
+        assert torch.equal(one(x)[0], masked)
+    assert model[0]._flat_weights[0] is model[0].weight_ih_l0 and copied[0]._flat_weights[0] is copied[0].weight_ih_l0
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_masks_inside_checkpoint_wrappers(when):
+    model, x = linear_model(8, 8, 4), torch.randn(2, 8)
+    if when == "before prepare":
+        model[0] = checkpoint_wrapper(model[0])
+    sparsifier = prepared(model)
+    sparsifier.step()
+    if when == "after prepare":
+        model[0] = checkpoint_wrapper(model[0])
+    plain = linear_model(8, 8, 4)
+    plain.load_state_dict(export.dense_state_dict(model))
+    assert torch.equal(plain(x), model(x))
+    model.load_state_dict(plain.state_dict())
+    rows = [(row.tensor, row.kind, row.masked) for row in export.report(model)]
+    assert rows == [("0.weight", "Linear", True), ("2.weight", "Linear", True)]
+    assert [layer.fqn for layer in export.check(model, "quantize")] == ["0.weight", "2.weight"]
+    copied = copy.deepcopy(model)  # which leaves the wrapper out
+    sparsifier.squash_mask(model=copied)
+    assert torch.equal(copied(x), model(x)) and sparsifier.check(copied) == 2
+
+
+def test_a_wrapper_that_passes_on_the_attributes_of_what_it_wraps():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    model = nn.Sequential(Wrapper(nn.Linear(8, 4)))
+    sparsifier = prepared(model)
+    sparsifier.step()
+    dense = export.dense_state_dict(model)
+    assert (
+        list(dense) == ["0.inner.bias", "0.inner.weight"]
+        and [r.tensor for r in export.report(model)] == list(dense)[1:]
+    )
+
+
+@pytest.mark.parametrize(
+    "given", [{"sparsity_level": np.float32(0.5)}, {"nnz": np.int64(32)}, {"block_shape": (np.int64(2), 1)}]
+)
+def test_numbers_of_numpy_in_a_config_are_saved_as_plain_ones(given):
+    sparsifier = prepared(config=[{"tensor_fqn": "0.weight", **given}])
+    sparsifier.step()
+    sparsifier.groups[0]["sparsity_level"] = np.float64(0.5)  # as a scheduler may write
+    torch.save(sparsifier.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    sparsifier.load_state_dict(torch.load(file, weights_only=True))
+    assert sparsifier.check() == 1 and int(sparsifier.mask("0.weight").sum()) == 32
+
+
+def test_a_schedule_of_numpy_gives_plain_numbers():
+    sparsifier = prepared()
+    scheduler = ScheduleSL(sparsifier, lambda step: np.clip(step / 4, 0, 1))
+    assert type(sparsifier.groups[0]["sparsity_level"]) is float and json.dumps(scheduler.state_dict()["_last_sl"])
+
+
+def test_materialized_weights_are_masked_once():
+    sparsifier = prepared()
+    sparsifier.step()
+    layer, x = sparsifier.model[0], torch.randn(2, 8)
+    expected = layer(x)
+    with torch.no_grad(), sparsifier.materialized():
+        assert layer.weight is layer.weight and torch.equal(layer(x), expected)
+    assert layer.weight is not layer.weight
+    with pytest.raises(SparsityError, match="materialized"), ScopeSparsifier().materialized():
+        pass
+
+
+def test_the_report_names_nearly_empty_tensors():
+    sparsifier = prepared(sparsity_level=1.0)
+    sparsifier.step()
+    assert "nearly empty: 0.weight keeps 0.00% of its elements" in str(sparsifier.report())
+
+
+def test_like_tensors_of_a_large_model_share_a_line_of_a_printed_report(tmp_path):
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(45)), "head": nn.Linear(8, 4)})
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model)
+    sparsifier.step()
+    sparsifier.mask("layers.3.weight")[0] = False
+    report = sparsifier.report()
+    lines = str(report).splitlines()
+    first = r"layers\.\*\.weight \(45 tensors\) .* 0\.5000  0\.5000 to 0\.\d{4} +1,43\d +2,880 +2,880"
+    assert re.fullmatch(first, lines[1]) and lines[2].startswith("head.weight ") and lines[3].startswith("all ")
+    assert len(report.table().splitlines()) == 48 and "layers.44.weight" in report.table()
+    rows = report.to_csv(tmp_path / "report.csv").splitlines()
+    assert (tmp_path / "report.csv").read_text().splitlines() == rows and len(rows) == 47
+    assert rows[1].startswith("layers.0.weight,config=None,8x8,")
+    page = report._repr_html_()
+    assert page.count("<tr>") == 4 and "<td>layers.*.weight (45 tensors)</td>" in page
+    assert report.log_dict("a/")["a/sparsity/head.weight"] == 0.5
+    report.plot(tmp_path / "report.svg")
+    assert "layers.44.weight" in (tmp_path / "report.svg").read_text()

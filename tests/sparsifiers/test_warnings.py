@@ -1,0 +1,116 @@
+"""Calls that have no effect, or not the expected one, in the order or on the model on which they are made."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.utils.prune
+from stock import linear_model
+from torch import nn
+from torch.ao.pruning import LambdaSL
+
+from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
+
+
+def prepared(*sizes, **options):
+    sparsifier = ScopeSparsifier(**options)
+    sparsifier.prepare(linear_model(*(sizes or (8, 8))))
+    return sparsifier
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
+def test_squash_without_a_step(kind):
+    sparsifier = kind()
+    sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.warns(UserWarning, match=r"step was never called, .*nothing is pruned; call step\(\) first"):
+        sparsifier.squash_mask()
+    filled = prepared()
+    filled.mask("0.weight")[0] = False  # by hand
+    filled.squash_mask()
+
+
+def test_squash_one_level_short():
+    sparsifier = prepared(sparsity_level=0.0)
+    scheduler = schedules.ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 4))
+    for _ in range(4):
+        sparsifier.step()
+        scheduler.step()
+    twin = copy.deepcopy(sparsifier)
+    text = r"the mask of 0.weight was chosen at sparsity_level 0.375, and its level is 0.5 now; call step\(\) once more"
+    with pytest.warns(UserWarning, match=text):
+        sparsifier.squash_mask()
+    twin.step()
+    twin.squash_mask()
+    assert (twin.model[0].weight == 0).sum() == 32
+
+
+def test_a_squashed_copy_and_a_paused_sparsifier_cause_no_warning():
+    sparsifier = prepared()
+    sparsifier.step()
+    sparsifier.squash_mask(model=copy.deepcopy(sparsifier.model))
+    sparsifier.groups[0]["sparsity_level"] = 0.75
+    sparsifier.enable_mask_update = False
+    sparsifier.squash_mask()
+
+
+def test_a_scheduler_before_prepare():
+    sparsifier = ScopeSparsifier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        LambdaSL(sparsifier, lambda epoch: 0.1)
+    with pytest.warns(UserWarning, match="a scheduler was constructed before it; that one has no groups"):
+        sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+
+
+def test_a_layer_that_was_replaced_after_prepare_is_named():
+    sparsifier = prepared(8, 8, 4)
+    sparsifier.step()
+    sparsifier.model[2] = nn.Linear(8, 3)
+    with pytest.warns(
+        UserWarning, match="step: 2.weight: its layer was replaced or removed after prepare, .*prepare ag"
+    ):
+        sparsifier.step()
+    sparsifier.step()  # once
+    with pytest.warns(UserWarning, match="squash_mask: 2.weight: its layer was replaced or removed"):
+        sparsifier.squash_mask()
+
+
+def test_a_copy_whose_masks_were_averaged():
+    sparsifier = prepared(8, 8, 4)
+    sparsifier.step()
+    average = copy.deepcopy(sparsifier.model)
+    sparsifier.model[0].parametrizations.weight.original.data.normal_()
+    sparsifier.step()
+    for mean, value in zip(average.state_dict().values(), sparsifier.model.state_dict().values(), strict=True):
+        mean.copy_(0.9 * mean + 0.1 * value)
+    with pytest.warns(UserWarning, match=r"masks of the given copy keep \d+ elements, those of the sparsifier 48: it"):
+        sparsifier.squash_mask(model=average)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier, DynamicSparsifier])
+def test_optimizer_state_that_was_saved_before_prepare(kind, make):
+    def trained(model, optimizer):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    model = nn.Sequential(nn.Linear(8, 4))
+    saved = trained(model, make(model.parameters())).state_dict()
+    sparsifier = kind()
+    sparsifier.prepare(model)
+    optimizer = make(model.parameters())
+    optimizer.load_state_dict(saved)  # torch compares no shapes
+    text = r"of 0.bias is \(4, 8\), but the parameter is \(4,\): its state was saved for a model in which other"
+    with pytest.raises(SparsityError, match=text):
+        sparsifier.attach(optimizer)
+    with pytest.raises(SparsityError, match=text):
+        sparsifier.attach([optimizer])
+    fresh = nn.Sequential(nn.Linear(8, 4))
+    before = make(fresh.parameters())
+    before.load_state_dict(saved)
+    again = kind()
+    again.prepare(fresh)
+    again.attach(before)  # parameters stay the same objects
+    trained(fresh, before)
