@@ -135,7 +135,7 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], updates: Sequence[tuple
             if windows[0].window.numel():
                 shard = _shard_of(update, member, windows, start, dtype)
                 shard.scopes = (shard.scopes + first_scope).to(mesh.device_type)
-                shard.indices += first_index
+                shard.first_index = first_index
                 shard.is_counted = all(mesh.get_local_rank(d) == 0 for d in dims if d not in cuts)
                 shards.append(shard)
             first_index += member.width
@@ -152,7 +152,7 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], updates: Sequence[tuple
     width = max(update.scope.numblk_per_scope() for update, _ in updates)
     _select(shards, torch.cat(budgets), key_bits(dtype), width, sum_over_ranks)
     for s in shards:
-        fill_mask(s.windows, from_scopes(s.keys == 1, s.layout)[s.inside], among_kept=s.among_kept)
+        fill_mask(s.windows, from_scopes(s.keys, s.layout)[s.inside], among_kept=s.among_kept)
     for mask, filled in copies:
         fill(mask, filled)
 
@@ -162,9 +162,10 @@ class _Shard:
     """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
 
     Attributes:
-        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept; then 1 (kept) and 0.
+        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept.
         scopes: the scope of each row, among those of all updates.
-        indices: the index of each slot of a row in its scope over all ranks.
+        first_index: the index that the member's first block has in a scope.
+        indices: what each dimension adds to it, for the slots of a row.
         is_counted: whether this rank counts these blocks; False for all replicas but one.
         windows: on values and masks.
         layout: how the padded block grid is cut into rows.
@@ -174,7 +175,8 @@ class _Shard:
 
     keys: Tensor
     scopes: Tensor
-    indices: Tensor
+    indices: Sequence[Tensor]
+    first_index: int = 0
     is_counted: bool = True
     windows: Sequence[Blocks]
     layout: Scopes
@@ -198,7 +200,7 @@ def _shard_of(
     order, index_steps = member.order or range(keys.ndim), row_major(member.shape)
     scope_steps = dict(zip(order, row_major([member.grid_shape[k] for k in order]), strict=True))
     padding, shape = [0] * keys.ndim, list(member.shape)
-    scopes = indices = torch.zeros((), dtype=torch.int64, device="cpu")
+    scopes, indices = torch.zeros((), dtype=torch.int64, device="cpu"), []
     for k, (at, n, size) in enumerate(zip(start, keys.shape, member.shape, strict=True)):
         first, last = at // size, (at + n - 1) // size
         if first == last:
@@ -206,16 +208,18 @@ def _shard_of(
         else:
             padding[k] = at % size
         scopes = scopes[..., None] + torch.arange(first, last + 1, device="cpu") * scope_steps[k]
-        along = torch.arange(shape[k], device="cpu") + (at % size - padding[k])
-        indices = indices[..., None] + along * index_steps[k]
-    padded = keys.new_full([a + n for a, n in zip(padding, keys.shape, strict=True)], absent(dtype))
+        along = torch.arange(shape[k], device=keys.device) + (at % size - padding[k])
+        indices.append(along * index_steps[k])
     inside = tuple(slice(a, None) for a in padding)
-    padded[inside] = keys
+    padded = keys
+    if any(padding):
+        padded = keys.new_full([a + n for a, n in zip(padding, keys.shape, strict=True)], absent(dtype))
+        padded[inside] = keys
     layout = Scopes(members=(Blocks(shape=(1,) * keys.ndim, values=padded),), shape=tuple(shape))
     return _Shard(
         keys=to_scopes(padded, layout, absent(dtype)),
         scopes=scopes.reshape(-1),
-        indices=indices.reshape(-1).to(keys.device),
+        indices=indices,
         windows=windows,
         layout=layout,
         inside=inside,
@@ -224,7 +228,7 @@ def _shard_of(
 
 
 def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_over_ranks: SumOverRanks) -> None:
-    """Put 1 in the place of the keys that are kept and 0 in that of the others.
+    """Put True in the place of the keys that are kept and False in that of the others.
 
     Args:
         shards: this rank's.
@@ -235,17 +239,23 @@ def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_o
     """
     limits, reached = _kth_largest(shards, keep, bits, sum_over_ranks)
     limits.clamp_(min=1 - (1 << (bits - 1)))  # above the lowest integer; no score has this key
-    if bool((reached > keep).any()):  # ties are cut: those with the lowest indices are kept
-        bits = width.bit_length() + 1
-        dtype, lowest = torch.int32 if bits <= 32 else torch.int64, -(1 << (bits - 1))
+    above = [s.keys > s.per_row(limits) for s in shards]
+    if not bool((reached > keep).any()):
         for s in shards:
-            limit = s.per_row(limits)
-            above, is_tied = s.keys > limit, s.keys == limit
-            s.keys = torch.where(is_tied, -s.indices.to(dtype), lowest).masked_fill_(above, 1)
-        limits, _ = _kth_largest(shards, keep, bits, sum_over_ranks)
-        limits.clamp_(min=lowest + 1)
+            s.keys = s.keys >= s.per_row(limits)
+        return
+    # ties are cut: those with the lowest indices over all ranks are kept
+    need = keep - sum_over_ranks(_per_scope(shards, [_count_rows(a) for a in above], keep))
+    bits = width.bit_length() + 1
+    dtype, lowest = torch.int32 if bits <= 32 else torch.int64, -(1 << (bits - 1))
     for s in shards:
-        s.keys = (s.keys >= s.per_row(limits)).to(torch.uint8)
+        index = torch.full((), s.first_index, dtype=dtype, device=s.keys.device)
+        for along in s.indices:
+            index = index[..., None] + along.to(dtype)
+        s.keys = torch.where(s.keys == s.per_row(limits), -index.reshape(-1), lowest)
+    limits = _kth_largest(shards, need, bits, sum_over_ranks)[0].clamp_(min=lowest + 1)
+    for s, a in zip(shards, above, strict=True):
+        s.keys = (s.keys >= s.per_row(limits)) | a
 
 
 def _kth_largest(
@@ -256,19 +266,38 @@ def _kth_largest(
     Bisects the range of integers of these bits; one count of each scope is summed over the ranks for each bit. Where
     a scope has fewer keys than `keep`, the results are the lowest integer and 0; where `keep` is 0, the highest and 0.
     """
+    keys = [s.keys for s in shards]
+    left_out = torch.zeros_like(keep)  # keys that are no longer in `keys` and are larger than all trials to come
     limits, reached = torch.full_like(keep, -(1 << (bits - 1))), torch.zeros_like(keep)
     for bit in range(bits - 1, -1, -1):
         trial = limits + (1 << bit) if bit < bits - 1 else torch.zeros_like(limits)  # 2^63 is too large to be added
-        counts = torch.zeros_like(keep)
-        for s in shards:
-            if s.is_counted:
-                hits = s.keys >= s.per_row(trial)
-                # without a dimension it takes a sixth of the time
-                rows = torch.stack([h.count_nonzero() for h in hits]) if len(hits) <= FEW else hits.sum(1)
-                counts.index_add_(0, s.scopes, rows.to(counts.device))
-        counts = sum_over_ranks(counts)
-        limits, reached = torch.where(counts >= keep, trial, limits), torch.where(counts >= keep, counts, reached)
+        hits = [k >= s.per_row(trial) for s, k in zip(shards, keys, strict=True)]
+        own = [_count_rows(h) for h in hits]
+        counts = sum_over_ranks(left_out + _per_scope(shards, own, keep))
+        is_enough = counts >= keep
+        limits, reached = torch.where(is_enough, trial, limits), torch.where(is_enough, counts, reached)
+        for i, (s, h, n) in enumerate(zip(shards, hits, own, strict=True)):
+            if len(h) > 1:
+                continue
+            is_above = bool(is_enough[s.scopes])  # on which side of the trial the limit is
+            if 8 * int(n if is_above else h.numel() - n) <= h.numel():  # few keys need comparing from now on
+                keys[i] = keys[i][h == is_above][None]
+                left_out[s.scopes] += n.to(keep.device) if s.is_counted and not is_above else 0
     return limits, reached
+
+
+def _count_rows(hits: Tensor) -> Tensor:
+    """How many of each row are True; of few rows one after the other, which takes a third of the time."""
+    return torch.stack([row.count_nonzero() for row in hits]) if len(hits) <= FEW else hits.sum(1)
+
+
+def _per_scope(shards: Sequence[_Shard], rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Counts of each shard's rows as those of all scopes; replicas count once over the ranks."""
+    counts = torch.zeros_like(like)
+    for s, n in zip(shards, rows, strict=True):
+        if s.is_counted:
+            counts.index_add_(0, s.scopes, n.to(counts.device))
+    return counts
 
 
 def _keys(windows: Sequence[Blocks], update: MaskUpdate, member: ScopeMember, dtype: torch.dtype) -> Tensor:
