@@ -14,6 +14,7 @@ from .fsdp import (
     without_fsdp_class,
 )
 from .placement import is_sharded
+from .select import common_mesh, update_masks
 from .tensors import (
     all_agree,
     fill,
@@ -25,4 +26,3 @@ from .tensors import (
     placed_like,
     sum_over_ranks,
 )
-from .update import common_mesh, update_masks

@@ -4,7 +4,6 @@ Computes with shapes, strides and offsets. A `DTensor` is recognized by its attr
 `torch.distributed.tensor` need not be imported.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from ..selection.strides import Shape, row_major
 from ..structure import BlockSpec, ScopeMember
 
-# How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (HISTOGRAM), or neither.
-GATHERED, HISTOGRAM, LOCAL = 0, 1, 2
+# How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (BISECTION), or neither.
+GATHERED, BISECTION, LOCAL = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +26,21 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The part of a view inside a box: its start in the view, its shape, and its strides in the box's own memory."""
+    """The part of a view inside a box.
+
+    Attributes:
+        start: its start in the view.
+        shape: its shape.
+        steps: for each dimension of the view, the dimension of the parameter that it steps along, and by how much.
+    """
 
     start: Shape
     shape: Shape
-    stride: Shape
+    steps: tuple[tuple[int, int], ...]
 
     def on(self, local: Tensor) -> Tensor:
-        """This window on a tensor of the box's shape; a live alias of a contiguous one."""
-        local = local.detach() if local.is_contiguous() else local.detach().contiguous()
-        return local.as_strided(self.shape, self.stride, local.storage_offset())
+        """A live alias of this window on a tensor of the box's shape, whatever its strides."""
+        return local.as_strided(self.shape, [local.stride(k) * n for k, n in self.steps], local.storage_offset())
 
 
 def is_sharded(t: object) -> bool:
@@ -49,10 +53,10 @@ def is_cut(t: Any) -> bool:
     return is_sharded(t) and not all(p.is_replicate() for p in t.placements)
 
 
-def is_part(own: Any, mesh: Any) -> bool:
+def is_part(mesh: Any, of: Any) -> bool:
     """Whether a mesh equals another one, or consists of some of its named dimensions."""
-    names, wider = own.mesh_dim_names, mesh.mesh_dim_names
-    return own == mesh or bool(names and wider and set(names) <= set(wider) and mesh[names] == own)
+    names, wider = mesh.mesh_dim_names, of.mesh_dim_names
+    return mesh == of or bool(names and wider and set(names) <= set(wider) and of[names] == mesh)
 
 
 def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
@@ -79,61 +83,52 @@ def window_of(spec: BlockSpec, box: Box) -> Window | None:
     >>> import torch
     >>> spec = BlockSpec(torch.zeros(4, 8), (1, 2))
     >>> window_of(spec, Box(start=(2, 0), size=(2, 8)))
-    Window(start=(2, 0), shape=(2, 8), stride=(8, 1))
+    Window(start=(2, 0), shape=(2, 8), steps=((0, 1), (1, 1)))
     """
     view, full = spec.view, tuple(spec.view.param.shape)
-    strides, inside = row_major(full), row_major(box.size)
+    strides = row_major(full)
     if view.param.stride() != strides or view.offset != 0:
         return None
-    steps: dict[int, list[tuple[int, int]]] = {k: [] for k in range(len(full))}  # of each dimension (step, view dim)
+    steps = [(0, 0)] * view.ndim
     for j, (n, d) in enumerate(zip(view.shape, view.stride, strict=True)):
         if n == 1:
             continue
         k = next((k for k in range(len(full)) if full[k] > 1 and strides[k] <= d < strides[k] * full[k]), None)
         if k is None or d % strides[k] or (d // strides[k]) * (n - 1) >= full[k]:
             return None
-        steps[k].append((d // strides[k], j))
-    start, shape, stride = [0] * view.ndim, list(view.shape), [0] * view.ndim
-    for k, found in steps.items():
-        for step, j in found:
-            stride[j] = step * inside[k]
-        if box.size[k] == full[k]:
+        steps[j] = (k, d // strides[k])
+    start, shape = [0] * view.ndim, list(view.shape)
+    for k, (at, size) in enumerate(zip(box.start, box.size, strict=True)):
+        if size == full[k]:
             continue
-        largest = _largest_step(sorted(found), view.shape, full[k])
-        if largest is None or box.start[k] % largest[0] or box.size[k] % largest[0]:
+        largest, covered = None, 1  # the steps along a dimension that is cut must be nested and cover all of it
+        for step, j in sorted((step, j) for j, (dim, step) in enumerate(steps) if step and dim == k):
+            if step != covered:
+                return None
+            largest, covered = (step, j), step * view.shape[j]
+        if largest is None or covered != full[k] or at % largest[0] or size % largest[0]:
             return None
         step, j = largest
-        start[j], shape[j] = box.start[k] // step, box.size[k] // step
-    return Window(start=tuple(start), shape=tuple(shape), stride=tuple(stride))
-
-
-def _largest_step(found: Sequence[tuple[int, int]], sizes: Shape, length: int) -> tuple[int, int] | None:
-    """The largest of the steps along one dimension, if they are nested and cover all of it."""
-    covered = 1
-    for step, j in found:
-        if step != covered:
-            return None
-        covered *= sizes[j]
-    return found[-1] if found and covered == length else None
+        start[j], shape[j] = at // step, size // step
+    return Window(start=tuple(start), shape=tuple(shape), steps=tuple(steps))
 
 
 def method_of(member: ScopeMember, box: Box) -> int:
     """How masks of a scope's member can be chosen where this rank holds a box of its tensor.
 
-    LOCAL where the box cuts no scope, HISTOGRAM where it cuts no block, else GATHERED; also GATHERED for blocks of
+    LOCAL where the box cuts no scope, BISECTION where it cuts no block, else GATHERED; also GATHERED for blocks of
     several tensors and blocks at a partial edge.
     """
     specs = member.block.blocks()
     window = window_of(specs[0], box) if len(specs) == 1 else None
     if window is None:
         return GATHERED
-    block, sizes = specs[0].shape, specs[0].view.shape
-    cut = [
-        (at, at + n, b, b * g, size)
-        for at, n, b, size, g in zip(window.start, window.shape, block, sizes, member.shape, strict=True)
-        if n != size
-    ]
-    if any(size % b for size, b in zip(sizes, block, strict=True)) or any(at % b or end % b for at, end, b, *_ in cut):
-        return GATHERED
-    inside = all(at % t == 0 and (end % t == 0 or end == size) for at, end, _, t, size in cut)
-    return LOCAL if inside or 0 in window.shape else HISTOGRAM
+    is_whole = True
+    for at, n, block, size, tile in zip(
+        window.start, window.shape, specs[0].shape, specs[0].view.shape, member.shape, strict=True
+    ):
+        end, scope = at + n, block * tile
+        if size % block or (n != size and (at % block or end % block)):
+            return GATHERED
+        is_whole &= n == size or (at % scope == 0 and (end % scope == 0 or end == size))
+    return LOCAL if is_whole or 0 in window.shape else BISECTION

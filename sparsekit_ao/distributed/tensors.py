@@ -21,12 +21,7 @@ def local(t: Any) -> Tensor:
 
 
 def full_tensor(t: Any) -> Tensor:
-    """The full tensor, gathered from the ranks; a plain one as it is.
-
-    >>> t = torch.ones(2)
-    >>> full_tensor(t) is t
-    True
-    """
+    """The full tensor, gathered from the ranks; a plain one as it is."""
     if not is_sharded(t):
         return t
     with torch.no_grad():
@@ -37,8 +32,7 @@ def full_tensor(t: Any) -> Tensor:
 
 def local_bytes(t: Tensor) -> int:
     """Bytes of a tensor on this rank."""
-    held = local(t)
-    return held.numel() * held.element_size()
+    return local(t).numel() * t.element_size()
 
 
 def part_of(t: Any, like: Any) -> Tensor:
@@ -58,6 +52,13 @@ def fill(target: Tensor, values: Tensor) -> None:
         local(target).copy_(part_of(full_tensor(values), target))
 
 
+def is_placed_like(mask: Any, weight: Any) -> bool:
+    """Whether both are plain, or have the same mesh and placements."""
+    if not (is_sharded(mask) and is_sharded(weight)):
+        return is_sharded(mask) == is_sharded(weight)
+    return mask.device_mesh == weight.device_mesh and tuple(mask.placements) == tuple(weight.placements)
+
+
 def placed_like(mask: Any, weight: Any) -> Tensor:
     """The mask with the mesh and placements of its weight, whichever of them is sharded further.
 
@@ -72,33 +73,28 @@ def placed_like(mask: Any, weight: Any) -> Tensor:
         return mask
     if not is_sharded(weight):
         return full_tensor(mask).to(weight.device)  # an offloaded shard is on the CPU
-    own, other = getattr(mask, "device_mesh", None), weight.device_mesh
-    is_wider = own is None or (own != other and is_part(own, other))
-    return copied_like(part_of(mask, weight) if is_wider else _gathered(mask, weight), weight)
+    of_mask, of_weight = getattr(mask, "device_mesh", None), weight.device_mesh
+    if of_mask is None or (of_mask != of_weight and is_part(of_mask, of_weight)):
+        part = part_of(mask, weight)
+    elif is_part(of_weight, of_mask):
+        part = _gathered_as(mask, weight)
+    else:
+        raise SparsityError(
+            f"the mask is on the mesh {of_mask}, its weight on {of_weight}, and neither is part of the other. Name the "
+            "dimensions of the meshes (mesh_dim_names)."
+        )
+    return from_local(part.detach().clone(memory_format=torch.contiguous_format), weight)
 
 
-def is_placed_like(mask: Any, weight: Any) -> bool:
-    """Whether both are plain, or have the same mesh and placements."""
-    if not (is_sharded(mask) and is_sharded(weight)):
-        return is_sharded(mask) == is_sharded(weight)
-    return mask.device_mesh == weight.device_mesh and tuple(mask.placements) == tuple(weight.placements)
-
-
-def _gathered(mask: Any, weight: Any) -> Tensor:
+def _gathered_as(mask: Any, weight: Any) -> Tensor:
     """This rank's part of the mask of a weight that was gathered over some dimensions of the mask's mesh."""
     from torch.distributed.tensor import Replicate
 
-    own, kept = mask.device_mesh, weight.device_mesh
-    if own == kept:
-        return mask.redistribute(placements=weight.placements).to_local()
-    if not is_part(kept, own):
-        raise SparsityError(
-            f"the mask is on the mesh {own}, its weight on {kept}, and neither is part of the other. Name the "
-            "dimensions of the meshes (mesh_dim_names)."
-        )
-    names = kept.mesh_dim_names
-    at = [weight.placements[names.index(n)] if n in names else Replicate() for n in own.mesh_dim_names]
-    return mask.redistribute(placements=at).to_local()
+    placements = weight.placements
+    if mask.device_mesh != weight.device_mesh:
+        kept = dict(zip(weight.device_mesh.mesh_dim_names, placements, strict=True))
+        placements = [kept.get(name, Replicate()) for name in mask.device_mesh.mesh_dim_names]
+    return mask.redistribute(placements=placements).to_local()
 
 
 def from_local(part: Tensor, weight: Any) -> Tensor:
@@ -133,8 +129,3 @@ def sum_over_ranks(counts: Tensor, of: Any) -> Tensor:
             if not placement.is_replicate():
                 torch.distributed.all_reduce(counts, group=of.device_mesh.get_group(dim))
     return counts
-
-
-def copied_like(part: Tensor, weight: Any) -> Tensor:
-    """As `from_local`, of a contiguous copy."""
-    return from_local(part.detach().clone(memory_format=torch.contiguous_format), weight)

@@ -1,7 +1,7 @@
-"""The parametrization that masks a weight: registered, removed, computed; masks that a backward pass still needs."""
+"""The parametrization that masks a weight: registered, computed, removed."""
 
-from .merging import refuse_merge
-from .parametrization import (
+from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros
+from .weight_mask import (
     WeightMask,
     collector_paused,
     dense_state_dict,
@@ -10,14 +10,13 @@ from .parametrization import (
     installed,
     is_on_parameter,
     live_mask,
+    marked,
     other_names,
     parameter_under,
     parameters_under,
     parametrized_names,
     remove_mask,
+    select,
     under_all_names,
     used_weight,
 )
-from .product import FROM, marked, select
-from .saved import is_intercepted, keep_saved, saving
-from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros

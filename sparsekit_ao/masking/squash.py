@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..distributed import without_fsdp_class
 from ..errors import SparsityError
-from .parametrization import (
+from .weight_mask import (
     WeightMask,
     below,
     dense_weight,
@@ -16,9 +16,9 @@ from .parametrization import (
     parameters_under,
     register,
     remove_mask,
+    select,
     through,
 )
-from .product import select
 
 
 def refuse_unwritable(module: nn.Module, tensor_name: str, tensor_fqn: str) -> None:

@@ -1,6 +1,11 @@
-"""The parametrization that masks a weight: how it is registered and removed, and what checkpoints it takes."""
+"""`WeightMask`, the parametrization that masks a weight: computed, registered and removed, and its checkpoints.
+
+Masks are filled in place: a mask has one storage for its whole life. A gradient is that of the mask used in the forward
+pass, so autograd saves a copy of the mask (see `select`), which a later `step` does not change.
+"""
 
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +17,38 @@ from torch.nn.utils import parametrize
 
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError, checked_model
-from .merging import refuse_merge
-from .product import marked, select
-from .recurrent import keep_list_outside, put_list_back
-from .saved import keep_saved, saving
+
+# On CPU in eager mode `where` with a bool mask takes five times as long as a product in these dtypes.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# The lists of weights that masked recurrent modules keep, outside of the modules: see `_keep_list_outside`.
+_LISTS: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def select(weight: Tensor, mask: Tensor) -> Tensor:
+    """The weight where the mask is True (or positive), exactly 0 elsewhere; differentiable in the weight.
+
+    Elements are selected, not multiplied: a dropped one is exactly 0 in forward and backward, even where the weight is
+    NaN or infinite. In eager mode the mask may be written before the backward pass, since autograd saves a copy of it.
+    The copy lives as long as the graph: one byte an element, on CPU the weight's own size. Compiled code saves the mask
+    itself; torch raises if it was written before the backward pass.
+
+    >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
+    tensor([1., 0.])
+    """
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if weight.device.type != "cpu" or weight.dtype not in FLOATS or is_sharded(weight) or is_traced:
+        return torch.where(mask != 0, weight, 0)
+    if mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)  # three times as fast to convert
+    ones = mask.to(weight.dtype, copy=torch.is_grad_enabled())
+    return torch.ops.aten.threshold_backward(weight, ones, 0)
+
+
+def marked(weight: Tensor) -> Tensor:
+    """A masked weight; marked where it looks like a parameter, so that `structure` does not take it for one."""
+    if not torch.compiler.is_compiling() and weight.is_leaf:
+        weight.is_masked_weight = True  # type: ignore[attr-defined]
+    return weight
 
 
 class WeightMask(FakeSparsity):
@@ -44,12 +77,9 @@ class WeightMask(FakeSparsity):
 
     def forward(self, x: Tensor) -> Tensor:
         """The weight with dropped elements exactly zero; shape and dtype as given."""
-        if not torch.compiler.is_compiling():
-            refuse_merge()
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        with saving(self, [self.mask], x):
-            return marked(select(x, placed_like(self.mask, x)))
+        return marked(select(x, placed_like(self.mask, x)))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
@@ -161,7 +191,7 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
         _chain(module, tensor_name).insert(at, mask)
     else:
         parametrize.register_parametrization(module, tensor_name, mask, unsafe=True)
-    keep_list_outside(module)
+    _keep_list_outside(module)
     if not _dense_hooks(module):
         module.register_load_state_dict_pre_hook(_take_dense)
 
@@ -169,8 +199,7 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
 def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
     """The mask on a tensor, or None, to be read or written.
 
-    It is first sharded like the tensor, if that was sharded since; backward passes that need its present values keep
-    them.
+    It is first sharded like the tensor, if that was sharded since.
 
     Raises:
         SparsityError: the tensor is sharded, and another parametrization is below its mask; or it is gathered at
@@ -194,7 +223,6 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
                 "over ranks. Remove that parametrization before fully_shard, or leave the tensor out."
             )
         found.shard_like(weight)
-    keep_saved(found)
     return found
 
 
@@ -247,7 +275,7 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
         namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(kind.__name__, kind.__bases__, namespace)
         parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
-    put_list_back(module)
+    _put_list_back(module)
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -343,3 +371,22 @@ def through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
         for layer, mode in zip(layers, training, strict=True):
             layer.train(mode)
     return x
+
+
+def _keep_list_outside(module: nn.Module) -> None:
+    """Keep the list of weights of a parametrized recurrent module outside of it; does nothing to others.
+
+    `nn.RNN`, `nn.LSTM` and `nn.GRU` fill it with the computed weights at each forward pass, and `copy.deepcopy` of a
+    module that holds such tensors fails.
+    """
+    if isinstance(module, nn.RNNBase) and "_flat_weights" in vars(module):
+        _LISTS[module] = vars(module).pop("_flat_weights")
+        # that of a copy is filled at its first forward pass; the class is the module's own by now
+        type(module)._flat_weights = property(lambda m: _LISTS.get(m, []), _LISTS.__setitem__)  # type: ignore
+
+
+def _put_list_back(module: nn.Module) -> None:
+    """Give a recurrent module that is no longer parametrized the list of its parameters; does nothing to others."""
+    if isinstance(module, nn.RNNBase) and not hasattr(module, "_flat_weights"):
+        _LISTS.pop(module, None)
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

@@ -1,0 +1,340 @@
+"""Mask updates of sharded tensors: every rank fills its part of the masks that one process would choose, bit for bit.
+
+Takes `structure.MaskUpdate`s with DTensors in them. For each member of a scope all ranks agree on a method: LOCAL where
+every scope is whole on a rank (nothing is sent), BISECTION where every block is (counts of scores are summed), else
+GATHERED (the tensors are gathered while their masks are chosen).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import structure
+from ..errors import SparsityError
+from ..selection import Blocks, Scopes, Update, block_scores, fill_mask, from_scopes, scope_masks, to_scopes
+from ..selection.keys import absent, key_bits, order_keys
+from ..selection.strides import row_major
+from ..structure import BlockSpec, MaskUpdate, ScopeMember, block_windows
+from .placement import GATHERED, LOCAL, box_of, cuts_of, is_cut, is_part, is_sharded, method_of, window_of
+from .tensors import fill, full_tensor, local
+
+FEW = 32  # scopes up to which counts are summed even where the weights would be fewer bytes
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def update_masks(updates: Sequence[MaskUpdate]) -> None:
+    """Fill the masks of updates that do not depend on each other, in place; of sharded masks each rank its part.
+
+    Collective where a tensor is sharded: every rank of its mesh calls this with the same updates. Values and masks of
+    each are plain, or DTensors on one mesh and named parts of it.
+    """
+    by_mesh: dict[Any, list[MaskUpdate]] = {}
+    for update in updates:
+        mesh = common_mesh([(spec.name, update.value_of(spec)) for spec in update.scope.blocks()])
+        by_mesh.setdefault(mesh, []).append(update)
+    structure.update_masks(by_mesh.pop(None, []))
+    for mesh, on_mesh in by_mesh.items():
+        _update_on(mesh, on_mesh)
+
+
+def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
+    """The widest mesh of (name, tensor) that are chosen together; None where all of them are plain.
+
+    Raises:
+        SparsityError: the mesh of one of them is no part of it.
+    """
+    meshes = [(name, t.device_mesh) for name, t in tensors if is_sharded(t)]
+    widest, mesh = max(meshes, key=lambda pair: pair[1].ndim, default=(None, None))
+    for name, other in meshes:
+        if not is_part(other, mesh):
+            raise SparsityError(
+                f"{name}: it is on {other}, but {widest}, with which it shares a budget or its blocks, on {mesh}. "
+                "Tensors that are chosen together must be on one mesh, or on named parts of it."
+            )
+    return mesh
+
+
+def _update_on(mesh: Any, updates: Sequence[MaskUpdate]) -> None:
+    """Fill the masks of updates on one mesh, each by the methods that the ranks agree on."""
+    members = [(update, member) for update in updates for member in update.scope.members()]
+    dims = sorted({d for u in updates for spec in u.scope.blocks() for d in cuts_of(u.value_of(spec), mesh)})
+    methods = torch.tensor([_method_of(*pair) for pair in members], dtype=torch.int32, device=mesh.device_type)
+    for dim in dims:  # the least over the ranks
+        torch.distributed.all_reduce(methods, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
+    agreed = iter(methods.tolist())
+    bisected = []
+    for update in updates:
+        own = [next(agreed) for _ in update.scope.members()]
+        values, scopes = [update.value_of(spec) for spec in update.scope.blocks()], update.scope.numscp()
+        count_bytes = 8 * 2 * key_bits(_dtype_of(update)) * scopes  # with those of ties
+        is_costly = scopes > FEW and count_bytes > sum(v.numel() * v.element_size() for v in values)
+        if not any(map(is_cut, values)):  # whole on every rank
+            masks = {spec: local(mask) for spec, mask in update.masks.items()}
+            on_rank = {spec.view.param: local(v) for spec, v in zip(update.scope.blocks(), values, strict=True)}
+            structure.update_masks([replace(update, masks=masks, values=on_rank)])
+        elif own == [LOCAL]:
+            _choose_locally(update)
+        elif is_costly or set(own) == {GATHERED}:
+            masks, gathered = _gathered(update, update.scope.blocks())
+            structure.update_masks([replace(update, masks=masks, values=gathered)])
+            for spec, mask in masks.items():
+                fill(update.masks[spec], mask)
+        else:
+            bisected.append((update, own))
+    if bisected:
+        _choose_by_bisection(mesh, dims, bisected)
+
+
+def _method_of(update: MaskUpdate, member: ScopeMember) -> int:
+    """The method for a member of an update's scope, as far as this rank can tell."""
+    spec, *more = member.block.blocks()
+    value = update.value_of(spec)
+    if more:  # coupled blocks are spread over several tensors
+        return GATHERED
+    return method_of(member, box_of(value)) if is_sharded(value) else LOCAL
+
+
+def _choose_locally(update: MaskUpdate) -> None:
+    """Choose the blocks of scopes that are whole on this rank."""
+    (member,) = update.scope.members()
+    window, start = _local_window(update, member.block.blocks()[0])
+    if window.window.numel() == 0:
+        return
+    scopes, keep = Scopes(members=(window,), shape=member.shape, order=member.order), update.keep
+    if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
+        part = [slice(at // g, -(-(at + n) // g)) for at, n, g in zip(start, scopes.grid, member.shape, strict=True)]
+        keep = keep[tuple(part)]
+    own = Update(scopes=(scopes,), keep=keep, norm=update.norm, among_kept=update.among_kept, masked=update.masked)
+    scope_masks([own])
+
+
+def _choose_by_bisection(mesh: Any, dims: Sequence[int], updates: Sequence[tuple[MaskUpdate, list[int]]]) -> None:
+    """Choose the blocks of scopes that are spread over ranks, all updates together."""
+    dtype = reduce(torch.promote_types, [_dtype_of(update) for update, _ in updates])
+    shards: list[_Shard] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    budgets: list[Tensor] = []
+    for update, methods in updates:
+        first_scope, first_index = sum(map(len, budgets)), 0
+        for member, method in zip(update.scope.members(), methods, strict=True):
+            specs = member.block.blocks()
+            cuts = () if method == GATHERED else cuts_of(update.value_of(specs[0]), mesh)
+            if cuts:
+                window, start = _local_window(update, specs[0])
+                windows: tuple[Blocks, ...] = (window,)
+            else:
+                masks, values = _gathered(update, specs)
+                copies += [(update.masks[spec], mask) for spec, mask in masks.items()]
+                windows, start = block_windows(member.block, values, masks), (0,) * member.block.grid_ndim
+            if windows[0].window.numel():
+                shard = _shard_of(update, member, windows, start, dtype)
+                shard.scopes = (shard.scopes + first_scope).to(mesh.device_type)
+                shard.first_index = first_index
+                shard.is_counted = all(mesh.get_local_rank(d) == 0 for d in dims if d not in cuts)
+                shards.append(shard)
+            first_index += member.width
+        keep = torch.as_tensor(update.keep, dtype=torch.int64).expand(update.scope.grid_shape)
+        if update.scope.is_partial:  # a scope at a partial edge keeps at most what it has
+            keep = torch.minimum(keep, update.scope.blocks_per_scope().to(keep.device))
+        budgets.append(keep.reshape(-1).to(mesh.device_type))
+
+    def sum_over_ranks(counts: Tensor) -> Tensor:
+        for dim in dims:
+            torch.distributed.all_reduce(counts, group=mesh.get_group(dim))
+        return counts
+
+    width = max(update.scope.numblk_per_scope() for update, _ in updates)
+    _select(shards, torch.cat(budgets), key_bits(dtype), width, sum_over_ranks)
+    for s in shards:
+        fill_mask(s.windows, from_scopes(s.keys, s.layout)[s.inside], among_kept=s.among_kept)
+    for mask, filled in copies:
+        fill(mask, filled)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Shard:
+    """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
+
+    Attributes:
+        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept.
+        scopes: the scope of each row, among those of all updates.
+        first_index: the index that the member's first block has in a scope.
+        indices: what each dimension adds to it, for the slots of a row.
+        is_counted: whether this rank counts these blocks; False for all replicas but one.
+        windows: on values and masks.
+        layout: how the padded block grid is cut into rows.
+        inside: the block grid without its padding.
+        among_kept: as in the update.
+    """
+
+    keys: Tensor
+    scopes: Tensor
+    indices: Sequence[Tensor]
+    first_index: int = 0
+    is_counted: bool = True
+    windows: Sequence[Blocks]
+    layout: Scopes
+    inside: tuple[slice, ...]
+    among_kept: bool
+
+    def per_row(self, numbers: Tensor) -> Tensor:
+        """Numbers of all scopes as those of each row, to be compared with its keys."""
+        return numbers[self.scopes].to(self.keys.device, self.keys.dtype)[:, None]
+
+
+def _shard_of(
+    update: MaskUpdate, member: ScopeMember, windows: Sequence[Blocks], start: Sequence[int], dtype: torch.dtype
+) -> _Shard:
+    """The keys of a member's blocks; scopes and indices are counted from the member's first ones.
+
+    Rows begin where scopes do, so the block grid may be padded. Along dimensions of which this rank has blocks in one
+    scope only, rows are as long as these.
+    """
+    keys = _keys(windows, update, member, dtype)
+    order, index_steps = member.order or range(keys.ndim), row_major(member.shape)
+    scope_steps = dict(zip(order, row_major([member.grid_shape[k] for k in order]), strict=True))
+    padding, shape = [0] * keys.ndim, list(member.shape)
+    scopes, indices = torch.zeros((), dtype=torch.int64, device="cpu"), []
+    for k, (at, n, size) in enumerate(zip(start, keys.shape, member.shape, strict=True)):
+        first, last = at // size, (at + n - 1) // size
+        if first == last:
+            shape[k] = n
+        else:
+            padding[k] = at % size
+        scopes = scopes[..., None] + torch.arange(first, last + 1, device="cpu") * scope_steps[k]
+        along = torch.arange(shape[k], device=keys.device) + (at % size - padding[k])
+        indices.append(along * index_steps[k])
+    inside = tuple(slice(a, None) for a in padding)
+    padded = keys
+    if any(padding):
+        padded = keys.new_full([a + n for a, n in zip(padding, keys.shape, strict=True)], absent(dtype))
+        padded[inside] = keys
+    layout = Scopes(members=(Blocks(shape=(1,) * keys.ndim, values=padded),), shape=tuple(shape))
+    return _Shard(
+        keys=to_scopes(padded, layout, absent(dtype)),
+        scopes=scopes.reshape(-1),
+        indices=indices,
+        windows=windows,
+        layout=layout,
+        inside=inside,
+        among_kept=update.among_kept,
+    )
+
+
+def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_over_ranks: SumOverRanks) -> None:
+    """Put True in the place of the keys that are kept and False in that of the others.
+
+    Args:
+        shards: this rank's.
+        keep: blocks to keep in each scope over all ranks, int64.
+        bits: of the keys.
+        width: the most blocks that a scope has over all ranks.
+        sum_over_ranks: of int64 counts.
+    """
+    limits, reached = _kth_largest(shards, keep, bits, sum_over_ranks)
+    limits.clamp_(min=1 - (1 << (bits - 1)))  # above the lowest integer; no score has this key
+    above = [s.keys > s.per_row(limits) for s in shards]
+    if not bool((reached > keep).any()):
+        for s in shards:
+            s.keys = s.keys >= s.per_row(limits)
+        return
+    # ties are cut: those with the lowest indices over all ranks are kept
+    need = keep - sum_over_ranks(_per_scope(shards, [_count_rows(a) for a in above], keep))
+    bits = width.bit_length() + 1
+    dtype, lowest = torch.int32 if bits <= 32 else torch.int64, -(1 << (bits - 1))
+    for s in shards:
+        index = torch.full((), s.first_index, dtype=dtype, device=s.keys.device)
+        for along in s.indices:
+            index = index[..., None] + along.to(dtype)
+        s.keys = torch.where(s.keys == s.per_row(limits), -index.reshape(-1), lowest)
+    limits = _kth_largest(shards, need, bits, sum_over_ranks)[0].clamp_(min=lowest + 1)
+    for s, a in zip(shards, above, strict=True):
+        s.keys = (s.keys >= s.per_row(limits)) | a
+
+
+def _kth_largest(
+    shards: Sequence[_Shard], keep: Tensor, bits: int, sum_over_ranks: SumOverRanks
+) -> tuple[Tensor, Tensor]:
+    """The keep-th largest key of each scope, and how many keys are at least as large.
+
+    Bisects the range of integers of these bits; one count of each scope is summed over the ranks for each bit. Where
+    a scope has fewer keys than `keep`, the results are the lowest integer and 0; where `keep` is 0, the highest and 0.
+    """
+    keys = [s.keys for s in shards]
+    left_out = torch.zeros_like(keep)  # keys that are no longer in `keys` and are larger than all trials to come
+    limits, reached = torch.full_like(keep, -(1 << (bits - 1))), torch.zeros_like(keep)
+    for bit in range(bits - 1, -1, -1):
+        trial = limits + (1 << bit) if bit < bits - 1 else torch.zeros_like(limits)  # 2^63 is too large to be added
+        hits = [k >= s.per_row(trial) for s, k in zip(shards, keys, strict=True)]
+        own = [_count_rows(h) for h in hits]
+        counts = sum_over_ranks(left_out + _per_scope(shards, own, keep))
+        is_enough = counts >= keep
+        limits, reached = torch.where(is_enough, trial, limits), torch.where(is_enough, counts, reached)
+        for i, (s, h, n) in enumerate(zip(shards, hits, own, strict=True)):
+            if len(h) > 1:
+                continue
+            is_above = bool(is_enough[s.scopes])  # on which side of the trial the limit is
+            if 8 * int(n if is_above else h.numel() - n) <= h.numel():  # few keys need comparing from now on
+                keys[i] = keys[i][h == is_above][None]
+                left_out[s.scopes] += n.to(keep.device) if s.is_counted and not is_above else 0
+    return limits, reached
+
+
+def _count_rows(hits: Tensor) -> Tensor:
+    """How many of each row are True; of few rows one after the other, which takes a third of the time."""
+    return torch.stack([row.count_nonzero() for row in hits]) if len(hits) <= FEW else hits.sum(1)
+
+
+def _per_scope(shards: Sequence[_Shard], rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Counts of each shard's rows as those of all scopes; replicas count once over the ranks."""
+    counts = torch.zeros_like(like)
+    for s, n in zip(shards, rows, strict=True):
+        if s.is_counted:
+            counts.index_add_(0, s.scopes, n.to(counts.device))
+    return counts
+
+
+def _keys(windows: Sequence[Blocks], update: MaskUpdate, member: ScopeMember, dtype: torch.dtype) -> Tensor:
+    """Keys of the scores of a member's blocks on this rank, of the block grid's shape."""
+    ndim, scored = member.block.grid_ndim, windows
+    if update.among_kept or update.masked:
+        scored = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
+    scores = block_scores(scored, update.norm, ndim=ndim, as_mean=update.scope.as_mean)
+    keys = order_keys(scores.to(dtype), magnitude=update.norm is not None)
+    if update.among_kept:  # blocks of which the masks keep nothing are no candidates
+        masks = [replace(m, values=(m.mask != 0).float()) for m in windows]  # type: ignore[union-attr]
+        keys.masked_fill_(block_scores(masks, math.inf, ndim=ndim) == 0, absent(dtype))
+    return keys
+
+
+def _dtype_of(update: MaskUpdate) -> torch.dtype:
+    """The dtype in which an update's scores are compared, the same on every rank."""
+    dtypes = {update.value_of(spec).dtype for spec in update.scope.blocks()}
+    is_single = not update.scope.as_mean and all(n == 1 for spec in update.scope.blocks() for n in spec.shape)
+    if is_single and len(dtypes) == 1:
+        return dtypes.pop()
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _gathered(update: MaskUpdate, specs: Sequence[BlockSpec]) -> tuple[dict[BlockSpec, Tensor], dict[Tensor, Tensor]]:
+    """Full masks of block specs, copied to their parameters' strides so that windows are aliases, and full values."""
+    masks = {}
+    for spec in specs:
+        mask, param = full_tensor(update.masks[spec]), spec.view.param
+        masks[spec] = torch.empty_strided(mask.shape, param.stride(), dtype=mask.dtype, device=mask.device).copy_(mask)
+    return masks, {spec.view.param: full_tensor(update.value_of(spec)) for spec in specs}
+
+
+def _local_window(update: MaskUpdate, spec: BlockSpec) -> tuple[Blocks, tuple[int, ...]]:
+    """A block spec's part on this rank, and where it starts in the block grid."""
+    window = window_of(spec, box_of(update.value_of(spec)))
+    assert window is not None
+    values, mask = window.on(local(update.value_of(spec))), window.on(local(update.masks[spec]))
+    start = tuple(at // b for at, b in zip(window.start, spec.shape, strict=True))
+    return Blocks(shape=spec.shape, values=values, mask=mask), start
