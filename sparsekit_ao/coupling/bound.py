@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import CouplingError
-from ..selection.strides import Shape
+from ..structure.tiles import Shape
 from ..structure import AxisPattern, dimensions_of, window_shape
 
 _DIMENSION = re.compile(r"\([^()]*\)|[^\s()]+")

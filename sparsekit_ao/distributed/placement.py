@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..selection.strides import Shape, row_major
+from ..structure.tiles import Shape, row_major
 from ..structure import BlockSpec, ScopeMember
 
 # How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (BISECTION), or neither.

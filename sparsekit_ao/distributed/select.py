@@ -1,6 +1,6 @@
-"""Mask updates of sharded tensors: every rank fills its part of the masks that one process would choose, bit for bit.
+"""Mask requests of sharded tensors: every rank fills its part of the masks that one process would choose, bit for bit.
 
-Takes `structure.MaskUpdate`s with DTensors in them. For each member of a scope all ranks agree on a method: LOCAL where
+Takes requests with DTensors in them. For each member of a scope all ranks agree on a method: LOCAL where
 every scope is whole on a rank (nothing is sent), BISECTION where every block is (counts of scores are summed), else
 GATHERED (the tensors are gathered while their masks are chosen).
 """
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import structure
+from .. import selection
 from ..errors import SparsityError
-from ..selection import Blocks, Scopes, Update, block_scores, fill_mask, from_scopes, scope_masks, to_scopes
-from ..selection.keys import absent, key_bits, order_keys
-from ..selection.strides import row_major
-from ..structure import BlockSpec, MaskUpdate, ScopeMember, block_windows
+from ..selection import Request
+from ..structure import BlockSpec, ScopeCoupling, ScopeMember, ScopeSpec, block_windows
+from ..structure.rule import absent, key_bits, order_keys
+from ..structure.tiles import row_major
+from ..structure.windows import Blocks, Scopes, block_scores, fill_mask, from_scopes, to_scopes
 from .placement import GATHERED, LOCAL, box_of, cuts_of, is_cut, is_part, is_sharded, method_of, window_of
 from .tensors import fill, full_tensor, local
 
@@ -28,17 +29,17 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def update_masks(updates: Sequence[MaskUpdate]) -> None:
-    """Fill the masks of updates that do not depend on each other, in place; of sharded masks each rank its part.
+def update_masks(requests: Sequence[Request]) -> None:
+    """Fill the masks of requests that do not depend on each other, in place; of sharded masks each rank its part.
 
-    Collective where a tensor is sharded: every rank of its mesh calls this with the same updates. Values and masks of
+    Collective where a tensor is sharded: every rank of its mesh calls this with the same requests. Values and masks of
     each are plain, or DTensors on one mesh and named parts of it.
     """
-    by_mesh: dict[Any, list[MaskUpdate]] = {}
-    for update in updates:
-        mesh = common_mesh([(spec.name, update.value_of(spec)) for spec in update.scope.blocks()])
-        by_mesh.setdefault(mesh, []).append(update)
-    structure.update_masks(by_mesh.pop(None, []))
+    by_mesh: dict[Any, list[Request]] = {}
+    for request in requests:
+        mesh = common_mesh([(spec.name, request.value_of(spec)) for spec in request.scope.blocks()])
+        by_mesh.setdefault(mesh, []).append(request)
+    selection.update_masks(by_mesh.pop(None, []))
     for mesh, on_mesh in by_mesh.items():
         _update_on(mesh, on_mesh)
 
@@ -60,88 +61,93 @@ def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
     return mesh
 
 
-def _update_on(mesh: Any, updates: Sequence[MaskUpdate]) -> None:
-    """Fill the masks of updates on one mesh, each by the methods that the ranks agree on."""
-    members = [(update, member) for update in updates for member in update.scope.members()]
-    dims = sorted({d for u in updates for spec in u.scope.blocks() for d in cuts_of(u.value_of(spec), mesh)})
+def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
+    """Fill the masks of requests on one mesh, each by the methods that the ranks agree on."""
+    members = [(request, member) for request in requests for member in request.scope.members()]
+    dims = sorted({d for u in requests for spec in u.scope.blocks() for d in cuts_of(u.value_of(spec), mesh)})
     methods = torch.tensor([_method_of(*pair) for pair in members], dtype=torch.int32, device=mesh.device_type)
     for dim in dims:  # the least over the ranks
         torch.distributed.all_reduce(methods, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
     agreed = iter(methods.tolist())
     bisected = []
-    for update in updates:
-        own = [next(agreed) for _ in update.scope.members()]
-        values, scopes = [update.value_of(spec) for spec in update.scope.blocks()], update.scope.numscp()
-        count_bytes = 8 * 2 * key_bits(_dtype_of(update)) * scopes  # with those of ties
+    for request in requests:
+        own = [next(agreed) for _ in request.scope.members()]
+        values, scopes = [request.value_of(spec) for spec in request.scope.blocks()], request.scope.numscp()
+        count_bytes = 8 * 2 * key_bits(_dtype_of(request)) * scopes  # with those of ties
         is_costly = scopes > FEW and count_bytes > sum(v.numel() * v.element_size() for v in values)
         if not any(map(is_cut, values)):  # whole on every rank
-            masks = {spec: local(mask) for spec, mask in update.masks.items()}
-            on_rank = {spec.view.param: local(v) for spec, v in zip(update.scope.blocks(), values, strict=True)}
-            structure.update_masks([replace(update, masks=masks, values=on_rank)])
+            masks = {spec: local(mask) for spec, mask in request.masks.items()}
+            on_rank = {spec.view.param: local(v) for spec, v in zip(request.scope.blocks(), values, strict=True)}
+            selection.update_masks([replace(request, masks=masks, values=on_rank)])
         elif own == [LOCAL]:
-            _choose_locally(update)
+            _choose_locally(request)
         elif is_costly or set(own) == {GATHERED}:
-            masks, gathered = _gathered(update, update.scope.blocks())
-            structure.update_masks([replace(update, masks=masks, values=gathered)])
+            masks, gathered = _gathered(request, request.scope.blocks())
+            selection.update_masks([replace(request, masks=masks, values=gathered)])
             for spec, mask in masks.items():
-                fill(update.masks[spec], mask)
+                fill(request.masks[spec], mask)
         else:
-            bisected.append((update, own))
+            bisected.append((request, own))
     if bisected:
         _choose_by_bisection(mesh, dims, bisected)
 
 
-def _method_of(update: MaskUpdate, member: ScopeMember) -> int:
-    """The method for a member of an update's scope, as far as this rank can tell."""
+def _method_of(request: Request, member: ScopeMember) -> int:
+    """The method for a member of an request's scope, as far as this rank can tell."""
     spec, *more = member.block.blocks()
-    value = update.value_of(spec)
+    value = request.value_of(spec)
     if more:  # coupled blocks are spread over several tensors
         return GATHERED
     return method_of(member, box_of(value)) if is_sharded(value) else LOCAL
 
 
-def _choose_locally(update: MaskUpdate) -> None:
+def _choose_locally(request: Request) -> None:
     """Choose the blocks of scopes that are whole on this rank."""
-    (member,) = update.scope.members()
-    window, start = _local_window(update, member.block.blocks()[0])
+    (member,) = request.scope.members()
+    window, start = _local_window(request, member.block.blocks()[0])
     if window.window.numel() == 0:
         return
-    scopes, keep = Scopes(members=(window,), shape=member.shape, order=member.order), update.keep
+    assert window.values is not None and window.mask is not None
+    keep, values = request.keep, window.values
+    placeholder = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
+    spec = BlockSpec(placeholder, window.shape, edge="partial")
+    scope: ScopeSpec | ScopeCoupling = ScopeSpec(spec, member.shape)
     if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
-        part = [slice(at // g, -(-(at + n) // g)) for at, n, g in zip(start, scopes.grid, member.shape, strict=True)]
+        part = [slice(at // g, -(-(at + n) // g)) for at, n, g in zip(start, spec.grid_shape, member.shape, strict=True)]
         keep = keep[tuple(part)]
-    own = Update(scopes=(scopes,), keep=keep, norm=update.norm, among_kept=update.among_kept, masked=update.masked)
-    scope_masks([own])
+    if member.order:
+        scope = ScopeCoupling([scope], [member.order])
+    selection.update_masks([replace(request, scope=scope, masks={spec: window.mask}, values=values, keep=keep)])
 
 
-def _choose_by_bisection(mesh: Any, dims: Sequence[int], updates: Sequence[tuple[MaskUpdate, list[int]]]) -> None:
-    """Choose the blocks of scopes that are spread over ranks, all updates together."""
-    dtype = reduce(torch.promote_types, [_dtype_of(update) for update, _ in updates])
+def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tuple[Request, list[int]]]) -> None:
+    """Choose the blocks of scopes that are spread over ranks, all requests together."""
+    dtype = reduce(torch.promote_types, [_dtype_of(request) for request, _ in requests])
     shards: list[_Shard] = []
     copies: list[tuple[Tensor, Tensor]] = []
     budgets: list[Tensor] = []
-    for update, methods in updates:
+    for request, methods in requests:
         first_scope, first_index = sum(map(len, budgets)), 0
-        for member, method in zip(update.scope.members(), methods, strict=True):
+        for member, method in zip(request.scope.members(), methods, strict=True):
             specs = member.block.blocks()
-            cuts = () if method == GATHERED else cuts_of(update.value_of(specs[0]), mesh)
+            cuts = () if method == GATHERED else cuts_of(request.value_of(specs[0]), mesh)
             if cuts:
-                window, start = _local_window(update, specs[0])
+                window, start = _local_window(request, specs[0])
                 windows: tuple[Blocks, ...] = (window,)
             else:
-                masks, values = _gathered(update, specs)
-                copies += [(update.masks[spec], mask) for spec, mask in masks.items()]
+                masks, values = _gathered(request, specs)
+                copies += [(request.masks[spec], mask) for spec, mask in masks.items()]
                 windows, start = block_windows(member.block, values, masks), (0,) * member.block.grid_ndim
             if windows[0].window.numel():
-                shard = _shard_of(update, member, windows, start, dtype)
+                shard = _shard_of(request, member, windows, start, dtype)
                 shard.scopes = (shard.scopes + first_scope).to(mesh.device_type)
                 shard.first_index = first_index
                 shard.is_counted = all(mesh.get_local_rank(d) == 0 for d in dims if d not in cuts)
                 shards.append(shard)
             first_index += member.width
-        keep = torch.as_tensor(update.keep, dtype=torch.int64).expand(update.scope.grid_shape)
-        if update.scope.is_partial:  # a scope at a partial edge keeps at most what it has
-            keep = torch.minimum(keep, update.scope.blocks_per_scope().to(keep.device))
+        keep = torch.as_tensor(request.keep, dtype=torch.int64).expand(request.scope.grid_shape)
+        if request.scope.is_partial:  # a scope at a partial edge keeps at most what it has
+            keep = torch.minimum(keep, request.scope.blocks_per_scope().to(keep.device))
         budgets.append(keep.reshape(-1).to(mesh.device_type))
 
     def sum_over_ranks(counts: Tensor) -> Tensor:
@@ -149,7 +155,7 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], updates: Sequence[tuple
             torch.distributed.all_reduce(counts, group=mesh.get_group(dim))
         return counts
 
-    width = max(update.scope.numblk_per_scope() for update, _ in updates)
+    width = max(request.scope.numblk_per_scope() for request, _ in requests)
     _select(shards, torch.cat(budgets), key_bits(dtype), width, sum_over_ranks)
     for s in shards:
         fill_mask(s.windows, from_scopes(s.keys, s.layout)[s.inside], among_kept=s.among_kept)
@@ -163,14 +169,14 @@ class _Shard:
 
     Attributes:
         keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept.
-        scopes: the scope of each row, among those of all updates.
+        scopes: the scope of each row, among those of all requests.
         first_index: the index that the member's first block has in a scope.
         indices: what each dimension adds to it, for the slots of a row.
         is_counted: whether this rank counts these blocks; False for all replicas but one.
         windows: on values and masks.
         layout: how the padded block grid is cut into rows.
         inside: the block grid without its padding.
-        among_kept: as in the update.
+        among_kept: as in the request.
     """
 
     keys: Tensor
@@ -189,14 +195,14 @@ class _Shard:
 
 
 def _shard_of(
-    update: MaskUpdate, member: ScopeMember, windows: Sequence[Blocks], start: Sequence[int], dtype: torch.dtype
+    request: Request, member: ScopeMember, windows: Sequence[Blocks], start: Sequence[int], dtype: torch.dtype
 ) -> _Shard:
     """The keys of a member's blocks; scopes and indices are counted from the member's first ones.
 
     Rows begin where scopes do, so the block grid may be padded. Along dimensions of which this rank has blocks in one
     scope only, rows are as long as these.
     """
-    keys = _keys(windows, update, member, dtype)
+    keys = _keys(windows, request, member, dtype)
     order, index_steps = member.order or range(keys.ndim), row_major(member.shape)
     scope_steps = dict(zip(order, row_major([member.grid_shape[k] for k in order]), strict=True))
     padding, shape = [0] * keys.ndim, list(member.shape)
@@ -223,7 +229,7 @@ def _shard_of(
         windows=windows,
         layout=layout,
         inside=inside,
-        among_kept=update.among_kept,
+        among_kept=request.within_mask,
     )
 
 
@@ -300,41 +306,41 @@ def _per_scope(shards: Sequence[_Shard], rows: Sequence[Tensor], like: Tensor) -
     return counts
 
 
-def _keys(windows: Sequence[Blocks], update: MaskUpdate, member: ScopeMember, dtype: torch.dtype) -> Tensor:
+def _keys(windows: Sequence[Blocks], request: Request, member: ScopeMember, dtype: torch.dtype) -> Tensor:
     """Keys of the scores of a member's blocks on this rank, of the block grid's shape."""
     ndim, scored = member.block.grid_ndim, windows
-    if update.among_kept or update.masked:
+    if request.within_mask or request.masked:
         scored = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
-    scores = block_scores(scored, update.norm, ndim=ndim, as_mean=update.scope.as_mean)
-    keys = order_keys(scores.to(dtype), magnitude=update.norm is not None)
-    if update.among_kept:  # blocks of which the masks keep nothing are no candidates
+    scores = block_scores(scored, request.norm, ndim, request.scope.as_mean)
+    keys = order_keys(scores.to(dtype), magnitude=request.norm is not None)
+    if request.within_mask:  # blocks of which the masks keep nothing are no candidates
         masks = [replace(m, values=(m.mask != 0).float()) for m in windows]  # type: ignore[union-attr]
-        keys.masked_fill_(block_scores(masks, math.inf, ndim=ndim) == 0, absent(dtype))
+        keys.masked_fill_(block_scores(masks, math.inf, ndim) == 0, absent(dtype))
     return keys
 
 
-def _dtype_of(update: MaskUpdate) -> torch.dtype:
-    """The dtype in which an update's scores are compared, the same on every rank."""
-    dtypes = {update.value_of(spec).dtype for spec in update.scope.blocks()}
-    is_single = not update.scope.as_mean and all(n == 1 for spec in update.scope.blocks() for n in spec.shape)
+def _dtype_of(request: Request) -> torch.dtype:
+    """The dtype in which an request's scores are compared, the same on every rank."""
+    dtypes = {request.value_of(spec).dtype for spec in request.scope.blocks()}
+    is_single = not request.scope.as_mean and all(n == 1 for spec in request.scope.blocks() for n in spec.shape)
     if is_single and len(dtypes) == 1:
         return dtypes.pop()
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _gathered(update: MaskUpdate, specs: Sequence[BlockSpec]) -> tuple[dict[BlockSpec, Tensor], dict[Tensor, Tensor]]:
+def _gathered(request: Request, specs: Sequence[BlockSpec]) -> tuple[dict[BlockSpec, Tensor], dict[Tensor, Tensor]]:
     """Full masks of block specs, copied to their parameters' strides so that windows are aliases, and full values."""
     masks = {}
     for spec in specs:
-        mask, param = full_tensor(update.masks[spec]), spec.view.param
+        mask, param = full_tensor(request.masks[spec]), spec.view.param
         masks[spec] = torch.empty_strided(mask.shape, param.stride(), dtype=mask.dtype, device=mask.device).copy_(mask)
-    return masks, {spec.view.param: full_tensor(update.value_of(spec)) for spec in specs}
+    return masks, {spec.view.param: full_tensor(request.value_of(spec)) for spec in specs}
 
 
-def _local_window(update: MaskUpdate, spec: BlockSpec) -> tuple[Blocks, tuple[int, ...]]:
+def _local_window(request: Request, spec: BlockSpec) -> tuple[Blocks, tuple[int, ...]]:
     """A block spec's part on this rank, and where it starts in the block grid."""
-    window = window_of(spec, box_of(update.value_of(spec)))
+    window = window_of(spec, box_of(request.value_of(spec)))
     assert window is not None
-    values, mask = window.on(local(update.value_of(spec))), window.on(local(update.masks[spec]))
+    values, mask = window.on(local(request.value_of(spec))), window.on(local(request.masks[spec]))
     start = tuple(at // b for at, b in zip(window.start, spec.shape, strict=True))
     return Blocks(shape=spec.shape, values=values, mask=mask), start

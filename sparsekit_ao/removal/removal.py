@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
-from ..selection.strides import Shape
+from ..structure.tiles import Shape
 from ..sparsifiers.names import owner_of
 from ..sparsifiers.progress import shown
 from ..structure import AxisPattern

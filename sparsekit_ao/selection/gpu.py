@@ -1,9 +1,7 @@
 """The backend "triton", kernels for NVIDIA GPUs; triton is imported only when it may be used."""
 
-import importlib.util
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .request import Request

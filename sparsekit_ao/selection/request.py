@@ -1,6 +1,5 @@
-"""A request: the specs of one set of scopes with the tensors they are about, and a budget that is checked here, once."""
+"""A request: the specs of one set of scopes with the tensors they are about, and their budget."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import SparsityError
 from ..structure import BlockSpec, Budget, SparseScope, scope_windows
 from ..structure.proximal import Values
 from ..structure.windows import Blocks, Norm, Scopes
@@ -21,16 +19,13 @@ class Request:
     Attributes:
         scope: which blocks compete.
         masks: {block spec: parameter-shaped mask} for every block spec, of any dtype (1 = keep).
-        keep: blocks kept in each scope: an int, or an integer tensor of the scope grid's shape. A scope with fewer
-            blocks keeps all of them.
+        keep: blocks kept in each scope, checked before: an int, or an integer tensor of the scope grid's shape. A scope
+            with fewer blocks keeps all of them.
         values: what is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
         norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
             score is their signed sum (their mean where some block is partial).
         within_mask: choose only among blocks that the masks still keep, scored as with `masked`.
         masked: score the values that the masks keep, and 0 for the others, which still compete.
-
-    Raises:
-        SparsityError: a budget, a norm or a tensor that does not fit.
     """
 
     scope: SparseScope
@@ -40,17 +35,6 @@ class Request:
     norm: Norm = 2
     within_mask: bool = False
     masked: bool = False
-
-    def __post_init__(self) -> None:
-        norm = self.norm
-        if norm is not None and (isinstance(norm, (bool, str)) or norm not in (1, 2, math.inf)):
-            raise SparsityError(f"norm must be 1, 2, inf, or None for values that are saliencies, got {norm!r}")
-        object.__setattr__(self, "keep", self.scope.budget(self.keep))
-        for spec, mask in self.masks.items():
-            if any(n > 1 and d == 0 for n, d in zip(mask.shape, mask.stride(), strict=True)):
-                raise SparsityError(
-                    f"{spec.name or 'a tensor'}: its mask is expanded, so its elements share memory. Clone it first."
-                )
 
     def value_of(self, spec: BlockSpec) -> Tensor:
         """The values of one of the scope's block specs."""
@@ -82,7 +66,7 @@ class Request:
         """`keep` as an int, or int64 of the scope grid's shape on the windows' device."""
         if not isinstance(self.keep, Tensor):
             return self.keep
-        return self.keep.to(self.device, non_blocking=True)
+        return self.keep.to(self.device, torch.int64, non_blocking=True).expand(self.scope.grid_shape)
 
     def write_back(self) -> None:
         """Copy filled windows to the masks that have other strides than their parameter."""

@@ -2,16 +2,15 @@
 
 from .base import MaskSparsifier
 from .nearly_diagonal import NearlyDiagonalSparsifier
-from .planned import PlannedSparsifier
 from .proximal import ProximalSparsifier
 from .report import Report, Row
-from .scope import ScopeSparsifier
+from .scope import BudgetSparsifier, ScopeSparsifier
 from .weight_norm import WeightNormSparsifier
 
 __all__ = [
     "MaskSparsifier",
     "NearlyDiagonalSparsifier",
-    "PlannedSparsifier",
+    "BudgetSparsifier",
     "ProximalSparsifier",
     "Report",
     "Row",

@@ -7,7 +7,7 @@ remembered as masks, for `squash_mask`, for checkpoints and for `to_masks`, whic
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,20 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
 from ..masking import WeightMask
-from ..selection import Scopes, block_scores, fill_mask, to_scopes
-from ..selection.reference import candidates_of
+from ..structure.windows import Scopes, block_scores, fill_mask, kept_grid, to_scopes
 from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
 from .checkpoint import saved_count, saved_names
-from .component import Component
 from .conditioners import Conditioner, Diagonal, check_conditioner, check_optimizer, diagonal_of
 from .config import ConfigContext, TensorGroup
 from .optimizers import StepCounts, options_of, unwrap_optimizers
-from .planned import PlannedSparsifier
-from .scope import ScopeSparsifier
-from .structure import AXES, STRUCTURE, checked_pattern, refuse_two_budgets, stage_budgets
+from .groups import PruningGroup
+from .scope import BudgetSparsifier, ScopeSparsifier
+from .stages import AXES, STRUCTURE, checked_pattern, refuse_two_budgets, stage_budgets
 
 Strength = float | Callable[[int], float]
 
 
-@final
-class ProximalSparsifier(PlannedSparsifier):
+class ProximalSparsifier(BudgetSparsifier):
     """Group lasso on any structure: `step()` after `optimizer.step()` shrinks blocks, and makes small ones zero.
 
     The step is the proximal operator of `strength * sum of ||block||_2` in the metric D of the optimizer,
@@ -78,9 +75,9 @@ class ProximalSparsifier(PlannedSparsifier):
     """
 
     structure_defaults: Mapping[str, Any] = {  # blocks are measured by their 2-norm in the optimizer's metric
-        k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("norm", "score", "member_scores")
+        k: v for k, v in BudgetSparsifier.structure_defaults.items() if k not in ("norm", "score", "member_scores")
     }
-    optional_keys = (*PlannedSparsifier.optional_keys, "strength")
+    optional_keys = (*BudgetSparsifier.optional_keys, "strength")
 
     def __init__(
         self,
@@ -138,7 +135,7 @@ class ProximalSparsifier(PlannedSparsifier):
         if iteration == self.iteration:
             self._chosen_at = chosen_at
 
-    def to_masks(self, sparsifier: PlannedSparsifier | None = None) -> PlannedSparsifier:
+    def to_masks(self, sparsifier: BudgetSparsifier | None = None) -> BudgetSparsifier:
         """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.
 
         Args:
@@ -159,7 +156,7 @@ class ProximalSparsifier(PlannedSparsifier):
         self._need_prepared("to_masks")
         assert self.model is not None
         target = ScopeSparsifier() if sparsifier is None else sparsifier
-        if not isinstance(target, PlannedSparsifier) or target._phase != "new":
+        if not isinstance(target, BudgetSparsifier) or target._phase != "new":
             raise SparsityError(
                 f"to_masks takes a ScopeSparsifier or a DynamicSparsifier that is not prepared yet, got {target!r}"
             )
@@ -173,10 +170,10 @@ class ProximalSparsifier(PlannedSparsifier):
         masks = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
         keys = ("tensor_fqn", *STRUCTURE, *AXES, "stages")
         entries = [{k: g[k] for k in keys if g.get(k) is not None and g[k] != ()} for g in self.groups]
-        for component in self._planned(self.groups).components if is_fixed else ():
-            if "stages" not in entries[component.leaves[0][1]]:
-                count = kept_counts(component, self.groups, masks)
-                for _, at in component.leaves:
+        for pruning_group in self._pruning_groups(self.groups) if is_fixed else ():
+            if "stages" not in entries[pruning_group.members[0][1]]:
+                count = kept_counts(pruning_group, self.groups, masks)
+                for _, at in pruning_group.members:
                     entries[at]["nnz"] = count
         self._zero_dropped(None)
         target.prepare(self.model, entries)
@@ -251,10 +248,10 @@ class ProximalSparsifier(PlannedSparsifier):
                     "no budget. Give it a sparsity_level in place of the strength, or leave it out of the scheduler."
                 )
         super()._check_groups(groups)
-        for component in self._planned(groups).components:
-            given = [groups[at].get("strength") for _, at in component.leaves]
+        for pruning_group in self._pruning_groups(groups):
+            given = [groups[at].get("strength") for _, at in pruning_group.members]
             if any(s is not given[0] and s != given[0] for s in given):
-                raise CouplingError(f"{component.label}: members need the same strength, got {given}")
+                raise CouplingError(f"{pruning_group.label}: members need the same strength, got {given}")
 
     def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, WeightMask]]:
         return []
@@ -310,33 +307,43 @@ class ProximalSparsifier(PlannedSparsifier):
 
     def _update_all(self) -> None:
         self._check_groups(self.groups)
-        components = self._planned(self.groups).components
+        pruning_groups = self._pruning_groups(self.groups)
         if self._counts.optimizers:  # else every call is a step
             stepped = set(self._counts.stepped(self._parameters(self.groups)))
             moved = [g["tensor_fqn"] in stepped for g in self.groups]
-            components = tuple(c for c in components if all(moved[at] for _, at in c.leaves))
-        if components:
-            self._update_components(components, self.groups)
+            pruning_groups = tuple(c for c in pruning_groups if all(moved[at] for _, at in c.members))
+        if pruning_groups:
+            self._update_groups(pruning_groups, self.groups)
             self.iteration += 1
 
     def _parameters(self, groups: Iterable[TensorGroup]) -> dict[str, Tensor]:
         return {g["tensor_fqn"]: self._parameter(g) for g in groups}
 
-    def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
-        for component in components:
-            diagonals = {leaf: self._diagonal(groups[at]) for leaf, at in component.leaves}
-            known = {leaf: d for leaf, d in diagonals.items() if d is not None}
+    def _fill(
+        self,
+        pruning_groups: Sequence[PruningGroup],
+        groups: Sequence[TensorGroup],
+        masks: Mapping[int, Tensor],
+        keeps: Mapping[PruningGroup, int | Tensor],
+    ) -> None:
+        for pruning_group in pruning_groups:
+            diagonals = {spec: self._diagonal(groups[at]) for spec, at in pruning_group.members}
+            known = {spec: d for spec, d in diagonals.items() if d is not None}
             if len(known) == len(diagonals):  # else the optimizer has not moved some member yet
-                self._shrink(component, groups, known)
-            self._counts.use(self._parameters(groups[at] for _, at in component.leaves))
+                self._shrink(pruning_group, groups, known, keeps[pruning_group])
+            self._counts.use(self._parameters(groups[at] for _, at in pruning_group.members))
 
     def _shrink(
-        self, component: Component, groups: Sequence[TensorGroup], diagonals: Mapping[BlockSpec, Diagonal]
+        self,
+        pruning_group: PruningGroup,
+        groups: Sequence[TensorGroup],
+        diagonals: Mapping[BlockSpec, Diagonal],
+        keep: int | Tensor,
     ) -> None:
-        """Shrink the blocks of a component in a metric, and fill its masks with what is then not zero."""
-        weights = {leaf: self._parameter(groups[at]).detach() for leaf, at in component.leaves}
-        masks = {leaf: self._live_mask(groups[at]) for leaf, at in component.leaves}
-        strength = groups[component.leaves[0][1]].get("strength")
+        """Shrink the blocks of a pruning_group in a metric, and fill its masks with what is then not zero."""
+        weights = {spec: self._parameter(groups[at]).detach() for spec, at in pruning_group.members}
+        masks = {spec: self._live_mask(groups[at]) for spec, at in pruning_group.members}
+        strength = groups[pruning_group.members[0][1]].get("strength")
         common = next(iter(diagonals.values()))  # one number for all elements gives the plain operator
         is_plain = isinstance(common, float) and all(isinstance(d, float) and d == common for d in diagonals.values())
         tensors = {
@@ -345,11 +352,11 @@ class ProximalSparsifier(PlannedSparsifier):
         }
         if strength is not None:
             value = strength(self.iteration) if callable(strength) else strength
-            value = checked_strength(value, f"{component.label}: ", is_value=True)
-            thresholds = {m.block: value / common if is_plain else value for m in component.scope.members()}
+            value = checked_strength(value, f"{pruning_group.label}: ", is_value=True)
+            thresholds = {m.block: value / common if is_plain else value for m in pruning_group.scope.members()}
         else:
             values = {s.view.param: w if is_plain else w * tensors[s] for s, w in weights.items()}
-            thresholds = component.scope.keep_thresholds(component.budget(groups, self._level_given), values)
+            thresholds = pruning_group.scope.keep_thresholds(keep, values)
             if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
                 thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
         for block, t in thresholds.items():
@@ -388,18 +395,18 @@ def _shrink_blocks(
     shrunk = [replace(m, mask=h.values if diagonals else None) for m, h in zip(windows, metric, strict=True)]
     soft_threshold_windows([Scopes(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
     values = [replace(m, mask=None) for m in windows]
-    fill_mask(windows, block_scores(values, math.inf, ndim=block.grid_ndim, as_mean=False) != 0)
+    fill_mask(windows, block_scores(values, math.inf, block.grid_ndim, False) != 0)
     for spec, m in zip(specs, windows, strict=True):
         for window, tensor in ((m.window, weights[spec]), (m.mask, masks[spec])):
             if window is not None and not spec.view.is_aligned(tensor):  # the window is a copy
                 spec.view.write_back(window, tensor)
 
 
-def kept_counts(component: Component, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> int | Tensor:
+def kept_counts(pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> int | Tensor:
     """Blocks that masks keep in each scope; a number where it is the same in all."""
-    own = {leaf: masks[groups[at]["tensor_fqn"]] for leaf, at in component.leaves}
+    own = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
     counts = torch.zeros((), dtype=torch.int64, device="cpu")
-    for scopes in scope_windows(component.scope, None, own):
-        counts = counts + to_scopes(candidates_of(scopes.members, len(scopes.shape)), scopes, False).sum(1).cpu()
+    for scopes in scope_windows(pruning_group.scope, None, own):
+        counts = counts + to_scopes(kept_grid(scopes.members, len(scopes.shape)), scopes, False).sum(1).cpu()
     first = int(counts[0]) if counts.numel() else 0
-    return first if bool((counts == first).all()) else counts.reshape(component.scope.grid_shape)
+    return first if bool((counts == first).all()) else counts.reshape(pruning_group.scope.grid_shape)

@@ -18,7 +18,6 @@ from ..scores import Score, needs_of
 from ..selection import Request
 from ..structure import sparsity_to_nnz
 from .calibrated import CalibratedSparsifier
-from .mask_check import check_masks
 from .checkpoint import checked_pass, copied_state, saved_count
 from .config import ConfigContext, TensorGroup, copied
 from .groups import (
@@ -30,6 +29,7 @@ from .groups import (
     make_pruning_groups,
     update_masks,
 )
+from .mask_check import check_masks
 from .progress import shown
 from .report import Row, make_row
 from .stages import (

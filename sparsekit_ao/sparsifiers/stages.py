@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..errors import SparsityError, is_number
 from ..patterns import Pattern
 from ..scores import Score, parse_score
-from ..structure.tiles import Shape
 from ..structure import AxisPattern
+from ..structure.tiles import Shape
 from .config import ConfigContext, TensorGroup
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None

@@ -1,8 +1,8 @@
 """Windows: the tensors of block specs, cut into blocks and scopes; block scores, masks filled, and what masks keep."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
