@@ -17,10 +17,18 @@ from ..errors import CouplingError, SparsityError
 from ..masking import WeightMask
 from .checkpoint import saved_count, saved_names
 from .component import Component
-from .conditioners import Conditioner, Diagonal, check_conditioner, check_optimizer, diagonal_of
 from .config import Place, TensorGroup
 from .hand_over import handed_over
-from .optimizers import StepCounts, options_of, unwrap_optimizers
+from .optimizer_state import (
+    Conditioner,
+    Diagonal,
+    StepCounts,
+    check_conditioner,
+    check_optimizer,
+    diagonal_of,
+    options_of,
+    unwrap_optimizers,
+)
 from .planned import PlannedSparsifier
 from .proximal_step import Strength, checked_strength, proximal_step
 from .structure import checked_pattern, refuse_two_budgets, stage_budgets

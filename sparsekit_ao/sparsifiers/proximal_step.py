@@ -12,7 +12,7 @@ from ..errors import SparsityError
 from ..selection import Newton, Scopes, block_scores, fill_mask, finished
 from ..structure import BlockSpec, Budget, SparseBlock, block_windows, is_number, soft_threshold_windows
 from .component import Component
-from .conditioners import Diagonal
+from .optimizer_state import Diagonal
 
 Strength = float | Callable[[int], float]
 _NEWTON = Newton(eps=0.0, atol=1e-6, max_iter=50)  # of the kernels; plain torch takes as many steps as it needs

@@ -15,8 +15,9 @@ from torch import nn
 from torch.ao.pruning import LambdaSL
 
 from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, dynamic, schedules
-from sparsekit_ao.dynamic import rules
-from sparsekit_ao.dynamic.choose import count_after_pruning, exchange
+from sparsekit_ao.dynamic import criteria
+from sparsekit_ao.dynamic.budgets import exchange
+from sparsekit_ao.dynamic.update import count_after_pruning
 
 # Of each combination from its start; more by turning rules follow below. A thousand of every combination take some
 # twenty minutes: SPARSEKIT_AO_EXHAUSTIVE=1 SPARSEKIT_UPDATES=1000 pytest tests/test_dynamic_counts.py -k never_change
@@ -227,7 +228,7 @@ def test_blocks_are_pooled_after_taking_absolute_values(criterion, want):
         [[3.0, -3.0, 0.5, 4.0]],  # the plain mean of the first block is 0
         [[0.0] * 4],
         start=[[1, 1, 1, 1]],
-        prune=rules.magnitude(criterion),
+        prune=criteria.magnitude(criterion),
         grow=None,
         update_fraction=0.5,
         structure={"block_shape": (1, 2)},
@@ -238,8 +239,8 @@ def test_blocks_are_pooled_after_taking_absolute_values(criterion, want):
 def test_growth_pools_by_its_own_criterion():
     weight, gradient = [[1.0] * 6], [[0.0, 0.0, 3.0, -3.0, 0.5, 4.0]]
     start = {"start": [[1, 1, 1, 1, 0, 0]], "update_fraction": 0.5, "structure": {"block_shape": (1, 2)}}
-    assert one(weight, gradient, grow=rules.gradient("mean"), **start)[0] == [[1, 1, 1, 1, 0, 0]]
-    assert one(weight, gradient, grow=rules.gradient("max"), **start)[0] == [[1, 1, 0, 0, 1, 1]]
+    assert one(weight, gradient, grow=criteria.gradient("mean"), **start)[0] == [[1, 1, 1, 1, 0, 0]]
+    assert one(weight, gradient, grow=criteria.gradient("max"), **start)[0] == [[1, 1, 0, 0, 1, 1]]
 
 
 def test_rules_of_users_are_functions_of_slots():
@@ -457,9 +458,11 @@ def test_the_fraction_is_taken_exactly_of_any_count(count, fraction):
 
 
 @pytest.mark.parametrize("purpose", ["prune", "grow", "redistribute"])
-@pytest.mark.parametrize("make", [rules.magnitude, rules.gradient, rules.momentum, rules.random, rules.nonzero])
+@pytest.mark.parametrize(
+    "make", [criteria.magnitude, criteria.gradient, criteria.momentum, criteria.random, criteria.nonzero]
+)
 def test_every_rule_serves_every_purpose(purpose, make):
-    model, optimizer, sparsifier = prepared(update_every=1, **{"grow": "random", purpose: make()})
+    model, optimizer, sparsifier = prepared(update_every=1, **{"grow": "random", purpose: getattr(criteria, make)()})
     train(model, optimizer, sparsifier, [1, 2])
     assert sparsifier.check() == 3 and sparsifier.last_update.iteration == 2
 
@@ -478,6 +481,6 @@ def test_the_share_of_a_rule_is_the_mean_score_of_active_blocks_unless_given():
 
 
 def test_rules_know_their_names():
-    assert set(rules.NAMES["prune"]) == {"magnitude", "global"}
-    assert set(rules.NAMES["grow"]) == {"gradient", "momentum", "random", "none"}
-    assert set(rules.NAMES["redistribute"]) == {"gradient", "momentum", "nonzero", "none"}
+    assert set(criteria.NAMES["prune"]) == {"magnitude", "global"}
+    assert set(criteria.NAMES["grow"]) == {"gradient", "momentum", "random", "none"}
+    assert set(criteria.NAMES["redistribute"]) == {"gradient", "momentum", "nonzero", "none"}

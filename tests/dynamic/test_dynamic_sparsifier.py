@@ -23,8 +23,8 @@ from sparsekit_ao import (
     dynamic,
     patterns,
 )
-from sparsekit_ao.dynamic import inits
-from sparsekit_ao.dynamic.optimizers import reset_state
+from sparsekit_ao.dynamic import dynamic_mask, inits
+from sparsekit_ao.sparsifiers.optimizer_state import reset_state
 
 
 def masks(sparsifier):
@@ -493,7 +493,7 @@ def test_arguments_that_it_does_not_have(key):
 
 
 def test_an_optimizer_in_the_place_of_the_level():
-    with pytest.raises(SparsityError, match="sparsity_level must be a number, got an optimizer; give it as optimizer="):
+    with pytest.raises(SparsityError, match="the first argument is sparsity_level, got SGD; pass the optimizer as"):
         DynamicSparsifier(torch.optim.SGD(mlp().parameters(), 0.1))
 
 
@@ -640,12 +640,15 @@ def test_a_rule_that_does_not_declare_what_it_needs():
     ("call", "message"),
     [
         (
-            lambda: dynamic.rules.magnitude("sum"),
+            lambda: dynamic.criteria.magnitude("sum"),
             "magnitude: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None",
         ),
         (lambda: inits.random("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
         (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
-        (lambda: dynamic.mask.find_dynamic(nn.Linear(1, 1), "weight"), "has no dynamic mask; call prepare first"),
+        (
+            lambda: dynamic.dynamic_mask.find_dynamic(nn.Linear(1, 1), "weight"),
+            "has no dynamic mask; call prepare first",
+        ),
     ],
 )
 def test_rules_and_inits_check_their_arguments(call, message):

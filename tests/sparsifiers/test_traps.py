@@ -151,7 +151,7 @@ def test_norms_of_finite_weights_are_finite(dtype, size):
     assert block.norms(torch.tensor([[math.inf, 1.0, 1.0, 0.0]], dtype=dtype)).tolist() == [[math.inf, 1.0]]
 
 
-@pytest.mark.parametrize("make", [dynamic.rules.magnitude, dynamic.rules.gradient])
+@pytest.mark.parametrize("make", [dynamic.criteria.magnitude, dynamic.criteria.gradient])
 def test_criteria_of_structured_rules(make):
     weights = torch.tensor([[3.0, -1.0], [-2.0, 2.0], [5.0, 0.5], [1.5, 1.5]])
     expected = {

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import fill, is_sharded, placed_like
+from ..distributed import fill, placed_like
 from ..errors import SparsityError
 from ..masking import WeightMask, find_mask, marked, refuse_merge, saving, select
+from ..sparsifiers.config import TensorGroup
 
 
 class DynamicMask(WeightMask):
@@ -136,18 +137,13 @@ class _TwoMasks(torch.autograd.Function):
 
 
 def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
-    """The dynamic mask of a prepared tensor."""
-    found = find_mask(module, tensor_name)
-    if not isinstance(found, DynamicMask):
+    """Return the dynamic mask of a prepared tensor."""
+    mask = find_mask(module, tensor_name)
+    if not isinstance(mask, DynamicMask):
         raise SparsityError(f"{tensor_name} of this {type(module).__name__} has no dynamic mask; call prepare first")
-    return found
-
-
-def starting_mask(weight: Tensor, kept: Tensor | None) -> Tensor:
-    """A mask of a weight from `kept` (bool, True where kept; None keeps everything)."""
-    # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
-    is_float = weight.device.type == "cpu" and not is_sharded(weight)
-    mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
-    if kept is not None:
-        fill(mask, kept)
     return mask
+
+
+def mask_of(group: TensorGroup) -> DynamicMask:
+    """Return the dynamic mask of a group."""
+    return find_dynamic(group["module"], group["tensor_name"])
