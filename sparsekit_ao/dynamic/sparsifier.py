@@ -37,7 +37,7 @@ from .inits import component_masks, initial_masks, parse_init, refuse_meta
 from .update import NewValues, UpdateStatistics, make_settings, run_update, zero_dropped, zero_dropped_state
 
 #: what a checkpoint keeps besides masks and groups, and its kinds
-_PROGRESS = {"iteration": int, "pending": bool, "level_given": Mapping, "stepped": Sequence, "gradients": Mapping}
+_PROGRESS = {"iteration": int, "pending": bool, "level_given": Mapping, "stepped": bool, "gradients": Mapping}
 
 
 @final
@@ -380,7 +380,7 @@ class DynamicSparsifier(PlannedSparsifier):
             "iteration": self.iteration,
             "pending": self._pending,
             "level_given": dict(self._level_given),
-            "stepped": self._capture.restorable(),
+            "stepped": self._capture.has_stepped,
             "taken": list(captured),
             "gradients": {**blank, **captured},
         }
@@ -397,12 +397,9 @@ class DynamicSparsifier(PlannedSparsifier):
                     f"load_state_dict: 'dynamic' needs {key!r} of type {kind.__name__.lower()}, as state_dict() gives, "
                     f"got {value!r}"
                 )
-        if not all(isinstance(s, bool) for s in saved["stepped"]):
-            raise SparsityError(f"load_state_dict: 'stepped' needs a bool for each optimizer, got {saved['stepped']!r}")
         for name, level in saved["level_given"].items():
             if not is_number(level):
                 raise SparsityError(f"load_state_dict: {name}: 'level_given' needs a number, got {level!r}")
-        self._capture.check_restorable(saved["stepped"], self._capture.optimizers)
         weights, gradients = {g["tensor_fqn"]: original(g) for g in self.groups}, {}
         for name in weights.keys() & saved["gradients"].keys() & set(saved.get("taken", saved["gradients"])):
             gradient, weight = saved["gradients"][name], weights[name]

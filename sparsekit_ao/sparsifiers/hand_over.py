@@ -62,7 +62,7 @@ def _check(sparsifier: PlannedSparsifier) -> None:
         )
     if isinstance(sparsifier, ScopeSparsifier):
         return
-    init = getattr(getattr(sparsifier, "settings", None), "init", None)
+    init = getattr(sparsifier, "init", None)
     if getattr(init, "masks", None) is None:
         raise SparsityError(
             f"to_masks: {type(sparsifier).__name__} would choose masks of its own; make a DynamicSparsifier with "

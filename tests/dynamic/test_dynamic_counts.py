@@ -462,7 +462,7 @@ def test_the_fraction_is_taken_exactly_of_any_count(count, fraction):
     "make", [criteria.magnitude, criteria.gradient, criteria.momentum, criteria.random, criteria.nonzero]
 )
 def test_every_rule_serves_every_purpose(purpose, make):
-    model, optimizer, sparsifier = prepared(update_every=1, **{"grow": "random", purpose: getattr(criteria, make)()})
+    model, optimizer, sparsifier = prepared(update_every=1, **{"grow": "random", purpose: make()})
     train(model, optimizer, sparsifier, [1, 2])
     assert sparsifier.check() == 3 and sparsifier.last_update.iteration == 2
 

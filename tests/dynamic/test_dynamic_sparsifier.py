@@ -646,7 +646,7 @@ def test_a_rule_that_does_not_declare_what_it_needs():
         (lambda: inits.random("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
         (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
         (
-            lambda: dynamic.dynamic_mask.find_dynamic(nn.Linear(1, 1), "weight"),
+            lambda: dynamic_mask.find_dynamic(nn.Linear(1, 1), "weight"),
             "has no dynamic mask; call prepare first",
         ),
     ],
