@@ -84,10 +84,9 @@ class Budgets:
         return {self._fqn(at): level for _, at in component.leaves}
 
     def ideals(self, level: float) -> tuple[dict[int, float], int]:
-        """Return what each shared component would keep at an overall sparsity, by the distribution of the init.
+        """Return {shared component: what it would keep at an overall sparsity}, and what all of them keep, exactly.
 
-        The result is {component: its ideal} and what all of them keep together, exactly; both in the units of `sizes`.
-        What fixed components keep is subtracted.
+        Both are in the units of `sizes`; what fixed components keep is subtracted.
         """
         shared, components = set(self.shared), self.components
         shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.leaves}

@@ -26,19 +26,8 @@ from ..selection.tiling import real_slots
 from ..sparsifiers.component import Component, labels_of
 from ..structure import BlockSpec, elements_of, scope_windows, write_back
 
-__all__ = [
-    "NAMES",
-    "NEEDS",
-    "Rule",
-    "by_score",
-    "global_magnitude",
-    "gradient",
-    "magnitude",
-    "momentum",
-    "nonzero",
-    "parse_rule",
-    "random",
-]
+__all__ = ["NAMES", "NEEDS", "Rule", "by_score", "global_magnitude", "gradient", "magnitude", "momentum", "nonzero"]
+__all__ += ["parse_rule", "random"]
 
 Tensors = Mapping[BlockSpec, Tensor]  # one for each tensor of a component, in the parameter's shape
 
@@ -72,25 +61,10 @@ class Slots:
     seed: int = 0
     statistics: Mapping[BlockSpec, Statistics] = field(default_factory=dict)
 
-    @property
-    def weights(self) -> Tensors:
-        """Parameter-shaped weights by block spec, whole however the ranks hold them."""
-        return self._whole("weights")
-
-    @property
-    def masks(self) -> Tensors:
-        """Masks by block spec, as `weights`."""
-        return self._whole("masks")
-
-    @property
-    def gradients(self) -> Tensors:
-        """Dense gradients, as `weights`; empty unless a rule needs them."""
-        return self._whole("gradients")
-
-    @property
-    def momenta(self) -> Tensors:
-        """Momenta of the optimizer, as `weights`; empty unless a rule needs them."""
-        return self._whole("momenta")
+    weights = property(lambda self: self._whole("weights"), doc="{block spec: weight}, whole on every rank.")
+    masks = property(lambda self: self._whole("masks"), doc="{block spec: mask}.")
+    gradients = property(lambda self: self._whole("gradients"), doc="Dense gradients; empty unless a rule needs them.")
+    momenta = property(lambda self: self._whole("momenta"), doc="Momenta; empty unless a rule needs them.")
 
     @property
     def name(self) -> str:
@@ -106,6 +80,12 @@ class Slots:
     def shape(self) -> tuple[int, int]:
         """Scopes, and slots of each."""
         return self.component.scope.numscp(), self.component.scope.numblk_per_scope()
+
+    @property
+    def block_size(self) -> float:
+        """Elements of a block: of equal blocks, or on average of blocks that are chosen together."""
+        members = self.component.scope.members()
+        return sum(m.block.numel_per_block() for m in members) / len(members)
 
     @property
     def active(self) -> Tensor:
@@ -185,9 +165,10 @@ class Slots:
 
 NEEDS = ("gradient", "momentum")
 Criterion = str | Callable[..., Tensor] | None
-_POOLING: dict[str | None, tuple[float | None, bool | None]] = {  # criterion: norm and as_mean of `Slots.scores`
+_POOLING: dict[Any, Any] = {  # criterion: norm and as_mean of `Slots.scores`, or a function
     None: (None, None),
     "mean": (1, True),
+    "min": torch.amin,
     "max": (math.inf, None),
     "L1": (1, None),
     "L2": (2, None),
@@ -268,8 +249,7 @@ def momentum(criterion: Criterion = None) -> Rule:
 def random(purpose: str = "grow") -> Rule:
     """Uniformly at random (SET, arXiv 1707.04780).
 
-    Args:
-        purpose: part of the key of the random numbers, with seed, name and iteration; two rules need two purposes.
+    The key of the random numbers is `purpose`, seed, name and iteration; two rules need two purposes.
     """
     return Rule(name="random", score=methodcaller("random", purpose))
 
@@ -316,25 +296,23 @@ def parse_rule(purpose: str, rule: object) -> Rule | None:
 
 
 def _by_values(name: str, values: str, criterion: Criterion, **options: Any) -> Rule:
-    function = torch.amin if criterion == "min" else criterion if callable(criterion) else None
-    if function is None and criterion not in _POOLING:
+    if not callable(criterion) and criterion not in _POOLING:
         raise SparsityError(
             f"{name}: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None, got {criterion!r}"
         )
     label = name if criterion is None else f"{name} ({getattr(criterion, '__name__', criterion)})"
-    if function is None:
-        score = partial(_pooled, values, *_POOLING[criterion])  # type: ignore[index]
-    else:
-        score = partial(_pooled_by, values, function)
-    return Rule(name=label, score=score, share=partial(_mean_absolute, values), **options)
+    return Rule(name=label, score=partial(_pooled, values, criterion), share=partial(_mean_absolute, values), **options)
 
 
-def _pooled(values: str, norm: float | None, as_mean: bool | None, slots: Slots) -> Tensor:
-    return slots.scores(getattr(slots, values), norm, as_mean=as_mean)
+def _pooled(values: str, criterion: Criterion, slots: Slots) -> Tensor:
+    how = criterion if callable(criterion) else _POOLING[criterion]
+    if callable(how):
+        return slots.pooled(getattr(slots, values), how)
+    return slots.scores(getattr(slots, values), how[0], as_mean=how[1])
 
 
-def _pooled_by(values: str, function: Callable[..., Tensor], slots: Slots) -> Tensor:
-    return slots.pooled(getattr(slots, values), function)
+def _mean_absolute(values: str, slots: Slots) -> Tensor:
+    return slots.mean_active(_pooled(values, "mean", slots))
 
 
 def _by_score(score: Score, slots: Slots) -> Tensor:
@@ -347,18 +325,12 @@ def _by_score(score: Score, slots: Slots) -> Tensor:
     return slots.scores(saliencies, None, signed=True)
 
 
-def _mean_absolute(values: str, slots: Slots) -> Tensor:
-    return slots.mean_active(_pooled(values, *_POOLING["mean"], slots))
-
-
 def _is_active(slots: Slots) -> Tensor:
     return slots.active.double()
 
 
 def _active_elements(slots: Slots) -> Tensor:
-    members = slots.component.scope.members()  # of equal blocks, or of blocks that are chosen together
-    size = sum(m.block.numel_per_block() for m in members) / len(members)
-    return slots.active.sum().double() * size
+    return slots.active.sum().double() * slots.block_size
 
 
 #: rules by name, for each argument of `DynamicSparsifier`

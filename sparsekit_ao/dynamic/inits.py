@@ -111,14 +111,7 @@ def initial_masks(
     """Return the initial mask of every group, {tensor_fqn: bool, sharded as its weight}.
 
     Writes the budgets of the groups that share the overall one. Weights on the meta device get no masks yet, unless
-    they are saved ones.
-
-    Args:
-        budgets: of all components.
-        init: how masks start.
-        sparsity_level: the overall one at the start.
-        later_levels: others that training will reach, checked now rather than in the middle of a run.
-        seed: of random masks.
+    they are saved ones. `later_levels` that training will reach are checked now rather than in the middle of a run.
     """
     if init.masks is None and budgets.shared:
         if init.first_dense:
@@ -144,7 +137,10 @@ def component_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str
     groups = {spec: budgets.groups[at] for spec, at in component.leaves}
     weights = {spec: original(g).detach() for spec, g in groups.items()}
     saved = None if init.masks is None else {s: _saved(g, weights[s], init.masks) for s, g in groups.items()}
-    dense = {spec: _full_mask(w) for spec, w in weights.items()}
+    dense = {}  # masks that keep everything, not sharded; on the CPU for the meta device
+    for spec, w in weights.items():
+        device = "cpu" if w.is_meta else w.device
+        dense[spec] = torch.empty_strided(w.shape, w.stride(), dtype=torch.bool, device=device).fill_(True)
     slots = Slots(
         component=component,
         placed={"weights": dense, "masks": dense if saved is None else {s: t != 0 for s, t in saved.items()}},
@@ -153,7 +149,8 @@ def component_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str
     if saved is None:
         rows = keep_mask(slots.random("init"), budgets.rows(k, {}), candidates=slots.real)
     else:
-        rows = _saved_rows(slots, init.shuffle, {spec for spec, t in saved.items() if not _is_weight(t)})
+        is_weight = {s: t.is_floating_point() and bool(((t != 0) & (t != 1)).any()) for s, t in saved.items()}
+        rows = _saved_rows(slots, init.shuffle, [spec for spec in saved if not is_weight[spec]])
         _take_budget(budgets, k, rows)
         slots = Slots(component=component, placed={"weights": dense, "masks": dense})  # kept outside of a view
     masks = slots.masks_of(rows)
@@ -188,10 +185,6 @@ def _saved(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tens
     return full_tensor(mask).to("cpu" if weight.is_meta else weight.device)
 
 
-def _is_weight(mask: Tensor) -> bool:
-    return mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any())
-
-
 def _saved_rows(slots: Slots, shuffle: bool, masks: Collection[BlockSpec]) -> Tensor:
     """The slots that the saved masks keep, or with `shuffle` as many drawn ones; bool rows.
 
@@ -205,12 +198,6 @@ def _saved_rows(slots: Slots, shuffle: bool, masks: Collection[BlockSpec]) -> Te
             f"{broken[0]}: the saved mask keeps parts of blocks; give the block_shape that it was made with"
         )
     return keep_mask(slots.random("shuffle"), kept.sum(1), candidates=slots.real) if shuffle else kept
-
-
-def _full_mask(weight: Tensor) -> Tensor:
-    """A mask that keeps everything, not sharded, with the strides of the weight; on the CPU for the meta device."""
-    device = "cpu" if weight.is_meta else weight.device
-    return torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bool, device=device).fill_(True)
 
 
 def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:

@@ -112,18 +112,9 @@ class DynamicSparsifier(PlannedSparsifier):
     ) -> None:
         refuse_optimizer_as_level(sparsity_level)
         self.init = parse_init(init)
-        self.settings = make_settings(
-            update_every=update_every,
-            update_fraction=update_fraction,
-            until=until,
-            prune=prune,
-            grow=grow,
-            redistribute=redistribute,
-            target=target,
-            seed=seed,
-            state_init=state_init,
-            new_values=new_values,
-        )
+        schedule = {"update_every": update_every, "update_fraction": update_fraction, "until": until, "target": target}
+        rules = {"prune": prune, "grow": grow, "redistribute": redistribute}
+        self.settings = make_settings(**schedule, **rules, seed=seed, state_init=state_init, new_values=new_values)
         pattern = checked_pattern(structure.get("pattern"), "")
         if pattern is not None and pattern.sparsity_level is not None and sparsity_level is None:
             sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
@@ -153,13 +144,12 @@ class DynamicSparsifier(PlannedSparsifier):
         """
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
-        is_prepared = self._phase == "prepared"
-        if is_prepared:
+        if self._phase == "prepared":
             self._need_prepared("attach")
             self._initialize(optimizers)
+            if self._capture.masked:
+                zero_dropped_state(self.groups, optimizers)
         self._capture.attach(optimizers)
-        if is_prepared and self._capture.masked:
-            zero_dropped_state(self.groups, optimizers)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Copy the dense gradients and mask `.grad`: call it before clipping gradients by their norm.
@@ -227,12 +217,10 @@ class DynamicSparsifier(PlannedSparsifier):
         weight, kept = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
         # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
         is_float = weight.device.type == "cpu" and not is_sharded(weight)
-        mask = DynamicMask(
-            torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool), is_initialized=not weight.is_meta
-        )
+        mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
         if kept is not None:
-            fill(mask.mask, kept)
-        return mask
+            fill(mask, kept)
+        return DynamicMask(mask, is_initialized=not weight.is_meta)
 
     def _after_prepare(self) -> None:
         """Zero the weights that the initial masks drop; for weights on the meta device, `attach` does so."""
@@ -260,10 +248,8 @@ class DynamicSparsifier(PlannedSparsifier):
         budgets = self._budgets(self.groups)
         for k, component in enumerate(budgets.components):
             names = [fqn for _, at in component.leaves if (fqn := self.groups[at]["tensor_fqn"]) in waiting]
-            if all(name in self._initial_masks for name in names):
-                masks = self._initial_masks
-            else:
-                masks = component_masks(budgets, k, self.init, self.settings.seed)
+            is_known = all(name in self._initial_masks for name in names)
+            masks = self._initial_masks if is_known else component_masks(budgets, k, self.init, self.settings.seed)
             for name in names:
                 mask_of(waiting[name]).initialize(masks[name])
         zero_dropped([*waiting.values()])

@@ -172,7 +172,11 @@ def make_settings(**arguments: Any) -> Settings:
     target, fraction = arguments["target"], arguments["update_fraction"]
     if arguments["state_init"] not in ("zero", "grad"):
         raise SparsityError(f"state_init must be 'zero' or 'grad', got {arguments['state_init']!r}")
-    for name, kind in (("target", "a schedule (iteration -> sparsity)"), ("new_values", _NEW_VALUES)):
+    functions = {
+        "target": "a schedule (iteration -> sparsity)",
+        "new_values": "a function (weight, generator) -> values",
+    }
+    for name, kind in functions.items():
         if arguments[name] is not None and not callable(arguments[name]):
             raise SparsityError(f"{name} must be {kind} or None, got {arguments[name]!r}")
     if target is not None and arguments["update_every"] is None:
@@ -201,9 +205,6 @@ def make_settings(**arguments: Any) -> Settings:
     return Settings(**{**arguments, **rules, "update_fraction": fraction})
 
 
-_NEW_VALUES = "a function (weight, generator) -> values"
-
-
 def run_update(
     budgets: Budgets,
     settings: Settings,
@@ -215,20 +216,21 @@ def run_update(
 ) -> UpdateStatistics:
     """Choose new masks of all components and write them; if a rule raises, nothing has changed.
 
-    Args:
-        budgets: of all components. Shared ones are set to their new values, and their levels written into
-            `level_given` (see `ScopeSparsifier`).
-        settings, iteration: which rules, and when.
-        capture: its gradients and optimizers.
-        momenta: by tensor_fqn, where a rule needs them.
-        level_given: levels that `nnz` amounts to, by tensor_fqn.
-        statistics: one for each group.
+    Shared budgets are set to their new values, and their levels written into `level_given` (see `ScopeSparsifier`).
+    `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one for each group.
     """
-    fraction = settings.fraction_at(iteration)
-    slots = [
-        _slots_of(budgets, k, capture.gradients, momenta, statistics, iteration, settings.seed)
-        for k in range(len(budgets.components))
-    ]
+    fraction, slots = settings.fraction_at(iteration), []
+    for component in budgets.components:
+        leaves = {spec: budgets.groups[at] for spec, at in component.leaves}
+        dense = {s: (capture.gradients.get(g["tensor_fqn"]), momenta.get(g["tensor_fqn"])) for s, g in leaves.items()}
+        placed = {
+            "weights": {spec: original(g).detach() for spec, g in leaves.items()},
+            "masks": {spec: mask_of(g).mask for spec, g in leaves.items()},
+            "gradients": {spec: gradient for spec, (gradient, _) in dense.items() if gradient is not None},
+            "momenta": {spec: momentum for spec, (_, momentum) in dense.items() if momentum is not None},
+        }
+        recorded = {spec: statistics[at] for spec, at in component.leaves}
+        slots.append(Slots(component=component, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
     keep = [budgets.rows(k, level_given) for k in range(len(slots))]
     masks, nnz = _choose(slots, keep, budgets, settings, iteration, fraction)
     by_group = {at: own[spec] for c, own in zip(budgets.components, masks, strict=True) for spec, at in c.leaves}
@@ -244,41 +246,11 @@ def run_update(
     )
 
 
-def _slots_of(
-    budgets: Budgets,
-    k: int,
-    gradients: Mapping[str, Tensor],
-    momenta: Mapping[str, Tensor | None],
-    statistics: Sequence[Statistics],
-    step: int,
-    seed: int,
-) -> Slots:
-    """What the rules read of a component; gradients and momenta are by tensor_fqn."""
-    leaves = {spec: budgets.groups[at] for spec, at in budgets.components[k].leaves}
-    return Slots(
-        component=budgets.components[k],
-        placed={
-            "weights": {spec: original(g).detach() for spec, g in leaves.items()},
-            "masks": {spec: mask_of(g).mask for spec, g in leaves.items()},
-            "gradients": {spec: t for spec, g in leaves.items() if (t := gradients.get(g["tensor_fqn"])) is not None},
-            "momenta": {spec: t for spec, g in leaves.items() if (t := momenta.get(g["tensor_fqn"])) is not None},
-        },
-        statistics={spec: statistics[at] for spec, at in budgets.components[k].leaves},
-        step=step,
-        seed=seed,
-    )
-
-
 # which slots are kept
 
 
 def _choose(
-    slots: Sequence[Slots],
-    keep: Sequence[Tensor],
-    budgets: Budgets,
-    settings: Settings,
-    iteration: int,
-    fraction: float,
+    slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], list[int]]:
     """The new masks of every component, and how many blocks its first scope then holds.
 
@@ -445,11 +417,7 @@ def _number(value: Any, requirement: str, when: str = "") -> float:
 
 
 def _apply(
-    groups: Sequence[TensorGroup],
-    masks: Sequence[Tensor],
-    settings: Settings,
-    capture: GradientCapture,
-    iteration: int,
+    groups: Sequence[TensorGroup], masks: list[Tensor], settings: Settings, capture: GradientCapture, iteration: int
 ) -> dict[str, list[int]]:
     """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
 

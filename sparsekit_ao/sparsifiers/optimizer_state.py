@@ -160,8 +160,7 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
 
 def _state_owner(optimizer: Optimizer) -> Optimizer:
     """The optimizer that keeps the state: inside `ZeroRedundancyOptimizer` one for the parameters of this rank."""
-    inside = getattr(optimizer, "optim", None)
-    return inside if isinstance(inside, Optimizer) else optimizer
+    return getattr(optimizer, "optim", optimizer)
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
@@ -203,11 +202,7 @@ def diagonal_of(
 ) -> Diagonal | None:
     """Return the diagonal of a parameter now; None where its step changes nothing (no state, a learning rate of 0).
 
-    Args:
-        optimizer, options: what trains the parameter, and its `param_groups` entry.
-        parameter: of any floating dtype.
-        conditioner: "auto", a function, or None for `1 / lr`.
-        name: opening words of error messages.
+    `options` are the parameter's `param_groups` entry, and `conditioner` is "auto", a function, or None for `1 / lr`.
     """
     if callable(conditioner):
         return _checked_diagonal(conditioner(optimizer, parameter), parameter, name)
@@ -288,15 +283,14 @@ class StepCounts:
         self._count = 0  # steps of all optimizers
         self._moved: dict[Tensor, int] = {}  # the step that moved a parameter last
         self._used: dict[str, int] = {}  # the step of a parameter that was considered last; -1 for a restored one
-        self._ready: dict[int, list[Tensor]] = {}  # parameters that had gradients before the step of an optimizer
+        self._ready: set[Tensor] = set()  # parameters that had gradients before the step
         self._handles: list[Any] = []
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps of these optimizers instead of the present ones."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers = list(optimizers)
-        self._moved, self._ready = {}, {}
+        self.optimizers, self._moved = list(optimizers), {}
         self._watch()
 
     def trainer_of(self, parameter: Tensor, name: str) -> int:
@@ -313,7 +307,7 @@ class StepCounts:
 
     def restore(self, stepped: Iterable[str]) -> None:
         """Begin with the result that `stepped` had when it was saved."""
-        self._moved, self._ready, self._used = {}, {}, dict.fromkeys(stepped, -1)
+        self._moved, self._used = {}, dict.fromkeys(stepped, -1)
 
     def restored(self) -> list[str]:
         """Return the names that were restored and not used since."""
@@ -329,24 +323,22 @@ class StepCounts:
         return self._moved.get(parameter, 0)
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._ready[id(optimizer)] = _with_gradients(optimizer)
+        """A step that frees gradients had them before; one with a closure has them after."""
+        self._ready = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A step that frees gradients had them before; one with a closure has them after."""
+        ready = self._ready
+        self._before(optimizer, args, kwargs)
         skipped = getattr(optimizer, "found_inf", None)  # set by GradScaler where the optimizer itself skips
-        ready = self._ready.pop(id(optimizer), [])
         if skipped is None or not bool(skipped > 0):
             self._count += 1
-            self._moved |= dict.fromkeys([*ready, *_with_gradients(optimizer)], self._count)
+            self._moved |= dict.fromkeys(ready | self._ready, self._count)
+        self._ready = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_handles", "_ready")}
+        return {k: v for k, v in self.__dict__.items() if k != "_handles"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Continue as a copy, with hooks of its own on the copied optimizers."""
-        self.__dict__.update(state, _ready={})
+        self.__dict__.update(state)
         self._watch()
-
-
-def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
