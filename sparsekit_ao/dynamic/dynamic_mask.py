@@ -136,14 +136,9 @@ class _TwoMasks(torch.autograd.Function):
         return grad if backward_mask is None else torch.where(backward_mask, grad, 0), None, None
 
 
-def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
-    """Return the dynamic mask of a prepared tensor."""
-    mask = find_mask(module, tensor_name)
-    if not isinstance(mask, DynamicMask):
-        raise SparsityError(f"{tensor_name} of this {type(module).__name__} has no dynamic mask; call prepare first")
-    return mask
-
-
 def mask_of(group: TensorGroup) -> DynamicMask:
     """Return the dynamic mask of a group."""
-    return find_dynamic(group["module"], group["tensor_name"])
+    mask = find_mask(group["module"], group["tensor_name"])
+    if not isinstance(mask, DynamicMask):
+        raise SparsityError(f"{group['tensor_fqn']}: it has no dynamic mask; call prepare first")
+    return mask

@@ -386,9 +386,9 @@ class DynamicSparsifier(PlannedSparsifier):
         for name, level in saved["level_given"].items():
             if not is_number(level):
                 raise SparsityError(f"load_state_dict: {name}: 'level_given' needs a number, got {level!r}")
-        weights, gradients = {g["tensor_fqn"]: original(g) for g in self.groups}, {}
-        for name in weights.keys() & saved["gradients"].keys() & set(saved.get("taken", saved["gradients"])):
-            gradient, weight = saved["gradients"][name], weights[name]
+        captured, gradients = set(saved.get("taken", saved["gradients"])) & set(saved["gradients"]), {}
+        for name, weight in ((g["tensor_fqn"], original(g)) for g in self.groups if g["tensor_fqn"] in captured):
+            gradient = saved["gradients"][name]
             if not isinstance(gradient, Tensor) or gradient.shape != weight.shape:
                 shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
                 raise SparsityError(
