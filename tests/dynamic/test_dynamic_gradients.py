@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from grids import EXHAUSTIVE
-from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, prepared, weights
+from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, weights
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
