@@ -15,9 +15,9 @@ from torch.ao.pruning import BaseScheduler, BaseSparsifier
 from .errors import SparsityError, is_number
 
 __all__ = [
-    "Cadence",
     "Schedule",
     "ScheduleSL",
+    "UpdateInterval",
     "constant",
     "cosine",
     "cubic",
@@ -121,10 +121,10 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 @dataclass(frozen=True)
-class Cadence:
+class UpdateInterval:
     """In which steps, counted from 0, masks are updated: every `update_every`-th from the first on, below `until`.
 
-    >>> [step for step in range(10) if Cadence(3, until=8).is_due(step)]
+    >>> [step for step in range(10) if UpdateInterval(3, until=8).is_due(step)]
     [0, 3, 6]
     """
 

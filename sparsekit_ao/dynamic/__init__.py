@@ -1,13 +1,12 @@
 """Dynamic sparse training: masks that change during training, on any structure. See `DynamicSparsifier`."""
 
-from . import inits, rules
-from .apply import Movement
-from .mask import DynamicMask
+from . import criteria, inits
+from .criteria import Rule, Slots
+from .dynamic_mask import DynamicMask
 from .methods import GMP, SET, SNFS, SRSTE, STE, RigL, Static, TopKAST
-from .rules import Rule
-from .slots import Slots
 from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
+from .update import UpdateStatistics
 
 __all__ = [
     "GMP",
@@ -17,13 +16,13 @@ __all__ = [
     "STE",
     "DynamicMask",
     "DynamicSparsifier",
-    "Movement",
     "RigL",
     "Rule",
     "Slots",
     "Static",
     "StraightThrough",
     "TopKAST",
+    "UpdateStatistics",
+    "criteria",
     "inits",
-    "rules",
 ]

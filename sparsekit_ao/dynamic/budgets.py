@@ -12,48 +12,45 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ..densities import allocate
+from ..densities import Densities, allocate
 from ..errors import SparsityError, is_number
-from ..sparsifiers.component import Component
+from ..sparsifiers.groups import PruningGroup
 from ..sparsifiers.config import TensorGroup
-from .optimizers import refuse_optimizer_as_level
-from .settings import Settings, value_at
 
 
-def check_exclusive(settings: Settings, sparsity_level: float | None, nnz: int | None) -> None:
-    """Raise if more than one argument specifies how much is kept, or the level is an optimizer."""
-    refuse_optimizer_as_level(sparsity_level)
-    given = {"sparsity_level": sparsity_level, "nnz": nnz, "target": settings.target}
-    named = [name for name, value in given.items() if value is not None]
-    named += [f"init={settings.init.name!r}"] if settings.init.masks is not None else []
-    if len(named) > 1:
-        raise SparsityError(f"{named[0]} and {named[1]} are mutually exclusive; give one")
-
-
-def overall_level(settings: Settings, sparsity_level: float, iteration: int) -> float:
-    """The overall sparsity in an iteration: the target's, or the constant one."""
-    level = sparsity_level if settings.target is None else value_at(settings.target, iteration, "target")
-    if not 0 <= level <= 1:
-        raise SparsityError(f"target: an overall sparsity must be in [0, 1], got {level!r} at iteration {iteration}")
-    return level
+def refuse_optimizer_as_level(level: object) -> None:
+    """Raise where the first positional argument, the sparsity level, is an optimizer, or several."""
+    first = level[0] if isinstance(level, Sequence) and level else level
+    if isinstance(getattr(first, "optimizer", first), Optimizer):
+        raise SparsityError(
+            f"the first argument is sparsity_level, got {type(first).__name__}; pass the optimizer as optimizer=..., "
+            "or to attach"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Budgets:
-    """The budgets of all components of a plan, in their groups; components are given by their index."""
+    """The budgets of all components of a plan, in their groups; components are given by their index.
 
-    components: Sequence[Component]
+    Attributes:
+        components: of the plan.
+        groups: where the budgets are stored.
+        densities: how an overall level is distributed; None where the masks were saved ones.
+    """
+
+    components: Sequence[PruningGroup]
     groups: Sequence[TensorGroup]
-    settings: Settings
+    densities: Densities | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
         """Elements of one block of each component, in units of their greatest common divisor."""
-        members = [c.scope.members() for c in self.components]
-        found = [sum(m.block.numel_per_block() for m in own) // len(own) for own in members]
-        unit = math.gcd(*found) if found else 1
-        return [n // unit for n in found]
+        members = [c.scope.members() for c in self.components]  # of equal blocks, or of blocks chosen together
+        sizes = [sum(m.block.numel_per_block() for m in of_one) // len(of_one) for of_one in members]
+        unit = math.gcd(*sizes) if sizes else 1
+        return [n // unit for n in sizes]
 
     @cached_property
     def units(self) -> list[int]:
@@ -68,62 +65,57 @@ class Budgets:
     @property
     def shared(self) -> list[int]:
         """The components that share the overall budget: no entry of the config specifies theirs."""
-        members = [[at for _, at in c.leaves] for c in self.components]
-        return [k for k, own in enumerate(members) if not any(self.groups[at]["fixed"] for at in own)]
+        return [k for k, c in enumerate(self.components) if not any(self.groups[at]["fixed"] for _, at in c.members)]
 
-    def rows(self, k: int, level_given: Mapping[str, float]) -> Tensor:
-        """Blocks that each scope of a component is to keep, by its groups; int64 [scopes]."""
+    def rows(self, k: int, *, is_new: bool = False) -> Tensor:
+        """Return the blocks that each scope of a component is to keep, by its groups; int64 [scopes] on the CPU."""
         component = self.components[k]
-        budget = torch.as_tensor(component.budget(self.groups, level_given), device="cpu").expand(
-            component.scope.grid_shape
-        )
+        budget = torch.as_tensor(component.budget(self.groups, is_new=is_new), device="cpu")
+        budget = budget.expand(component.scope.grid_shape)
         return torch.minimum(budget, component.scope.blocks_per_scope()).reshape(-1)
 
-    def set(self, k: int, nnz: int) -> dict[str, float]:
-        """Write a budget into a component's groups, as a count and as its level; returns {tensor_fqn: that level}."""
+    def set(self, k: int, nnz: int) -> None:
+        """Write a budget into a component's groups, as a count and as its level."""
         component = self.components[k]
         level = component.scope.level_of(nnz)
-        own = [self.groups[at] for _, at in component.leaves]
-        for group in own:
-            group["nnz"], group["sparsity_level"] = nnz, level
-        return {group["tensor_fqn"]: level for group in own}
+        for _, at in component.members:
+            self.groups[at]["nnz"], self.groups[at]["sparsity_level"] = nnz, level
 
     def ideals(self, level: float) -> tuple[dict[int, float], int]:
-        """What each shared component would keep at an overall sparsity, by the distribution of the init.
+        """Return {shared component: what it would keep at an overall sparsity}, and what all of them keep, exactly.
 
-        Returns {component: its ideal} and what all of them keep together, exactly; both in the units of `sizes`. What
-        fixed components keep is subtracted.
+        Both are in the units of `sizes`; what fixed components keep is subtracted.
         """
         shared, components = set(self.shared), self.components
-        shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.leaves}
+        shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.members}
         fixed = [c for k, c in enumerate(components) if k not in shared]
-        fixed_densities = {self._fqn(at): 1 - c.level(self.groups, {}) for c in fixed for _, at in c.leaves}
-        assert self.settings.init.densities is not None
-        found = _checked(self.settings.init.densities(shapes, 1 - level, fixed_densities), shapes)
+        fixed_densities = {self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups, is_new=True)) for c in fixed for _, at in c.members}
+        assert self.densities is not None
+        densities = _checked(self.densities(shapes, 1 - level, fixed_densities), shapes)
         numels = [c.scope.numblk() * n for n, c in zip(self.sizes, components, strict=True)]
         sum_kept, ideals = round((1 - level) * sum(numels)), {}
         for k, c in enumerate(components):
-            elements = {self._fqn(at): s.view.numel() for s, at in c.leaves}
-            density = sum(found[n] * e for n, e in elements.items()) / max(sum(elements.values()), 1)
+            elements = {self._fqn(at): s.view.numel() for s, at in c.members}
+            density = sum(densities[n] * e for n, e in elements.items()) / max(sum(elements.values()), 1)
             if k in shared:
                 ideals[k] = density * numels[k]
             else:
-                sum_kept -= int(self.rows(k, {}).sum()) * self.sizes[k]
+                sum_kept -= int(self.rows(k, is_new=True).sum()) * self.sizes[k]
         return ideals, sum_kept
 
     def counts(
         self, level: float, low: Mapping[int, int] | None = None, high: Mapping[int, int] | None = None
     ) -> dict[int, int]:
-        """Blocks in each scope of every shared component: whole numbers whose sum is the exact one, or just below.
+        """Return the blocks in each scope of every shared component, whose sum is the exact one, or just below.
 
         `low` and `high` bound the blocks in each scope; by default one, so that no layer is empty, and all.
         """
         ideals, sum_kept = self.ideals(level)
-        at, unit = list(ideals), [self.units[k] for k in ideals]
+        unit = [self.units[k] for k in ideals]
         self.refuse_uneven_scopes()
-        least = [u * (1 if low is None else low[k]) for k, u in zip(at, unit, strict=True)]
-        most = [self.capacities[k] if high is None else u * high[k] for k, u in zip(at, unit, strict=True)]
-        if not at:
+        least = [u * (1 if low is None else low[k]) for k, u in zip(ideals, unit, strict=True)]
+        most = [self.capacities[k] if high is None else u * high[k] for k, u in zip(ideals, unit, strict=True)]
+        if not ideals:
             return {}
         if high is not None:
             sum_kept = min(sum_kept, sum(most))
@@ -133,8 +125,8 @@ class Budgets:
                 f"{sum(least)} (one in every scope, so that none is empty) to {sum(most)}; change the overall level, "
                 "or the levels of tensors that have their own"
             )
-        found = allocate(list(ideals.values()), sum_kept, least, most, unit)
-        return {k: n // u for k, n, u in zip(at, found, unit, strict=True)}
+        kept = allocate(list(ideals.values()), sum_kept, least, most, unit)
+        return {k: n // u for k, n, u in zip(ideals, kept, unit, strict=True)}
 
     def refuse_uneven_scopes(self) -> None:
         """Raise where scopes of a shared component differ in size: one more block in each is not the same for all."""
@@ -145,15 +137,46 @@ class Budgets:
                     "the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
                 )
 
+    def refuse_without_exchange(self) -> None:
+        """Raise where no two tensors could ever exchange blocks, since every scope gets the same number."""
+        units, capacity = [self.units[k] for k in self.shared], [self.capacities[k] for k in self.shared]
+        pairs = [(a, b) for a in range(len(units)) for b in range(a)]
+        if pairs and all(math.lcm(units[a], units[b]) > min(capacity[a], capacity[b]) for a, b in pairs):
+            raise SparsityError(
+                f"redistribute: {self.components[self.shared[0]].label} and the others have numbers of scopes and "
+                f"block sizes with no common multiple that fits ({units} elements for one more block in every scope), "
+                "so no block could ever move; use redistribute=None, or other scopes"
+            )
+
     def _fqn(self, at: int) -> str:
         return self.groups[at]["tensor_fqn"]
 
 
-def _checked(found: object, names: Iterable[str]) -> Mapping[str, float]:
+def exchange(
+    now: Sequence[int], ideals: Sequence[float], low: Sequence[int], high: Sequence[int], unit: Sequence[int]
+) -> list[int]:
+    """Move from those above their ideal to those below, in multiples of both units: the sum never changes.
+
+    >>> exchange([12, 12], [5.0, 19.0], [0, 0], [24, 24], [2, 3])
+    [6, 18]
+    """
+    out = list(now)
+    for giver in range(len(out)):
+        for taker in range(len(out)):
+            step = math.lcm(unit[giver], unit[taker])
+            spare = min(out[giver] - ideals[giver], out[giver] - low[giver])
+            need = min(ideals[taker] - out[taker], high[taker] - out[taker])
+            moved = max(math.floor(min(spare, need) / step + 1e-9), 0) * step
+            out[giver] -= moved
+            out[taker] += moved
+    return out
+
+
+def _checked(densities: object, names: Iterable[str]) -> Mapping[str, float]:
     """The densities of a distribution, which may be a user's function."""
     for name in names:
-        density = found.get(name) if isinstance(found, Mapping) else None
+        density = densities.get(name) if isinstance(densities, Mapping) else None
         if not is_number(density) or not -1e-9 <= float(density) <= 1 + 1e-9:
             raise SparsityError(f"{name}: init must give it a density in [0, 1], got {density!r}")
-    assert isinstance(found, Mapping)
-    return found
+    assert isinstance(densities, Mapping)
+    return densities

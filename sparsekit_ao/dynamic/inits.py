@@ -1,15 +1,25 @@
-"""How training starts, as a value: an `Init` distributes the overall budget over tensors, or brings saved masks.
+"""How masks start: an `Init` distributes the overall budget over tensors, or brings saved masks.
 
-The functions here only describe a start; `start` draws or reads the masks.
+`initial_masks` writes the budgets into the groups and makes the masks that an `Init` describes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .. import densities
 from ..densities import Densities
+from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
+from ..selection import keep_mask
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.optimizer_state import original
+from ..structure import BlockSpec
+from .budgets import Budgets
+from .criteria import Slots
 
 __all__ = ["INITS", "Init", "lottery_ticket", "parse_init", "random", "resume"]
 
@@ -50,8 +60,8 @@ def random(distribution: str | Densities = "uniform", *, first_dense: bool = Fal
     if isinstance(distribution, str) and distribution not in _DENSITIES:
         names = ", ".join(_DENSITIES)
         raise SparsityError(f"random: distribution must be one of {names}, or a function, got {distribution!r}")
-    found = _DENSITIES[distribution] if isinstance(distribution, str) else distribution
-    return Init(name="random", densities=found, first_dense=first_dense)
+    function = _DENSITIES[distribution] if isinstance(distribution, str) else distribution
+    return Init(name="random", densities=function, first_dense=first_dense)
 
 
 def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
@@ -82,14 +92,127 @@ def resume(masks: Mapping[str, Any] | None = None) -> Init:
 INITS = {"random": random(), **{name: random(name) for name in _DENSITIES}, "resume": resume()}
 
 
-def parse_init(given: object) -> Init:
-    """An init from a name, an `Init`, or a function that distributes densities."""
-    if isinstance(given, Init):
-        return given
-    if isinstance(given, str) and given in INITS:
-        return INITS[given]
-    if callable(given):
-        return random(given)
+def parse_init(init: object) -> Init:
+    """Return an init from a name, an `Init`, or a function that distributes densities."""
+    if isinstance(init, Init):
+        return init
+    if isinstance(init, str) and init in INITS:
+        return INITS[init]
+    if callable(init):
+        return random(init)
     raise SparsityError(
-        f"init must be one of {', '.join(map(repr, INITS))}, an Init or a function of densities, got {given!r}"
+        f"init must be one of {', '.join(map(repr, INITS))}, an Init or a function of densities, got {init!r}"
     )
+
+
+def initial_masks(
+    budgets: Budgets, init: Init, sparsity_level: float, later_levels: Sequence[float], seed: int
+) -> dict[str, Tensor]:
+    """Return the initial mask of every group, {tensor_fqn: bool, sharded as its weight}.
+
+    Writes the budgets of the groups that share the overall one. Weights on the meta device get no masks yet, unless
+    they are saved ones. `later_levels` that training will reach are checked now rather than in the middle of a run.
+    """
+    if init.masks is None and budgets.shared:
+        if init.first_dense:
+            first = budgets.components[budgets.shared[0]]
+            budgets.set(budgets.shared[0], first.scope.numblk_per_scope())
+            for _, at in first.members:
+                budgets.groups[at]["fixed"] = True
+        for level in later_levels:
+            budgets.counts(level)
+        for k, nnz in budgets.counts(sparsity_level).items():
+            budgets.set(k, nnz)
+    masks: dict[str, Tensor] = {}
+    for k, component in enumerate(budgets.components):
+        is_meta = any(original(budgets.groups[at]).is_meta for _, at in component.members)
+        if init.masks is not None or not is_meta:
+            masks.update(component_masks(budgets, k, init, seed))
+    return masks
+
+
+def component_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Tensor]:
+    """Return the initial masks of one component's groups; see `initial_masks`."""
+    component = budgets.components[k]
+    groups = {spec: budgets.groups[at] for spec, at in component.members}
+    weights = {spec: original(g).detach() for spec, g in groups.items()}
+    saved = None if init.masks is None else {s: _saved(g, weights[s], init.masks) for s, g in groups.items()}
+    dense = {}  # masks that keep everything, not sharded; on the CPU for the meta device
+    for spec, w in weights.items():
+        device = "cpu" if w.is_meta else w.device
+        dense[spec] = torch.empty_strided(w.shape, w.stride(), dtype=torch.bool, device=device).fill_(True)
+    slots = Slots(
+        component=component,
+        placed={"weights": dense, "masks": dense if saved is None else {s: t != 0 for s, t in saved.items()}},
+        seed=seed,
+    )
+    if saved is None:
+        rows = keep_mask(slots.random("init"), budgets.rows(k, is_new=True), candidates=slots.real)
+    else:
+        is_weight = {s: t.is_floating_point() and bool(((t != 0) & (t != 1)).any()) for s, t in saved.items()}
+        rows = _saved_rows(slots, init.shuffle, [spec for spec in saved if not is_weight[spec]])
+        _take_budget(budgets, k, rows)
+        slots = Slots(component=component, placed={"weights": dense, "masks": dense})  # kept outside of a view
+    masks = slots.masks_of(rows)
+    return {
+        g["tensor_fqn"]: masks[s] if weights[s].is_meta else placed_like(masks[s], weights[s])
+        for s, g in groups.items()
+    }
+
+
+def refuse_meta(groups: Sequence[TensorGroup], advice: str) -> None:
+    """Raise where a weight is on the meta device."""
+    for group in groups:
+        if original(group).is_meta:
+            raise SparsityError(f"{group['tensor_fqn']}: it is on the meta device. {advice}")
+
+
+def _saved(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tensor:
+    """The saved mask of one tensor, or the weight whose zeros are the mask; an empty mapping means its own weight."""
+    fqn = group["tensor_fqn"]
+    prefix = f"{group['module_fqn']}." if group["module_fqn"] else ""
+    state = masks.get("state", {})
+    mask = state.get(fqn, {}).get("mask") if isinstance(state, Mapping) else None
+    for key in (f"{prefix}parametrizations.{group['tensor_name']}.0.mask", fqn):
+        mask = masks.get(key) if mask is None else mask
+    if not masks:
+        refuse_meta([group], "It has no zeros to resume from; pass saved masks to resume, or load the weights first.")
+        mask = weight
+    if not isinstance(mask, Tensor):
+        raise SparsityError(f"{fqn}: the saved masks have no mask of it; they have {sorted(map(str, masks))[:5]}")
+    if mask.shape != weight.shape:
+        raise SparsityError(f"{fqn}: the saved mask is {tuple(mask.shape)}, the weight {tuple(weight.shape)}")
+    return full_tensor(mask).to("cpu" if weight.is_meta else weight.device)
+
+
+def _saved_rows(slots: Slots, shuffle: bool, masks: Collection[BlockSpec]) -> Tensor:
+    """The slots that the saved masks keep, or with `shuffle` as many drawn ones; bool rows.
+
+    Raises where one of `masks` keeps a part of a block; the others are weights, where single zeros are no pruning.
+    """
+    kept = slots.active
+    whole = slots.masks_of(kept)
+    broken = [spec.name for spec in masks if not torch.equal(whole[spec], slots.masks[spec])]
+    if broken:
+        raise SparsityError(
+            f"{broken[0]}: the saved mask keeps parts of blocks; give the block_shape that it was made with"
+        )
+    return keep_mask(slots.random("shuffle"), kept.sum(1), candidates=slots.real) if shuffle else kept
+
+
+def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
+    """Saved masks define the budget of a component that shares one; a fixed budget must agree with them."""
+    label, count = budgets.components[k].label, rows.sum(1).cpu()
+    if k not in budgets.shared:
+        if not torch.equal(count, budgets.rows(k, is_new=True)):
+            raise SparsityError(
+                f"{label}: the saved mask keeps {int(count.min())} .. {int(count.max())} blocks a scope, but its "
+                "config entry has another budget; leave that out, or take another mask"
+            )
+    elif count.numel() and int(count.min()) != int(count.max()):
+        raise SparsityError(
+            f"{label}: scopes of the saved mask keep from {int(count.min())} to {int(count.max())} blocks, and every "
+            "scope needs the same number; give the scope_shape that the mask was made with"
+        )
+    else:
+        budgets.set(k, int(count[0]))

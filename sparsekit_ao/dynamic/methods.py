@@ -10,8 +10,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..errors import SparsityError
-from ..schedules import Cadence, cosine, cubic
-from .optimizers import refuse_optimizer_as_level
+from ..schedules import UpdateInterval, cosine, cubic
+from .budgets import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
 
@@ -24,7 +24,7 @@ def Static(sparsity_level: float | None = None, optimizer: Optimizers = None, **
     >>> Static(0.8).settings.updates
     False
     """
-    return _dynamic(sparsity_level, optimizer, {"update_every": None}, arguments)
+    return DynamicSparsifier(sparsity_level, optimizer, **{"update_every": None, **arguments})
 
 
 def SET(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
@@ -35,7 +35,7 @@ def SET(sparsity_level: float | None = None, optimizer: Optimizers = None, **arg
     >>> SET(0.8).settings.grow.name
     'random'
     """
-    return _dynamic(sparsity_level, optimizer, {"grow": "random", "init": "er"}, arguments)
+    return DynamicSparsifier(sparsity_level, optimizer, **{"grow": "random", "init": "er", **arguments})
 
 
 def RigL(
@@ -48,10 +48,9 @@ def RigL(
     >>> RigL(0.8, until=1000).settings.update_fraction(500)
     0.15
     """
-    cadence = Cadence(until=until)  # which checks it
-    return _dynamic(
-        sparsity_level, optimizer, {"update_fraction": cosine(0.3, 0.0, until), "until": cadence.until}, arguments
-    )
+    UpdateInterval(until=until)  # which checks it
+    chosen = {"update_fraction": cosine(0.3, 0.0, until), "until": until}
+    return DynamicSparsifier(sparsity_level, optimizer, **{**chosen, **arguments})
 
 
 def SNFS(
@@ -98,14 +97,7 @@ def GMP(
         )
     target = cubic(0.0, sparsity_level, last - begin, begin=begin)
     chosen = {"target": target, "grow": None, "init": "uniform", "until": until, "update_every": update_every}
-    return _dynamic(None, optimizer, chosen, arguments)
-
-
-def _dynamic(
-    sparsity_level: float | None, optimizer: Optimizers, chosen: dict[str, Any], arguments: dict[str, Any]
-) -> DynamicSparsifier:
-    refuse_optimizer_as_level(sparsity_level)
-    return DynamicSparsifier(sparsity_level=sparsity_level, optimizer=optimizer, **{**chosen, **arguments})
+    return DynamicSparsifier(None, optimizer, **{**chosen, **arguments})
 
 
 def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThrough:
@@ -116,7 +108,6 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
     >>> STE(0.5).backward_level
     0.0
     """
-    refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, **arguments)
 
 
@@ -128,7 +119,6 @@ def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **argumen
     >>> SRSTE(nnz=2, scope_shape=(1, 4)).decay
     0.0002
     """
-    refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, decay=decay, **arguments)
 
 
@@ -140,5 +130,4 @@ def TopKAST(sparsity_level: float, backward_level: float, **arguments: Any) -> S
     >>> TopKAST(0.9, 0.8).backward_level
     0.8
     """
-    refuse_optimizer_as_level(sparsity_level)
     return StraightThrough(sparsity_level, backward_level=backward_level, **arguments)

@@ -1,7 +1,7 @@
 """DynamicSparsifier: masks that change during training with a constant number of kept blocks; torch.ao's interface.
 
-`step()` counts iterations and determines when to update. `apply` makes an update, `gradients` captures the gradients
-for it, and `start` makes the initial masks.
+`prepare` makes the initial masks (`inits`), hooks capture gradients before an optimizer's step (`gradients`), and
+`step` counts iterations and makes an update (`update`) in those that `Settings` schedules.
 """
 
 import warnings
@@ -11,27 +11,36 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..distributed import has_process_group
-from ..errors import SparsityError
-from ..selection import finished
+from ..distributed import fill, has_process_group, is_sharded, local, placed_like
+from ..errors import SparsityError, is_number
+from ..masking import select
 from ..sparsifiers.config import ConfigContext, TensorGroup
-from ..sparsifiers.optimizers import unwrap_optimizer, unwrap_optimizers
-from ..sparsifiers.planned import PlannedSparsifier
-from ..sparsifiers.structure import checked_pattern
-from .apply import Movement, run_update, zero_dropped, zero_dropped_gradients, zero_dropped_state
-from .budgets import Budgets, check_exclusive, overall_level
-from .gradients import GradientCapture
-from .mask import DynamicMask, starting_mask
-from .optimizers import check_optimizers, keeps_zeros, original
-from .progress import checked_progress, progress_of
-from .settings import NewValues, make_settings
-from .start import finish_start, mark_initialized, refuse_meta, refuse_parametrized, start_masks
+from ..sparsifiers.optimizer_state import (
+    check_state,
+    keeps_zeros,
+    original,
+    reset_state,
+    trainer_of,
+    unwrap_optimizer,
+    unwrap_optimizers,
+)
+from ..sparsifiers.scope import BudgetSparsifier
+from ..sparsifiers.stages import checked_pattern
+from .budgets import Budgets, refuse_optimizer_as_level
+from .dynamic_mask import DynamicMask, mask_of
+from .gradients import ORDER, GradientCapture
+from .inits import component_masks, initial_masks, parse_init, refuse_meta
+from .update import NewValues, UpdateStatistics, make_settings, run_update, zero_dropped, zero_dropped_state
+
+#: what a checkpoint keeps besides masks and groups, and its kinds
+_PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Mapping}
 
 
 @final
-class DynamicSparsifier(PlannedSparsifier):
+class DynamicSparsifier(BudgetSparsifier):
     """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), which change at updates.
 
     The loop is torch.ao's, `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
@@ -77,9 +86,9 @@ class DynamicSparsifier(PlannedSparsifier):
     """
 
     structure_defaults: Mapping[str, Any] = {  # rules score weights, gradients and momenta by norms of their own
-        k: v for k, v in PlannedSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
+        k: v for k, v in BudgetSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
-    optional_keys = tuple(k for k in PlannedSparsifier.optional_keys if k != "stages")
+    optional_keys = tuple(k for k in BudgetSparsifier.optional_keys if k != "stages")
 
     def __init__(
         self,
@@ -100,33 +109,27 @@ class DynamicSparsifier(PlannedSparsifier):
         new_values: NewValues | None = None,
         **structure: Any,
     ) -> None:
-        self.settings = make_settings(
-            init=init,
-            update_every=update_every,
-            update_fraction=update_fraction,
-            until=until,
-            prune=prune,
-            grow=grow,
-            redistribute=redistribute,
-            target=target,
-            seed=seed,
-            state_init=state_init,
-            new_values=new_values,
-        )
-        if isinstance(sparsity_level, Optimizer):
-            raise SparsityError("sparsity_level must be a number, got an optimizer; give it as optimizer=")
+        refuse_optimizer_as_level(sparsity_level)
+        self.init = parse_init(init)
+        schedule = {"update_every": update_every, "update_fraction": update_fraction, "until": until, "target": target}
+        rules = {"prune": prune, "grow": grow, "redistribute": redistribute}
+        self.settings = make_settings(**schedule, **rules, seed=seed, state_init=state_init, new_values=new_values)
         pattern = checked_pattern(structure.get("pattern"), "")
         if pattern is not None and pattern.sparsity_level is not None and sparsity_level is None:
             sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
         count = pattern.arguments[0] if pattern is not None and pattern.budget == "nnz" else nnz
-        check_exclusive(self.settings, sparsity_level, count)
+        names = {"sparsity_level": sparsity_level, "nnz": count, "target": target}
+        budgets = [name for name, value in names.items() if value is not None]
+        budgets += [f"init={self.init.name!r}"] if self.init.masks is not None else []
+        if len(budgets) > 1:
+            raise SparsityError(f"{budgets[0]} and {budgets[1]} are mutually exclusive; give one")
         if sparsity_level is None and count is None and (pattern is None or pattern.budget is None):
-            sparsity_level = overall_level(self.settings, 0.9, 0)
+            sparsity_level = 0.9 if target is None else self.settings.target_at(0)
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
-        self.last_update: Movement | None = None
-        self._pending = self._has_updated = False
-        self._start_masks: dict[str, Tensor] = {}
+        self.last_update: UpdateStatistics | None = None
+        self._pending = False  # an update waits for an optimizer's step, or for a finite gradient
+        self._initial_masks: dict[str, Tensor] = {}
         self._known: list[int] = []  # ids of the parameters that were looked up in the optimizers
         self._capture = GradientCapture()
         if optimizer is not None:
@@ -140,13 +143,12 @@ class DynamicSparsifier(PlannedSparsifier):
         """
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
-        is_prepared = self._phase == "prepared"
-        if is_prepared:
+        if self._phase == "prepared":
             self._need_prepared("attach")
-            self._finish_start(optimizers)
+            self._initialize(optimizers)
+            if self._capture.masked:
+                zero_dropped_state(self.groups, optimizers)
         self._capture.attach(optimizers)
-        if is_prepared and self._capture.masked:
-            zero_dropped_state(self.groups, optimizers)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Copy the dense gradients and mask `.grad`: call it before clipping gradients by their norm.
@@ -166,6 +168,59 @@ class DynamicSparsifier(PlannedSparsifier):
         """Whether updates read gradients or momentum, so that `take_gradients` must precede clipping."""
         return self.settings.needs_gradient or self.settings.needs_momentum
 
+    # the start of training
+
+    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        group = super()._complete(own, place)
+        is_fixed = self._resolve(own, place).get("sparsity_level") is not None or group.get("nnz") is not None
+        return {**group, "fixed": is_fixed}
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        if self._phase != "prepared":
+            for group in groups:
+                if parametrize.is_parametrized(group["module"], group["tensor_name"]):
+                    raise SparsityError(
+                        f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient "
+                        "of its own to grow by. Remove that one first, or leave the tensor out."
+                    )
+            if self._capture.optimizers:
+                self._check_optimizers(self._capture.optimizers, groups)
+            if self._resumes:
+                refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
+            else:
+                budgets, settings = self._budgets(groups), self.settings
+                settings.check_budgets(budgets)
+                level, later = self.defaults["sparsity_level"], settings.extreme_targets()
+                self._initial_masks = initial_masks(budgets, self.init, level, later, settings.seed)
+        super()._check_groups(groups)
+
+    def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
+        return Budgets(components=self._pruning_groups(groups), groups=groups, densities=self.init.densities)
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
+        """Raise unless one of these trains each parameter and stores what updates read, and all train some."""
+        momentum, squares = self.settings.needs_momentum, self.settings.needs_squares
+        used = set()
+        for group in groups:
+            parameter, name = original(group), group["tensor_fqn"]
+            index = trainer_of(optimizers, parameter, name, *([ORDER] if is_sharded(parameter) else []))
+            check_state(optimizers[index], parameter, name, momentum=momentum, squares=squares)
+            used.add(index)
+        if groups and len(used) < len(optimizers):
+            raise SparsityError(
+                "an optimizer was given that trains none of the sparsified parameters, so no update could wait for its "
+                "step; leave it out"
+            )
+
+    def _new_mask(self, group: TensorGroup) -> DynamicMask:
+        weight, kept = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
+        # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
+        is_float = weight.device.type == "cpu" and not is_sharded(weight)
+        mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
+        if kept is not None:
+            fill(mask, kept)
+        return DynamicMask(mask, is_initialized=not weight.is_meta)
+
     def _after_prepare(self) -> None:
         """Zero the weights that the initial masks drop; for weights on the meta device, `attach` does so."""
         assert self.model is not None
@@ -175,8 +230,33 @@ class DynamicSparsifier(PlannedSparsifier):
             self.iteration, self._pending, self.last_update = 0, False, None
             self._after_update(self.groups)
         if not any(original(g).is_meta for g in self.groups):
-            self._start_masks = {}
+            self._initial_masks = {}
         self._set_open()
+
+    def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check the optimizers, and finish what `prepare` could not do while weights were on the meta device.
+
+        Weights may have been sharded since. If it raises, nothing is changed.
+        """
+        for group in self.groups:
+            self._live_mask(group)
+        if optimizers:
+            self._check_optimizers(optimizers, self.groups)
+        waiting = {g["tensor_fqn"]: g for g in self.groups if not mask_of(g).is_initialized}
+        refuse_meta([*waiting.values()], "Call to_empty and initialize the weights first, then attach(optimizer).")
+        budgets = self._budgets(self.groups)
+        for k, component in enumerate(budgets.components):
+            names = [fqn for _, at in component.members if (fqn := self.groups[at]["tensor_fqn"]) in waiting]
+            is_known = all(name in self._initial_masks for name in names)
+            masks = self._initial_masks if is_known else component_masks(budgets, k, self.init, self.settings.seed)
+            for name in names:
+                mask_of(waiting[name]).initialize(masks[name])
+        zero_dropped([*waiting.values()])
+        zero_dropped_state([*waiting.values()], optimizers)
+        self._capture.shard_like_weights()
+        self._known, self._initial_masks = [id(original(g)) for g in self.groups], {}
+
+    # training
 
     def step(self, use_path: bool = True) -> None:
         """Count one training iteration, after the optimizer's step; update the masks if an update is due.
@@ -189,40 +269,71 @@ class DynamicSparsifier(PlannedSparsifier):
         if self.settings.updates and not self._capture.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
-            self._finish_start(self._capture.optimizers)
-        before, was_masked = (self.iteration, self._pending), self._capture.masked
-        self.iteration += 1
-        self._has_updated = False
-        try:
+            self._initialize(self._capture.optimizers)
+        if self.enable_mask_update:
             with torch.no_grad():
-                if self.enable_mask_update:
-                    self._update_all()
-        except BaseException:
-            if self._has_updated:  # Ctrl-C after everything was written: the iteration counts
-                finished(self._end_iteration, was_masked)
-            else:
-                self.iteration, self._pending = before
-            raise
-        finished(self._end_iteration, was_masked)
-
-    def _end_iteration(self, was_masked: bool) -> None:
-        if not was_masked or not all(map(keeps_zeros, self._capture.optimizers)):
+                self._update_all()
+        self.iteration += 1
+        was_masked, optimizers = self._capture.masked, self._capture.optimizers
+        if not was_masked or not all(map(keeps_zeros, optimizers)):
             zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
         self._capture.clear()
         self._set_open()
         if self._capture.masked and not was_masked:
-            zero_dropped_state(self.groups, self._capture.optimizers)
+            zero_dropped_state(self.groups, optimizers)
+
+    def _update_all(self) -> None:
+        """Make the update that is due in the coming iteration, or still pending from an earlier one."""
+        settings, iteration = self.settings, self.iteration + 1
+        is_due, is_late = settings.is_due(iteration), not settings.may_update(iteration)
+        if self._pending and (is_due or is_late):
+            every = settings.update_every or 1
+            warnings.warn(
+                f"the mask update due in iteration {(iteration - 1) // every * every} never happened: an optimizer "
+                "took no step, or a gradient was missing or not finite, in every iteration since",
+                stacklevel=3,
+            )
+        is_pending = (self._pending or is_due) and not is_late
+        momenta = self._capture.momenta() if is_pending and settings.needs_momentum else {}
+        if is_pending and self._capture.is_ready(settings.needs_gradient, momenta):
+            statistics = [self._statistics_of(g) for g in self.groups]
+            self.last_update = run_update(
+                self._budgets(self.groups), settings, self._capture, momenta, iteration, statistics
+            )
+            is_pending = False
+        self._pending = is_pending
+
+    def _set_open(self) -> None:
+        """Open the masks if the coming iteration feeds an update, or momentum that one will read."""
+        settings, coming = self.settings, self.iteration + 1
+        feeds = settings.is_due(coming) or (self._pending and settings.may_update(coming))
+        always = settings.needs_momentum and settings.may_update(coming)
+        self._capture.set_open(always or (feeds and settings.needs_gradient), keep=feeds, masked=not always)
+
+    def _after_update(self, groups: Sequence[TensorGroup]) -> None:
+        zero_dropped(groups)
+        zero_dropped_state(groups, self._capture.optimizers)
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """The next step of an optimizer keeps the zeros too; `attach` it again before another `prepare`."""
-        held = [(original(g), self._live_mask(g)) for g in self.groups]
+        masked = [(original(g), self._live_mask(g)) for g in self.groups]
         super()._squash(model, kept)
-        if model is self.model:
-            zero_dropped_gradients(held, self._capture.optimizers)
+        for parameter, mask in masked if model is self.model else ():
+            if parameter.grad is not None:
+                parameter.grad = placed_like(parameter.grad, parameter)
+                grad = local(parameter.grad)
+                grad.copy_(select(grad, local(mask)))
+            reset_state(self._capture.optimizers, parameter, mask == 0)
 
     def _end(self) -> None:
         super()._end()
         self._capture.detach()
+
+    def _needs(self) -> dict[str, tuple[str, ...]]:
+        needs = tuple(dict.fromkeys(n for rule in self.settings.rules for n in rule.statistics))
+        return {g["tensor_fqn"]: needs for g in self.groups}
+
+    # checkpoints
 
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
         """Masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
@@ -236,90 +347,55 @@ class DynamicSparsifier(PlannedSparsifier):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue exactly where `state_dict` was saved, even while an update was pending."""
         self._need_prepared("load_state_dict")
-        saved = checked_progress(state_dict, self.groups, self._capture)
+        progress = self._checked_progress(state_dict)
         super().load_state_dict(state_dict, strict)
-        self.iteration, self._pending = saved["iteration"], saved["pending"]
-        self._level_given = {**self._level_given, **saved["level_given"]}
-        self._capture.restore(saved["gradients"], saved["stepped"])
-        mark_initialized([g for g in self.groups if g["tensor_fqn"] in state_dict["state"]])
+        self.iteration, self._pending = progress["iteration"], progress["pending"]
+        self._capture.restore(progress["gradients"], progress["stepped"])
+        for group in self.groups:  # masks that were loaded are initialized, if they had memory
+            mask = mask_of(group)
+            mask.is_initialized |= group["tensor_fqn"] in state_dict["state"] and not mask.mask.is_meta
         self._set_open()
 
-    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        group = super()._complete(own, place)
-        is_fixed = self._resolve(own, place).get("sparsity_level") is not None or group.get("nnz") is not None
-        return {**group, "fixed": is_fixed}
-
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        if self._phase != "prepared":
-            refuse_parametrized(groups)
-            if self._capture.optimizers:
-                check_optimizers(self._capture.optimizers, groups, self.settings)
-            if self._resumes:
-                refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
-            else:
-                components, level = self._planned(groups).components, self.defaults["sparsity_level"]
-                self._start_masks = start_masks(components, groups, self.settings, level)
-        super()._check_groups(groups)
-
-    def _new_mask(self, group: TensorGroup) -> DynamicMask:
-        weight, kept = original(group).detach(), self._start_masks.get(group["tensor_fqn"])
-        return DynamicMask(starting_mask(weight, kept), is_initialized=not weight.is_meta)
-
-    def _finish_start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Finish what `prepare` could not do, with weights that may have been sharded or materialized since."""
-        for group in self.groups:
-            self._live_mask(group)
-        finish_start(self._planned(self.groups).components, self.groups, optimizers, self.settings, self._start_masks)
-        self._capture.shard_like_weights()
-        self._start_masks, self._known = {}, [id(original(g)) for g in self.groups]
-
-    def _set_open(self) -> None:
-        """Open masks if an update needs the next iteration's gradients of dropped weights, or rules read momentum."""
-        s, coming = self.settings, self.iteration + 1
-        feeds = s.is_due(coming) or (self._pending and s.may_update(coming))
-        always = s.needs_momentum and s.may_update(coming)
-        self._capture.set_open(always or (feeds and s.needs_gradient), keep=feeds, masked=not always)
-
-    def _after_update(self, groups: Sequence[TensorGroup]) -> None:
-        zero_dropped(groups)
-        zero_dropped_state(groups, self._capture.optimizers)
-
-    def _update_all(self) -> None:
-        s = self.settings
-        is_due, is_late = s.is_due(self.iteration), not s.may_update(self.iteration)
-        if self._pending and (is_due or is_late):
-            warnings.warn(
-                f"the mask update due in iteration {s.due_before(self.iteration)} never happened: an optimizer took no "
-                "step, or a gradient was missing or not finite, in every iteration since",
-                stacklevel=3,
-            )
-        self._pending = (self._pending or is_due) and not is_late
-        if self._pending:
-            momenta = self._capture.momenta() if s.needs_momentum else {}
-            is_ready = self._capture.is_ready(s.needs_gradient, momenta)
-            if not s.can_choose_first:
-                is_ready = bool(is_ready)
-            if is_ready is not False:
-                plan, given = self._planned(self.groups), self._level_given
-                budgets = Budgets(components=plan.components, groups=self.groups, settings=s)
-                statistics = [self._statistics_of(g) for g in self.groups]
-                arguments = budgets, self._capture, momenta, given, self.iteration, statistics
-                self.last_update = run_update(*arguments, self._finish_update, is_ready) or self.last_update
-
-    def _finish_update(self) -> None:
-        self._pending, self._has_updated = False, True
-
-    def _needs(self) -> dict[str, tuple[str, ...]]:
-        return {g["tensor_fqn"]: self.settings.statistics for g in self.groups}
-
     def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
-        return progress_of(self.iteration, self._pending, self._level_given, self._capture, with_gradients)
+        """Plain data: the iteration, whether an update is pending, levels, and captured gradients in an update."""
+        blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in self.groups if with_gradients}
+        captured = {fqn: g.detach().clone() for fqn, g in self._capture.gradients.items()}
+        return {
+            "iteration": self.iteration,
+            "pending": self._pending,
+            "stepped": self._capture.has_stepped,
+            "taken": list(captured),
+            "gradients": {**blank, **captured},
+        }
+
+    def _checked_progress(self, state_dict: object) -> dict[str, Any]:
+        """The saved progress, checked to fit, with gradients copied to the devices and ranks of their weights."""
+        if not isinstance(state_dict, Mapping) or "dynamic" not in state_dict:
+            raise SparsityError("load_state_dict: this state is not a dynamic sparsifier's; it has no 'dynamic' entry")
+        saved = state_dict["dynamic"]
+        for key, kind in _PROGRESS.items():
+            value = saved.get(key) if isinstance(saved, Mapping) else None
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise SparsityError(
+                    f"load_state_dict: 'dynamic' needs {key!r} of type {kind.__name__.lower()}, as state_dict() gives, "
+                    f"got {value!r}"
+                )
+        captured, gradients = set(saved.get("taken", saved["gradients"])) & set(saved["gradients"]), {}
+        for name, weight in ((g["tensor_fqn"], original(g)) for g in self.groups if g["tensor_fqn"] in captured):
+            gradient = saved["gradients"][name]
+            if not isinstance(gradient, Tensor) or gradient.shape != weight.shape:
+                shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+                raise SparsityError(
+                    f"load_state_dict: {name}: the saved gradient is {shape}, the weight {tuple(weight.shape)}"
+                )
+            gradients[name] = placed_like(gradient.detach().clone().to(weight.device), weight)
+        return {**saved, "gradients": gradients}
 
     def _pickled(self) -> dict[str, Any]:
         return {**super()._pickled(), "dynamic": self._progress()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user; captured gradients are included."""
-        capture, saved = GradientCapture(), self._progress()
-        capture.restore(saved["gradients"], saved["stepped"])
-        return {**super().__getstate__(), "_capture": capture, "_start_masks": {}}
+        capture, progress = GradientCapture(), self._progress()
+        capture.restore(progress["gradients"], progress["stepped"])
+        return {**super().__getstate__(), "_capture": capture, "_initial_masks": {}}

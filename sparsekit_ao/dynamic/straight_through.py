@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..distributed import has_process_group
+from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, is_number
-from ..sparsifiers.component import Component
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.optimizers import unwrap_optimizers
-from ..sparsifiers.planned import PlannedSparsifier
-from .gradients import DecayHooks
-from .mask import DynamicMask, find_dynamic
-from .optimizers import refuse_replaced
+from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
+from ..sparsifiers.groups import PruningGroup
+from ..sparsifiers.scope import BudgetSparsifier
+from .budgets import refuse_optimizer_as_level
+from .dynamic_mask import DynamicMask, mask_of
+from .gradients import ORDER, DecayHooks
 
 
 @final
-class StraightThrough(PlannedSparsifier):
+class StraightThrough(BudgetSparsifier):
     """Drop `sparsity_level` of the blocks in every scope forward (0.5 by default), and train the dropped weights too.
 
     Args:
@@ -48,6 +48,7 @@ class StraightThrough(PlannedSparsifier):
     def __init__(
         self, sparsity_level: float | None = None, *, backward_level: float = 0.0, decay: float = 0.0, **structure: Any
     ) -> None:
+        refuse_optimizer_as_level(sparsity_level)
         for name, value, most in (("backward_level", backward_level, 1.0), ("decay", decay, float("inf"))):
             if not is_number(value) or not 0 <= float(value) <= most:
                 raise SparsityError(f"{name} must be a number in [0, {most:g}], got {value!r}")
@@ -62,17 +63,17 @@ class StraightThrough(PlannedSparsifier):
 
         Over ranks: call it after `fully_shard`, with an optimizer made after that.
         """
-        given = unwrap_optimizers(optimizer)
-        super().attach(given)
+        optimizers = unwrap_optimizers(optimizer)
+        super().attach(optimizers)
         if self.decay and self._phase == "prepared":
             self._need_prepared("attach")
-            refuse_replaced(given, self.groups)
+            self._refuse_replaced(optimizers)
             for group in self.groups:
                 self._live_mask(group)
-        self._hooks.attach(given if self.decay else [])
+        self._hooks.attach(optimizers if self.decay else [])
 
     def _after_prepare(self) -> None:
-        self._hooks.groups, self._hooks.model = self.groups, self.model
+        self._hooks.watch(self.groups, self.model)
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks from the present weights.
@@ -84,8 +85,15 @@ class StraightThrough(PlannedSparsifier):
         if self.decay and not self._hooks.optimizers:
             raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
         if self.decay and has_process_group():
-            refuse_replaced(self._hooks.optimizers, self.groups)
+            self._refuse_replaced(self._hooks.optimizers)
         super().step(use_path)
+
+    def _refuse_replaced(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise where a parameter has been sharded since, so that the optimizers hold another object."""
+        trained = groups_trained_by(optimizers, self.groups)
+        for group in self.groups:
+            if is_sharded(original(group)) and group not in trained:
+                raise SparsityError(f"{group['tensor_fqn']}: none of the optimizers given trains it. {ORDER}")
 
     def _end(self) -> None:
         super()._end()
@@ -98,9 +106,8 @@ class StraightThrough(PlannedSparsifier):
         super()._check_groups(groups)
         if not self.backward_level:
             return
-        given = self._level_given
-        for component in self._planned(groups).components:
-            forward = torch.as_tensor(component.budget(groups, given), device="cpu")
+        for component in self._pruning_groups(groups):
+            forward = torch.as_tensor(component.budget(groups), device="cpu")
             backward = torch.as_tensor(component.scope.sparsity_to_nnz(self.backward_level), device="cpu")
             if component.stage or bool((forward > backward).any()):
                 raise SparsityError(
@@ -115,18 +122,20 @@ class StraightThrough(PlannedSparsifier):
         return mask
 
     def _update_all(self) -> None:
-        self._update_components(self._planned(self.groups).components, self.groups)
+        self._update_groups(self._pruning_groups(self.groups), self.groups)
 
-    def _choose(self, components: Sequence[Component], groups: Sequence[TensorGroup]) -> None:
-        super()._choose(components, groups)
-        for component in components:
-            for _, at in component.leaves:  # with gradients for all, the backward mask is not gathered
-                find_dynamic(groups[at]["module"], groups[at]["tensor_name"]).set_open(not self.backward_level)
+    def _fill(
+        self,
+        pruning_groups: Sequence[PruningGroup],
+        groups: Sequence[TensorGroup],
+        masks: Mapping[int, Tensor],
+        keeps: Mapping[PruningGroup, int | Tensor],
+    ) -> None:
+        super()._fill(pruning_groups, groups, masks, keeps)
+        own = {at: mask_of(groups[at]) for g in pruning_groups for _, at in g.members}
+        for mask in own.values():  # with gradients for all, the backward mask is not gathered
+            mask.set_open(not self.backward_level)
         if self.backward_level:
-            self._fill(components, groups, _backward_mask, lambda c: c.scope.sparsity_to_nnz(self.backward_level))
-
-
-def _backward_mask(group: TensorGroup) -> Tensor:
-    found = find_dynamic(group["module"], group["tensor_name"]).backward_mask
-    assert found is not None
-    return found
+            backward = {at: mask.backward_mask for at, mask in own.items() if mask.backward_mask is not None}
+            budgets = {g: g.scope.sparsity_to_nnz(self.backward_level) for g in pruning_groups}
+            super()._fill(pruning_groups, groups, backward, budgets)

@@ -6,10 +6,10 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch.ao.pruning import BaseScheduler
 
-from ..dynamic.optimizers import training_optimizers
 from ..errors import SparsityError
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import cadence_of, checked_schedulers, refuse_other_model
+from ..sparsifiers.optimizer_state import training_optimizers
+from ..sparsifiers.usage import checked_schedulers, refuse_other_model, update_interval_of
 
 __all__ = ["SparsifierCallback"]
 
@@ -39,7 +39,7 @@ class SparsifierCallback(Callback):
         update_every: int = 1,
         until: int | None = None,
     ) -> None:
-        self._cadence = cadence_of(sparsifier, update_every, until)
+        self._interval = update_interval_of(sparsifier, update_every, until)
         self.sparsifier, self.schedulers = sparsifier, checked_schedulers(sparsifier, schedulers)
         self._global_step = self._steps = 0
 
@@ -59,7 +59,7 @@ class SparsifierCallback(Callback):
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        if self._cadence.is_due(self._steps):
+        if self._interval.is_due(self._steps):
             self.sparsifier.step()
         self._steps += 1
         for scheduler in self.schedulers:

@@ -17,7 +17,7 @@ from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..masking import dense_state_dict
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import cadence_of, checked_schedulers, refuse_other_model
+from ..sparsifiers.usage import checked_schedulers, refuse_other_model, update_interval_of
 
 __all__ = ["SparsifierCallback"]
 
@@ -48,7 +48,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         update_every: int = 1,
         until: int | None = None,
     ) -> None:
-        self._cadence = cadence_of(sparsifier, update_every, until)
+        self._interval = update_interval_of(sparsifier, update_every, until)
         self.sparsifier, self.schedulers = sparsifier, checked_schedulers(sparsifier, schedulers)
         self._watched: Any = None
 
@@ -121,7 +121,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step the sparsifier and its schedulers."""
-        if self._cadence.is_due(state.global_step - 1):
+        if self._interval.is_due(state.global_step - 1):
             self.sparsifier.step()
         for scheduler in self.schedulers:
             scheduler.step()

@@ -20,9 +20,17 @@ from ..masking import WeightMask
 from ..structure.windows import Scopes, block_scores, fill_mask, kept_grid, to_scopes
 from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
 from .checkpoint import saved_count, saved_names
-from .conditioners import Conditioner, Diagonal, check_conditioner, check_optimizer, diagonal_of
 from .config import ConfigContext, TensorGroup
-from .optimizers import StepCounts, options_of, unwrap_optimizers
+from .optimizer_state import (
+    Conditioner,
+    Diagonal,
+    StepCounts,
+    check_conditioner,
+    check_optimizer,
+    diagonal_of,
+    options_of,
+    unwrap_optimizers,
+)
 from .groups import PruningGroup
 from .scope import BudgetSparsifier, ScopeSparsifier
 from .stages import AXES, STRUCTURE, checked_pattern, refuse_two_budgets, stage_budgets

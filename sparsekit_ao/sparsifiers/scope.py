@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..errors import SparsityError
 from ..patterns import Pattern
-from ..schedules import Cadence
+from ..schedules import UpdateInterval
 from ..scores import Score, needs_of
 from ..selection import Request
 from ..structure import sparsity_to_nnz
@@ -393,12 +393,12 @@ class ScopeSparsifier(BudgetSparsifier):
         structure = dict(locals())
         for name in ("self", "sparsity_level", "nnz", "update_every", "until", "__class__"):
             structure.pop(name)
-        self.cadence, self._steps = Cadence(update_every, until), 0
+        self.interval, self._steps = UpdateInterval(update_every, until), 0
         super().__init__(sparsity_level, nnz=nnz, **structure)
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew, unless `update_every` or `until` leave this call out or updates are disabled."""
-        if self.cadence.is_due(self._steps):
+        if self.interval.is_due(self._steps):
             super().step(use_path)
         else:
             self._need_prepared("step")
@@ -406,7 +406,7 @@ class ScopeSparsifier(BudgetSparsifier):
 
     @property
     def _is_frozen(self) -> bool:
-        return self.cadence.until is not None and self._steps >= self.cadence.until
+        return self.interval.until is not None and self._steps >= self.interval.until
 
     @torch.no_grad()
     def block_scores(self) -> list[tuple[tuple[str, ...], Tensor]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
 from ..errors import SparsityError
-from ..schedules import Cadence
+from ..schedules import UpdateInterval
 from .config import TensorGroup
 
 #: names that optimizers give to state of the parameter's shape
@@ -73,7 +73,7 @@ def checked_schedulers(sparsifier: object, schedulers: object) -> list[BaseSched
     return list(schedulers)  # type: ignore[call-overload]
 
 
-def cadence_of(sparsifier: object, update_every: int, until: int | None) -> Cadence:
+def update_interval_of(sparsifier: object, update_every: int, until: int | None) -> UpdateInterval:
     """When a trainer's callback calls `step`.
 
     Raises:
@@ -84,7 +84,7 @@ def cadence_of(sparsifier: object, update_every: int, until: int | None) -> Cade
             f"SparsifierCallback: {type(sparsifier).__name__} must be called in every step; give update_every and "
             "until to the sparsifier itself"
         )
-    return Cadence(update_every, until)
+    return UpdateInterval(update_every, until)
 
 
 def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:

@@ -490,14 +490,14 @@ def one_component_at_a_time():
         return seen(full_tensor(t), t.numel()) if is_sharded(t) else t
 
     def watched_rows(slots, masks):
-        found = rows_of_masks(slots, masks)
+        found = rows_of(slots, masks)
         return seen(found, found.numel())
 
-    rows_of_masks = dynamic.slots.Slots.rows_of_masks
+    rows_of = dynamic.criteria.Slots.rows_of
     _, many = twins((functools.partial(RIGL, redistribute="gradient"), None, ADAM), sharded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic.slots, "full_tensor", watched)
-        patch.setattr(dynamic.slots.Slots, "rows_of_masks", watched_rows)
+        patch.setattr(dynamic.criteria, "full_tensor", watched)
+        patch.setattr(dynamic.criteria.Slots, "rows_of", watched_rows)
         for step in range(1, 5):
             train(many, step)
     assert many[2].last_update.iteration == 4 and live and all(ref() is None for ref, _ in live)

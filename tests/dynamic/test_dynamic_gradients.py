@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from grids import EXHAUSTIVE
-from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, train, weights
+from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, weights
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -159,17 +159,6 @@ def test_one_graph_and_no_recompiles(backend):
     assert counter.frame_count == 1
 
 
-def test_compiled_and_eager_training_move_the_same_masks():
-    found = []
-    for compiles in (False, True):
-        model, optimizer, sparsifier = prepared()
-        torch._dynamo.reset()
-        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-        train(called, optimizer, sparsifier, range(1, 7))
-        found.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("kind", ["momentum", "adam", "fused adam", "fused sgd"])
 @pytest.mark.parametrize("grow", ["gradient", "random"])
 def test_a_step_that_the_scaler_skips_defers_the_update(kind, grow):
@@ -186,20 +175,6 @@ def test_a_step_that_the_scaler_skips_defers_the_update(kind, grow):
         updated.append(sparsifier.last_update and sparsifier.last_update.iteration)
     assert updated == [None, None, None, None, 5, 6]
     assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def test_a_fused_step_skipped_for_another_parameter_defers_the_update_too():
-    model, optimizer, sparsifier = prepared("fused adam")
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for step in range(1, 4):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        if step == 2:
-            model[0].bias.grad[0] = math.inf  # no sparsified parameter
-        scaler.step(optimizer)
-        scaler.update()
-        sparsifier.step()
-        assert (sparsifier.last_update is not None) == (step == 3)
 
 
 def test_a_gradient_that_is_not_finite_defers_the_update():
@@ -284,63 +259,18 @@ def test_a_bad_gradient_of_a_hidden_weight_does_not_stay_in_the_momentum(clips):
     assert all(torch.isfinite(s["momentum_buffer"]).all() for s in optimizer.state.values())
 
 
-def test_taking_gradients_twice_adds_what_came_in_between():
-    recorder = Recorder()
-    model, optimizer, sparsifier = prepared(grow=recorder, update_every=1)
-    want = dense_gradients(model, 1)
-    x, y = batch(1)
-    optimizer.zero_grad()
-    for rows in (slice(0, 4), slice(4, 8)):
-        (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
-        sparsifier.take_gradients()
-    optimizer.step()
-    hidden = {n: sparsifier.mask(n) == 0 for n in want}
-    sparsifier.step()
-    for name, gradient in recorder.seen[1].items():
-        torch.testing.assert_close(gradient[hidden[name]], want[name][hidden[name]], rtol=0, atol=1e-6)
-
-
-def test_several_optimizers_must_all_step():
+def test_an_update_waits_until_every_optimizer_has_stepped():
     model = mlp()
-    first = torch.optim.SGD(model[0].parameters(), 0.1)
-    second = torch.optim.Adam(model[2:].parameters(), 1e-2)
-    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=[first, second], update_every=2, until=9)
+    optimizers = [OPTIMIZERS[kind](part.parameters()) for kind, part in (("sgd", model[0]), ("adam", model[2:]))]
+    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizers, update_every=2)
     sparsifier.prepare(model, None)
-    for step in range(1, 5):
-        for optimizer in (first, second):
-            optimizer.zero_grad()
-        loss_of(model, step).backward()
-        first.step()
-        if step not in (2, 3):
-            second.step()
-        if step == 4:
-            with pytest.warns(UserWarning, match="never happened"):
-                sparsifier.step()
-        else:
-            sparsifier.step()
-    assert sparsifier.last_update.iteration == 4
-
-
-def test_optimizers_with_closures_keep_what_each_took():
-    recorder, model = Recorder(), mlp()
-    parts = [model[0].parameters(), model[2:].parameters()]
-    optimizers = [torch.optim.SGD(p, 0.0) for p in parts]
-    sparsifier = DynamicSparsifier(sparsity_level=0.75, optimizer=optimizers, update_every=1, grow=recorder)
-    sparsifier.prepare(model, None)
-    want = dense_gradients(model, 1)
-
-    def closure():
+    for step in range(1, 4):
         model.zero_grad()
-        loss = loss_of(model, 1)
-        loss.backward()
-        return loss
-
-    for optimizer in optimizers:
-        optimizer.step(closure)
-    sparsifier.step()
-    for name, gradient in recorder.seen[1].items():
-        torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
-    assert len(recorder.seen[1]) == 3
+        loss_of(model, step).backward()
+        for optimizer in optimizers[: 1 if step == 2 else 2]:
+            optimizer.step()
+        sparsifier.step()
+    assert sparsifier.last_update.iteration == 3
 
 
 def test_a_backward_mask_is_no_part_of_a_checkpoint_unless_it_is_chosen():

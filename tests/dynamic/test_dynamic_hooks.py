@@ -235,27 +235,6 @@ def test_zeros_stay_when_squashed_between_backward_and_step(make):
         assert torch.equal(model.get_parameter(name) != 0, mask)
 
 
-def test_a_copy_of_the_model_made_in_a_window_computes_the_same_with_dense_gradients():
-    model, optimizer, sparsifier = prepared()
-    train(model, optimizer, sparsifier, [1])
-    other, (x, _) = copy.deepcopy(model), batch(2)
-    want = dense_gradients(model, 2)
-    assert torch.equal(other(x), model(x))
-    loss_of(other, 2).backward()
-    torch.testing.assert_close(other[0].parametrizations.weight.original.grad, want["0.weight"], rtol=0, atol=1e-6)
-
-
-def test_after_squash_and_another_prepare_the_optimizer_is_attached_again():
-    model, optimizer, sparsifier = prepared()
-    sparsifier.squash_mask()
-    sparsifier.prepare(model, None)
-    with pytest.raises(SparsityError, match="no optimizer to take gradients from; call sparsifier.attach"):
-        sparsifier.step()
-    sparsifier.attach(optimizer)
-    train(model, optimizer, sparsifier, [1, 2])
-    assert sparsifier.last_update.iteration == 2
-
-
 def test_an_overflow_of_a_hidden_gradient_alone_makes_the_scaler_skip_the_step():
     model, optimizer, sparsifier = prepared(update_every=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

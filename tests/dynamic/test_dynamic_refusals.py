@@ -66,14 +66,6 @@ def test_a_target_is_looked_at_before_training(target, grow, message):
     refused_in_prepare(mlp(), message, **arguments)
 
 
-def test_gradual_pruning_to_a_level_out_of_reach_is_refused_in_prepare():
-    model = mlp()
-    sparsifier = GMP(0.9, until=20, update_every=2, scope_shape=(1, 4))
-    with pytest.raises(SparsityError, match="the overall budget leaves 58 blocks for the tensors that share it"):
-        sparsifier.prepare(model, None)
-    assert type(model[0]) is nn.Linear
-
-
 def test_a_target_that_falls_is_followed_where_something_grows():
     target = schedules.linear(0.8, 0.2, 10)
     model, optimizer, sparsifier = prepared(sparsity_level=None, target=target, update_every=1, init="uniform")
@@ -157,18 +149,3 @@ def test_densities_are_those_of_whole_tensors_and_budgets_are_counted_in_blocks(
     for name, density in want.items():
         mask = sparsifier.mask(name)
         assert abs(float(mask.mean()) - density) * mask.numel() <= 16
-
-
-def test_losing_the_last_update_warns():
-    model, optimizer, sparsifier = prepared(update_every=2, until=2)
-    for step in range(1, 5):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        if step != 2:
-            optimizer.step()
-        if step == 3:
-            with pytest.warns(UserWarning, match="the mask update due in iteration 2 never happened"):
-                sparsifier.step()
-        else:
-            sparsifier.step()
-    assert sparsifier.last_update is None

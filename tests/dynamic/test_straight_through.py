@@ -115,29 +115,6 @@ def test_top_kast_on_structures(structure, device):
     assert reached == (12 * 16 + 256 + 128) // 2 and sparsifier.check() >= 1
 
 
-def test_the_backward_level_may_be_scheduled():
-    model, sparsifier = prepared(sparsity_level=0.75)
-    for level, reached in ((0.5, 64), (0.0, 128)):
-        sparsifier.backward_level = level
-        sparsifier.step()
-        model.zero_grad()
-        loss_of(model, 1).backward()
-        assert int((original(model, 4).grad != 0).sum()) == reached
-
-
-def test_dropped_weights_come_back():
-    model, sparsifier = prepared(**TWO_OF_FOUR)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    before = sparsifier.mask("0.weight").clone()
-    for step in range(30):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-        sparsifier.step()
-        sparsifier.check()
-    assert (sparsifier.mask("0.weight") & ~before).any()
-
-
 @pytest.mark.parametrize("kind", ["ste", "top-kast"])
 def test_one_graph(kind):
     arguments = TWO_OF_FOUR if kind == "ste" else {"sparsity_level": 0.75, "backward_level": 0.5}

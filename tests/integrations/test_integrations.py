@@ -117,29 +117,6 @@ def hugging_face(folder, kind, clip, steps, resume=None, watch=True, **options):
     return model.net, sparsifier
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_transformers_trains_as_by_hand(kind, clip, tmp_path):
-    model, sparsifier = hugging_face(tmp_path, kind, clip, STEPS)
-    want, other = by_hand(kind, clip)
-    agree(model, want, (sparsifier, other))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_resumes_in_the_middle_of_a_window(kind, tmp_path):
-    hugging_face(tmp_path, kind, 0.0, 5)
-    model, sparsifier = hugging_face(tmp_path, kind, 0.0, STEPS, resume=str(tmp_path / "checkpoint-5"))
-    want, other = by_hand(kind, 0.0)
-    agree(model, want, (sparsifier, other))
-
-
-def test_transformers_accumulates_gradients(tmp_path):
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    model, sparsifier = hugging_face(tmp_path, "RigL", 0.0, STEPS, **options)
-    want, other = by_hand("RigL", 0.0)
-    agree(model, want, (sparsifier, other))
-
-
 def test_transformers_clipping_unseen_is_refused(tmp_path):
     with pytest.raises(SparsityError, match="clips gradients before it calls this callback.*watch_clipping"):
         hugging_face(tmp_path, "RigL", 1.0, STEPS, watch=False)
@@ -261,23 +238,6 @@ def lightning(folder, kind, clip, steps, resume=None, accumulate=1, manual=False
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_lightning_trains_as_by_hand(kind, clip, tmp_path):
-    model, sparsifier = lightning(tmp_path, kind, clip, STEPS)
-    want, other = by_hand(kind, clip)
-    agree(model, want, (sparsifier, other))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lightning_resumes_in_the_middle_of_a_window(kind, tmp_path):
-    lightning(tmp_path, kind, 0.0, 5)
-    (saved,) = tmp_path.glob("*.ckpt")
-    model, sparsifier = lightning(tmp_path, kind, 0.0, STEPS, resume=str(saved))
-    want, other = by_hand(kind, 0.0)
-    agree(model, want, (sparsifier, other))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_lightning_with_two_optimizers_stepped_by_hand(kind, tmp_path):
     model, sparsifier = lightning(tmp_path, kind, 0.0, 2 * STEPS, manual=True)  # it counts steps of both
     want, other = by_hand(kind, 0.0)
@@ -334,7 +294,35 @@ def test_lightning_with_two_optimizers_of_sparsified_layers_sees_dense_gradients
             torch.testing.assert_close(gradient, wanted[step][name], rtol=0, atol=1e-6)
 
 
-def test_lightning_accumulates_gradients(tmp_path):
-    model, sparsifier = lightning(tmp_path, "RigL", 0.0, STEPS, accumulate=2)
+# both
+
+
+LIBRARIES = {"transformers": hugging_face, "lightning": lightning}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_a_trainer_trains_as_by_hand(library, kind, clip, tmp_path):
+    model, sparsifier = LIBRARIES[library](tmp_path, kind, clip, STEPS)
+    want, other = by_hand(kind, clip)
+    agree(model, want, (sparsifier, other))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_resumes_in_the_middle_of_a_window(library, kind, tmp_path):
+    LIBRARIES[library](tmp_path, kind, 0.0, 5)
+    (saved,) = [*tmp_path.glob("*.ckpt"), *tmp_path.glob("checkpoint-5")]
+    model, sparsifier = LIBRARIES[library](tmp_path, kind, 0.0, STEPS, resume=str(saved))
+    want, other = by_hand(kind, 0.0)
+    agree(model, want, (sparsifier, other))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_trainer_accumulates_gradients(library, tmp_path):
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    options = halves if library == "transformers" else {"accumulate": 2}
+    model, sparsifier = LIBRARIES[library](tmp_path, "RigL", 0.0, STEPS, **options)
     want, other = by_hand("RigL", 0.0)
     agree(model, want, (sparsifier, other))

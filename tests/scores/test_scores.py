@@ -10,7 +10,7 @@ from torch import nn
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError, keep_mask, scores
 from sparsekit_ao.calibration import Statistics, form_of
 from sparsekit_ao.calibration.gram import joint_saliency
-from sparsekit_ao.dynamic import rules
+from sparsekit_ao.dynamic import criteria
 
 OUT, IN, TOKENS = 4, 6, 20
 
@@ -253,7 +253,7 @@ def test_a_coupling_without_consumers():
 # rules
 
 
-@pytest.mark.parametrize("grow", ["obd", scores.wanda(), rules.by_score(Activation())], ids=["obd", "wanda", "own"])
+@pytest.mark.parametrize("grow", ["obd", scores.wanda(), criteria.by_score(Activation())], ids=["obd", "wanda", "own"])
 def test_scores_are_rules_of_a_dynamic_sparsifier(grow):
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(8, 6, bias=False))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import fill, is_sharded, placed_like
+from ..distributed import fill, placed_like
 from ..errors import SparsityError
-from ..masking import WeightMask, find_mask, marked, select
+from ..masking import WeightMask, find_mask, marked, refuse_merge, saving, select
+from ..sparsifiers.config import TensorGroup
 
 
 class DynamicMask(WeightMask):
@@ -60,6 +61,8 @@ class DynamicMask(WeightMask):
         Raises:
             SparsityError: the mask is not initialized, or has another shape than the weight.
         """
+        if not torch.compiler.is_compiling():
+            refuse_merge()
         if not self.is_initialized:
             raise SparsityError(
                 f"the mask of a weight {tuple(x.shape)} was prepared on the meta device and is not initialized yet. "
@@ -73,10 +76,10 @@ class DynamicMask(WeightMask):
         backward = None if self.backward_mask is None or self.is_open else placed_like(self.backward_mask, x)
         if torch.compiler.is_compiling():
             return _compilable(x, mask != 0, self.opened if backward is None else backward)
-        if backward is None and not self.is_open:
-            return marked(select(x, mask))
-        # autograd saves a copy, so that masks may be written before the backward pass
-        return marked(_TwoMasks.apply(x, mask, None if backward is None else backward.clone()))
+        with saving(self, [self.mask, self.backward_mask], x):
+            if backward is None and not self.is_open:
+                return marked(select(x, mask))
+            return marked(_TwoMasks.apply(x, mask, backward))
 
     def shard_like(self, weight: Tensor) -> None:
         """Shard both masks as the weight is; as bool (one byte), because they are gathered in every forward pass."""
@@ -133,19 +136,9 @@ class _TwoMasks(torch.autograd.Function):
         return grad if backward_mask is None else torch.where(backward_mask, grad, 0), None, None
 
 
-def find_dynamic(module: torch.nn.Module, tensor_name: str) -> DynamicMask:
-    """The dynamic mask of a prepared tensor."""
-    found = find_mask(module, tensor_name)
-    if not isinstance(found, DynamicMask):
-        raise SparsityError(f"{tensor_name} of this {type(module).__name__} has no dynamic mask; call prepare first")
-    return found
-
-
-def starting_mask(weight: Tensor, kept: Tensor | None) -> Tensor:
-    """A mask of a weight from `kept` (bool, True where kept; None keeps everything)."""
-    # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
-    is_float = weight.device.type == "cpu" and not is_sharded(weight)
-    mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
-    if kept is not None:
-        fill(mask, kept)
+def mask_of(group: TensorGroup) -> DynamicMask:
+    """Return the dynamic mask of a group."""
+    mask = find_mask(group["module"], group["tensor_name"])
+    if not isinstance(mask, DynamicMask):
+        raise SparsityError(f"{group['tensor_fqn']}: it has no dynamic mask; call prepare first")
     return mask

@@ -1,0 +1,339 @@
+"""What decides in an update: which active blocks are pruned, which inactive ones grow, which tensors get more growth.
+
+A rule scores the blocks of one component: it is a function of `Slots`, its blocks as rows [scopes, slots]. Pruning
+drops the lowest scores among active blocks, growth takes the highest among inactive ones (those pruned a moment ago
+included), and redistribution gives each tensor budget in proportion to the rule's share, one number.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import scores
+from ..calibration import Statistics
+from ..distributed import full_tensor, placed_like
+from ..errors import SparsityError
+from ..scores import BuiltInScore, Score, keyed_generator, needs_of, parse_score, saliency_of
+from ..sparsifiers.groups import PruningGroup, labels_of
+from ..structure import BlockSpec, scope_windows, write_back
+from ..structure.windows import elements_of, fill_mask, from_scopes, kept_grid, real_slots, scope_scores, to_scopes
+
+__all__ = ["NAMES", "NEEDS", "Rule", "by_score", "global_magnitude", "gradient", "magnitude", "momentum", "nonzero"]
+__all__ += ["parse_rule", "random"]
+
+Tensors = Mapping[BlockSpec, Tensor]  # one for each tensor of a component, in the parameter's shape
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slots:
+    """One component in one iteration: scopes that are chosen together, over one tensor or coupled ones.
+
+    This is the argument of every rule. Rows are [scopes, slots]; a slot is one block (coupled tensors contribute one
+    block each). Where weights are sharded, every access gathers whole tensors (a collective operation), which are not
+    kept; only masks that `masks_of` makes are sharded like their weights.
+
+    Attributes:
+        component: the scopes and how their blocks are scored.
+        placed: {"weights", "masks", "gradients" or "momenta": tensors by block spec, as this rank holds them}.
+        statistics: what `sparsifier.calibrate` recorded, by block spec.
+        step: the training iteration.
+        seed: the key of random numbers, with name and step.
+
+    A rule of your own is a function of it:
+
+    >>> def rule(slots):
+    ...     return slots.scores(slots.weights, 1)  # the sum of |w| of every block
+    >>> sparsekit_ao.SET(0.9, prune=rule).settings.prune.name
+    'rule'
+    """
+
+    component: PruningGroup
+    placed: Mapping[str, Tensors]
+    step: int = 0
+    seed: int = 0
+    statistics: Mapping[BlockSpec, Statistics] = field(default_factory=dict)
+
+    weights = property(lambda self: self._whole("weights"), doc="{block spec: weight}, whole on every rank.")
+    masks = property(lambda self: self._whole("masks"), doc="{block spec: mask}.")
+    gradients = property(lambda self: self._whole("gradients"), doc="Dense gradients; empty unless a rule needs them.")
+    momenta = property(lambda self: self._whole("momenta"), doc="Momenta; empty unless a rule needs them.")
+
+    @property
+    def name(self) -> str:
+        """The tensor's name, or the coupling's."""
+        return self.component.label
+
+    @property
+    def device(self) -> torch.device:
+        """Where the masks are."""
+        return next(iter(self.placed["masks"].values())).device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Scopes, and slots of each."""
+        return self.component.scope.numscp(), self.component.scope.numblk_per_scope()
+
+    @property
+    def block_size(self) -> float:
+        """Elements of a block: of equal blocks, or on average of blocks that are chosen together."""
+        members = self.component.scope.members()
+        return sum(m.block.numel_per_block() for m in members) / len(members)
+
+    @property
+    def active(self) -> Tensor:
+        """Which slots the masks keep now; bool rows."""
+        return self.rows_of(self.masks)
+
+    @property
+    def real(self) -> Tensor:
+        """Which slots hold a block: all but the padding of a partial scope; bool rows."""
+        real = real_slots(scope_windows(self.component.scope), self.device)
+        return torch.ones(self.shape, dtype=torch.bool, device=self.device) if real is None else real
+
+    def scores(
+        self, values: Tensors, norm: float | None = None, *, as_mean: bool | None = None, signed: bool = False
+    ) -> Tensor:
+        """Return block scores of parameter-shaped values; float rows, padding 0.
+
+        Args:
+            values: `weights`, `gradients` or `momenta`, or anything of the same keys and shapes.
+            norm: 1, 2 or inf, over the elements of a block; the tensor's own norm by default.
+            as_mean: divide by the number of elements; by default where some blocks are partial.
+            signed: values are saliencies, which are summed as they are.
+        """
+        if not values:
+            raise SparsityError(
+                f"{self.name}: a rule reads values that were not gathered; list them in its `needs` attribute"
+            )
+        windows = scope_windows(self.component.scope, {spec.view.param: t for spec, t in values.items()})
+        mean = any(m.is_partial for w in windows for m in w.members) if as_mean is None else as_mean
+        chosen = None if signed else self.component.norm if norm is None else norm
+        return torch.cat([scope_scores(w, chosen, mean) for w in windows], dim=1)
+
+    def pooled(self, values: Tensors, fn: Callable[..., Tensor]) -> Tensor:
+        """Return `fn(magnitudes, dim=-1)` over the elements of each block, such as torch.amin; float rows, padding 0.
+
+        Raises:
+            SparsityError: some blocks are partial.
+        """
+        rows = []
+        for window in scope_windows(self.component.scope, {spec.view.param: t for spec, t in values.items()}):
+            if any(m.is_partial for m in window.members):
+                raise SparsityError(f"{self.name}: a criterion by function needs whole blocks; give 'mean' or 'max'")
+            elements = elements_of(window.members, len(window.shape), 0.0).abs()
+            grid = fn(elements if elements.dtype == torch.float64 else elements.float(), dim=-1)
+            if not isinstance(grid, Tensor) or grid.shape != elements.shape[:-1]:
+                raise SparsityError(f"{self.name}: a criterion must reduce the last dimension, fn(magnitudes, dim=-1)")
+            rows.append(to_scopes(grid, window, 0.0))
+        return torch.cat(rows, dim=1)
+
+    def random(self, purpose: str) -> Tensor:
+        """Return uniform numbers in [0, 1), the same on every rank, device and after a resume; float64 rows."""
+        generator = keyed_generator(self.seed, self.name, self.step, purpose)
+        return torch.rand(self.shape, generator=generator, dtype=torch.float64, device="cpu").to(self.device)
+
+    def mean_active(self, scores: Tensor) -> Tensor:
+        """Return the mean of float rows over the active slots, float64 of no dimension."""
+        active = self.active
+        return torch.where(active, scores.double(), 0).sum() / active.sum().clamp(min=1)
+
+    def rows_of(self, masks: Tensors) -> Tensor:
+        """Return which slots some parameter-shaped masks keep; bool rows."""
+        windows = scope_windows(self.component.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
+        return torch.cat([to_scopes(kept_grid(w.members, len(w.shape)), w, False) for w in windows], dim=1)
+
+    def masks_of(self, rows: Tensor) -> dict[BlockSpec, Tensor]:
+        """Return bool masks from bool rows, sharded as the weights; elements outside a view are as in `masks`."""
+        scope, masks = self.component.scope, {spec: mask != 0 for spec, mask in self.masks.items()}
+        windows = scope_windows(scope, None, masks)
+        for window, part in zip(windows, rows.split([math.prod(w.shape) for w in windows], dim=1), strict=True):
+            fill_mask(window.members, from_scopes(part, window))
+        write_back(windows, scope, masks)
+        return {spec: placed_like(mask, self.placed["weights"][spec]) for spec, mask in masks.items()}
+
+    def _whole(self, name: str) -> Tensors:
+        return {spec: full_tensor(t) for spec, t in self.placed.get(name, {}).items()}
+
+
+NEEDS = ("gradient", "momentum")
+Criterion = str | Callable[..., Tensor] | None
+_POOLING: dict[Any, Any] = {  # criterion: norm and as_mean of `Slots.scores`, or a function
+    None: (None, None),
+    "mean": (1, True),
+    "min": torch.amin,
+    "max": (math.inf, None),
+    "L1": (1, None),
+    "L2": (2, None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A score of blocks, for pruning, growth and redistribution alike.
+
+    Attributes:
+        name: used in messages.
+        score: `Slots` -> float rows [scopes, slots].
+        needs: of `NEEDS`: what is gathered for it, the dense gradient or the optimizer's momentum.
+        is_global: for pruning: the tensors compete over which of them loses how many blocks.
+        statistics: of `calibration.NEEDS`: what `sparsifier.calibrate` must have recorded before an update.
+        share: for redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
+            is not finite, or not positive, counts as 0.
+
+    >>> noisy = Rule(name="noisy", score=lambda slots: slots.scores(slots.weights, 1) + slots.random("noise"))
+    >>> sparsekit_ao.SET(0.9, prune=noisy).settings.prune.name
+    'noisy'
+    """
+
+    name: str
+    score: Callable[[Slots], Any]
+    needs: tuple[str, ...] = ()
+    is_global: bool = False
+    statistics: tuple[str, ...] = ()
+    share: Callable[[Slots], Any] | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [n for n in self.needs if n not in NEEDS]
+        if unknown:
+            raise SparsityError(f"rule {self.name!r}: needs are some of {NEEDS}, got {unknown[0]!r}")
+
+    def share_of(self, slots: Slots) -> Any:
+        """What one tensor's part of the growth is proportional to."""
+        return slots.mean_active(self.score(slots)) if self.share is None else self.share(slots)
+
+
+def magnitude(criterion: Criterion = None) -> Rule:
+    """|weight|: in every scope the smallest blocks are pruned.
+
+    Args:
+        criterion: how absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
+            `fn(magnitudes, dim=-1)`; None is the tensor's own norm. The share of every rule by values is their mean
+            absolute value over active blocks.
+
+    >>> magnitude("mean").name
+    'magnitude (mean)'
+    """
+    return _by_values("magnitude", "weights", criterion)
+
+
+def global_magnitude(criterion: Criterion = None) -> Rule:
+    """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
+
+    Where nothing grows back, or budgets follow a target, every scope keeps its largest block, and all scopes of a
+    tensor lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
+    """
+    return _by_values("global", "weights", criterion, is_global=True)
+
+
+def gradient(criterion: Criterion = None) -> Rule:
+    """|dense gradient|: the largest grow (RigL, arXiv 1911.11134); `criterion` as in `magnitude`."""
+    return _by_values("gradient", "gradients", criterion, needs=("gradient",))
+
+
+def momentum(criterion: Criterion = None) -> Rule:
+    """|momentum|: SGD's buffer, Adam's m / (sqrt(v) + eps); the largest grow (SNFS, arXiv 1907.04840).
+
+    `criterion` as in `magnitude`.
+    """
+    return _by_values("momentum", "momenta", criterion, needs=("momentum",))
+
+
+def random(purpose: str = "grow") -> Rule:
+    """Uniformly at random (SET, arXiv 1707.04780).
+
+    The key of the random numbers is `purpose`, seed, name and iteration; two rules need two purposes.
+    """
+    return Rule(name="random", score=methodcaller("random", purpose))
+
+
+def nonzero() -> Rule:
+    """The number of active elements: redistribution by it keeps the split between tensors as it is."""
+    return Rule(name="nonzero", score=_is_active, share=_active_elements)
+
+
+def by_score(score: str | Score) -> Rule:
+    """A score of `sparsekit_ao.scores` as a rule: its name, or an object with `needs`; saliencies of a block add up.
+
+    >>> by_score("wanda").statistics
+    ('input_square',)
+    """
+    parsed = parse_score(score, "")
+    assert parsed is not None
+    return Rule(name=f"score {score}", score=partial(_by_score, parsed), statistics=needs_of(parsed))
+
+
+def parse_rule(purpose: str, rule: object) -> Rule | None:
+    """The rule for "prune", "grow" or "redistribute" from a name, a `Rule`, a score, a function of `Slots`, or None.
+
+    Scores are those of `sparsekit_ao.scores`, by name or object; one of your own is given as `by_score(score)`. A
+    function may carry a `needs` attribute. It returns rows; for redistribution, the share.
+
+    >>> parse_rule("prune", lambda slots: slots.random("prune")).needs
+    ()
+    """
+    names = NAMES[purpose]
+    if rule is None or isinstance(rule, Rule):
+        return rule
+    if isinstance(rule, str) and rule in names:
+        return names[rule]
+    if isinstance(rule, BuiltInScore) or (isinstance(rule, str) and rule in scores.NAMES):
+        return by_score(rule)
+    if callable(rule):
+        name, needs = getattr(rule, "__name__", type(rule).__name__), tuple(getattr(rule, "needs", ()))
+        return Rule(name=name, score=rule, needs=needs, share=rule)
+    raise SparsityError(
+        f"{purpose} must be one of {', '.join(map(repr, names))}, a Rule or a function, got {rule!r}; or a score, "
+        f"one of {', '.join(map(repr, scores.NAMES))}"
+    )
+
+
+def _by_values(name: str, values: str, criterion: Criterion, **options: Any) -> Rule:
+    if not callable(criterion) and criterion not in _POOLING:
+        raise SparsityError(
+            f"{name}: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None, got {criterion!r}"
+        )
+    label = name if criterion is None else f"{name} ({getattr(criterion, '__name__', criterion)})"
+    return Rule(name=label, score=partial(_pooled, values, criterion), share=partial(_mean_absolute, values), **options)
+
+
+def _pooled(values: str, criterion: Criterion, slots: Slots) -> Tensor:
+    how = criterion if callable(criterion) else _POOLING[criterion]
+    if callable(how):
+        return slots.pooled(getattr(slots, values), how)
+    return slots.scores(getattr(slots, values), how[0], as_mean=how[1])
+
+
+def _mean_absolute(values: str, slots: Slots) -> Tensor:
+    return slots.mean_active(_pooled(values, "mean", slots))
+
+
+def _by_score(score: Score, slots: Slots) -> Tensor:
+    saliencies = {}
+    for spec, weight in slots.weights.items():
+        statistics = slots.statistics[spec]
+        statistics.blocks = labels_of(spec).to(weight.device) if getattr(score, "uses_blocks", False) else None
+        saliencies[spec] = saliency_of(score, weight, statistics.name, statistics)
+        statistics.blocks = None
+    return slots.scores(saliencies, None, signed=True)
+
+
+def _is_active(slots: Slots) -> Tensor:
+    return slots.active.double()
+
+
+def _active_elements(slots: Slots) -> Tensor:
+    return slots.active.sum().double() * slots.block_size
+
+
+#: rules by name, for each argument of `DynamicSparsifier`
+NAMES: dict[str, Mapping[str, Rule | None]] = {
+    "prune": {"magnitude": magnitude(), "global": global_magnitude()},
+    "grow": {"gradient": gradient(), "momentum": momentum(), "random": random(), "none": None},
+    "redistribute": {"gradient": gradient(), "momentum": momentum(), "nonzero": nonzero(), "none": None},
+}

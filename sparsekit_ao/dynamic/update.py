@@ -1,0 +1,472 @@
+"""One update of masks: prune the lowest scores, redistribute budgets, grow the highest scores, write the result.
+
+`Settings` says when updates happen and by which rules. `run_update` computes all that may raise before it writes
+anything. Components of the plan are read one after the other, so that of sharded weights only one component is whole
+at a time; only tensors that compete with each other (prune="global") are read together.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..calibration import Statistics
+from ..densities import allocate, shares
+from ..distributed import fill, full_tensor, local, placed_like, sum_over_ranks
+from ..errors import SparsityError, is_number
+from ..masking import select
+from ..schedules import Schedule, constant
+from ..scores import keyed_generator
+from ..selection import keep_mask
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.optimizer_state import original, reset_state, second_moments
+from .budgets import Budgets, exchange
+from .criteria import Rule, Slots, Tensors, parse_rule
+from .dynamic_mask import mask_of
+from .gradients import GradientCapture
+
+NewValues = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStatistics:
+    """What one update changed.
+
+    Attributes:
+        iteration: when.
+        fraction: of the active blocks that were pruned, of which some may have grown again at once.
+        grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
+        kept: {tensor_fqn: elements} that are active now.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sparsifier = sparsekit_ao.SET(0.5, optimizer, update_every=1)
+    >>> sparsifier.prepare(model)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> sparsifier.step()
+    >>> sparsifier.last_update.iteration, sparsifier.last_update.kept
+    (1, {'0.weight': 4})
+    """
+
+    iteration: int
+    fraction: float
+    grown: Mapping[str, int]
+    pruned: Mapping[str, int]
+    kept: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """When updates happen and what they do: checked arguments of `DynamicSparsifier`, where they are described."""
+
+    update_every: int | None
+    update_fraction: Schedule
+    until: int | None
+    prune: Rule
+    grow: Rule | None
+    redistribute: Rule | None
+    target: Schedule | None
+    seed: int
+    state_init: str
+    new_values: NewValues | None
+
+    @property
+    def updates(self) -> bool:
+        """Whether masks ever change."""
+        return self.update_every is not None and self.until != 0
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The rules of updates, if there are any updates."""
+        return [r for r in (self.prune, self.grow, self.redistribute) if r is not None and self.updates]
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether an update reads dense gradients."""
+        return self.needs_squares or any("gradient" in rule.needs for rule in self.rules)
+
+    @property
+    def needs_momentum(self) -> bool:
+        """Whether an update reads momentum, which must then include inactive weights in every iteration."""
+        return any("momentum" in rule.needs for rule in self.rules)
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether an update sets the optimizer's second moments."""
+        return self.updates and self.state_init == "grad"
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether an update is scheduled for this iteration (counted from 1)."""
+        return iteration % (self.update_every or 1) == 0 and self.may_update(iteration)
+
+    def due(self, most: int = 1000) -> range:
+        """Return the iterations with a scheduled update; the first `most` where there is no end."""
+        every = self.update_every or 1
+        return range(every, (every * most if self.until is None else self.until) + 1, every)
+
+    def may_update(self, iteration: int) -> bool:
+        """Return whether an update may still happen in this iteration."""
+        return self.updates and (self.until is None or iteration <= self.until)
+
+    def fraction_at(self, iteration: int) -> float:
+        """Return the fraction of the active blocks that an update prunes."""
+        if self.grow is None and self.target is not None:  # the target alone decides
+            return 0.0
+        fraction = _value_at(self.update_fraction, iteration, "update_fraction")
+        if not 0 <= fraction < 1:
+            raise SparsityError(f"the update fraction must be in [0, 1), so that no layer is emptied; got {fraction!r}")
+        return fraction
+
+    def target_at(self, iteration: int) -> float:
+        """Return the overall sparsity that the target demands."""
+        assert self.target is not None
+        level = _value_at(self.target, iteration, "target")
+        if not 0 <= level <= 1:
+            raise SparsityError(
+                f"target: an overall sparsity must be in [0, 1], got {level!r} at iteration {iteration}"
+            )
+        return level
+
+    def extreme_targets(self) -> tuple[float, ...]:
+        """Return the lowest and highest overall sparsity of a target, where the end is known."""
+        if self.target is None:
+            return ()
+        levels = [self.target_at(t) for t in (0, *self.due())]
+        falls = [k for k in range(1, len(levels)) if levels[k] < levels[k - 1] - 1e-9]
+        if self.grow is None and falls:
+            raise SparsityError(
+                f"target: falls from {levels[falls[0] - 1]:g} to {levels[falls[0]]:g} at iteration "
+                f"{self.due()[falls[0] - 1]}, and grow=None never adds a block; pass a growth rule or another target"
+            )
+        return () if self.until is None else (min(levels), max(levels))
+
+    def check_budgets(self, budgets: Budgets) -> None:
+        """Raise where a setting that moves budgets between tensors cannot."""
+        moving = [name for name in ("redistribute", "target") if getattr(self, name) is not None]
+        moving += ["prune='global'"] if self.prune.is_global else []
+        if moving and not budgets.shared:
+            raise SparsityError(
+                f"{moving[0]} moves budgets between tensors, but every tensor has one of its own; leave nnz and "
+                "sparsity_level out of the entries that should share"
+            )
+        if self.prune.is_global and self.target and len({budgets.sizes[k] for k in budgets.shared}) > 1:
+            raise SparsityError(
+                "prune='global' with a target counts blocks of all tensors together, so they need one size; use "
+                "prune='magnitude'"
+            )
+        if self.redistribute is not None:
+            budgets.refuse_uneven_scopes()
+            budgets.refuse_without_exchange()
+
+
+def make_settings(**arguments: Any) -> Settings:
+    """Return `DynamicSparsifier`'s arguments as Settings, once each is known to be valid alone and with the others."""
+    rules = {purpose: parse_rule(purpose, arguments[purpose]) for purpose in ("prune", "grow", "redistribute")}
+    target, fraction = arguments["target"], arguments["update_fraction"]
+    if arguments["state_init"] not in ("zero", "grad"):
+        raise SparsityError(f"state_init must be 'zero' or 'grad', got {arguments['state_init']!r}")
+    functions = {
+        "target": "a schedule (iteration -> sparsity)",
+        "new_values": "a function (weight, generator) -> values",
+    }
+    for name, kind in functions.items():
+        if arguments[name] is not None and not callable(arguments[name]):
+            raise SparsityError(f"{name} must be {kind} or None, got {arguments[name]!r}")
+    if target is not None and arguments["update_every"] is None:
+        raise SparsityError(
+            "target takes effect in updates, and update_every=None means that there are none; pass sparsity_level"
+        )
+    if rules["prune"] is None:
+        raise SparsityError("prune must be a rule; for masks that never change use update_every=None")
+    if rules["grow"] is None and rules["redistribute"] is not None:
+        raise SparsityError("redistribute distributes what grows, and grow is None; pass a growth rule or leave it out")
+    if rules["grow"] is None and target is not None and fraction is not None:
+        raise SparsityError(
+            "update_fraction is the fraction that grows again; with a target and grow=None nothing does. Leave one out."
+        )
+    for name, least in (("update_every", 1), ("until", 0), ("seed", 0)):
+        value = arguments[name]
+        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not (is_integer and int(value) >= least) and (value is not None or name == "seed"):
+            raise SparsityError(f"{name} must be an int >= {least}, got {value!r}")
+        arguments[name] = None if value is None else int(value)
+    fraction = 0.3 if fraction is None else fraction
+    if is_number(fraction) and 0 <= float(fraction) < 1:
+        fraction = constant(float(fraction))
+    elif not callable(fraction):
+        raise SparsityError(f"update_fraction must be a schedule or a number in [0, 1), got {fraction!r}")
+    return Settings(**{**arguments, **rules, "update_fraction": fraction})
+
+
+def run_update(
+    budgets: Budgets,
+    settings: Settings,
+    capture: GradientCapture,
+    momenta: Mapping[str, Tensor | None],
+    iteration: int,
+    statistics: Sequence[Statistics],
+) -> UpdateStatistics:
+    """Choose new masks of all components and write them; if a rule raises, nothing has changed.
+
+    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one for each group.
+    """
+    fraction, slots = settings.fraction_at(iteration), []
+    for component in budgets.components:
+        leaves = {spec: budgets.groups[at] for spec, at in component.members}
+        dense = {s: (capture.gradients.get(g["tensor_fqn"]), momenta.get(g["tensor_fqn"])) for s, g in leaves.items()}
+        placed = {
+            "weights": {spec: original(g).detach() for spec, g in leaves.items()},
+            "masks": {spec: mask_of(g).mask for spec, g in leaves.items()},
+            "gradients": {spec: gradient for spec, (gradient, _) in dense.items() if gradient is not None},
+            "momenta": {spec: momentum for spec, (_, momentum) in dense.items() if momentum is not None},
+        }
+        recorded = {spec: statistics[at] for spec, at in component.members}
+        slots.append(Slots(component=component, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
+    keep = [budgets.rows(k) for k in range(len(slots))]
+    masks, nnz = _choose(slots, keep, budgets, settings, iteration, fraction)
+    by_group = {at: own[spec] for c, own in zip(budgets.components, masks, strict=True) for spec, at in c.members}
+    counts = _apply(budgets.groups, [by_group[at] for at in range(len(by_group))], settings, capture, iteration)
+    for k in budgets.shared:
+        budgets.set(k, nnz[k])
+    return UpdateStatistics(
+        iteration=iteration,
+        fraction=fraction,
+        grown={fqn: grown for fqn, (grown, _, _) in counts.items()},
+        pruned={fqn: changed - grown for fqn, (grown, changed, _) in counts.items()},
+        kept={fqn: kept for fqn, (_, _, kept) in counts.items()},
+    )
+
+
+# which slots are kept
+
+
+def _choose(
+    slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
+) -> tuple[list[Tensors], list[int]]:
+    """The new masks of every component, and how many blocks its first scope then holds.
+
+    `keep` is the budget of every scope, int64 [scopes] on the CPU for each component.
+    """
+    shared, regrows = budgets.shared, settings.grow is not None
+    competing = shared if settings.prune.is_global else []
+    most = None  # blocks that all components may keep together, if they compete and there is a target
+    if settings.target is not None and competing:
+        most = budgets.ideals(settings.target_at(iteration))[1] // budgets.sizes[shared[0]]
+    elif settings.target is not None:
+        high = None if regrows else {k: int(slots[k].active[0].sum()) for k in shared}  # no scope can keep more
+        keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), high=high))
+    kept = {}  # masks, and int64 [scopes]: how many slots are left in each scope
+    if competing:
+        own = [slots[k] for k in competing], [keep[k] for k in competing]
+        kept = dict(zip(competing, _prune_together(*own, settings.prune, fraction, most, regrows), strict=True))
+    for k in range(len(slots)):
+        if k not in kept and not regrows and k not in shared:
+            kept[k] = _stored(slots[k], slots[k].active)
+        elif k not in kept:
+            kept[k] = _prune(slots[k], keep[k], settings.prune, fraction, regrows)
+    if settings.grow is None:
+        return [kept[k][0] for k in range(len(slots))], [int(kept[k][1][0]) for k in range(len(slots))]
+    if most is not None:
+        low = {k: int(count.max()) for k, (_, count) in kept.items()}
+        keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), low=low))
+    if settings.redistribute is not None:
+        keep = _redistribute(slots, keep, [kept[k][1] for k in range(len(slots))], budgets, settings.redistribute)
+    grown = [_grow(s, kept[k][0], keep[k], settings.grow) for k, s in enumerate(slots)]
+    return grown, [int(n[0]) for n in keep]
+
+
+def _with_budgets(keep: Sequence[Tensor], nnz: Mapping[int, int]) -> list[Tensor]:
+    return [torch.full_like(n, nnz[k]) if k in nnz else n for k, n in enumerate(keep)]
+
+
+def _stored(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
+    """Rows as masks, which are sharded like the weights, and the count of each scope."""
+    return slots.masks_of(rows), rows.sum(1)
+
+
+def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
+    """Return what is left of int64 counts; the fraction is exact to 1e-9, so that 0.3 of 10 is 3."""
+    return count - torch.floor(count.double() * fraction + 1e-9).long()
+
+
+def _prune(slots: Slots, keep: Tensor, rule: Rule, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
+    """Keep all but exactly floor(fraction * active) slots of a component, and in no scope more than its budget.
+
+    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
+    short of the component's number (2 of 4 loses none at 0.3), the rest are the smallest of the weakest one of each
+    scope. Unless scopes regrow to their budgets afterwards, all of them lose the same number.
+    """
+    active, scores = slots.active, _scores(rule, slots)
+    count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
+    rows = keep_mask(scores, count, candidates=active)
+    surplus = int(rows.sum() - count_after_pruning(active.sum(), fraction))
+    if regrows and len(rows) > 1 and surplus > 0:
+        fewer = keep_mask(scores, (rows.sum(1) - 1).clamp(min=0), candidates=rows)
+        weakest = (rows & ~fewer).reshape(1, -1)
+        stays = keep_mask(scores.reshape(1, -1), max(int(weakest.sum()) - surplus, 0), candidates=weakest)
+        rows = fewer | stays.reshape(rows.shape)
+    return _stored(slots, rows)
+
+
+def _prune_together(
+    slots: Sequence[Slots], keep: Sequence[Tensor], rule: Rule, fraction: float, most: int | None, regrows: bool
+) -> list[tuple[Tensors, Tensor]]:
+    """Let components compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
+
+    The best slot of a component always stays. With a target, or without growth, the best of every scope stays, and
+    every scope of a component keeps the same number: the competition decides how many, its scores which.
+    """
+    scores, active = [_scores(rule, s) for s in slots], [s.active for s in slots]
+    totals, even = [int(a.sum()) for a in active], most is not None or not regrows
+    count = sum(totals) - math.floor(sum(totals) * fraction + 1e-9)
+    count = count if most is None else min(count, most)
+    scopes = [s.shape[0] if even else 1 for s in slots]
+    if count < sum(scopes):
+        raise SparsityError(
+            f"global pruning would keep {count} blocks, but every {'scope' if even else 'tensor'} keeps one, and there "
+            f"are {sum(scopes)}; prune a smaller fraction, or lower the sparsity"
+        )
+    ranked = []
+    for score, a, n in zip(scores, active, scopes, strict=True):
+        best = keep_mask(score.reshape(n, -1), 1, candidates=a.reshape(n, -1))
+        ranked.append(score.double().reshape(n, -1).masked_fill(best, math.inf).reshape(1, -1))
+    flat = torch.cat([a.reshape(1, -1) for a in active], dim=1)
+    rows = list(keep_mask(torch.cat(ranked, dim=1), count, candidates=flat).split([a.numel() for a in active], dim=1))
+    if even:
+        counts = allocate([float(r.sum()) for r in rows], count, scopes, totals, scopes)
+        each = zip(scores, counts, scopes, active, strict=True)
+        rows = [keep_mask(score, n // m, candidates=a) for score, n, m, a in each]
+    rows = [r.reshape(a.shape) for r, a in zip(rows, active, strict=True)]
+    limits = [torch.minimum(r.sum(1), n.to(r.device)) for r, n in zip(rows, keep, strict=True)]  # may be scheduled
+    limited = [keep_mask(score, n, candidates=r) for score, n, r in zip(scores, limits, rows, strict=True)]
+    return [_stored(s, r) for s, r in zip(slots, limited, strict=True)]
+
+
+def _redistribute(
+    slots: Sequence[Slots], keep: Sequence[Tensor], counts: Sequence[Tensor], budgets: Budgets, rule: Rule
+) -> list[Tensor]:
+    """Budgets after the pruned blocks are shared out anew over the components that share the budget; their sum stays.
+
+    In proportion to the rule's share; `counts` are what pruning left in each scope. Where one more block in every
+    scope costs the same in all these components, the largest remainders are rounded up; else blocks are moved in whole
+    exchanges (`exchange`).
+    """
+    shared = budgets.shared
+    units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
+    weights = [
+        _number(
+            rule.share_of(slots[k]), f"{slots[k].name}: rule {rule.name!r} must return one number for redistribution"
+        )
+        for k in shared
+    ]
+    remaining = [int(counts[k].sum()) * budgets.sizes[k] for k in shared]
+    now = [int(keep[k].sum()) * budgets.sizes[k] for k in shared]
+    if not any(math.isfinite(w) and w > 0 for w in weights):
+        weights = [float(b - n) for b, n in zip(now, remaining, strict=True)]
+    free = [c - n for c, n in zip(capacity, remaining, strict=True)]
+    growth = shares(weights, sum(now) - sum(remaining), free)
+    ideals = [n + g for n, g in zip(remaining, growth, strict=True)]
+    low = [int(counts[k].max()) * unit for k, unit in zip(shared, units, strict=True)]
+    bounds = low, capacity, units
+    is_even = len(set(units)) == 1
+    nnz = allocate(ideals, sum(now), *bounds) if is_even else exchange(now, ideals, *bounds)
+    return _with_budgets(keep, {k: n // unit for k, n, unit in zip(shared, nnz, units, strict=True)})
+
+
+def _grow(slots: Slots, kept: Tensors, keep: Tensor, rule: Rule) -> Tensors:
+    """What a component kept, and its highest inactive slots up to its budget."""
+    rows = slots.rows_of(kept)
+    grown = keep_mask(_scores(rule, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
+    return slots.masks_of(rows | grown)
+
+
+def _scores(rule: Rule, slots: Slots) -> Tensor:
+    """A rule's scores of every slot, checked, since the rule may be a user's."""
+    scores = rule.score(slots)
+    if not isinstance(scores, Tensor) or tuple(scores.shape) != slots.shape or not scores.is_floating_point():
+        kind = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise SparsityError(
+            f"{slots.name}: rule {rule.name!r} must return float scores of shape {slots.shape}, got {kind}"
+        )
+    return scores
+
+
+def _value_at(schedule: Schedule, iteration: int, name: str) -> float:
+    return _number(schedule(iteration), f"{name}: a schedule must return a number", f" at iteration {iteration}")
+
+
+def _number(value: Any, requirement: str, when: str = "") -> float:
+    """A number, or a tensor of one, that a user's function returned; else an error that begins with `requirement`."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not is_number(value):
+        raise SparsityError(f"{requirement}, got {value!r}{when}")
+    return float(value)
+
+
+# writing what was chosen
+
+
+def _apply(
+    groups: Sequence[TensorGroup], masks: list[Tensor], settings: Settings, capture: GradientCapture, iteration: int
+) -> dict[str, list[int]]:
+    """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
+
+    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state. Returns {tensor_fqn:
+    elements [grown, grown or pruned, kept]}.
+    """
+    optimizers, weights = capture.optimizers, [original(g) for g in groups]
+    moments: list[list[Tensor]] = [[] for _ in groups]
+    if settings.state_init == "grad":
+        moments = [second_moments(optimizers, w, g["tensor_fqn"]) for w, g in zip(weights, groups, strict=True)]
+    values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
+    counts = {}
+    for group, weight, new, value, squares in zip(groups, weights, masks, values, moments, strict=True):
+        changed = new ^ (mask_of(group).mask != 0)
+        grown, here = local(changed & new), local(weight)
+        here.masked_fill_(local(changed), 0)
+        if value is not None:
+            here.copy_(torch.where(grown, local(value), here))
+        reset_state(optimizers, weight, changed)
+        for square in map(local, squares):
+            gradient = local(capture.gradients[group["tensor_fqn"]]).to(square.dtype)
+            square.copy_(torch.where(grown, gradient.square(), square))
+        fill(mask_of(group).mask, new)
+        count = torch.stack([local(t).count_nonzero() for t in (changed & new, changed, new)])
+        counts[group["tensor_fqn"]] = sum_over_ranks(count, weight).tolist()
+    return counts
+
+
+def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
+    """What the user's function returns for one weight."""
+    if settings.new_values is None:
+        return None
+    weight, fqn = original(group).detach(), group["tensor_fqn"]
+    zeroed = full_tensor(weight).masked_fill(full_tensor(new) ^ (full_tensor(mask_of(group).mask) != 0), 0)
+    values = settings.new_values(zeroed, keyed_generator(settings.seed, fqn, iteration, "values"))
+    if not isinstance(values, Tensor) or values.shape != weight.shape:
+        kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise SparsityError(
+            f"{fqn}: new_values must return a tensor of the weight's shape {tuple(weight.shape)}, got {kind}"
+        )
+    return placed_like(values.to(zeroed), weight)
+
+
+@torch.no_grad()
+def zero_dropped(groups: Sequence[TensorGroup]) -> None:
+    """Zero every weight that its mask drops, in place."""
+    for group in groups:
+        weight = local(original(group))
+        weight.copy_(select(weight, local(mask_of(group).mask)))
+
+
+def zero_dropped_state(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer]) -> None:
+    """Zero the optimizer state of dropped weights, which would change them for many more steps."""
+    for group in groups:
+        reset_state(optimizers, original(group), mask_of(group).mask == 0)
