@@ -15,7 +15,7 @@ from ..masking import find_mask
 from .config import TensorGroup, copied
 
 # A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
-_NOT_COPIED = ("step", "_plan", "_forms")
+_NOT_COPIED = ("step", "_plan", "_adapters")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 _ROW = {"tensor": str, "before": float, "after": float, "density": float, "seconds": float, "note": str}  # of a report
 

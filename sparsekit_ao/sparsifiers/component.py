@@ -180,7 +180,7 @@ def labels_of(leaf: BlockSpec) -> Tensor:
 
 def _is_consumer(leaf: BlockSpec, statistics: Statistics) -> bool:
     """Whether each block is the same inputs of all outputs."""
-    if statistics.form is None:
+    if statistics.adapter is None:
         return False
     labels = statistics.matrix(labels_of(leaf))
     return bool((labels == labels[:, :1]).all()) and bool((labels != labels[:, :, :1]).any())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
-from sparsekit_ao.calibration import form_of
+from sparsekit_ao.calibration import adapter_of
 
 torch.manual_seed(0)
 
@@ -49,13 +49,13 @@ def test_a_layer_is_a_product_of_recorded_rows_and_its_matrix(name):
     make, shape = LAYERS[name]
     layer, x = make().eval(), torch.randn(shape)
     nn.init.zeros_(layer.bias)
-    form = form_of(layer, "weight", {})
-    matrix = form.matrix(layer.weight)
-    assert torch.equal(form.weight(matrix, layer.weight.shape), layer.weight)
-    rows = torch.cat(list(form.rows(form.inputs((x,), {}), None)), 1)
+    adapter = adapter_of(layer, "weight", {})
+    matrix = adapter.matrix(layer.weight)
+    assert torch.equal(adapter.weight(matrix, layer.weight.shape), layer.weight)
+    rows = torch.cat(list(adapter.rows(adapter.inputs((x,), {}), None)), 1)
     product = (rows @ matrix.mT).mT.flatten(0, 1)  # [outputs, tokens]
     output = layer(x)
-    channel = -1 if form.reads_rows else -1 - len(layer.kernel_size)
+    channel = -1 if adapter.reads_rows else -1 - len(layer.kernel_size)
     torch.testing.assert_close(product, output.movedim(channel, 0).flatten(1), rtol=1e-4, atol=1e-5)
 
 
@@ -107,7 +107,7 @@ def test_a_calibration_adds_to_the_one_before_until_statistics_are_forgotten():
     assert not one.statistics
 
 
-def test_padding_is_left_out_by_where():
+def test_padding_is_left_out_by_a_token_mask():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -118,16 +118,16 @@ def test_padding_is_left_out_by_where():
 
     x, keep = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
     sparsifier = prepared(Model())
-    sparsifier.calibrate([{"x": x, "attention_mask": keep}], where="attention_mask")
+    sparsifier.calibrate([{"x": x, "attention_mask": keep}], token_mask="attention_mask")
     found = sparsifier.statistics
     torch.testing.assert_close(found["layer.weight"].input_square[0], x[keep.bool()].square().sum(0))
     assert found["layer.weight"].tokens == 3 and found["pooled.weight"].tokens == 2
     sparsifier.forget_statistics()
-    sparsifier.calibrate([{"x": x, "attention_mask": keep}], where=lambda batch: batch["attention_mask"] == 0)
+    sparsifier.calibrate([{"x": x, "attention_mask": keep}], token_mask=lambda batch: batch["attention_mask"] == 0)
     assert sparsifier.statistics["layer.weight"].tokens == 3
     sparsifier.forget_statistics()
     with sparsifier.calibrate() as c:
-        c.where = keep
+        c.token_mask = keep
         sparsifier.model(x, keep)
     assert sparsifier.statistics["layer.weight"].tokens == 3
 
@@ -272,7 +272,7 @@ def check_error(sparsifier, text, *args, **kwargs):
 
 def test_bad_calls():
     check_error(prepared(mlp()), "calibrate: there are no batches", [])
-    check_error(prepared(mlp()), "forward and where need batches", forward=loss)
+    check_error(prepared(mlp()), "forward and token_mask need batches", forward=loss)
     check_error(prepared(mlp()), "needs are some of 'input_square'.*got 'hessian'", [0], needs=["hessian"])
     check_error(prepared(mlp(), score=None), "no score of this sparsifier needs statistics", [torch.ones(1, 8)])
     check_error(prepared(mlp(), score="taylor"), r"a scalar; got a tensor \(1, 4\)", [torch.ones(1, 8)])
@@ -339,12 +339,12 @@ def test_a_context_that_is_entered_twice_adds_each_pass_once():
     assert found.tokens == 6 and (found.input_square == 6).all()
 
 
-def test_where_fits_inputs_whose_first_dimension_is_tokens():
+def test_a_token_mask_fits_inputs_whose_first_dimension_is_tokens():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)  # batch_first=False
     sparsifier = prepared(layer, config=[{"tensor_fqn": "linear1.weight"}])
     x, keep, read = torch.randn(5, 3, 8), torch.rand(3, 5) < 0.6, []
     layer.linear1.register_forward_pre_hook(lambda module, args: read.append(args[0].detach()))
-    sparsifier.calibrate([x], where=lambda batch: keep)
+    sparsifier.calibrate([x], token_mask=lambda batch: keep)
     found = sparsifier.statistics["linear1.weight"]
     assert found.tokens == keep.sum()
     torch.testing.assert_close(found.input_square[0], read[0][keep.T].square().sum(0))
@@ -385,7 +385,7 @@ def test_statistics_are_those_of_the_model_that_was_prepared_last():
         assert not sparsifier.statistics
         sparsifier.calibrate([torch.full((3, 4), float(factor))])
         found = sparsifier.statistics["0.weight"]
-        assert found.form.module is model[0] and (found.input_square == 3 * factor**2).all()
+        assert found.adapter.module is model[0] and (found.input_square == 3 * factor**2).all()
         sparsifier.step()
         sparsifier.squash_mask()
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError, keep_mask, scores
-from sparsekit_ao.calibration import Statistics, form_of
-from sparsekit_ao.calibration.gram import joint_saliency
+from sparsekit_ao.calibration import Statistics, adapter_of
 from sparsekit_ao.dynamic import rules
 
 OUT, IN, TOKENS = 4, 6, 20
@@ -23,7 +22,7 @@ def case():
     weight, gradient = layer.weight.detach(), torch.randn(OUT, IN, generator=generator)
     sums = {"input_gram": (x.T @ x)[None], "gradient": gradient, "gradient_square": gradient.square() * 2}
     sums["movement"] = -weight * gradient
-    found = Statistics(name="w", shape=(OUT, IN), form=form_of(layer, "weight", {}), tokens=TOKENS, passes=2, sums=sums)
+    found = Statistics(name="w", shape=(OUT, IN), adapter=adapter_of(layer, "weight", {}), tokens=TOKENS, passes=2, sums=sums)
     return weight, found, x.double()
 
 
@@ -68,7 +67,7 @@ def test_formulas(name, case):
 @pytest.mark.parametrize("name", ["wanda", "obd"])
 def test_input_square_alone_gives_the_same(name, case):
     weight, statistics, _ = case
-    own = Statistics(name="w", shape=(OUT, IN), form=statistics.form)
+    own = Statistics(name="w", shape=(OUT, IN), adapter=statistics.adapter)
     own.add({"input_square": statistics.input_gram.diagonal(dim1=1, dim2=2)})
     both = [scores.saliency_of(scores.NAMES[name], weight, "w", s) for s in (statistics, own)]
     assert torch.equal(*both)
@@ -297,6 +296,6 @@ def test_a_score_of_blocks_is_a_rule():
 def test_elements_in_no_block_are_blocks_of_their_own():
     torch.manual_seed(0)
     weight, inverse = torch.randn(2, 6), torch.linalg.inv(torch.cov(torch.randn(6, 40)))
-    found = joint_saliency(weight, inverse, torch.tensor([[0, 0, -1, 1, 1, -1]] * 2))
+    found = scores.joint_saliency(weight, inverse, torch.tensor([[0, 0, -1, 1, 1, -1]] * 2))
     expected = weight.square() / (2 * inverse.diagonal())
     torch.testing.assert_close(found[:, [2, 5]], expected[:, [2, 5]])

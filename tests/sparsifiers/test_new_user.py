@@ -274,8 +274,8 @@ def test_arguments_of_the_callbacks():
         (None, {}, "batches must be a list of batches or a data loader, got NoneType"),
         (
             [torch.ones(2, 8)],
-            {"where": "mask"},
-            "where='mask' is a key of each batch, but a batch is a Tensor and no dict",
+            {"token_mask": "mask"},
+            "token_mask='mask' is a key of each batch, but a batch is a Tensor and no dict",
         ),
         ([torch.ones(2, 8)], {"forward": "model"}, "forward must be a function .* got 'model'"),
     ],
