@@ -54,8 +54,8 @@ class CalibratedSparsifier(MaskSparsifier):
                 in which `c.token_mask` may be set before each forward pass.
             forward: `(model, batch) -> output`, called instead; scores of gradients need the loss from it.
             token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
-                It applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
-                (a pooled token, say), count every position.
+                It applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something
+                else (a pooled token, say), count every position.
             needs: more statistics for every tensor, some of `calibration.NEEDS`.
             progress: show a progress bar on a terminal.
 
