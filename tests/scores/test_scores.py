@@ -22,7 +22,9 @@ def case():
     weight, gradient = layer.weight.detach(), torch.randn(OUT, IN, generator=generator)
     sums = {"input_gram": (x.T @ x)[None], "gradient": gradient, "gradient_square": gradient.square() * 2}
     sums["movement"] = -weight * gradient
-    found = Statistics(name="w", shape=(OUT, IN), adapter=adapter_of(layer, "weight", {}), tokens=TOKENS, passes=2, sums=sums)
+    found = Statistics(
+        name="w", shape=(OUT, IN), adapter=adapter_of(layer, "weight", {}), tokens=TOKENS, passes=2, sums=sums
+    )
     return weight, found, x.double()
 
 
