@@ -103,6 +103,14 @@ class Statistics:
         collected = {*self.sums, *(["input_square"] if "input_gram" in self.sums else [])}
         return [n for n in needs if n not in collected]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each sum that can be recorded."""
+        shapes = dict.fromkeys(GRADIENTS, self.shape)
+        if self.adapter is not None:
+            groups, _, inputs = self.matrix(torch.empty(self.shape, device="meta")).shape
+            shapes |= {"input_square": (groups, inputs), "input_gram": (groups, inputs, inputs)}
+        return shapes
+
     def saved(self) -> dict[str, Any]:
         """As a plain dict of copies."""
         return {"tokens": self.tokens, "passes": self.passes, "sums": {k: v.clone() for k, v in self.sums.items()}}
@@ -135,7 +143,7 @@ def loaded_statistics(
         blank = blanks.get(name)
         for need, value in sums.items():
             is_known = need in NEEDS and isinstance(value, Tensor) and value.is_floating_point()
-            if not is_known or (blank is not None and tuple(value.shape) != _shape_of_sum(blank, need)):
+            if not is_known or (blank is not None and tuple(value.shape) != blank.shapes().get(need)):
                 raise SparsityError(
                     f"{prefix}{name}: statistics have an unknown entry, or one of a wrong shape: {need!r}"
                 )
@@ -143,14 +151,6 @@ def loaded_statistics(
             blank.add({need: value.to(devices[name]) for need, value in sums.items()}, *counts)
             loaded[name] = blank
     return loaded
-
-
-def _shape_of_sum(statistics: Statistics, need: str) -> tuple[int, ...] | None:
-    """None where the weight has no inputs that can be recorded."""
-    if need in GRADIENTS or statistics.adapter is None:
-        return statistics.shape if need in GRADIENTS else None
-    groups, _, inputs = statistics.matrix(torch.empty(statistics.shape, device="meta")).shape
-    return (groups, inputs) if need == "input_square" else (groups, inputs, inputs)
 
 
 def damped_gram(gram: Tensor, damp: float) -> Tensor:

@@ -229,14 +229,8 @@ def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
 class taylor(BuiltInScore):
     """|w * g|, g summed over batches (arXiv 1906.10771).
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
-    >>> model[0].weight = torch.nn.Parameter(torch.tensor([[2.0, 1.0]]))
-    >>> sparsifier = sparsekit_ao.ScopeSparsifier(nnz=1, score=taylor())
-    >>> sparsifier.prepare(model)
-    >>> sparsifier.calibrate([torch.tensor([[1.0, 5.0], [0.0, 5.0]])], lambda model, x: model(x).sum())
-    >>> sparsifier.step()
-    >>> sparsifier.mask("0.weight")  # saliencies 2 * 1 and 1 * 10
-    tensor([[False,  True]])
+    >>> sparsekit_ao.ScopeSparsifier(score=taylor()).defaults["score"].needs
+    ('gradient',)
     """
 
     needs: ClassVar[tuple[str, ...]] = ("gradient",)

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier
+from sparsekit_ao.oneshot.prune_layer import Layer
 
 STRUCTURES = {
     "2:4": {"nnz": 2, "scope_shape": (1, 4)},
@@ -66,3 +67,15 @@ def distance(dense, pruned, batches):
     with torch.no_grad():
         pairs = [(dense(b), pruned(b)) for b in batches]
     return float(sum((a - b).square().sum() for a, b in pairs) / sum(a.square().sum() for a, _ in pairs))
+
+
+def layer_of(sparsifier, at=0):
+    """A prepared tensor as `prune_layer` takes it, with the statistics of a calibration."""
+    group = sparsifier.groups[at]
+    return Layer(
+        index=at,
+        target=sparsifier._target(group, ()),
+        statistics=sparsifier._statistics_of(group),
+        weight=sparsifier._dense(group),
+        components=sparsifier._planned(sparsifier.groups).connected[at],
+    )

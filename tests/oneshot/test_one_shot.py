@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import warnings
 import weakref
 
@@ -9,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from hf_models import make
-from pruned_models import STRUCTURES, Model, correlated, distance, prepared
+from pruned_models import STRUCTURES, Model, correlated, distance, layer_of, prepared
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, one_shot, patterns, removal
 from sparsekit_ao.calibration import Statistics, calibrate
 from sparsekit_ao.oneshot import sequential
-from sparsekit_ao.oneshot.prune_layer import Layer, prune_layer
+from sparsekit_ao.oneshot.prune_layer import prune_layer
 
 METHODS = [(method, structure) for method in ("admm", "obs", "least_squares", None) for structure in STRUCTURES]
 
@@ -58,7 +59,7 @@ def test_blocks_give_what_single_layers_give_up_to_the_inputs_within_a_block(ret
         two.forget_statistics()
         two.calibrate(batches, needs=["input_gram"])
         for name in (n for n in names if n.startswith(unit)):
-            layer = as_layer(two, names.index(name))
+            layer = layer_of(two, names.index(name))
             prune_layer(two, layer, "admm")
             two.mask(name).copy_(layer.mask)
             with torch.no_grad():
@@ -67,43 +68,38 @@ def test_blocks_give_what_single_layers_give_up_to_the_inputs_within_a_block(ret
         assert torch.equal(one.mask(name), two.mask(name)), name
 
 
-def as_layer(sparsifier, at):
-    group = sparsifier.groups[at]
-    return Layer(
-        index=at,
-        target=sparsifier._target(group, ()),
-        statistics=sparsifier.statistics[group["tensor_fqn"]],
-        weight=sparsifier._dense(group),
-        components=sparsifier._planned(sparsifier.groups).connected[at],
-    )
-
-
-def test_a_model_without_blocks_and_one_whose_blocks_do_not_chain():
-    batches = correlated()
+def test_a_model_without_blocks_and_blocks_that_are_none():
     parts = nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 4)
-    convolutional = nn.Sequential(*parts)
-    sparsifier = prepared(convolutional, sparsity_level=0.5)
-    report = one_shot(sparsifier, [b[:, None] for b in batches])
-    assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"] and all(
-        r.after < r.before for r in report
-    )
+    report = one_shot(prepared(nn.Sequential(*parts), sparsity_level=0.5), [b[:, None] for b in correlated()])
+    assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"]
+    assert all(r.after < r.before for r in report)
+    with pytest.raises(SparsityError, match="blocks='block' is no module of the model"):
+        one_shot(prepared(), correlated(), blocks="block")
+    with pytest.raises(SparsityError, match="blocks='head' is a ParametrizedLinear, not a ModuleList"):
+        one_shot(prepared(), correlated(), blocks="head")
 
-    class Skips(Model):
+
+CALLED = {
+    "in reverse": lambda blocks, x: blocks[::-1],
+    "all but one": lambda blocks, x: blocks if len(x) > 20 else blocks[::2],
+    "none": lambda blocks, x: blocks if len(x) > 20 else [],
+}
+
+
+@pytest.mark.parametrize("called", CALLED.values(), ids=CALLED)
+def test_blocks_that_do_not_form_a_chain(called):
+    class Other(Model):
         def forward(self, x):
             x = self.first(x)
-            for block in reversed(self.blocks):
+            for block in called(list(self.blocks), x):
                 x = block(x)
             return self.head(x)
 
-    sparsifier = prepared(Skips())
-    report = one_shot(sparsifier, batches)
-    assert [r.tensor for r in report][1] == "blocks.1.up.weight"
+    batches = [*correlated(), *correlated(2, 10, seed=1)]
+    report = one_shot(prepared(Other(blocks=3)), batches)
+    assert report.blocks == 0 and all(r.after < r.before for r in report)
     with pytest.raises(SparsityError, match="blocks='blocks' do not form a chain"):
-        one_shot(prepared(Skips()), batches, blocks="blocks")
-    with pytest.raises(SparsityError, match="blocks='block' is no module of the model"):
-        one_shot(prepared(), batches, blocks="block")
-    with pytest.raises(SparsityError, match="blocks='head' is a ParametrizedLinear, not a ModuleList"):
-        one_shot(prepared(), batches, blocks="head")
+        one_shot(prepared(Other(blocks=3)), batches, blocks="blocks")
 
 
 @pytest.mark.parametrize("name", ["BERT", "Llama", "GPT-2", "Mixtral", "T5"])
@@ -111,13 +107,11 @@ def test_transformers(name):
     model, inputs = make(name)
     sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
     sparsifier.prepare(model, exclude=["*lm_head*"] if name in ("T5",) else [])
-    dense = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if name == "Mixtral" else "error")
         report = one_shot(sparsifier, [inputs])
     sparsifier.check()
     assert all(r.after <= r.before for r in report if r.before == r.before)
-    assert dense is not model
 
 
 def test_a_token_mask_leaves_out_padding():
@@ -171,21 +165,26 @@ def test_a_budget_over_all_tensors_is_chosen_before_anything_changes():
     assert all(r.after <= r.before for r in report) and sparsifier.check()
 
 
+def interrupted(at):
+    """A forward function whose call of this number is interrupted."""
+    calls = itertools.count(1)
+
+    def forward(model, batch):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return model(batch)
+
+    return forward
+
+
 def test_an_interruption_leaves_layers_as_they_were_or_finished_and_a_second_call_goes_on():
     batches, dense = correlated(), Model()
     whole = prepared(copy.deepcopy(dense))
     expected = one_shot(whole, batches)
-    sparsifier, seen = prepared(copy.deepcopy(dense)), []
-
-    def forward(model, batch):
-        seen.append(0)
-        if len(seen) == 20:
-            raise KeyboardInterrupt
-        return model(batch)
-
+    sparsifier = prepared(copy.deepcopy(dense))
     before = {g["tensor_fqn"]: sparsifier._dense(g).clone() for g in sparsifier.groups}
     with pytest.raises(KeyboardInterrupt):
-        one_shot(sparsifier, batches, forward)
+        one_shot(sparsifier, batches, interrupted(20))
     done = [n for n in before if not sparsifier.mask(n).all()]
     assert 0 < len(done) < len(before)
     for group in sparsifier.groups:
@@ -210,25 +209,13 @@ def test_bfloat16_weights_and_a_model_in_train_mode():
     assert sparsifier._dense(sparsifier.groups[0]).dtype == torch.bfloat16 and sparsifier.check()
 
 
-def test_one_token_dead_inputs_tied_repeated_and_frozen_layers():
+def test_one_token_dead_inputs_and_frozen_layers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     batch = torch.randn(1, 8)
     batch[0, :4] = 0
     report = one_shot(prepared(model), [batch])
     assert report[0].note == "1 tokens for 8 inputs" and all(r.after <= r.before + 1e-6 for r in report)
-    layer = nn.Linear(8, 8)
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return self.layer(self.layer(x))
-
-    report = one_shot(prepared(Twice()), correlated())
-    assert len(report) == 1 and report[0].after < report[0].before
 
 
 def test_bad_calls_change_nothing():
@@ -303,18 +290,14 @@ def linear_blocks(count, shared=None):
     return [nn.Sequential(*p) for p in parts]
 
 
-@pytest.mark.parametrize(
-    ("make_blocks", "names"),
-    {
-        "middle blocks without layers": (lambda: linear_blocks(4), ["blocks.0.0", "blocks.3.0"]),
-        "changes in place": (lambda: [InPlace() for _ in range(3)], [f"blocks.{k}.up" for k in range(3)]),
-        "a layer of all blocks": (
-            lambda: linear_blocks(3, nn.Linear(8, 8)),
-            ["blocks.0.0", "blocks.0.2"],
-        ),
-    }.values(),
-    ids=["middle blocks without layers", "changes in place", "a layer of all blocks"],
-)
+CHAINS = {
+    "middle blocks without layers": (lambda: linear_blocks(4), ["blocks.0.0", "blocks.3.0"]),
+    "changes in place": (lambda: [InPlace() for _ in range(3)], [f"blocks.{k}.up" for k in range(3)]),
+    "a layer of all blocks": (lambda: linear_blocks(3, nn.Linear(8, 8)), ["blocks.0.0", "blocks.0.2"]),
+}
+
+
+@pytest.mark.parametrize(("make_blocks", "names"), CHAINS.values(), ids=CHAINS)
 def test_blocks_read_the_inputs_that_a_whole_forward_pass_gives(make_blocks, names, monkeypatch):
     torch.manual_seed(0)
     dense, config = Stack(make_blocks()), [{"tensor_fqn": f"{name}.weight"} for name in names]
@@ -338,14 +321,6 @@ def test_a_cache_is_as_it_was_whenever_a_block_runs():
 
 
 def test_both_calls_of_a_layer_that_is_called_twice_count():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.head(self.layer(self.layer(x).relu()))
-
     class Tokens:
         needs = ("input_square",)
 
@@ -353,25 +328,12 @@ def test_both_calls_of_a_layer_that_is_called_twice_count():
             tokens[statistics.name] = statistics.tokens
             return weight.abs()
 
-    tokens = {}
-    one_shot(prepared(Twice(), score=Tokens(), nnz=2, scope_shape=(1, 4)), correlated(2, 32), compensate=None)
-    assert tokens == {"layer.weight": 128, "head.weight": 64}
-
-
-@pytest.mark.parametrize("skipped", [[1], [0, 1, 2]], ids=["one block", "all blocks"])
-def test_batches_that_skip_blocks(skipped):
-    class Skips(Model):
-        def forward(self, x):
-            x = self.first(x)
-            for k, block in enumerate(self.blocks):
-                x = x if k in skipped and len(x) < 20 else block(x)
-            return self.head(x)
-
-    batches = [*correlated(), *correlated(2, 10, seed=1)]
-    report = one_shot(prepared(Skips(blocks=3)), batches)
-    assert report.blocks == 0 and all(r.after < r.before for r in report)
-    with pytest.raises(SparsityError, match="blocks='blocks' do not form a chain"):
-        one_shot(prepared(Skips(blocks=3)), batches, blocks="blocks")
+    tokens, layer = {}, nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(8, 4))
+    report = one_shot(
+        prepared(model, score=Tokens(), nnz=2, scope_shape=(1, 4)), correlated(2), compensate="least_squares"
+    )
+    assert tokens == {"0.weight": 128, "3.weight": 64} and all(r.after < r.before for r in report)
 
 
 def test_autocast_is_for_the_model_alone():
@@ -432,16 +394,9 @@ def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
 
 
 def test_another_model_does_not_go_on_where_an_interrupted_one_stopped():
-    sparsifier, batches, calls = prepared(), correlated(2), []
-
-    def forward(model, batch):
-        calls.append(0)
-        if len(calls) == 7:
-            raise KeyboardInterrupt
-        return model(batch)
-
+    sparsifier, batches = prepared(), correlated(2)
     with pytest.raises(KeyboardInterrupt):
-        one_shot(sparsifier, batches, forward)
+        one_shot(sparsifier, batches, interrupted(7))
     assert not sparsifier.mask("first.weight").all()
     sparsifier.squash_mask()
     sparsifier.prepare(Model())

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from pruned_models import STRUCTURES, correlated, prepared
+from pruned_models import STRUCTURES, correlated, layer_of, prepared
 from torch import nn
 
 from sparsekit_ao import SparsityError
-from sparsekit_ao.oneshot.prune_layer import Layer, matrix_scopes
+from sparsekit_ao.oneshot.prune_layer import matrix_scopes
 from sparsekit_ao.oneshot.solvers import (
     SOLVERS,
     admm,
@@ -31,11 +31,8 @@ def scopes_of(weight, **options):
     """What competes in a matrix, as `one_shot` gives it to the solvers."""
     linear = nn.Linear(*weight[0].T.shape, bias=False, dtype=weight.dtype)
     sparsifier = prepared(nn.Sequential(linear), **options)
-    (group,) = sparsifier.groups
-    components = sparsifier._planned(sparsifier.groups).components
-    target, statistics = sparsifier._target(group, ()), sparsifier._statistics_of(group)
-    layer = Layer(index=0, target=target, statistics=statistics, weight=weight[0], components=components)
-    return matrix_scopes(sparsifier, layer, statistics)
+    layer = layer_of(sparsifier)
+    return matrix_scopes(sparsifier, layer, layer.statistics)
 
 
 KNOWN = [(s, n) for s in SOLVERS for n in STRUCTURES if s != "sparsegpt" or n in ("2:4", "unstructured")]
