@@ -83,11 +83,11 @@ def one_shot(
     model = sparsifier.model
     assert model is not None
     checked_batches(batches, token_mask, forward, "one_shot")
-    listed = list(batches)
-    if not listed:
+    data_batches = list(batches)
+    if not data_batches:
         raise SparsityError("one_shot: there are no batches; an iterator that was used up before gives none")
-    token_masks = [token_mask_of(batch, token_mask, "one_shot") for batch in listed]
-    data = CalibrationData(batches=listed, forward=forward, token_masks=token_masks)
+    token_masks = [token_mask_of(batch, token_mask, "one_shot") for batch in data_batches]
+    data = CalibrationData(batches=data_batches, forward=forward, token_masks=token_masks)
     with eval_mode(model), torch.no_grad():
         rows, count = _Pass(sparsifier, data, compensate, blocks, resume).run(progress, checkpoint)
     sparsifier._one_shot = None
@@ -128,10 +128,10 @@ class _Pass:
         self.groups = sparsifier.groups
         self.index = {g["tensor_fqn"]: i for i, g in enumerate(self.groups)}
         plan = sparsifier._planned(self.groups)
-        shared = {id(c) for own in plan.connected if any(len(c.leaves) > 1 for c in own) for c in own}
+        shared = {id(c) for coupled in plan.connected if any(len(c.leaves) > 1 for c in coupled) for c in coupled}
         self.components = plan.components
         self.shared = [c for c in plan.components if id(c) in shared]  # of tensors that are coupled or share a budget
-        self.own = [[c for c in plan.connected[i] if id(c) not in shared] for i in range(len(self.groups))]
+        self.single = [[c for c in plan.connected[i] if id(c) not in shared] for i in range(len(self.groups))]
         saved = sparsifier._one_shot if resume else None
         self.progress = {"rows": {}, "masks": {}} if saved is None else saved
         self.rows, self.masks = self.progress["rows"], self.progress["masks"]  # of finished layers; of shared choices
@@ -183,7 +183,7 @@ class _Pass:
     def _needs(self, at: int) -> Iterable[str]:
         """What is recorded for a tensor: G, for compensation and the report, and what its own scores need."""
         adapter = self.sparsifier._adapter(self.groups[at])
-        scores = [n for c in self.own[at] for n in needs_of(c.score) if n not in GRADIENTS]
+        scores = [n for c in self.single[at] for n in needs_of(c.score) if n not in GRADIENTS]
         return [*scores, "input_gram"] if adapter is not None and adapter.has_gram else scores
 
     def _sequence(self, needs: Callable[[int], Iterable[str]]) -> SequentialPass:
@@ -211,7 +211,7 @@ class _Pass:
             target=target,
             statistics=self._statistics(target.name, recorded),
             weight=weight if weight.dtype == torch.float64 else weight.float(),
-            components=self.own[at],
+            components=self.single[at],
             mask=self.masks.get(target.name),
         )
 
