@@ -188,7 +188,7 @@ class Target:
     needs: tuple[str, ...]
     adapter: LayerAdapter | None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Raise where these statistics cannot be collected for this weight."""
         needs_inputs, needs_gradients = (any(n in kind for n in self.needs) for kind in (INPUTS, GRADIENTS))
         if self.adapter is None and needs_inputs:
@@ -228,6 +228,8 @@ class Calibration:
         self.token_mask: Tensor | None = None
         self.statistics: dict[str, Statistics] = {}
         self._targets, self._on_success = list(targets), on_success
+        for target in self._targets:
+            target.check()
         self._handles: list[RemovableHandle] = []
         self._last_read: tuple[Tensor, int, Tensor | None, dict[str, Any]] | None = None
 
