@@ -114,7 +114,7 @@ def prune(
     """A copy of the model, pruned in one pass; kept weights make up for the others."""
     model, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score="wanda", pattern=choice.pattern)
     sparsifier.prepare(model, [{"tensor_fqn": choice.tensors}])
-    one_shot(sparsifier, calibration, compensate=compensate, where="attention_mask")
+    one_shot(sparsifier, calibration, compensate=compensate, token_mask="attention_mask")
     sparsifier.squash_mask()
     return model, sparsifier
 

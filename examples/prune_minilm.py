@@ -131,7 +131,7 @@ def compare(
     for name, (score, compensation) in methods_of(args).items():
         model, sparsifier, start = copy.deepcopy(dense), ScopeSparsifier(score=score), time.perf_counter()
         sparsifier.prepare(model, make_config(model, args.pattern, args.level))
-        one_shot(sparsifier, calibration, compensate=compensation, where="attention_mask")
+        one_shot(sparsifier, calibration, compensate=compensation, token_mask="attention_mask")
         seconds = time.perf_counter() - start
         found = Pruned(name, model, sparsifier, similarity(embed(model, batches), target))
         print(f"| {name} | {found.cosine:.4f} | {seconds:.1f} |", flush=True)

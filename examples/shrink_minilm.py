@@ -133,7 +133,7 @@ def shrink(
     student, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score=element_score)
     chosen = [(dataclasses.replace(c, scores=members), levels[c.name]) for c in couplings]
     sparsifier.prepare(student, [entry for c, level in chosen for entry in c.entries(student, **level)])
-    one_shot(sparsifier, calibration, compensate=compensation, where="attention_mask")
+    one_shot(sparsifier, calibration, compensate=compensation, token_mask="attention_mask")
     sparsifier.squash_mask()
     return compact(student, couplings, example)
 

@@ -22,7 +22,8 @@ from machine import RESULTS, show, write_csv
 from torch import Tensor, nn
 
 from sparsekit_ao import ScopeSparsifier, one_shot, patterns
-from sparsekit_ao.oneshot import layers
+from sparsekit_ao.calibration import damped_gram
+from sparsekit_ao.oneshot import prune_layer, solvers
 
 sys.path.append(str(Path(__file__).parent.parent))  # for prune_minilm
 LAYERS = (
@@ -104,17 +105,14 @@ def obs_alone(sparsifier: ScopeSparsifier, x: Tensor) -> tuple[Tensor, float]:
     sparsifier.calibrate([x], needs=["input_gram"])
     (group,) = sparsifier.groups
     target, weight = sparsifier._target(group, ()), sparsifier._dense(group)
-    own = layers.Layer(
-        at=0,
-        target=target,
-        statistics=sparsifier.statistics[target.name],
-        weight=weight,
-        components=sparsifier._planned(sparsifier.groups).components,
-    )
+    statistics = sparsifier.statistics[target.name]
+    components = sparsifier._planned(sparsifier.groups).components
+    layer = prune_layer.Layer(index=0, target=target, statistics=statistics, weight=weight, components=components)
     start = time.perf_counter()
-    layers._prune_from_left(sparsifier, own, "obs")
-    assert own.found is not None
-    return own.found, time.perf_counter() - start
+    gram = damped_gram(statistics.input_gram, prune_layer.DAMP)
+    scopes = prune_layer.matrix_scopes(sparsifier, layer, statistics)
+    _, compensated = solvers.structured_obs(statistics.matrix(weight), gram, scopes)
+    return statistics.from_matrix(compensated), time.perf_counter() - start
 
 
 def measure(layer: str, weight: Tensor, x: Tensor, repeat: int) -> list[dict]:

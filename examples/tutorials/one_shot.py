@@ -71,7 +71,7 @@ for score, compensate in (("magnitude", None), ("wanda", None), ("wanda", "least
     sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4), score=score)
     layers = "encoder.layer.0.attention.*.weight" if TINY else "encoder.*(query|key|value|dense).weight"
     sparsifier.prepare(model, [{"tensor_fqn": layers if TINY else f"re:{layers}"}], exclude=[torch.nn.LayerNorm])
-    reports[compensate] = one_shot(sparsifier, calibration, compensate=compensate, where="attention_mask")
+    reports[compensate] = one_shot(sparsifier, calibration, compensate=compensate, token_mask="attention_mask")
     cosine = (embed(model) * target).sum(1).mean()
     print(f"{score:>9}, compensate={compensate}: cosine {cosine:.3f} to the dense model")
 

@@ -1,22 +1,40 @@
 """Statistics of layers over calibration data, which scores and compensation read."""
 
-from .collect import Calibration, Target, call, checked_batches, run_batches, shown, tokens_of
-from .forms import Form, form_of
-from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics, check_statistics
+from .adapters import LayerAdapter, adapter_of
+from .calibrate import (
+    GRADIENTS,
+    INPUTS,
+    NEEDS,
+    Calibration,
+    Statistics,
+    Target,
+    call,
+    checked_batches,
+    damped_gram,
+    damped_inverse,
+    eval_mode,
+    loaded_statistics,
+    progress_bar,
+    run_batches,
+    token_mask_of,
+)
 
 __all__ = [
     "GRADIENTS",
     "INPUTS",
     "NEEDS",
     "Calibration",
-    "Form",
+    "LayerAdapter",
     "Statistics",
     "Target",
+    "adapter_of",
     "call",
-    "check_statistics",
     "checked_batches",
-    "form_of",
+    "damped_gram",
+    "damped_inverse",
+    "eval_mode",
+    "loaded_statistics",
+    "progress_bar",
     "run_batches",
-    "shown",
-    "tokens_of",
+    "token_mask_of",
 ]

@@ -16,25 +16,28 @@ tensor([[0, 1, 0, 1],
         [0, 1, 0, 1]], dtype=torch.int32)
 """
 
-from .built_in import (
+from .saliency import (
     NAMES,
     BuiltInScore,
     Score,
     fisher,
+    joint_saliency,
     keyed_generator,
     lamp,
     magnitude,
     movement,
+    needs_of,
     obd,
     obs,
     obs_block,
+    parse_score,
     random,
     ria,
+    saliency_of,
     scale,
     taylor,
     wanda,
 )
-from .call import needs_of, parse_score, saliency_of
 
 __all__ = [
     "NAMES",

@@ -10,14 +10,14 @@ from .. import masking
 from ..calibration import (
     NEEDS,
     Calibration,
-    Form,
+    LayerAdapter,
     Statistics,
     Target,
-    check_statistics,
+    adapter_of,
     checked_batches,
-    form_of,
+    loaded_statistics,
+    progress_bar,
     run_batches,
-    shown,
 )
 from ..errors import SparsityError
 from .base import MaskSparsifier
@@ -28,7 +28,7 @@ class CalibratedSparsifier(MaskSparsifier):
     """A sparsifier whose scores may need statistics of calibration data."""
 
     _statistics: Mapping[str, Statistics] = {}
-    _forms: Mapping[str, Form | None] = {}
+    _adapters: Mapping[str, LayerAdapter | None] = {}
 
     @abstractmethod
     def _needs(self) -> Mapping[str, tuple[str, ...]]:
@@ -39,7 +39,7 @@ class CalibratedSparsifier(MaskSparsifier):
         batches: Iterable[Any] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         *,
-        where: str | Callable[[Any], Tensor] | None = None,
+        token_mask: str | Callable[[Any], Tensor] | None = None,
         needs: Sequence[str] = (),
         progress: bool = True,
     ) -> Calibration | None:
@@ -51,11 +51,11 @@ class CalibratedSparsifier(MaskSparsifier):
         Args:
             batches: each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
                 positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`),
-                in which `c.where` may be set before each forward pass.
+                in which `c.token_mask` may be set before each forward pass.
             forward: `(model, batch) -> output`, called instead; scores of gradients need the loss from it.
-            where: which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
-                applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
-                (a pooled token, say), count every position.
+            token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+                It applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something
+                else (a pooled token, say), count every position.
             needs: more statistics for every tensor, some of `calibration.NEEDS`.
             progress: show a progress bar on a terminal.
 
@@ -75,14 +75,28 @@ class CalibratedSparsifier(MaskSparsifier):
         """
         self._need_prepared("calibrate")
         assert self.model is not None
-        calibration = Calibration(self._targets(self._needs(), needs), self._add_statistics)
+        for need in needs:
+            if need not in NEEDS:
+                raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
+        needs_of_scores = self._needs()
+        needs_of_groups = [(g, (*needs_of_scores.get(g["tensor_fqn"], ()), *needs)) for g in self.groups]
+        targets = [self._target(g, needs_of_group) for g, needs_of_group in needs_of_groups if needs_of_group]
+        if not targets:
+            raise SparsityError(
+                "calibrate: no score of this sparsifier needs statistics; give one that does (score='wanda'), or name "
+                "them in needs="
+            )
+        calibration = Calibration(targets, self._add_statistics)
         if batches is None:
-            if forward is not None or where is not None:
-                raise SparsityError("calibrate: forward and where need batches; in a context set c.where instead")
+            if forward is not None or token_mask is not None:
+                raise SparsityError(
+                    "calibrate: forward and token_mask need batches; in a context set c.token_mask instead"
+                )
             return calibration
-        checked_batches(batches, where, forward, "calibrate")
+        checked_batches(batches, token_mask, forward, "calibrate")
         with calibration:
-            run_batches(calibration, self.model, shown(batches, "calibrate", progress), forward, where)
+            bar = progress_bar(batches, "calibrate", progress, unit="batch")
+            run_batches(calibration, self.model, bar, forward, token_mask)
         return None
 
     @property
@@ -96,26 +110,9 @@ class CalibratedSparsifier(MaskSparsifier):
 
     def _forget_model(self) -> None:
         super()._forget_model()
-        self._forms, self._statistics = {}, {}
+        self._adapters, self._statistics = {}, {}
 
-    def _targets(self, own: Mapping[str, Sequence[str]], more: Sequence[str] = ()) -> list[Target]:
-        for need in more:
-            if need not in NEEDS:
-                raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
-        found = []
-        for group in self.groups:
-            fqn = group["tensor_fqn"]
-            needs = tuple(dict.fromkeys((*own.get(fqn, ()), *more)))
-            if needs:
-                found.append(self._target(group, needs))
-        if not found:
-            raise SparsityError(
-                "calibrate: no score of this sparsifier needs statistics; give one that does (score='wanda'), or name "
-                "them in needs="
-            )
-        return found
-
-    def _target(self, group: TensorGroup, needs: tuple[str, ...]) -> Target:
+    def _target(self, group: TensorGroup, needs: Iterable[str]) -> Target:
         module, name = group["module"], group["tensor_name"]
         return Target(
             name=group["tensor_fqn"],
@@ -123,34 +120,37 @@ class CalibratedSparsifier(MaskSparsifier):
             tensor_name=name,
             parameter=masking.parameter_under(module, name),
             shape=tuple(self._live_mask(group).shape),
-            needs=needs,
-            form=self._form(group),
+            needs=tuple(dict.fromkeys(needs)),
+            adapter=self._adapter(group),
         )
 
-    def _form(self, group: TensorGroup) -> Form | None:
-        """How a tensor is a matrix; found for all tensors at once and kept until `prepare`."""
+    def _adapter(self, group: TensorGroup) -> LayerAdapter | None:
+        """How a tensor is a matrix; looked up for all tensors at once and kept until `prepare`."""
         assert self.model is not None
-        if set(self._forms) != {g["tensor_fqn"] for g in self.groups}:
+        if set(self._adapters) != {g["tensor_fqn"] for g in self.groups}:
             attentions = {id(m.out_proj): m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}
-            self._forms = {g["tensor_fqn"]: form_of(g["module"], g["tensor_name"], attentions) for g in self.groups}
-        return self._forms[group["tensor_fqn"]]
+            adapters = [adapter_of(g["module"], g["tensor_name"], attentions) for g in self.groups]
+            self._adapters = {g["tensor_fqn"]: a for g, a in zip(self.groups, adapters, strict=True)}
+        return self._adapters[group["tensor_fqn"]]
 
     def _statistics_of(self, group: TensorGroup) -> Statistics:
-        fqn = group["tensor_fqn"]
-        found = self._statistics.get(fqn)
-        if found is None:
-            return Statistics(name=fqn, shape=tuple(self._live_mask(group).shape), form=self._form(group))
-        found.form = self._form(group)
-        return found
+        """What was recorded for a tensor, or statistics without sums."""
+        statistics = self._statistics.get(group["tensor_fqn"]) or self._blank(group)
+        statistics.adapter = self._adapter(group)  # which a copy or a pickle has not
+        return statistics
 
-    def _add_statistics(self, found: Mapping[str, Statistics]) -> None:
-        merged = dict(self._statistics)
-        for name, new in found.items():
-            if name in merged:
-                merged[name].add(new.sums, new.tokens, new.passes)
+    def _blank(self, group: TensorGroup) -> Statistics:
+        shape = tuple(self._live_mask(group).shape)
+        return Statistics(name=group["tensor_fqn"], shape=shape, adapter=self._adapter(group))
+
+    def _add_statistics(self, new: Mapping[str, Statistics]) -> None:
+        total = dict(self._statistics)
+        for name, statistics in new.items():
+            if name in total:
+                total[name].add(statistics.sums, statistics.tokens, statistics.passes)
             else:
-                merged[name] = new
-        self._statistics = merged
+                total[name] = statistics
+        self._statistics = total
 
     def _pickled(self) -> dict[str, Any]:
         return {**super()._pickled(), "statistics": {name: s.saved() for name, s in self._statistics.items()}}
@@ -163,23 +163,9 @@ class CalibratedSparsifier(MaskSparsifier):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
         self._need_prepared("load_state_dict")
-        shapes = {g["tensor_fqn"]: tuple(self._live_mask(g).shape) for g in self.groups}
         saved = state_dict.get("statistics", {}) if isinstance(state_dict, Mapping) else {}
-        if saved != {}:
-            own = {g["tensor_fqn"]: self._form(g) for g in self.groups}
-            blank = {fqn: Statistics(name=fqn, shape=shapes[fqn], form=form) for fqn, form in own.items()}
-            check_statistics(saved, blank, "load_state_dict: ")
+        groups = {g["tensor_fqn"]: g for g in self.groups if saved != {}}
+        devices = {name: self._live_mask(g).device for name, g in groups.items()}
+        loaded = loaded_statistics(saved, {name: self._blank(g) for name, g in groups.items()}, devices)
         super().load_state_dict(state_dict, strict)
-        devices = {g["tensor_fqn"]: self._live_mask(g).device for g in self.groups}
-        self._statistics = {
-            name: Statistics(
-                name=name,
-                shape=shapes[name],
-                form=None,
-                tokens=own["tokens"],
-                passes=own["passes"],
-                sums={k: v.to(devices[name], copy=True) for k, v in own["sums"].items()},
-            )
-            for name, own in saved.items()
-            if name in shapes
-        }
+        self._statistics = loaded

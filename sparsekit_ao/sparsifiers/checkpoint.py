@@ -18,8 +18,8 @@ from ..masking import find_mask
 from .config import TensorGroup, copied
 
 MaskSparsifier = Any  # of `base`, which imports this module
-# A scheduler's wrapper around the bound method holds the old instance; a plan is made again when it is needed.
-_NOT_COPIED = ("step", "_plan", "_forms")
+# A scheduler's wrapper around the bound method holds the old instance; pruning groups are made again when needed.
+_NOT_COPIED = ("step", "_grouped", "_adapters")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 _ROW = {"tensor": str, "before": float, "after": float, "density": float, "seconds": float, "note": str}  # of a report
 

@@ -172,18 +172,15 @@ class PruningGroup:
         return "sparsity_level", level
 
     def request(
-        self,
-        masks: Mapping[int, Tensor],
-        keep: int | Tensor,
-        values: dict[Tensor, Tensor],
+        self, masks: Mapping[int, Tensor], keep: int | Tensor, values: dict[Tensor, Tensor], norm: float | None
     ) -> Request:
-        """Return the request that fills the masks, {index of a group: mask}, by these values."""
+        """Return the request that fills the masks, {index of a group: mask}, by this norm of these values."""
         return Request(
             scope=self.scope,
             masks={spec: masks[at] for spec, at in self.members},
             keep=keep,
             values=values,
-            norm=self.norm_of(values.values()),
+            norm=norm,
             within_mask=self.stage > 0,
         )
 
@@ -225,7 +222,7 @@ def labels_of(spec: BlockSpec) -> Tensor:
 
 def _is_consumer(spec: BlockSpec, statistics: Statistics) -> bool:
     """Whether each block is the same inputs of all outputs."""
-    if statistics.form is None:
+    if statistics.adapter is None:
         return False
     labels = statistics.matrix(labels_of(spec))
     return bool((labels == labels[:, :1]).all()) and bool((labels != labels[:, :, :1]).any())

@@ -259,7 +259,7 @@ class BudgetSparsifier(CalibratedSparsifier):
         stages: dict[int, list[tuple[PruningGroup, Request]]] = {}
         for g in pruning_groups:  # scores may raise, so all of them are called before any mask is written
             values = g.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
-            stages.setdefault(g.stage, []).append((g, g.request(masks, keeps[g], values)))
+            stages.setdefault(g.stage, []).append((g, g.request(masks, keeps[g], values, g.norm_of(values.values()))))
         for _, request in stages.get(0, ()):
             for spec, mask in request.masks.items():
                 if spec.view.numel() < spec.view.param.numel():  # a later stage may have dropped what is outside it

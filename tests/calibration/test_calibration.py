@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
-from sparsekit_ao.calibration import form_of
+from sparsekit_ao.calibration import adapter_of
 
 torch.manual_seed(0)
 
@@ -49,13 +49,13 @@ def test_a_layer_is_a_product_of_recorded_rows_and_its_matrix(name):
     make, shape = LAYERS[name]
     layer, x = make().eval(), torch.randn(shape)
     nn.init.zeros_(layer.bias)
-    form = form_of(layer, "weight", {})
-    matrix = form.matrix(layer.weight)
-    assert torch.equal(form.weight(matrix, layer.weight.shape), layer.weight)
-    rows = torch.cat(list(form.rows(form.inputs((x,), {}), None)), 1)
+    adapter = adapter_of(layer, "weight", {})
+    matrix = adapter.matrix(layer.weight)
+    assert torch.equal(adapter.weight(matrix, layer.weight.shape), layer.weight)
+    rows = torch.cat(list(adapter.rows(adapter.inputs((x,), {}), None)), 1)
     product = (rows @ matrix.mT).mT.flatten(0, 1)  # [outputs, tokens]
     output = layer(x)
-    channel = -1 if form.reads_rows else -1 - len(layer.kernel_size)
+    channel = -1 if adapter.reads_rows else -1 - len(layer.kernel_size)
     torch.testing.assert_close(product, output.movedim(channel, 0).flatten(1), rtol=1e-4, atol=1e-5)
 
 
@@ -90,24 +90,24 @@ def test_sums_of_squares_and_gram_matrices_over_batches():
     assert model.training and hooks_of(model) == 0
 
 
-def test_a_calibration_adds_to_the_one_before_until_statistics_are_forgotten():
-    model = mlp()
-    one, two = prepared(model), None
-    batches = [torch.randn(4, 8), torch.randn(2, 8)]
-    one.calibrate(batches)
-    two = prepared(copy.deepcopy(mlp()).requires_grad_(False))
-    two.model.load_state_dict(model.state_dict())
-    for batch in batches:
-        with two.calibrate():
-            two.model(batch)
-    for name, found in one.statistics.items():
-        torch.testing.assert_close(found.input_square, two.statistics[name].input_square)
-        assert found.tokens == two.statistics[name].tokens == 6
-    one.forget_statistics()
-    assert not one.statistics
+def test_calibrations_add_up_until_statistics_are_forgotten():
+    sparsifier, batches = prepared(mlp()), [torch.randn(4, 8), torch.randn(2, 8)]
+    sparsifier.calibrate(batches[:1])
+    sparsifier.calibrate(batches[1:], needs=["input_gram"])
+    found, x = sparsifier.statistics["0.weight"], torch.cat(batches)
+    torch.testing.assert_close(found.input_square[0], x.square().sum(0))
+    torch.testing.assert_close(found.input_gram[0], batches[1].T @ batches[1])
+    assert found.tokens == 6
+    sparsifier.forget_statistics()
+    assert not sparsifier.statistics
+    context = sparsifier.calibrate()
+    for batch in batches:  # a context that is entered twice adds each pass once
+        with context:
+            sparsifier.model(batch)
+    torch.testing.assert_close(sparsifier.statistics["0.weight"].input_square[0], x.square().sum(0))
 
 
-def test_padding_is_left_out_by_where():
+def test_padding_is_left_out_by_a_token_mask():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -117,19 +117,17 @@ def test_padding_is_left_out_by_where():
             return {"logits": self.pooled(self.layer(x)[:, 0])}
 
     x, keep = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    sparsifier = prepared(Model())
-    sparsifier.calibrate([{"x": x, "attention_mask": keep}], where="attention_mask")
+    batch, sparsifier = {"x": x, "attention_mask": keep}, prepared(Model())
+    sparsifier.calibrate([batch], token_mask="attention_mask")
     found = sparsifier.statistics
     torch.testing.assert_close(found["layer.weight"].input_square[0], x[keep.bool()].square().sum(0))
     assert found["layer.weight"].tokens == 3 and found["pooled.weight"].tokens == 2
-    sparsifier.forget_statistics()
-    sparsifier.calibrate([{"x": x, "attention_mask": keep}], where=lambda batch: batch["attention_mask"] == 0)
-    assert sparsifier.statistics["layer.weight"].tokens == 3
-    sparsifier.forget_statistics()
+    sparsifier.calibrate([batch], token_mask=lambda batch: batch["attention_mask"] == 0)
+    assert sparsifier.statistics["layer.weight"].tokens == 6
     with sparsifier.calibrate() as c:
-        c.where = keep
-        sparsifier.model(x, keep)
-    assert sparsifier.statistics["layer.weight"].tokens == 3
+        c.token_mask = keep
+        sparsifier.model(**batch)
+    assert sparsifier.statistics["layer.weight"].tokens == 9
 
 
 def test_an_embedding_counts_its_tokens():
@@ -237,25 +235,19 @@ def test_movement_is_recorded_while_the_user_trains():
 
 
 def test_statistics_are_saved_copied_and_pickled():
-    model, batches = mlp(), [torch.randn(8, 8)]
-    sparsifier = prepared(model)
-    sparsifier.calibrate(batches)
+    model = mlp()
+    sparsifier, other = prepared(model), prepared(mlp())
+    sparsifier.calibrate([torch.randn(8, 8)])
     sparsifier.step()
-    twin_model = copy.deepcopy(model)
-    fresh = mlp()
-    other = prepared(fresh)
-    fresh.load_state_dict(twin_model.state_dict())
+    other.model.load_state_dict(model.state_dict())
     other.load_state_dict(sparsifier.state_dict())
+    twin, again = copy.deepcopy(sparsifier), pickle.loads(pickle.dumps(sparsifier))
+    again.prepare(mlp())
     other.step()
-    twin = copy.deepcopy(sparsifier)
     twin.step()
-    again = pickle.loads(pickle.dumps(sparsifier))
-    clean = mlp()
-    again.prepare(clean)
     for name in sparsifier.state:
-        assert torch.equal(other.mask(name), sparsifier.mask(name)) and torch.equal(
-            twin.mask(name), sparsifier.mask(name)
-        )
+        masks = [s.mask(name) for s in (sparsifier, other, twin)]
+        assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
         assert torch.equal(again.statistics[name].input_square, sparsifier.statistics[name].input_square)
     other.statistics["0.weight"].sums["input_square"].zero_()
     assert sparsifier.statistics["0.weight"].input_square.any()
@@ -272,7 +264,7 @@ def check_error(sparsifier, text, *args, **kwargs):
 
 def test_bad_calls():
     check_error(prepared(mlp()), "calibrate: there are no batches", [])
-    check_error(prepared(mlp()), "forward and where need batches", forward=loss)
+    check_error(prepared(mlp()), "forward and token_mask need batches", forward=loss)
     check_error(prepared(mlp()), "needs are some of 'input_square'.*got 'hessian'", [0], needs=["hessian"])
     check_error(prepared(mlp(), score=None), "no score of this sparsifier needs statistics", [torch.ones(1, 8)])
     check_error(prepared(mlp(), score="taylor"), r"a scalar; got a tensor \(1, 4\)", [torch.ones(1, 8)])
@@ -329,22 +321,12 @@ def test_sums_are_float32_under_autocast_and_recorded_in_inference_mode():
     torch.testing.assert_close(sparsifier.statistics["0.weight"].input_gram[0].clone(), x.T @ x)
 
 
-def test_a_context_that_is_entered_twice_adds_each_pass_once():
-    sparsifier = prepared(nn.Sequential(nn.Linear(4, 4)))
-    context = sparsifier.calibrate()
-    for _ in range(2):
-        with context:
-            sparsifier.model(torch.ones(3, 4))
-    found = sparsifier.statistics["0.weight"]
-    assert found.tokens == 6 and (found.input_square == 6).all()
-
-
-def test_where_fits_inputs_whose_first_dimension_is_tokens():
+def test_a_token_mask_fits_inputs_whose_first_dimension_is_tokens():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)  # batch_first=False
     sparsifier = prepared(layer, config=[{"tensor_fqn": "linear1.weight"}])
     x, keep, read = torch.randn(5, 3, 8), torch.rand(3, 5) < 0.6, []
     layer.linear1.register_forward_pre_hook(lambda module, args: read.append(args[0].detach()))
-    sparsifier.calibrate([x], where=lambda batch: keep)
+    sparsifier.calibrate([x], token_mask=lambda batch: keep)
     found = sparsifier.statistics["linear1.weight"]
     assert found.tokens == keep.sum()
     torch.testing.assert_close(found.input_square[0], read[0][keep.T].square().sum(0))
@@ -369,14 +351,6 @@ def test_nested_tensors_are_refused_with_advice():
         sparsifier.calibrate([{"src": torch.randn(2, 3, 8), "src_key_padding_mask": padding}])
 
 
-def test_sums_of_squares_and_gram_matrices_of_several_calibrations_add_up():
-    sparsifier = prepared(nn.Sequential(nn.Linear(4, 4)))
-    sparsifier.calibrate([torch.ones(3, 4)])
-    sparsifier.calibrate([torch.ones(2, 4)], needs=["input_gram"])
-    found = sparsifier.statistics["0.weight"]
-    assert found.tokens == 5 and (found.input_square == 5).all() and (found.input_gram == 2).all()
-
-
 def test_statistics_are_those_of_the_model_that_was_prepared_last():
     sparsifier = ScopeSparsifier(score="wanda")
     for factor in (1, 2):
@@ -385,7 +359,7 @@ def test_statistics_are_those_of_the_model_that_was_prepared_last():
         assert not sparsifier.statistics
         sparsifier.calibrate([torch.full((3, 4), float(factor))])
         found = sparsifier.statistics["0.weight"]
-        assert found.form.module is model[0] and (found.input_square == 3 * factor**2).all()
+        assert found.adapter.module is model[0] and (found.input_square == 3 * factor**2).all()
         sparsifier.step()
         sparsifier.squash_mask()
 

@@ -1,4 +1,4 @@
-"""Pruning in one pass: solvers against brute force, the walk over a model, couplings, interruptions, bad input."""
+"""Pruning in one pass: structures, blocks, couplings, interruptions and bad input."""
 
 import copy
 import dataclasses
@@ -10,236 +10,18 @@ import numpy as np
 import pytest
 import torch
 from hf_models import make
+from pruned_models import STRUCTURES, Model, correlated, distance, layer_of, prepared
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, one_shot, patterns, removal
-from sparsekit_ao.calibration import Statistics, collect
-from sparsekit_ao.calibration.gram import damped_inverse, joint_saliency
-from sparsekit_ao.oneshot import layers, run, walk
-from sparsekit_ao.oneshot.obs import column_chunks, sparsegpt, structured_obs
-from sparsekit_ao.oneshot.solve import admm, least_squares, relative_error
+from sparsekit_ao.calibration import Statistics, calibrate
+from sparsekit_ao.oneshot import sequential
+from sparsekit_ao.oneshot.prune_layer import prune_layer
+
+METHODS = [(method, structure) for method in ("admm", "obs", "least_squares", None) for structure in STRUCTURES]
 
 
-def problem(outputs=6, inputs=8, tokens=40, seed=0, dtype=torch.float64):
-    """(weight, X, G) of one layer with correlated inputs."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, inputs, generator=g, dtype=dtype) @ torch.randn(inputs, inputs, generator=g, dtype=dtype)
-    weight = torch.randn(1, outputs, inputs, generator=g, dtype=dtype)
-    return weight, x, (x.T @ x)[None]
-
-
-def loss_of(weight, found, x):
-    return (x @ (weight - found).mT).square().sum()
-
-
-# solvers
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_least_squares_is_lstsq_row_by_row(seed):
-    weight, x, gram = problem(seed=seed)
-    mask = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
-    found = least_squares(weight, gram, mask, steps=100)
-    expected = torch.zeros_like(weight)
-    for row in range(weight.shape[1]):
-        kept = mask[0, row]
-        expected[0, row, kept] = torch.linalg.lstsq(x[:, kept], x @ weight[0, row]).solution
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-    assert not found[~mask].any()
-
-
-def test_least_squares_of_a_singular_gram_matrix_keeps_what_the_data_does_not_determine():
-    weight, x, _ = problem(tokens=3)
-    x[:, 0] = 0  # a dead input
-    gram = (x.T @ x)[None]
-    mask = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.7
-    found = least_squares(weight, gram, mask)
-    assert found.isfinite().all() and torch.equal(found[..., 0], (weight * mask)[..., 0])
-    assert relative_error(weight, gram, found) < relative_error(weight, gram, weight * mask)
-    nothing = least_squares(weight, torch.zeros_like(gram), mask)
-    assert torch.equal(nothing, weight * mask)
-
-
-def test_the_relative_error_is_that_of_the_outputs():
-    weight, x, gram = problem()
-    found = weight * (torch.arange(8) % 2)
-    expected = ((x @ (weight - found).mT).norm() / (x @ weight.mT).norm()).item()
-    assert relative_error(weight, gram, found) == pytest.approx(expected)
-    assert relative_error(weight * 0, gram, found * 0) == 0.0
-
-
-def two_of_four(saliency):
-    rows = saliency.abs().unflatten(-1, (-1, 4))
-    return torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, rows.topk(2, -1).indices, True).flatten(-2)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_admm_finds_better_masks_than_magnitude_and_wanda(seed):
-    weight, _, gram = problem(32, 64, 256, seed)
-    scale = gram.diagonal(dim1=1, dim2=2)[:, None].sqrt()
-    masks = [two_of_four(weight), two_of_four(weight * scale), admm(weight, gram, two_of_four)[0]]
-    errors = [relative_error(weight, gram, least_squares(weight, gram, m)) for m in masks]
-    assert errors[2] < 0.9 * min(errors[:2])
-    assert (masks[2].unflatten(-1, (-1, 4)).sum(-1) == 2).all()
-
-
-def test_columns_are_cut_where_no_scope_crosses():
-    apart = torch.tensor([[0, 1, 0, 1, 2, 2], [3, 3, 3, 3, 4, 4]])
-    assert column_chunks(apart) == [(0, 4), (4, 6)]
-    assert column_chunks(torch.zeros(3, 5, dtype=torch.long)) == [(0, 5)]
-    assert column_chunks(torch.arange(6).view(2, 3)) == [(0, 1), (1, 2), (2, 3)]
-
-
-def best_set(w, inverse, columns, count):
-    """The `count` of some columns whose loss w_P^T (C_PP)^-1 w_P / 2 is least, by trying all; and that loss."""
-
-    def loss(p):
-        p = list(p)
-        return float(w[p] @ torch.linalg.solve(inverse[p][:, p], w[p]) / 2)
-
-    found = min(itertools.combinations(columns, count), key=loss)
-    return found, loss(found)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_obs_loss_and_compensation_are_those_of_the_best_remaining_weights(seed):
-    """For the first scope: the loss of a prune set equals the error after lstsq on what is left."""
-    weight, x, gram = problem(1, 6, seed=seed)
-    inverse = torch.linalg.inv(gram[0])
-    pruned, loss = best_set(weight[0, 0], inverse, range(6), 3)
-    kept = [j for j in range(6) if j not in pruned]
-    solution = torch.linalg.lstsq(x[:, kept], x @ weight[0, 0]).solution
-    assert 2 * loss == pytest.approx(float((x @ weight[0, 0] - x[:, kept] @ solution).square().sum()))
-    mask = torch.ones(1, 6, dtype=torch.bool)
-    mask[0, list(pruned)] = False
-    own, found = structured_obs(weight[0], inverse, [(0, 6)], lambda *_: mask)
-    assert torch.equal(own, mask)
-    torch.testing.assert_close(found[0, kept], solution)
-
-
-@pytest.mark.parametrize("widths", [(4, 4), (2, 4, 2), (1,) * 8])
-def test_what_obs_prunes_on_the_left_is_compensated_on_the_right(widths):
-    """Each chunk's compensation is the best for the columns that are not decided yet."""
-    weight, x, gram = problem(3, 8)
-    starts = list(itertools.accumulate((0, *widths)))
-    chunks = list(itertools.pairwise(starts))
-    mask = torch.rand(3, 8, generator=torch.Generator().manual_seed(1)) < 0.5
-    _, found = structured_obs(weight[0], torch.linalg.inv(gram[0]), chunks, lambda w, c, a, b: mask[:, a:b])
-    for row in range(3):
-        current = weight[0, row].clone()
-        for a, b in chunks:
-            free = mask[row].clone()
-            free[b:], free[:a] = True, False  # decided columns stay
-            fixed = torch.where(torch.arange(8) < a, current, 0)
-            target = x @ current - x @ fixed
-            solution = torch.linalg.lstsq(x[:, free], target).solution
-            current = fixed.index_put((free.nonzero().flatten(),), solution)
-        torch.testing.assert_close(found[row], current)
-
-
-def sparsegpt_by_loops(weight, inverse, n, m):
-    """The algorithm as the paper writes it, one weight at a time: inverse Hessians shrink column by column."""
-    w, c = weight.clone(), inverse.clone()
-    mask = torch.ones_like(w, dtype=torch.bool)
-    for j in range(w.shape[1]):
-        if j % m == 0:
-            diagonal = [1 / torch.linalg.cholesky(c[j:, j:], upper=True)[k, k] ** 2 for k in range(m)]
-            for i in range(w.shape[0]):
-                scores = [w[i, j + k] ** 2 * diagonal[k] for k in range(m)]
-                for k in sorted(range(m), key=lambda k: float(scores[k]))[: m - n]:
-                    mask[i, j + k] = False
-        for i in range(w.shape[0]):
-            if not mask[i, j]:
-                w[i, j + 1 :] -= w[i, j] / c[j, j] * c[j, j + 1 :]
-                w[i, j] = 0
-        c[j + 1 :, j + 1 :] -= torch.outer(c[j, j + 1 :], c[j, j + 1 :]) / c[j, j]
-    return mask, w
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_sparsegpt_is_a_double_loop(seed):
-    weight, _, gram = problem(5, 16, seed=seed)
-    inverse = torch.linalg.inv(gram[0])
-    mask, found = sparsegpt(weight[0], inverse, None, (2, 4))
-    expected_mask, expected = sparsegpt_by_loops(weight[0], inverse, 2, 4)
-    assert torch.equal(mask, expected_mask)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(("columns", "level"), [(16, 0.5), (300, 0.3), (130, 0.9)])
-def test_sparsegpt_keeps_an_exact_number_of_single_elements(columns, level):
-    weight, _, gram = problem(4, columns, 400)
-    mask, found = sparsegpt(weight[0], torch.linalg.inv(gram[0]), level, None)
-    assert int(mask.sum()) == round(4 * columns * (1 - level)) and not found[~mask].any()
-
-
-# whole models
-
-
-class Block(nn.Module):
-    def __init__(self, width, *, returns=lambda x: x):
-        super().__init__()
-        self.up, self.down, self.returns = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), returns
-
-    def forward(self, x, scale=1.0):
-        return self.returns(x + scale * self.down(torch.relu(self.up(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, width=16, blocks=2, returns=lambda x: x):
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList([Block(width, returns=returns) for _ in range(blocks)])
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x, mask=None):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, scale=0.5)
-            x = x[0] if isinstance(x, tuple) else x
-        return {"logits": self.head(x)}
-
-
-def correlated(count=6, tokens=32, width=8, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    mix = torch.randn(width, width, generator=g)
-    return [torch.randn(tokens, width, generator=g) @ mix for _ in range(count)]
-
-
-def prepared(model=None, *, config=None, seed=0, **options):
-    torch.manual_seed(seed)
-    model = Model() if model is None else model
-    sparsifier = ScopeSparsifier(**(options or {"nnz": 2, "scope_shape": (1, 4)}))
-    sparsifier.prepare(model, config)
-    return sparsifier
-
-
-def distance(dense, pruned, batches):
-    with torch.no_grad():
-        pairs = [(dense(b), pruned(b)) for b in batches]
-    pairs = [(a["logits"], b["logits"]) if isinstance(a, dict) else (a, b) for a, b in pairs]
-    return float(sum((a - b).square().sum() for a, b in pairs) / sum(a.square().sum() for a, _ in pairs))
-
-
-STRUCTURES = {
-    "2:4": {"nnz": 2, "scope_shape": (1, 4)},
-    "unstructured": {"sparsity_level": 0.5},
-    "rows": {"sparsity_level": 0.5, "scope_shape": (1, -1)},
-    "pairs": {"block_shape": (1, 2), "scope_shape": (1, 2), "nnz": 1},
-    "4 rows x 1 column": {"block_shape": (4, 1), "scope_shape": (1, 8), "nnz": 4},
-    "columns": {"block_shape": (-1, 1), "sparsity_level": 0.25},
-    "partial edge": {"block_shape": (1, 3), "edge": "partial", "sparsity_level": 0.5},
-    "V:N:M": {
-        "stages": [
-            {"block_shape": (4, 1), "scope_shape": (1, 8), "nnz": 4},
-            {"block_shape": (1, 1), "scope_shape": (1, 8), "nnz": 2},
-        ]
-    },
-}
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("method", ["admm", "obs", "least_squares", None])
+@pytest.mark.parametrize(("method", "structure"), [*METHODS, ("sparsegpt", "2:4"), ("sparsegpt", "unstructured")])
 def test_every_structure_is_exact_and_compensation_helps(structure, method):
     batches, options = correlated(), STRUCTURES[structure]
     config = [{"tensor_fqn": ["blocks.*.weight", "head.weight"], **options}]
@@ -262,79 +44,62 @@ def test_every_structure_is_exact_and_compensation_helps(structure, method):
         assert all(torch.equal(m, plain.mask(n)) or n != "blocks.0.up.weight" for n, m in masks.items())
 
 
-def test_sparsegpt_on_a_model_and_what_it_does_not_know():
-    dense, batches = Model(), correlated()
-    for options in (STRUCTURES["2:4"], STRUCTURES["unstructured"]):
-        sparsifier = prepared(copy.deepcopy(dense), **options)
-        report = one_shot(sparsifier, batches, compensate="sparsegpt")
-        sparsifier.check()
-        assert all(row.after < row.before for row in report)
-    for options in (STRUCTURES["pairs"], STRUCTURES["columns"]):
-        with pytest.raises(SparsityError, match="weight: compensate='sparsegpt' knows only N:M along the inputs"):
-            one_shot(prepared(copy.deepcopy(dense), **options), batches, compensate="sparsegpt")
-
-
 @pytest.mark.parametrize("returns", [lambda x: x, lambda x: (x, None)], ids=["tensor", "tuple"])
 def test_blocks_give_what_single_layers_give_up_to_the_inputs_within_a_block(returns):
     """The walk finds the blocks; layers between blocks are pruned from the same statistics as without blocks."""
-    batches = correlated()
-    one = prepared(Model(returns=returns))
+    dense, batches = Model(returns=returns), correlated()
+    one = prepared(copy.deepcopy(dense))
     report = one_shot(one, batches)
     order = [row.tensor for row in report]
     assert order[0] == "first.weight" and order[-1] == "head.weight" and order.index("blocks.0.up.weight") == 1
     # the same by hand: a calibration of the whole model as it was when the pass reached each unit
-    two = prepared(Model(returns=returns))
+    two = prepared(dense)
     names = [g["tensor_fqn"] for g in two.groups]
     for unit in ("first", "blocks.0", "blocks.1", "head"):
         two.forget_statistics()
         two.calibrate(batches, needs=["input_gram"])
         for name in (n for n in names if n.startswith(unit)):
-            layer = as_layer(two, names.index(name))
-            layers.compensate(two, [layer], "admm")
+            layer = layer_of(two, names.index(name))
+            prune_layer(two, layer, "admm")
             two.mask(name).copy_(layer.mask)
             with torch.no_grad():
-                layer.target.parameter.copy_(layer.found)
+                layer.target.parameter.copy_(layer.compensated)
     for name in one.state:
         assert torch.equal(one.mask(name), two.mask(name)), name
 
 
-def as_layer(sparsifier, at):
-    group = sparsifier.groups[at]
-    return layers.Layer(
-        at=at,
-        target=sparsifier._target(group, ()),
-        statistics=sparsifier.statistics[group["tensor_fqn"]],
-        weight=sparsifier._dense(group),
-        components=sparsifier._planned(sparsifier.groups).connected[at],
-    )
-
-
-def test_a_model_without_blocks_and_one_whose_blocks_do_not_chain():
-    batches = correlated()
+def test_a_model_without_blocks_and_blocks_that_are_none():
     parts = nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 4)
-    convolutional = nn.Sequential(*parts)
-    sparsifier = prepared(convolutional, sparsity_level=0.5)
-    report = one_shot(sparsifier, [b[:, None] for b in batches])
-    assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"] and all(
-        r.after < r.before for r in report
-    )
+    report = one_shot(prepared(nn.Sequential(*parts), sparsity_level=0.5), [b[:, None] for b in correlated()])
+    assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"]
+    assert all(r.after < r.before for r in report)
+    with pytest.raises(SparsityError, match="blocks='block' is no module of the model"):
+        one_shot(prepared(), correlated(), blocks="block")
+    with pytest.raises(SparsityError, match="blocks='head' is a ParametrizedLinear, not a ModuleList"):
+        one_shot(prepared(), correlated(), blocks="head")
 
-    class Skips(Model):
+
+CALLED = {
+    "in reverse": lambda blocks, x: blocks[::-1],
+    "all but one": lambda blocks, x: blocks if len(x) > 20 else blocks[::2],
+    "none": lambda blocks, x: blocks if len(x) > 20 else [],
+}
+
+
+@pytest.mark.parametrize("called", CALLED.values(), ids=CALLED)
+def test_blocks_that_do_not_form_a_chain(called):
+    class Other(Model):
         def forward(self, x):
             x = self.first(x)
-            for block in reversed(self.blocks):
+            for block in called(list(self.blocks), x):
                 x = block(x)
             return self.head(x)
 
-    sparsifier = prepared(Skips())
-    report = one_shot(sparsifier, batches)
-    assert [r.tensor for r in report][1] == "blocks.1.up.weight"
+    batches = [*correlated(), *correlated(2, 10, seed=1)]
+    report = one_shot(prepared(Other(blocks=3)), batches)
+    assert report.blocks == 0 and all(r.after < r.before for r in report)
     with pytest.raises(SparsityError, match="blocks='blocks' do not form a chain"):
-        one_shot(prepared(Skips()), batches, blocks="blocks")
-    with pytest.raises(SparsityError, match="blocks='block' is no module of the model"):
-        one_shot(prepared(), batches, blocks="block")
-    with pytest.raises(SparsityError, match="blocks='head' is a ParametrizedLinear, not a ModuleList"):
-        one_shot(prepared(), batches, blocks="head")
+        one_shot(prepared(Other(blocks=3)), batches, blocks="blocks")
 
 
 @pytest.mark.parametrize("name", ["BERT", "Llama", "GPT-2", "Mixtral", "T5"])
@@ -342,72 +107,22 @@ def test_transformers(name):
     model, inputs = make(name)
     sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
     sparsifier.prepare(model, exclude=["*lm_head*"] if name in ("T5",) else [])
-    dense = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if name == "Mixtral" else "error")
         report = one_shot(sparsifier, [inputs])
     sparsifier.check()
     assert all(r.after <= r.before for r in report if r.before == r.before)
-    assert dense is not model
 
 
-def test_layers_that_read_one_tensor_are_solved_together_with_the_same_result():
-    torch.manual_seed(0)
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.q(x) * self.k(x)
-
-    both, batches = Attention(), correlated()
-    alone = copy.deepcopy(both)
-    one = prepared(both)
-    one_shot(one, batches)
-    for name in ("q.weight", "k.weight"):
-        other = prepared(copy.deepcopy(alone), config=[{"tensor_fqn": name}])
-        one_shot(other, batches)
-        assert torch.equal(one.mask(name), other.mask(name))
-
-
-def test_where_leaves_out_padding():
-    torch.manual_seed(0)
+def test_a_token_mask_leaves_out_padding():
     model = nn.Sequential(nn.Linear(8, 8))
     x = torch.stack(correlated(4, 6))
     keep = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6, [1, 1, 0, 0, 0, 0], [1] * 6])
     padded, clean = prepared(copy.deepcopy(model)), prepared(copy.deepcopy(model))
-    one_shot(
-        padded,
-        [{"input": torch.where(keep[..., None] > 0, x, 100.0), "keep": keep}],
-        lambda m, b: m(b["input"]),
-        where="keep",
-    )
+    batch = {"input": torch.where(keep[..., None] > 0, x, 100.0), "keep": keep}
+    one_shot(padded, [batch], lambda m, b: m(b["input"]), token_mask="keep")
     one_shot(clean, [x[keep > 0]])
     assert torch.equal(padded.mask("0.weight"), clean.mask("0.weight"))
-
-
-def test_a_block_that_some_batches_skip(monkeypatch):
-    class Skips(Model):
-        def forward(self, x):
-            x = self.first(x)
-            for k, block in enumerate(self.blocks):
-                x = x if k == 1 and len(x) < 20 else block(x)
-            return self.head(x)
-
-    batches, masks = [*correlated(), *correlated(2, 10, seed=1)], []
-    for blocks in (None, []):
-        if blocks is not None:
-            monkeypatch.setattr(walk, "_find_blocks", lambda *_: [])
-        torch.manual_seed(0)
-        sparsifier = prepared(Skips(blocks=3))
-        assert one_shot(sparsifier, batches).blocks == 0
-        masks.append({n: s["mask"].clone() for n, s in sparsifier.state.items()})
-    assert all(torch.equal(masks[0][n], masks[1][n]) for n in masks[0])
-
-
-# couplings
 
 
 def units(model):
@@ -450,24 +165,26 @@ def test_a_budget_over_all_tensors_is_chosen_before_anything_changes():
     assert all(r.after <= r.before for r in report) and sparsifier.check()
 
 
-# interruptions and bad input
+def interrupted(at):
+    """A forward function whose call of this number is interrupted."""
+    calls = itertools.count(1)
+
+    def forward(model, batch):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return model(batch)
+
+    return forward
 
 
 def test_an_interruption_leaves_layers_as_they_were_or_finished_and_a_second_call_goes_on():
     batches, dense = correlated(), Model()
     whole = prepared(copy.deepcopy(dense))
     expected = one_shot(whole, batches)
-    sparsifier, seen = prepared(copy.deepcopy(dense)), []
-
-    def forward(model, batch):
-        seen.append(0)
-        if len(seen) == 20:
-            raise KeyboardInterrupt
-        return model(batch)
-
+    sparsifier = prepared(copy.deepcopy(dense))
     before = {g["tensor_fqn"]: sparsifier._dense(g).clone() for g in sparsifier.groups}
     with pytest.raises(KeyboardInterrupt):
-        one_shot(sparsifier, batches, forward)
+        one_shot(sparsifier, batches, interrupted(20))
     done = [n for n in before if not sparsifier.mask(n).all()]
     assert 0 < len(done) < len(before)
     for group in sparsifier.groups:
@@ -492,42 +209,13 @@ def test_bfloat16_weights_and_a_model_in_train_mode():
     assert sparsifier._dense(sparsifier.groups[0]).dtype == torch.bfloat16 and sparsifier.check()
 
 
-def test_one_token_dead_inputs_tied_repeated_and_frozen_layers():
+def test_one_token_dead_inputs_and_frozen_layers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     batch = torch.randn(1, 8)
     batch[0, :4] = 0
     report = one_shot(prepared(model), [batch])
     assert report[0].note == "1 tokens for 8 inputs" and all(r.after <= r.before + 1e-6 for r in report)
-    layer = nn.Linear(8, 8)
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return self.layer(self.layer(x))
-
-    report = one_shot(prepared(Twice()), correlated())
-    assert len(report) == 1 and report[0].after < report[0].before
-
-
-def test_layers_that_no_batch_reaches_are_named():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.used(x)
-
-    sparsifier = prepared(Half())
-    with pytest.warns(UserWarning, match="no batch reached unused.weight; they are pruned without statistics"):
-        report = one_shot(sparsifier, correlated())
-    rows = {r.tensor: r for r in report}
-    assert rows["unused.weight"].note == "not reached by any batch" and rows["unused.weight"].density == 0.5
-    assert sparsifier.check()
 
 
 def test_bad_calls_change_nothing():
@@ -561,7 +249,7 @@ def test_scores_of_gradients_are_collected_before():
         SparsityError, match=r"one_shot: first.weight: fisher\(\) needs gradient_square; run sparsifier.calibrate"
     ):
         one_shot(sparsifier, batches, compensate="least_squares")
-    sparsifier.calibrate(batches, lambda model, x: model(x)["logits"].square().sum())
+    sparsifier.calibrate(batches, lambda model, x: model(x).square().sum())
     report = one_shot(sparsifier, batches, compensate="least_squares")
     assert all(r.after < r.before for r in report)
 
@@ -573,16 +261,6 @@ def test_the_report_prints_and_plots(tmp_path):
     assert set(report.metrics()) == {"seconds", *(f"output_error/{r.tensor}" for r in report)}
     report.plot(tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000
-
-
-def test_the_joint_saliency_of_single_elements_is_obs():
-    weight, _, gram = problem(dtype=torch.float32)
-    inverse = damped_inverse(gram, 0.01, "w")[0]
-    found = joint_saliency(weight[0], inverse, torch.arange(48).view(6, 8))
-    torch.testing.assert_close(found, weight[0].square() / (2 * inverse.diagonal()))
-
-
-# walks that once read other inputs than the layers get
 
 
 class InPlace(nn.Module):
@@ -612,25 +290,21 @@ def linear_blocks(count, shared=None):
     return [nn.Sequential(*p) for p in parts]
 
 
-@pytest.mark.parametrize(
-    ("make_blocks", "names"),
-    {
-        "middle blocks without layers": (lambda: linear_blocks(4), ["blocks.0.0", "blocks.3.0"]),
-        "changes in place": (lambda: [InPlace() for _ in range(3)], [f"blocks.{k}.up" for k in range(3)]),
-        "a layer of all blocks": (
-            lambda: linear_blocks(3, nn.Linear(8, 8)),
-            ["blocks.0.0", "blocks.0.2"],
-        ),
-    }.values(),
-    ids=["middle blocks without layers", "changes in place", "a layer of all blocks"],
-)
+CHAINS = {
+    "middle blocks without layers": (lambda: linear_blocks(4), ["blocks.0.0", "blocks.3.0"]),
+    "changes in place": (lambda: [InPlace() for _ in range(3)], [f"blocks.{k}.up" for k in range(3)]),
+    "a layer of all blocks": (lambda: linear_blocks(3, nn.Linear(8, 8)), ["blocks.0.0", "blocks.0.2"]),
+}
+
+
+@pytest.mark.parametrize(("make_blocks", "names"), CHAINS.values(), ids=CHAINS)
 def test_blocks_read_the_inputs_that_a_whole_forward_pass_gives(make_blocks, names, monkeypatch):
     torch.manual_seed(0)
     dense, config = Stack(make_blocks()), [{"tensor_fqn": f"{name}.weight"} for name in names]
     reports = []
     for is_walked in (True, False):
         if not is_walked:
-            monkeypatch.setattr(walk, "_find_blocks", lambda *_: [])
+            monkeypatch.setattr(sequential, "_find_blocks", lambda *_: [])
         sparsifier = prepared(copy.deepcopy(dense), config=config, sparsity_level=0.5)
         reports.append([(r.tensor, r.before, r.after) for r in one_shot(sparsifier, correlated())])
     assert reports[0] == reports[1]
@@ -646,37 +320,20 @@ def test_a_cache_is_as_it_was_whenever_a_block_runs():
     assert reports[0] == reports[1]
 
 
-def test_both_calls_of_a_layer_that_is_called_twice_count(monkeypatch):
-    tokens = {}
-    whole = run._row
+def test_both_calls_of_a_layer_that_is_called_twice_count():
+    class Tokens:
+        needs = ("input_square",)
 
-    def row(layer, unreached):
-        tokens[layer.target.name] = layer.statistics.tokens
-        return whole(layer, unreached)
+        def __call__(self, weight, statistics):
+            tokens[statistics.name] = statistics.tokens
+            return weight.abs()
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.head(self.layer(self.layer(x).relu()))
-
-    monkeypatch.setattr(run, "_row", row)
-    one_shot(prepared(Twice()), correlated(2, 32))
-    assert tokens == {"layer.weight": 128, "head.weight": 64}
-
-
-def test_a_batch_that_skips_all_blocks():
-    class Skips(Model):
-        def forward(self, x):
-            return super().forward(x) if len(x) > 1 else self.head(self.first(x))
-
-    batches = [*correlated(), torch.randn(1, 8)]
-    report = one_shot(prepared(Skips()), batches)
-    assert report.blocks == 0 and all(r.after < r.before for r in report)
-    with pytest.raises(SparsityError, match="blocks='blocks' do not form a chain"):
-        one_shot(prepared(Skips()), batches, blocks="blocks")
+    tokens, layer = {}, nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(8, 4))
+    report = one_shot(
+        prepared(model, score=Tokens(), nnz=2, scope_shape=(1, 4)), correlated(2), compensate="least_squares"
+    )
+    assert tokens == {"0.weight": 128, "3.weight": 64} and all(r.after < r.before for r in report)
 
 
 def test_autocast_is_for_the_model_alone():
@@ -701,7 +358,7 @@ def test_elements_outside_a_view_are_kept(method):
         one_shot(sparsifier, correlated(width=16), compensate="sparsegpt")
 
 
-def test_experts_that_no_batch_reaches_are_pruned_by_magnitude():
+def test_experts_that_no_batch_reaches_are_pruned_by_magnitude_and_named():
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -710,11 +367,13 @@ def test_experts_that_no_batch_reaches_are_pruned_by_magnitude():
         def forward(self, x):
             return self.experts[0](x)
 
+    by_magnitude = prepared(Experts())
+    by_magnitude.step()
     sparsifier = prepared(Experts(), score="wanda", nnz=2, scope_shape=(1, 4))
-    weight = sparsifier._dense(sparsifier.groups[1]).clone()
-    with pytest.warns(UserWarning, match="experts.1.weight; they are pruned without .*by magnitude"):
-        one_shot(sparsifier, correlated(), compensate="least_squares")
-    assert torch.equal(sparsifier.mask("experts.1.weight"), two_of_four(weight)) and sparsifier.check()
+    with pytest.warns(UserWarning, match="no batch reached experts.1.weight; they are pruned without .*by magnitude"):
+        report = one_shot(sparsifier, correlated(), compensate="least_squares")
+    assert torch.equal(sparsifier.mask("experts.1.weight"), by_magnitude.mask("experts.1.weight"))
+    assert [r.note for r in report] == ["", "not reached by any batch"] and sparsifier.check()
 
 
 def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
@@ -735,16 +394,9 @@ def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
 
 
 def test_another_model_does_not_go_on_where_an_interrupted_one_stopped():
-    sparsifier, batches, calls = prepared(), correlated(2), []
-
-    def forward(model, batch):
-        calls.append(0)
-        if len(calls) == 7:
-            raise KeyboardInterrupt
-        return model(batch)
-
+    sparsifier, batches = prepared(), correlated(2)
     with pytest.raises(KeyboardInterrupt):
-        one_shot(sparsifier, batches, forward)
+        one_shot(sparsifier, batches, interrupted(7))
     assert not sparsifier.mask("first.weight").all()
     sparsifier.squash_mask()
     sparsifier.prepare(Model())
@@ -765,7 +417,7 @@ def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):
         return found
 
     live, recorded = [], []
-    monkeypatch.setattr(collect, "Statistics", statistics)
+    monkeypatch.setattr(calibrate, "Statistics", statistics)
     blocks = [Watched(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(6)]
     report = one_shot(prepared(Stack(blocks)), correlated())
     assert report.blocks == 6 and len(recorded) == 12

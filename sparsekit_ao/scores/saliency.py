@@ -1,6 +1,7 @@
-"""The built-in scores, each a frozen dataclass that is called with a weight and its statistics."""
+"""The built-in scores, each a frozen dataclass that is called with a weight and its statistics; and calls of scores."""
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,10 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..calibration import Statistics
-from ..calibration.gram import damped_inverse, joint_saliency
+from ..calibration import NEEDS, Statistics, damped_inverse
+from ..errors import SparsityError
 
 Score = Callable[[Tensor, Any], Tensor]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AT_ONCE = 1 << 24  # elements of inverses of blocks that are stored at once
 
 
 class BuiltInScore:
@@ -182,22 +185,52 @@ class obs_block(BuiltInScore):
         inverse = damped_inverse(statistics.input_gram, self.damp, statistics.name)
         assert statistics.blocks is not None
         rows, labels = statistics.matrix(weight.float()), statistics.matrix(statistics.blocks)
-        found = [joint_saliency(w, c, block) for w, c, block in zip(rows, inverse, labels, strict=True)]
-        return statistics.from_matrix(torch.stack(found))
+        shares = [joint_saliency(w, c, block) for w, c, block in zip(rows, inverse, labels, strict=True)]
+        return statistics.from_matrix(torch.stack(shares))
+
+
+def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
+    """Each element's share of its block's loss, see `obs_block`.
+
+    Args:
+        rows: weights [outputs, inputs].
+        inverse: C [inputs, inputs].
+        labels: the block of each element, int64 [outputs, inputs]; negative where it is in none and alone.
+    """
+    alone = labels.max() + 1 + torch.arange(labels.shape[1], device=labels.device)
+    labels = torch.where(labels < 0, alone, labels)
+    order = labels.argsort(dim=1, stable=True)
+    ordered, position = labels.gather(1, order), torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    starts = torch.cat([torch.ones_like(labels[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], 1)
+    within = position - (starts * position).cummax(1).values  # in the block's run of sorted columns
+    size = int(within.max()) + 1
+    if size == 1:
+        return rows.square() / (2 * inverse.diagonal())
+    run = starts.cumsum(1) - 1
+    columns = torch.full((len(rows), (int(run.max()) + 1) * size), -1, device=labels.device)  # -1: a smaller block
+    columns = columns.scatter_(1, run * size + within, order).unflatten(1, (-1, size))
+    is_same = bool((columns == columns[:1]).all())
+    step = len(rows) if is_same else max(1, _AT_ONCE // max(columns[0].numel() * size, 1))
+    out, identity = torch.zeros_like(rows), torch.eye(size, dtype=rows.dtype, device=rows.device)
+    for start in range(0, len(rows), step):
+        some = slice(start, start + step)
+        of_inverse = columns[:1] if is_same else columns[some]
+        is_real, at = of_inverse >= 0, of_inverse.clamp(min=0)
+        both = is_real[..., :, None] & is_real[..., None, :]
+        joint = torch.where(both, inverse[at[..., :, None], at[..., None, :]], identity)
+        at = columns[some].clamp(min=0).flatten(1)
+        values = (rows[some].gather(1, at) * (columns[some] >= 0).flatten(1)).unflatten(1, (-1, size))
+        share = values * torch.linalg.solve(joint, values[..., None])[..., 0] / 2
+        out[some] = out[some].scatter_add(1, at, share.flatten(1))
+    return out
 
 
 @dataclass(frozen=True)
 class taylor(BuiltInScore):
     """|w * g|, g summed over batches (arXiv 1906.10771).
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
-    >>> model[0].weight = torch.nn.Parameter(torch.tensor([[2.0, 1.0]]))
-    >>> sparsifier = sparsekit_ao.ScopeSparsifier(nnz=1, score=taylor())
-    >>> sparsifier.prepare(model)
-    >>> sparsifier.calibrate([torch.tensor([[1.0, 5.0], [0.0, 5.0]])], lambda model, x: model(x).sum())
-    >>> sparsifier.step()
-    >>> sparsifier.mask("0.weight")  # saliencies 2 * 1 and 1 * 10
-    tensor([[False,  True]])
+    >>> sparsekit_ao.ScopeSparsifier(score=taylor()).defaults["score"].needs
+    ('gradient',)
     """
 
     needs: ClassVar[tuple[str, ...]] = ("gradient",)
@@ -268,3 +301,81 @@ def keyed_generator(*key: object) -> torch.Generator:
     text = "\0".join(map(str, key)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
     return torch.Generator().manual_seed(number)
+
+
+def parse_score(value: object, where: str) -> Score | None:
+    """The score of a config value: a name, a function, an object with `needs`, or None.
+
+    Raises:
+        SparsityError: an unknown name, not callable, or unknown needs.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value in NAMES:
+        return NAMES[value]
+    if isinstance(value, type) and issubclass(value, BuiltInScore):
+        raise SparsityError(f"{where}score={value.__name__} is a class; call it, score={value.__name__}()")
+    if not callable(value):
+        raise SparsityError(
+            f"{where}score must be one of {', '.join(map(repr, NAMES))}, a function (weight, name) -> saliency or an "
+            f"object with `needs`, got {value!r}"
+        )
+    try:
+        _ = inspect.signature(value).bind(None, None) if inspect.isfunction(value) else None
+    except TypeError:
+        text = f"{where}score must be a function (weight, name) -> saliency, got one of {inspect.signature(value)}"
+        raise SparsityError(text) from None
+    if isinstance(getattr(value, "needs", ()), str):
+        raise SparsityError(f"{where}score: needs must be a tuple of names, got {value.needs!r}")  # type: ignore[attr-defined]
+    for need in needs_of(value):
+        if need not in NEEDS:
+            raise SparsityError(f"{where}score: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
+    return value
+
+
+def needs_of(score: object) -> tuple[str, ...]:
+    """The statistics that a score needs."""
+    return tuple(getattr(score, "needs", ()))
+
+
+def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics | None = None) -> Tensor:
+    """Call a score for one weight and check what it returns.
+
+    Args:
+        score: called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`; it must not change
+            the weight.
+        weight: the dense weight, whole, detached.
+        name: its `tensor_fqn`.
+        statistics: of this weight, if there are any.
+
+    Returns:
+        A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies
+        are kept. They may be negative; NaN ranks highest.
+
+    Raises:
+        SparsityError: the score returned something else, or statistics that it needs are missing.
+
+    >>> saliency_of(lambda weight, name: weight.abs() * 2, torch.tensor([1.0, -3.0]), "fc.weight")
+    tensor([2., 6.])
+    """
+    if hasattr(score, "needs"):
+        statistics = statistics or Statistics(name=name, shape=tuple(weight.shape), adapter=None)
+        missing = statistics.missing(needs_of(score))
+        if missing:
+            raise SparsityError(
+                f"{name}: {score} needs {', '.join(missing)}, and calibration data did not reach this layer or there "
+                "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"
+            )
+        saliency = score(weight, statistics)
+    else:
+        saliency = score(weight, name)
+    if not isinstance(saliency, Tensor) or saliency.shape != weight.shape or saliency.dtype not in _FLOATS:
+        what = f"{saliency.dtype} {tuple(saliency.shape)}" if isinstance(saliency, Tensor) else type(saliency).__name__
+        raise SparsityError(
+            f"{name}: score must return a floating-point tensor of the weight's shape {tuple(weight.shape)}, got {what}"
+        )
+    if saliency.device != weight.device:
+        raise SparsityError(
+            f"{name}: score must return a tensor on the weight's device {weight.device}, got {saliency.device}"
+        )
+    return saliency.detach()

@@ -1,10 +1,9 @@
-"""How a layer's weight is a matrix that multiplies its inputs, for every kind of layer whose inputs are recorded.
+"""How a layer is a matrix that multiplies its inputs, for every kind of layer whose inputs are recorded.
 
-A form reshapes a weight to [groups, outputs, inputs] and back, and turns what a forward call of the module receives
+An adapter reshapes a weight to [groups, outputs, inputs] and back, and turns what a forward call of the module receives
 into rows [groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,73 +14,57 @@ from torch.nn import functional as F
 from ..distributed import full_tensor
 from ..errors import SparsityError
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 UNFOLDED = 1 << 24  # elements of unfolded inputs that are stored at once
 
 
-class Form(ABC):
-    """One kind of layer; `module` is the one whose forward calls are observed."""
+class LayerAdapter:
+    """How a layer is a matrix; this one is for `nn.Linear` and layers with a weight of its shape, (outputs, inputs).
+
+    Args:
+        module: the one whose forward calls are observed.
+    """
 
     #: whether the rows are the input itself, the same for every layer that reads it
-    reads_rows = False
+    reads_rows = True
     #: whether X^T X can be recorded
     has_gram = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
 
-    @abstractmethod
     def matrix(self, weight: Tensor) -> Tensor:
         """The weight (or anything of its shape) as [groups, outputs, inputs]; a view where that is possible."""
+        return weight[None]
 
-    @abstractmethod
     def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         """The inverse of `matrix`, in the weight's shape."""
+        return matrix[0]
 
-    @abstractmethod
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """The tensor that the layer reads, from the arguments of a forward call."""
+        return full_tensor(args[0] if args else next(iter(kwargs.values())))
 
-    @abstractmethod
-    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
-        """Parts of the inputs as [groups, tokens, inputs], without the tokens for which `where` is False."""
+    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
+        """The inputs as [groups, tokens, inputs], some at a time, without the tokens that the mask leaves out."""
+        yield token_rows(x, token_mask)[None]
 
-    def squares(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
+    def squares(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
         """Sums of squares over tokens, float32 [groups, inputs], and the number of tokens."""
-        parts = [(rows.float().square().sum(1), rows.shape[1]) for rows in self.rows(x, where)]
-        return sum((p for p, _ in parts[1:]), parts[0][0]), sum(n for _, n in parts)
+        sums = [(rows.float().square().sum(1), rows.shape[1]) for rows in self.rows(x, token_mask)]
+        return sum((s for s, _ in sums[1:]), sums[0][0]), sum(n for _, n in sums)
 
-    def gram(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
+    def gram(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
         """X^T X, float32 [groups, inputs, inputs], and the number of tokens."""
         total, tokens = None, 0
-        for part in self.rows(x, where):
-            rows = part.float()
+        for some_rows in self.rows(x, token_mask):
+            rows = some_rows.float()
             total = rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
             tokens += rows.shape[1]
         assert total is not None
         return total, tokens
 
 
-class _Linear(Form):
-    """`nn.Linear` and layers with the same weight: (outputs, inputs)."""
-
-    reads_rows = True
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        return weight[None]
-
-    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
-        return matrix[0]
-
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        return full_tensor(args[0] if args else next(iter(kwargs.values())))
-
-    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
-        yield tokens_of(x, where)[None]
-
-
-class _TransposedLinear(_Linear):
+class _TransposedLinear(LayerAdapter):
     """transformers' Conv1D: (inputs, outputs)."""
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -97,16 +80,13 @@ class _Embedding(_TransposedLinear):
     reads_rows = False
     has_gram = False
 
-    def squares(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
-        found = x[where.bool()] if where is not None and where.shape == x.shape else x.reshape(-1)
-        counts = torch.bincount(found, minlength=self.module.num_embeddings)
-        return counts.float()[None], found.numel()
-
-    def gram(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, int]:
-        raise AssertionError("checked when the calibration began")
+    def squares(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
+        has_mask = token_mask is not None and token_mask.shape == x.shape
+        tokens = x[token_mask.bool()] if has_mask else x.reshape(-1)  # type: ignore[union-attr]
+        return torch.bincount(tokens, minlength=self.module.num_embeddings).float()[None], tokens.numel()
 
 
-class _Convolution(_Linear):
+class _Convolution(LayerAdapter):
     """Convolutions of any rank, with groups, strides, dilations and padding modes."""
 
     reads_rows = False
@@ -117,22 +97,18 @@ class _Convolution(_Linear):
     def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         return matrix.reshape(shape)
 
-    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
-        conv: Any = self.module
-        n = len(conv.kernel_size)
-        x = x if x.ndim == n + 2 else x[None]
+    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
+        conv = self.module
+        x = x if x.ndim == len(conv.kernel_size) + 2 else x[None]
+        if isinstance(conv.padding, str):
+            is_same = conv.padding == "same"
+            spans = [is_same * d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+            sides = [(span // 2, span - span // 2) for span in spans]
+        else:
+            sides = [(p, p) for p in conv.padding]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        padded = F.pad(x, [side for pair in reversed(self._padding()) for side in pair], mode=mode)
+        padded = F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
         yield from unfolded(padded, conv.kernel_size, conv.stride, conv.dilation, conv.groups)
-
-    def _padding(self) -> list[tuple[int, int]]:
-        conv: Any = self.module
-        if conv.padding == "valid":
-            return [(0, 0)] * len(conv.kernel_size)
-        if conv.padding == "same":
-            spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-            return [(span // 2, span - span // 2) for span in spans]
-        return [(p, p) for p in conv.padding]
 
 
 class _TransposedConvolution(_Convolution):
@@ -148,8 +124,8 @@ class _TransposedConvolution(_Convolution):
         split = matrix.reshape(g, shape[1], shape[0] // g, *shape[2:]).transpose(1, 2)
         return split.flip(tuple(range(3, 3 + n))).reshape(shape)
 
-    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
-        conv: Any = self.module
+    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
+        conv = self.module
         n = len(conv.kernel_size)
         x = x if x.ndim == n + 2 else x[None]
         spread = x.new_zeros(*x.shape[:2], *((s - 1) * t + 1 for s, t in zip(x.shape[2:], conv.stride, strict=True)))
@@ -162,7 +138,7 @@ class _TransposedConvolution(_Convolution):
         yield from unfolded(padded, conv.kernel_size, (1,) * n, conv.dilation, conv.groups)
 
 
-class _Attention(_Linear):
+class _Attention(LayerAdapter):
     """A projection inside `nn.MultiheadAttention`, whose forward does not call it as a module.
 
     Args:
@@ -176,7 +152,6 @@ class _Attention(_Linear):
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
         self._name = name
-        self._which = {"q_proj_weight": (0,), "k_proj_weight": (1,), "v_proj_weight": (2,)}.get(name, (0, 1, 2))
 
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(3, -1, weight.shape[1]) if self._name == "in_proj_weight" else weight[None]
@@ -185,47 +160,50 @@ class _Attention(_Linear):
         return matrix.reshape(tuple(shape))
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-        if self._name != "out_proj":
-            found = [given[("query", "key", "value")[k]] for k in self._which]
-            if len(found) == 1:
-                return found[0]
-            if len({x.shape for x in found}) > 1:
-                raise SparsityError(
-                    "nn.MultiheadAttention whose query and key differ in shape has no common statistics for "
-                    "in_proj_weight; leave it out, or project the inputs by layers of your own"
-                )
-            return torch.stack(found)
+        arguments = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        read = [arguments[name] for name in ("query", "key", "value")]
+        if self._name == "out_proj":
+            return self._heads(read[0], args, kwargs)
+        if self._name != "in_proj_weight":
+            return read["qkv".index(self._name[0])]
+        if len({x.shape for x in read}) > 1:
+            raise SparsityError(
+                "nn.MultiheadAttention whose query and key differ in shape has no common statistics for "
+                "in_proj_weight; leave it out, or project the inputs by layers of your own"
+            )
+        return torch.stack(read)
+
+    @torch.no_grad()
+    def _heads(self, query: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """What the output projection reads: the output of the attention with an identity in its place."""
         twin = object.__new__(type(self.module))  # not a copy, which parametrized modules refuse
         width = self.module.embed_dim
-        query = given["query"]
-        plain = nn.utils.skip_init(nn.Linear, width, width, device=query.device, dtype=query.dtype)
-        nn.init.eye_(plain.weight)
-        nn.init.zeros_(plain.bias)
-        twin.__dict__ = {**self.module.__dict__, "_modules": {**self.module._modules, "out_proj": plain}}
-        with torch.no_grad():
-            return type(self.module).forward(twin, *args, **kwargs)[0]
+        identity = nn.utils.skip_init(nn.Linear, width, width, device=query.device, dtype=query.dtype)
+        nn.init.eye_(identity.weight)
+        nn.init.zeros_(identity.bias)
+        twin.__dict__ = {**self.module.__dict__, "_modules": {**self.module._modules, "out_proj": identity}}
+        return type(self.module).forward(twin, *args, **kwargs)[0]
 
-    def rows(self, x: Tensor, where: Tensor | None) -> Iterator[Tensor]:
-        if where is not None and not self.module.batch_first:
-            where = where.mT
+    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
+        if token_mask is not None and not self.module.batch_first:
+            token_mask = token_mask.mT
         if self._name == "in_proj_weight":
-            yield torch.stack([tokens_of(part, where) for part in x])
+            yield torch.stack([token_rows(read, token_mask) for read in x])
         else:
-            yield tokens_of(x, where)[None]
+            yield token_rows(x, token_mask)[None]
 
 
-def tokens_of(x: Tensor, where: Tensor | None) -> Tensor:
-    """[..., inputs] as [tokens, inputs], without those for which `where`, of the leading shape, is False.
+def token_rows(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """[..., inputs] as [tokens, inputs], without those for which the mask, of the leading shape, is False.
 
     Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Those of another leading shape (a
     pooled token, say) are taken whole.
     """
-    if where is not None:
-        keep, leading = where.bool().to(x.device), x.shape[:-1]
-        for own in (keep, keep.mT) if keep.ndim == 2 else (keep,):
-            if own.shape == leading:
-                return x[own]
+    if token_mask is not None:
+        keep = token_mask.bool().to(x.device)
+        for mask in (keep, keep.mT) if keep.ndim == 2 else (keep,):
+            if mask.shape == x.shape[:-1]:
+                return x[mask]
         if x.ndim == 2 and keep.ndim > 1 and keep.numel() == len(x):
             return x[keep.reshape(-1)]
     return x.reshape(-1, x.shape[-1])
@@ -235,20 +213,21 @@ def unfolded(
     padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Iterator[Tensor]:
     """What every position of a kernel covers: [groups, positions, channels of the group x kernel], some at a time."""
-    n = len(kernel)
-    x = padded
+    n, x = len(kernel), padded
     for k in range(n):
         x = x.unfold(2 + k, dilation[k] * (kernel[k] - 1) + 1, stride[k])[..., :: dilation[k]]
     x = x.unflatten(1, (groups, -1))  # [batch, groups, channels, *positions, *kernel]
     order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
     at_once = max(1, UNFOLDED // max(x[0].numel(), 1)) if len(x) else 1
-    for part in x.split(at_once):
-        rows = part.permute(order)
+    for images in x.split(at_once):
+        rows = images.permute(order)
         yield rows.reshape(groups, -1, rows.shape[2 + n :].numel())
 
 
-def form_of(module: nn.Module, tensor_name: str, attentions: Mapping[int, nn.MultiheadAttention]) -> Form | None:
-    """The form of a layer's tensor, or None where inputs cannot be recorded for it.
+def adapter_of(
+    module: nn.Module, tensor_name: str, attentions: Mapping[int, nn.MultiheadAttention]
+) -> LayerAdapter | None:
+    """The adapter of a layer's tensor, or None where inputs cannot be recorded for it.
 
     Args:
         module, tensor_name: the tensor.
@@ -260,13 +239,12 @@ def form_of(module: nn.Module, tensor_name: str, attentions: Mapping[int, nn.Mul
         return None
     if id(module) in attentions:
         return _Attention(attentions[id(module)], "out_proj")
-    names = {(c.__module__.split(".")[0], c.__name__) for c in type(module).__mro__}
-    if ("transformers", "Conv1D") in names:
+    if ("transformers", "Conv1D") in {(c.__module__.split(".")[0], c.__name__) for c in type(module).__mro__}:
         return _TransposedLinear(module)
-    kinds: tuple[tuple[Any, type[Form]], ...] = (
-        (nn.Linear, _Linear),
+    kinds: tuple[tuple[Any, type[LayerAdapter]], ...] = (
+        (nn.Linear, LayerAdapter),
         (nn.Embedding, _Embedding),
-        (_TRANSPOSED, _TransposedConvolution),
-        (_CONVOLUTIONS, _Convolution),
+        ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _TransposedConvolution),
+        ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Convolution),
     )
-    return next((form(module) for kind, form in kinds if isinstance(module, kind)), None)
+    return next((adapter(module) for kind, adapter in kinds if isinstance(module, kind)), None)

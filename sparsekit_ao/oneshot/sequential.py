@@ -1,0 +1,320 @@
+"""One pass over the layers of a model in the order of its forward pass, with statistics from the layers already pruned.
+
+A model of repeated blocks is recorded block by block with the inputs of the block kept, so that each block runs twice
+and the whole model only once. Elsewhere the model runs once for each layer, up to that layer.
+"""
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..calibration import Calibration, Statistics, Target, call
+from ..errors import SparsityError
+
+Forward = Callable[[nn.Module, Any], Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Stop(BaseException):  # not caught by `except Exception` in the user's forward
+    """Raised by a hook when the rest of a forward pass is not needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationData:
+    """The calibration data, and how the model runs on it.
+
+    Attributes:
+        batches: kept in a list, because the model runs on them several times.
+        forward: `(model, batch) -> anything`, or None; see `calibration.call`.
+        token_masks: the tokens that count in each batch, or None for all.
+    """
+
+    batches: Sequence[Any]
+    forward: Forward | None
+    token_masks: Sequence[Tensor | None]
+
+    def run(self, model: nn.Module, index: int) -> None:
+        """Run the model on one batch, until a hook stops it."""
+        with suppress(_Stop):
+            (self.forward or call)(model, self.batches[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that are recorded together: those of a block, or those that read one tensor.
+
+    Attributes:
+        targets: their weights, in the order of the forward pass.
+        block: the index of the block that holds them, or None.
+    """
+
+    targets: tuple[Target, ...]
+    block: int | None
+
+
+class SequentialPass:
+    """One pass over the model's layers.
+
+    Args:
+        blocks: the name of the module list of repeated blocks; None finds it.
+
+    Attributes:
+        groups: layers that are recorded together, in the order of the forward pass.
+        unreached: targets that no batch reaches.
+        blocks: the repeated blocks; none where the model runs once for each layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None
+    ) -> None:
+        self._model, self._data = model, data
+        order, self.unreached, self._repeated = _order(model, data, targets)
+        self.blocks = _chained_blocks(model, data, _find_blocks(model, order, blocks), order, blocks)
+        self.groups = self._grouped(order)
+        self._inputs: list[Arguments] = []
+        self._inputs_of = 0  # the block whose inputs these are
+
+    def _grouped(self, order: Sequence[tuple[Target, int]]) -> list[LayerGroup]:
+        """Blocks, and single layers (those that read one tensor together) before, between and after them."""
+        block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
+        groups: dict[tuple[int | None, int], LayerGroup] = {}
+        for target, read in order:
+            block = block_of.get(id(target.module))
+            key = (block, read if block is None else 0)
+            before = groups[key].targets if key in groups else ()
+            groups[key] = LayerGroup(targets=(*before, target), block=block)
+        return list(groups.values())
+
+    def record(self) -> Iterator[tuple[LayerGroup, dict[str, Statistics]]]:
+        """Yield every group with its statistics; what the caller changes in the model shows in the groups after it."""
+        for group in self.groups:
+            if group.block is None:
+                yield group, self._statistics_of_model(group)
+                continue
+            self._go_to(group.block)
+            with Calibration(group.targets) as calibration:
+                for arguments, mask in zip(self._inputs, self._data.token_masks, strict=True):
+                    calibration.token_mask = mask
+                    _output(self.blocks[group.block], arguments)
+            yield group, calibration.statistics
+            if group.block + 1 < len(self.blocks):
+                self._go_to(group.block + 1)
+            else:
+                self._inputs = []
+
+    def _statistics_of_model(self, group: LayerGroup) -> dict[str, Statistics]:
+        """Run the model on all batches, up to the group's last layer if that is called only once."""
+        modules = [t.adapter.module for t in group.targets if t.adapter is not None]
+        can_stop = not any(id(m) in self._repeated for m in modules)
+        handle = modules[-1].register_forward_hook(_stop) if can_stop else None
+        try:
+            with Calibration(group.targets) as calibration:
+                for index, mask in enumerate(self._data.token_masks):
+                    calibration.token_mask = mask
+                    self._data.run(self._model, index)
+        finally:
+            if handle is not None:
+                handle.remove()
+        return calibration.statistics
+
+    def _go_to(self, block: int) -> None:
+        """Make `_inputs` those of a block: from the blocks before it, or by running the model up to it."""
+        if not self._inputs or self._inputs_of > block:
+            counts = range(len(self._data.batches))
+            self._inputs = [_captured(self._model, self._data, self.blocks[block], index) for index in counts]
+            self._inputs_of = block
+        while self._inputs_of < block:
+            before = self.blocks[self._inputs_of]
+            self._inputs = [_next(arguments, _output(before, arguments)) for arguments in self._inputs]
+            self._inputs_of += 1
+
+
+def _stop(*args: Any) -> None:
+    raise _Stop
+
+
+@contextmanager
+def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+    """Call functions `(module, args, kwargs)` before their modules."""
+    with ExitStack() as stack:
+        for module, hook in hooks:
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _order(
+    model: nn.Module, data: CalibrationData, targets: Sequence[Target]
+) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
+    """Targets in the order of the forward pass, each with a number for the tensor that it reads.
+
+    A layer that the first batch does not reach (an expert, say) is looked for in the others.
+
+    Returns:
+        They, those not reached, and ids of the modules that a forward pass calls more than once.
+    """
+    reached: dict[str, tuple[Target, int]] = {}
+    calls: Counter[str] = Counter()
+    repeated: set[int] = set()
+    reads: list[tuple[Tensor, int]] = []
+
+    def hook(target: Target) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu"))
+            version = -1 if x.is_inference() else x._version  # a layer after a change in place reads something else
+            if not reads or reads[-1][0] is not x or reads[-1][1] != version or version < 0:
+                reads.append((x, version))
+            reached.setdefault(target.name, (target, len(reads)))
+            calls[target.name] += 1
+            if calls[target.name] > 1:
+                repeated.add(id(module))
+
+        return before
+
+    modules = [(t.adapter.module, hook(t)) for t in targets if t.adapter is not None]
+    with _hooks(modules):
+        for index in range(len(data.batches)):
+            data.run(model, index)
+            calls.clear()
+            if len(reached) == len(modules):
+                break
+    return list(reached.values()), [t for t in targets if t.name not in reached], repeated
+
+
+def _find_blocks(model: nn.Module, order: Sequence[tuple[Target, int]], name: str | None) -> list[nn.Module]:
+    """The blocks of the ModuleList (or Sequential, if it is named) that holds most of the layers."""
+    if name is not None:
+        try:
+            named = model.get_submodule(name)
+        except AttributeError:
+            raise SparsityError(f"one_shot: blocks={name!r} is no module of the model") from None
+        if not isinstance(named, (nn.ModuleList, nn.Sequential)):
+            raise SparsityError(
+                f"one_shot: blocks={name!r} is a {type(named).__name__}, not a ModuleList or Sequential"
+            )
+        return list(named)
+    layers = {id(t.module) for t, _ in order}
+    lists = [(sum(id(x) in layers for x in m.modules()), m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    most = max((count for count, _ in lists), default=0)
+    return next((list(m) for count, m in lists if count == most and count > 1 and len(m) > 1), [])
+
+
+def _chained_blocks(
+    model: nn.Module,
+    data: CalibrationData,
+    blocks: Sequence[nn.Module],
+    order: Sequence[tuple[Target, int]],
+    name: str | None,
+) -> list[nn.Module]:
+    """The blocks, if their inputs can be computed from each other; else none of them.
+
+    On the first batch each one's input must be the output of the one before. Every batch must call each block once, in
+    order, and no layer may be part of several blocks, whose inputs are not known together.
+    """
+    in_order = list(range(len(blocks)))
+    uses = Counter(id(m) for block in blocks for m in block.modules())
+    is_chain = bool(blocks) and not any(uses[id(target.module)] > 1 for target, _ in order)
+    if is_chain:
+        calls = _block_calls(model, data, blocks, 0)
+        is_chain = [k for k, _ in calls] == in_order and _is_chained(model, data, blocks, [a for _, a in calls])
+    for index in range(1, len(data.batches) if is_chain else 0):
+        is_chain = is_chain and [k for k, _ in _block_calls(model, data, blocks, index)] == in_order
+    if name is not None and not is_chain:
+        raise SparsityError(
+            f"one_shot: blocks={name!r} do not form a chain: each must be called once, in order, with the first output "
+            "of the one before and otherwise the same arguments, and no layer may be part of two of them; leave blocks "
+            "out to run the model once for each layer"
+        )
+    return list(blocks) if is_chain else []
+
+
+def _block_calls(
+    model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], index: int
+) -> list[tuple[int, Arguments]]:
+    """The blocks that the forward pass of one batch calls, in order; of the first batch also their arguments."""
+    calls: list[tuple[int, Arguments]] = []
+
+    def hook(k: int) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((k, _copied((args, kwargs), objects=False) if index == 0 else ((), {})))
+
+        return before
+
+    with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
+        data.run(model, index)
+    return calls
+
+
+def _is_chained(
+    model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[Arguments]
+) -> bool:
+    """Whether each block is called with the first output of the one before, and otherwise the same arguments."""
+    arguments, expected = _captured(model, data, blocks[0], 0), calls[0]
+    for k, block in enumerate(blocks[:-1]):
+        output = _output(block, arguments)
+        arguments, expected = _next(arguments, output), _next(expected, output)
+        if not _are_same(expected, calls[k + 1]):
+            return False
+    return True
+
+
+def _captured(model: nn.Module, data: CalibrationData, block: nn.Module, index: int) -> Arguments:
+    """What a block receives in the forward pass of one batch."""
+    calls: list[Arguments] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(_copied((args, kwargs)))
+        raise _Stop
+
+    with _hooks([(block, before)]):
+        data.run(model, index)
+    return calls[0]
+
+
+def _output(block: nn.Module, arguments: Arguments) -> Any:
+    """What a block returns; it may change its arguments in place, such as a cache of keys and values."""
+    args, kwargs = _copied(arguments)
+    return block(*args, **kwargs)
+
+
+def _copied(value: Any, objects: bool = True) -> Any:
+    """Nested arguments with copies of their tensors, and of other objects if wanted."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(_copied(v, objects) for v in value)
+    if type(value) is dict:
+        return {k: _copied(v, objects) for k, v in value.items()}
+    return copy.deepcopy(value) if objects and not isinstance(value, nn.Module) else value
+
+
+def _next(arguments: Arguments, output: Any) -> Arguments:
+    """The arguments of the next block: the first one is replaced by the first output."""
+    args, kwargs = arguments
+    hidden = output[0] if isinstance(output, (tuple, list)) else output
+    if args:
+        return (hidden, *args[1:]), kwargs
+    first = next(iter(kwargs), None)
+    return args, kwargs if first is None else {**kwargs, first: hidden}
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    """Whether nested arguments are equal; tensors and arrays by value, objects by attributes, or by identity or ==."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_are_same(a[k], b[k]) for k in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_are_same, a, b))
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return all(_are_same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return a is b or bool(a == b)

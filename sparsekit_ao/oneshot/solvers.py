@@ -1,0 +1,283 @@
+"""Solvers on matrices: masks of a layer's weight, and kept weights that make up for the dropped ones.
+
+Everywhere W is [groups, outputs, inputs], G = X^T X of the layer's inputs [groups, inputs, inputs], a mask is bool in
+the shape of W, all float32 (or all float64). The error of V for W is tr((W - V) G (W - V)^T). A solver of `SOLVERS` is
+called as `(W, G, scopes) -> (mask, V)`; `least_squares` takes a mask instead of scopes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..calibration import damped_inverse
+from ..errors import SparsityError
+from ..scores import joint_saliency
+from ..selection import keep_mask
+
+CG_STEPS = 30
+FEW_STEPS = 10  # of conjugate gradients, for the weights at which ADMM starts, and from those at which it ends
+ADMM_STEPS = 27
+RHO = 0.1  # first penalty, for a Gram matrix with unit diagonal
+GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor, after so many steps: each growth is a factorization
+WIDTH = 128  # columns after which those to the right are compensated; SparseGPT's scope without N:M
+WIDEST = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MatrixScopes:
+    """Which elements of a weight matrix compete, and how many blocks of them are kept.
+
+    Attributes:
+        name: the weight's, for errors.
+        project: saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every
+            scope; a block has the norm of its elements' saliencies, or with None their sum.
+        scopes, blocks: the scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
+        keep: blocks that are kept in each scope, int64 [scopes].
+        blocks_per_scope: their number.
+        is_plain: whether there is one stage, and no scope or block is smaller than the others.
+    """
+
+    name: str
+    project: Callable[[Tensor, float | None], Tensor]
+    scopes: Tensor
+    blocks: Tensor
+    keep: Tensor
+    blocks_per_scope: int
+    is_plain: bool
+
+
+Solver = Callable[[Tensor, Tensor, MatrixScopes], tuple[Tensor, Tensor]]
+
+
+def relative_error(weight: Tensor, gram: Tensor, solution: Tensor) -> float:
+    """sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
+
+    >>> w, g = torch.ones(1, 1, 4), torch.eye(4)[None]
+    >>> relative_error(w, g, w * torch.tensor([1, 1, 0, 1]))
+    0.5
+    """
+    rest = weight - solution
+    lost, total = ((rest @ gram) * rest).double().sum(), ((weight @ gram) * weight).double().sum()
+    return float((lost.clamp(min=0) / total).sqrt()) if total > 0 else 0.0
+
+
+def least_squares(
+    weight: Tensor, gram: Tensor, mask: Tensor, steps: int = CG_STEPS, start: Tensor | None = None
+) -> Tensor:
+    """The best kept weights for a mask: conjugate gradients on all rows at once, preconditioned by diag(G).
+
+    Starts at the masked weights, so that a singular G needs no damping: what the data does not determine stays.
+
+    Args:
+        weight, gram, mask: see the module.
+        steps: of conjugate gradients; each is one product with G.
+        start: weights to start at, by default the masked ones.
+
+    Returns:
+        V, zero where the mask drops.
+
+    >>> w, g = torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])  # two equal inputs
+    >>> least_squares(w, g, torch.tensor([[[True, False]]]))
+    tensor([[[2., 0.]]])
+    """
+    scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
+    scale = scale.clamp(min=1e-12 * float(scale.mean()) or 1.0)
+    solution = (weight if start is None else start) * mask
+    rest = ((weight - solution) @ gram) * mask
+    direction = rest / scale
+    size = (rest * direction).sum(2, keepdim=True)
+    first = size.clone()
+    for _ in range(steps):
+        moved = (direction @ gram) * mask
+        curvature = (direction * moved).sum(2, keepdim=True)
+        step = torch.where((curvature > 0) & (size > 1e-14 * first), size / curvature, 0)
+        solution = torch.addcmul(solution, step, direction)
+        rest = torch.addcmul(rest, step, moved, value=-1)
+        turned = rest / scale
+        before, size = size, (rest * turned).sum(2, keepdim=True)
+        direction = turned + torch.where(before > 0, size / before, 0) * direction
+    return solution
+
+
+def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
+    """Mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831).
+
+    The projection is an exact selection, so that any structure can be given.
+
+    Args:
+        weight, gram, scopes: see the module.
+        steps: each is a product with a matrix of the size of G, and one projection.
+
+    Returns:
+        The mask of the last projection, and weights that are nearly the best for it.
+    """
+    scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
+    scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
+    scaled = weight * scale
+    hessian = gram / (scale.mT * scale)
+    target = scaled @ hessian
+    mask = scopes.project(scaled, 2)
+    kept, rho = least_squares(weight, gram, mask, FEW_STEPS) * scale, RHO
+    dual = target - kept @ hessian  # what makes the start a fixed point, but for the projection
+    for step in range(steps):
+        if step % EVERY == 0:
+            rho = rho * GROWTH if step else rho
+            penalized = hessian + rho * torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(penalized))
+        free = (target - dual + rho * kept) @ inverse
+        shifted = free + dual / rho
+        mask = scopes.project(shifted, 2)
+        kept = shifted * mask
+        dual = dual + rho * (free - kept)
+    return mask, kept / scale
+
+
+def structured_obs(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
+    """Structured optimal brain surgeon (S3, arXiv 2604.11315): scope after scope, compensated in the columns after it.
+
+    Scopes that are wider than `WIDEST` columns or of several stages are chosen at once instead, without compensation.
+    """
+    inverse = damped_inverse(gram, 0.0, scopes.name)
+    is_plain = scopes.is_plain and len(weight) == 1
+    chunks = column_chunks(scopes.scopes[0]) if is_plain else []
+    if not is_plain or max(stop - start for start, stop in chunks) > WIDEST:
+        joint = [joint_saliency(w, c, b) for w, c, b in zip(weight, inverse, scopes.blocks, strict=True)]
+        mask = scopes.project(torch.stack(joint), None)
+        return mask, weight * mask
+
+    def choose(columns: Tensor, inverse: Tensor, start: int, stop: int) -> Tensor:
+        labels = scopes.blocks[0, :, start:stop]
+        saliency = joint_saliency(columns, inverse, labels)
+        ids, element = labels.unique(return_inverse=True)
+        scope_of = torch.empty_like(ids).scatter_(0, element.flatten(), scopes.scopes[0, :, start:stop].flatten())
+        order = scope_of.argsort(stable=True)  # by scope, and in it by block
+        sums = saliency.new_zeros(ids.numel()).index_add_(0, element.flatten(), saliency.flatten())
+        competing = sums[order].unflatten(0, (-1, scopes.blocks_per_scope))
+        kept = keep_mask(competing, scopes.keep[scope_of[order].view(competing.shape)[:, 0]])
+        return torch.empty_like(kept.flatten()).scatter_(0, order, kept.flatten())[element]
+
+    mask, solution = prune_chunks(weight[0], inverse[0], chunks, choose)
+    return mask[None], solution[None]
+
+
+def prune_chunks(
+    weight: Tensor,
+    inverse: Tensor,
+    chunks: list[tuple[int, int]],
+    choose: Callable[[Tensor, Tensor, int, int], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Prune chunk after chunk, and compensate in the columns to the right.
+
+    Args:
+        weight: [outputs, inputs].
+        inverse: C = G^-1, [inputs, inputs].
+        chunks: see `column_chunks`.
+        choose: (weights, C, start, stop) of the columns of a chunk, as they are now -> its mask.
+
+    Returns:
+        The mask, and the compensated weights.
+    """
+    solution, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
+    upper = torch.linalg.cholesky(inverse, upper=True)  # C of the columns from k on is upper[k:, k:]^T upper[k:, k:]
+    runs: list[list[tuple[int, int]]] = [[]]  # after about WIDTH columns, all columns to the right are compensated
+    for start, stop in chunks:
+        if runs[-1] and stop - runs[-1][0][0] > WIDTH:
+            runs.append([])
+        runs[-1].append((start, stop))
+    for run in runs:
+        first, end = run[0][0], run[-1][1]
+        errors = torch.zeros_like(weight[:, first:end])
+        for start, stop in run:
+            factor = upper[start:stop, start:stop]
+            block = factor.mT @ factor
+            keeps = choose(solution[:, start:stop], block, start, stop)
+            drops = ~keeps
+            system = torch.where(drops[:, :, None] & drops[:, None, :], block, torch.diag_embed(keeps.to(block.dtype)))
+            lost = torch.linalg.solve(system, torch.where(drops, solution[:, start:stop], 0))
+            solution[:, start:stop] = torch.where(keeps, solution[:, start:stop] - lost @ block, 0)
+            error = lost @ factor.mT
+            solution[:, stop:end] -= error @ upper[start:stop, stop:end]
+            mask[:, start:stop], errors[:, start - first : stop - first] = keeps, error
+        solution[:, end:] -= errors @ upper[first:end, end:]
+    return mask, solution
+
+
+def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
+    """The finest cut of columns into contiguous chunks such that no scope crosses a cut.
+
+    Args:
+        labels: the scope of every element, int64 [outputs, inputs].
+
+    >>> column_chunks(torch.tensor([[0, 0, 1, 1], [2, 2, 3, 3]]))
+    [(0, 2), (2, 4)]
+    """
+    labels, columns = labels.cpu(), labels.shape[1]
+    last = torch.zeros(int(labels.max()) + 1, dtype=torch.long, device="cpu")
+    position = torch.arange(columns, device="cpu").expand_as(labels)
+    last.scatter_reduce_(0, labels.reshape(-1), position.reshape(-1), "amax", include_self=False)
+    reach = last[labels].amax(0)  # the last column of any scope that has an element in this one
+    chunks, start, end = [], 0, 0
+    for column, far in enumerate(reach.tolist()):
+        end = max(end, far)
+        if column == end:
+            chunks.append((start, end + 1))
+            start = end = end + 1
+    return chunks
+
+
+def sparsegpt(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
+    """SparseGPT (arXiv 2301.00774), a loop over columns with the Cholesky factor of C; the baseline of comparisons.
+
+    For N:M along the inputs, and for single elements over the whole tensor: of these every `WIDTH` columns keep the
+    same share, and the last ones even out the count.
+    """
+    keep, m = _sparsegpt_budget(scopes)
+    inverse = damped_inverse(gram, 0.0, scopes.name)
+    solution, mask, columns = weight.clone(), torch.ones_like(weight, dtype=torch.bool), weight.shape[2]
+    for w, kept, upper in zip(solution, mask, torch.linalg.cholesky(inverse, upper=True), strict=True):
+        for start in range(0, columns, WIDTH):
+            stop = min(start + WIDTH, columns)
+            block, factor = w[:, start:stop].clone(), upper[start:stop, start:stop]
+            errors = torch.zeros_like(block)
+            if m is None:
+                share = round(keep * stop / columns) - round(keep * start / columns)
+                kept[:, start:stop] = _highest((block / factor.diagonal()).square().reshape(1, -1), share).view_as(
+                    block
+                )
+            for at in range(stop - start):
+                if m is not None and at % m == 0:
+                    saliency = (block[:, at : at + m] / factor.diagonal()[at : at + m]).square()
+                    kept[:, start + at : start + at + m] = _highest(saliency, keep)
+                pruned = block[:, at] * kept[:, start + at]
+                errors[:, at] = (block[:, at] - pruned) / factor[at, at]
+                block[:, at:] -= errors[:, at : at + 1] @ factor[at : at + 1, at:]
+                block[:, at] = pruned
+            w[:, start:stop] = block
+            w[:, stop:] -= errors @ upper[start:stop, stop:]
+    return mask, solution
+
+
+def _highest(rows: Tensor, count: int) -> Tensor:
+    return torch.zeros_like(rows, dtype=torch.bool).scatter_(1, rows.topk(count, dim=1).indices, True)
+
+
+def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
+    """(n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
+    labels, m = scopes.scopes, scopes.blocks_per_scope
+    if scopes.is_plain and int(scopes.blocks.max()) + 1 == scopes.blocks.numel():
+        if scopes.keep.numel() == 1 and len(labels) == 1:
+            return int(scopes.keep), None
+        runs = labels.unflatten(2, (-1, m)) if labels.shape[2] % m == 0 else None
+        if runs is not None and bool((runs == runs[..., :1]).all()):
+            if labels.shape[2] > WIDTH and WIDTH % m:
+                raise SparsityError(f"sparsegpt: {int(scopes.keep[0])}:{m} does not divide {WIDTH} columns")
+            return int(scopes.keep[0]), m
+    raise SparsityError(
+        f"{scopes.name}: compensate='sparsegpt' knows only N:M along the inputs, and single elements over the "
+        "whole tensor; use 'admm' or 'obs' for other structures"
+    )
+
+
+SOLVERS: dict[str, Solver] = {"sparsegpt": sparsegpt, "obs": structured_obs, "admm": admm}

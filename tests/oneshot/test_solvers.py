@@ -1,0 +1,174 @@
+"""Solvers on matrices: every solver with every structure, and each against brute force."""
+
+import itertools
+
+import pytest
+import torch
+from pruned_models import STRUCTURES, correlated, layer_of, prepared
+from torch import nn
+
+from sparsekit_ao import SparsityError
+from sparsekit_ao.oneshot.prune_layer import matrix_scopes
+from sparsekit_ao.oneshot.solvers import (
+    SOLVERS,
+    admm,
+    column_chunks,
+    least_squares,
+    prune_chunks,
+    relative_error,
+    sparsegpt,
+)
+
+
+def problem(outputs=6, inputs=8, tokens=40, seed=0):
+    """(weight, X, G) of one layer with correlated inputs."""
+    (x,) = correlated(1, tokens, inputs, seed, torch.float64)
+    weight = torch.randn(1, outputs, inputs, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return weight, x, (x.T @ x)[None]
+
+
+def scopes_of(weight, **options):
+    """What competes in a matrix, as `one_shot` gives it to the solvers."""
+    linear = nn.Linear(*weight[0].T.shape, bias=False, dtype=weight.dtype)
+    sparsifier = prepared(nn.Sequential(linear), **options)
+    layer = layer_of(sparsifier)
+    return matrix_scopes(sparsifier, layer, layer.statistics)
+
+
+KNOWN = [(s, n) for s in SOLVERS for n in STRUCTURES if s != "sparsegpt" or n in ("2:4", "unstructured")]
+
+
+@pytest.mark.parametrize(("solver", "structure"), KNOWN)
+def test_masks_are_exact_and_weights_make_up_for_what_is_dropped(solver, structure):
+    weight, _, gram = problem(8, 16)
+    scopes = scopes_of(weight, **STRUCTURES[structure])
+    mask, solution = SOLVERS[solver](weight, gram, scopes)
+    assert torch.equal(scopes.project(mask.to(weight.dtype), 2), mask) and not solution[~mask].any()
+    masked, best = weight * mask, least_squares(weight, gram, mask, steps=100)
+    errors = [relative_error(weight, gram, v) for v in (best, solution, masked)]
+    assert errors[0] <= errors[1] * 1.0001 and errors[0] < errors[2] and not best[~mask].any()
+
+
+@pytest.mark.parametrize("structure", ["pairs", "columns", "V:N:M", "partial edge"])
+def test_structures_that_sparsegpt_does_not_know(structure):
+    weight, _, gram = problem(8, 16)
+    with pytest.raises(SparsityError, match="0.weight: compensate='sparsegpt' knows only N:M along the inputs"):
+        sparsegpt(weight, gram, scopes_of(weight, **STRUCTURES[structure]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_squares_is_lstsq_row_by_row(seed):
+    weight, x, gram = problem(seed=seed)
+    mask = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+    solution, expected = least_squares(weight, gram, mask, steps=100), torch.zeros_like(weight)
+    for row in range(weight.shape[1]):
+        kept = mask[0, row]
+        expected[0, row, kept] = torch.linalg.lstsq(x[:, kept], x @ weight[0, row]).solution
+    torch.testing.assert_close(solution, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_least_squares_of_a_singular_gram_matrix_keeps_what_the_data_does_not_determine():
+    weight, x, _ = problem(tokens=3)
+    x[:, 0] = 0  # a dead input
+    gram = (x.T @ x)[None]
+    mask = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    solution = least_squares(weight, gram, mask)
+    assert solution.isfinite().all() and torch.equal(solution[..., 0], (weight * mask)[..., 0])
+    assert relative_error(weight, gram, solution) < relative_error(weight, gram, weight * mask)
+    assert torch.equal(least_squares(weight, torch.zeros_like(gram), mask), weight * mask)
+
+
+def test_the_relative_error_is_that_of_the_outputs():
+    weight, x, gram = problem()
+    other = weight * (torch.arange(8) % 2)
+    expected = ((x @ (weight - other).mT).norm() / (x @ weight.mT).norm()).item()
+    assert relative_error(weight, gram, other) == pytest.approx(expected)
+    assert relative_error(weight * 0, gram, other * 0) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_admm_finds_better_masks_than_magnitude_and_wanda(seed):
+    weight, _, gram = problem(32, 64, 256, seed)
+    scopes, scale = scopes_of(weight), gram.diagonal(dim1=1, dim2=2)[:, None].sqrt()
+    masks = [scopes.project(weight, 2), scopes.project(weight * scale, 2), admm(weight, gram, scopes)[0]]
+    errors = [relative_error(weight, gram, least_squares(weight, gram, m)) for m in masks]
+    assert errors[2] < 0.9 * min(errors[:2])
+
+
+def test_columns_are_cut_where_no_scope_crosses():
+    apart = torch.tensor([[0, 1, 0, 1, 2, 2], [3, 3, 3, 3, 4, 4]])
+    assert column_chunks(apart) == [(0, 4), (4, 6)]
+    assert column_chunks(torch.zeros(3, 5, dtype=torch.long)) == [(0, 5)]
+    assert column_chunks(torch.arange(6).view(2, 3)) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_obs_loss_and_compensation_are_those_of_the_best_remaining_weights(seed):
+    """For the set whose loss w_P^T (C_PP)^-1 w_P / 2 is least: it equals the error after lstsq on what is left."""
+    weight, x, gram = problem(1, 6, seed=seed)
+    w, inverse = weight[0, 0], torch.linalg.inv(gram[0])
+
+    def loss(p):
+        return float(w[[*p]] @ torch.linalg.solve(inverse[[*p]][:, [*p]], w[[*p]]) / 2)
+
+    pruned = min(itertools.combinations(range(6), 3), key=loss)
+    kept = [j for j in range(6) if j not in pruned]
+    solution = torch.linalg.lstsq(x[:, kept], x @ w).solution
+    assert 2 * loss(pruned) == pytest.approx(float((x @ w - x[:, kept] @ solution).square().sum()))
+    mask = torch.ones(1, 6, dtype=torch.bool).index_fill(1, torch.tensor(pruned), False)
+    own, compensated = prune_chunks(weight[0], inverse, [(0, 6)], lambda *_: mask)
+    assert torch.equal(own, mask)
+    torch.testing.assert_close(compensated[0, kept], solution)
+
+
+@pytest.mark.parametrize("widths", [(4, 4), (2, 4, 2), (1,) * 8])
+def test_what_obs_prunes_on_the_left_is_compensated_on_the_right(widths):
+    """Each chunk's compensation is the best for the columns that are not decided yet."""
+    weight, x, gram = problem(3, 8)
+    chunks = list(itertools.pairwise(itertools.accumulate((0, *widths))))
+    mask = torch.rand(3, 8, generator=torch.Generator().manual_seed(1)) < 0.5
+    _, compensated = prune_chunks(weight[0], torch.linalg.inv(gram[0]), chunks, lambda w, c, a, b: mask[:, a:b])
+    for row in range(3):
+        current = weight[0, row].clone()
+        for a, b in chunks:
+            free = mask[row].clone()
+            free[b:], free[:a] = True, False  # decided columns stay
+            fixed = torch.where(torch.arange(8) < a, current, 0)
+            solution = torch.linalg.lstsq(x[:, free], x @ current - x @ fixed).solution
+            current = fixed.index_put((free.nonzero().flatten(),), solution)
+        torch.testing.assert_close(compensated[row], current)
+
+
+def sparsegpt_by_loops(weight, inverse, n, m):
+    """The algorithm as the paper writes it, one weight at a time: inverse Hessians shrink column by column."""
+    w, c = weight.clone(), inverse.clone()
+    mask = torch.ones_like(w, dtype=torch.bool)
+    for j in range(w.shape[1]):
+        if j % m == 0:
+            diagonal = [1 / torch.linalg.cholesky(c[j:, j:], upper=True)[k, k] ** 2 for k in range(m)]
+            for i in range(w.shape[0]):
+                scores = [w[i, j + k] ** 2 * diagonal[k] for k in range(m)]
+                for k in sorted(range(m), key=lambda k: float(scores[k]))[: m - n]:
+                    mask[i, j + k] = False
+        for i in range(w.shape[0]):
+            if not mask[i, j]:
+                w[i, j + 1 :] -= w[i, j] / c[j, j] * c[j, j + 1 :]
+                w[i, j] = 0
+        c[j + 1 :, j + 1 :] -= torch.outer(c[j, j + 1 :], c[j, j + 1 :]) / c[j, j]
+    return mask, w
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sparsegpt_is_a_double_loop(seed):
+    weight, _, gram = problem(5, 16, seed=seed)
+    mask, solution = sparsegpt(weight, gram, scopes_of(weight))
+    expected_mask, expected = sparsegpt_by_loops(weight[0], torch.linalg.inv(gram[0]), 2, 4)
+    assert torch.equal(mask[0], expected_mask)
+    torch.testing.assert_close(solution[0], expected)
+
+
+@pytest.mark.parametrize(("columns", "level"), [(16, 0.5), (300, 0.3), (130, 0.9)])
+def test_sparsegpt_keeps_an_exact_number_of_single_elements(columns, level):
+    weight, _, gram = problem(4, columns, 400)
+    mask, solution = sparsegpt(weight, gram, scopes_of(weight, sparsity_level=level))
+    assert int(mask.sum()) == round(4 * columns * (1 - level)) and not solution[~mask].any()
