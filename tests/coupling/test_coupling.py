@@ -6,7 +6,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import joint_entries
-from sparsekit_ao.coupling.merged import merged_couplings
+from sparsekit_ao.coupling.coupling import merged_couplings
 from sparsekit_ao.removal import compact, cut_to
 
 MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import SparsityError
-from ..values import arguments, opaque_in, tensors_in
+from ..nested_tensors import arguments, opaque_in, tensors_in
 from . import arithmetic, recurrent, shapes
 from .call import AxisRule, Call, Label
 from .factors import AxisFactor, Factor, every_factor, fixed, freeze, leaves
