@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.coupling.discovery import trace
+from sparsekit_ao.coupling.discovery import axis_rules
 from sparsekit_ao.coupling.discovery.factors import AxisFactor, Factor, fixed, reshape_axes, unify
 
 
@@ -414,7 +414,7 @@ def test_frozen_axes_are_printed_with_the_reason(name):
 
 
 def test_a_rule_that_does_not_fit_the_result_is_not_applied(monkeypatch):
-    monkeypatch.setitem(trace._RULES, "gelu", lambda call: call.label("self")[:1])
+    monkeypatch.setitem(axis_rules.RULES, "gelu", lambda call: call.label("self")[:1])
     model, inputs, _ = CASES["two layers"]
     assert "6 in 0.weight[0] and 0.bias[0]: gelu in 1: not understood" in str(discover(model, inputs))
 
