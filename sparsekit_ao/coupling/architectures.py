@@ -32,32 +32,19 @@ class Layout:
         down: the module that reads them.
         head_norms: norms of one head, whose length is the head size.
         norms: all other modules that a layer may have.
-        embedding, final_norm, head: the modules outside of the layers that write and read the residual stream, if all
-            of its norms can be RMSNorms; `embedding` and `final_norm` are siblings of the list of layers, `head` is
-            named from the model on.
+        stream: embedding and last norm, siblings of the list of layers, and the head, named from the model on; empty
+            if the norms of the residual stream cannot be RMSNorms.
         ints: {attribute of the attention module: the axes whose product it holds}; `u` heads of size `d`.
     """
 
     family: str
-    projections: tuple[str, str, str, str]
+    projections: tuple[str, ...]
     up: tuple[str, ...]
     down: str
     head_norms: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
-    embedding: str = ""
-    final_norm: str = ""
-    head: str = ""
+    stream: tuple[str, ...] = ()
     ints: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    @property
-    def attention(self) -> str:
-        """The module that holds the query projection."""
-        return self.projections[0].rpartition(".")[0]
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The weights that make a layer one of this family."""
-        return tuple(f"{module}.weight" for module in (*self.projections, *self.up, self.down))
 
 
 LAYOUTS = (
@@ -68,9 +55,7 @@ LAYOUTS = (
         down="mlp.down_proj",
         head_norms=("self_attn.q_norm", "self_attn.k_norm"),
         norms=tuple(f"{at}_layernorm" for at in ("input", "post_attention", "pre_feedforward", "post_feedforward")),
-        embedding="embed_tokens",
-        final_norm="norm",
-        head="lm_head",
+        stream=("embed_tokens", "norm", "lm_head"),
     ),
     Layout(
         family="BERT-like encoders",
@@ -98,12 +83,7 @@ LAYOUTS = (
     ),
     Layout(
         family="ViT of transformers 4",
-        projections=(
-            "attention.attention.query",
-            "attention.attention.key",
-            "attention.attention.value",
-            "attention.output.dense",
-        ),
+        projections=(*(f"attention.attention.{name}" for name in ("query", "key", "value")), "attention.output.dense"),
         up=("intermediate.dense",),
         down="output.dense",
         norms=("layernorm_before", "layernorm_after"),
@@ -158,21 +138,16 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
     if experts:
         return experts
     for layout in LAYOUTS:
-        layers = [match for match in (_layer_of(layout).fullmatch(name) for name in parameters) if match]
+        query = re.compile(rf"(.*?)(\d+)\.{re.escape(layout.projections[0])}\.weight")
+        layers = [match for match in map(query.fullmatch, parameters) if match]
         if layers:
-            stack = _Stack(layout, model, parameters, layers)
-            return {"mlp": stack.mlp()} | stack.attention_heads() | stack.residual()
-    names = ", ".join(f"{layout.family} ('*.{layout.required[0]}')" for layout in LAYOUTS)
+            return _Stack(layout, model, parameters, layers).couplings()
+    names = ", ".join(f"{layout.family} ('*.{layout.projections[0]}.weight')" for layout in LAYOUTS)
     raise SparsityError(
         f"for_model does not know {type(model).__name__}. It looked for the tensor names of {names}, and for experts. "
         "Use coupling.discover(model, example_inputs), which suggests couplings for any model; or write them by hand "
         "(Coupling)."
     )
-
-
-def _layer_of(layout: Layout) -> re.Pattern[str]:
-    """Return an expression for the query projection of a layer: (name of the list of layers, number)."""
-    return re.compile(rf"(.*?)(\d+)\.{re.escape(layout.required[0])}")
 
 
 class _Stack:
@@ -193,40 +168,48 @@ class _Stack:
             )
         self.layout, self.model, self.parameters, self.prefix = layout, model, parameters, prefixes[0]
         self.names = [f"{match[1]}{match[2]}" for match in layers]
+        self.attention = layout.projections[0].rpartition(".")[0]
+        self.module: Any = model.get_submodule(f"{self.names[0]}.{self.attention}")
         self.config: Any = getattr(model, "config", None) or nn.Module()
-        self.module: Any = model.get_submodule(f"{self.names[0]}.{layout.attention}")
-        self.shapes = self._shapes_in(self.names[0])
-        for name in self.names:
-            self._check(name, self._shapes_in(name))
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {f"{name}.": {} for name in self.names}
+        for start, own in shapes.items():
+            own |= {n.removeprefix(start): tuple(t.shape) for n, t in parameters.items() if n.startswith(start)}
+        self.shapes = shapes[f"{self.names[0]}."]
+        for start, own in shapes.items():
+            self._check(start, own)
 
-    def _shapes_in(self, layer: str) -> dict[str, tuple[int, ...]]:
-        start = f"{layer}."
-        return {n.removeprefix(start): tuple(t.shape) for n, t in self.parameters.items() if n.startswith(start)}
-
-    def _check(self, layer: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _check(self, start: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise unless a layer has the tensors of its family, as the first layer does."""
         layout = self.layout
-        modules = (*layout.projections, *layout.up, layout.down, *layout.head_norms, *layout.norms)
-        known = {f"{module}.{name}" for module in modules for name in ("weight", "bias")}
-        for what, names in (("also has", shapes.keys() - known), ("lacks", set(layout.required) - shapes.keys())):
+        required = (*layout.projections, *layout.up, layout.down)
+        known = {f"{m}.{n}" for m in (*required, *layout.head_norms, *layout.norms) for n in ("weight", "bias")}
+        lacking = {f"{module}.weight" for module in required} - shapes.keys()
+        for what, names in (("also has", shapes.keys() - known), ("lacks", lacking)):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 raise SparsityError(
-                    f"for_model: {layer} is named as in {layout.family}, but {what} {min(names)}{more}, so its "
+                    f"for_model: {start[:-1]} is named as in {layout.family}, but {what} {min(names)}{more}, so its "
                     "couplings are unknown. discover(model, example_inputs) suggests couplings."
                 )
         sized = {f"{module}.weight" for module in (*layout.projections[:2], *layout.head_norms)}
         for name in sorted(shapes.keys() | self.shapes.keys()):
-            here, first = (
-                all_.get(name) and (all_[name] if name in sized else "there") for all_ in (shapes, self.shapes)
-            )
+            here, first = (s.get(name) and (s[name] if name in sized else "there") for s in (shapes, self.shapes))
             if here != first:
                 raise SparsityError(
-                    f"for_model: layers differ: {layer}.{name} is {here or 'missing'}, in the first layer "
+                    f"for_model: layers differ: {start}{name} is {here or 'missing'}, in the first layer "
                     f"{first or 'missing'}. Write a Coupling for those that are alike, or use discover(model, inputs)."
                 )
 
-    def members(self, rows: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str]:
+    def couplings(self) -> dict[str, Coupling]:
+        """Return all couplings by name."""
+        up, down = self.layout.up, self.layout.down
+        widths = {self.parameters[f"{name}.{up[0]}.weight"].shape[0] for name in self.names}
+        # The config has one width, so it can hold that of all layers or of none.
+        config = {"intermediate_size": "u"} if widths == {vars(self.config).get("intermediate_size")} else {}
+        mlp = Coupling(self._members(dict.fromkeys(up, "u"), {down: "u"}), attrs=self._attrs({}, config), name="mlp")
+        return {"mlp": mlp} | self._heads() | self._residual()
+
+    def _members(self, rows: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str]:
         """Return the tensors of every layer with units along outputs (`rows`, with biases) or inputs (`columns`).
 
         Both are {module: axes of its outputs, or inputs}.
@@ -237,26 +220,14 @@ class _Stack:
         names |= {f"{module}.weight": f"o {axes}" for module, axes in columns.items()}
         return {f"{self.prefix}*.{name}": axes for name, axes in names.items() if name in self.shapes}
 
-    def attrs(self, ints: Mapping[str, str], config: Mapping[str, str]) -> dict[str, str]:
+    def _attrs(self, ints: Mapping[str, str], config: Mapping[str, str]) -> dict[str, str]:
         """Return the integers to update, as far as the attention modules and the config have them."""
-        path = f"{self.prefix}*.{self.layout.attention}"
-        own = {
-            f"{path}.{name}": axes for name, axes in ints.items() if isinstance(getattr(self.module, name, 0.0), int)
-        }
-        return own | {
-            f"config.{name}": a for name, a in config.items() if isinstance(getattr(self.config, name, 0.0), int)
-        }
+        path = f"{self.prefix}*.{self.attention}"
+        rows = [(self.module, name, f"{path}.{name}", axes) for name, axes in ints.items()]
+        rows += [(self.config, name, f"config.{name}", axes) for name, axes in config.items()]
+        return {full: axes for holder, name, full, axes in rows if isinstance(getattr(holder, name, None), int)}
 
-    def mlp(self) -> Coupling:
-        """Return the coupling of hidden units."""
-        up, down = self.layout.up, self.layout.down
-        widths = {self.parameters[f"{name}.{up[0]}.weight"].shape[0] for name in self.names}
-        # The config has one width, so it can hold that of all layers or of none.
-        config = {"intermediate_size": "u"} if widths == {vars(self.config).get("intermediate_size")} else {}
-        return Coupling(self.members(dict.fromkeys(up, "u"), {down: "u"}), attrs=self.attrs({}, config), name="mlp")
-
-    def attention_heads(self) -> dict[str, Coupling]:
-        """Return the couplings of heads, and of key heads where query heads share them."""
+    def _heads(self) -> dict[str, Coupling]:
         d = self._head_size()
         q, k, v, o = self.layout.projections
         queries, keys = (self.shapes[f"{module}.weight"][0] for module in (q, k))
@@ -267,26 +238,24 @@ class _Stack:
                     f"for_model: {self.prefix}*.{module} normalizes {shape[0]} values, not one head of {d}, so heads "
                     "depend on each other. discover(model, example_inputs) suggests couplings."
                 )
-
         # A config can hold another number of heads only if it holds the head size by itself.
-        def config(**ints: str) -> dict[str, str]:
-            return ints if "head_dim" in vars(self.config) else {}
-
+        named = "head_dim" in vars(self.config)
+        queries_of, keys_of = ("num_attention_heads", "num_key_value_heads") if named else ("", "")
         if queries == keys:
-            members = self.members(dict.fromkeys((q, k, v), "(u d)"), {o: "(u d)"})
-            attrs = self.attrs(self.layout.ints, config(num_attention_heads="u", num_key_value_heads="u"))
+            members = self._members(dict.fromkeys((q, k, v), "(u d)"), {o: "(u d)"})
+            attrs = self._attrs(self.layout.ints, {queries_of: "u", keys_of: "u"})
             return {"heads": Coupling(members, sizes={"d": d}, attrs=attrs, name="heads")}
         heads = Coupling(
-            self.members({q: "(kv u d)"}, {o: "(kv u d)"}),
+            self._members({q: "(kv u d)"}, {o: "(kv u d)"}),
             scope="kv",
             sizes={"kv": keys // d, "d": d},
-            attrs=self.attrs({"num_key_value_groups": "u"}, config(num_attention_heads="kv u")),
+            attrs=self._attrs({"num_key_value_groups": "u"}, {queries_of: "kv u"}),
             name="heads",
         )
         key_heads = Coupling(
-            self.members({q: "(u g d)", k: "(u d)", v: "(u d)"}, {o: "(u g d)"}),
+            self._members({q: "(u g d)", k: "(u d)", v: "(u d)"}, {o: "(u g d)"}),
             sizes={"g": queries // keys, "d": d},
-            attrs=self.attrs({}, config(num_attention_heads="u g", num_key_value_heads="u")),
+            attrs=self._attrs({}, {queries_of: "u g", keys_of: "u"}),
             name="kv_heads",
         )
         return {"heads": heads, "kv_heads": key_heads}
@@ -300,27 +269,28 @@ class _Stack:
         if hasattr(self.config, "hidden_size") and hasattr(self.config, "num_attention_heads"):
             return int(self.config.hidden_size) // int(self.config.num_attention_heads)
         raise SparsityError(
-            f"for_model: the head size is unknown. {self.names[0]}.{self.layout.attention} has no "
+            f"for_model: the head size is unknown. {self.names[0]}.{self.attention} has no "
             f"{' or '.join(_HEAD_SIZES)}, and model.config has no head_dim, nor hidden_size and num_attention_heads. "
             "Write the coupling of heads by hand (Coupling)."
         )
 
-    def residual(self) -> dict[str, Coupling]:
+    def _residual(self) -> dict[str, Coupling]:
         """Return the hidden size's, where no norm has a bias (it can be an RMSNorm) and nothing of it is an output."""
         layout, siblings = self.layout, re.sub(r"[^.]+\.$", "", self.prefix)
-        paths = (siblings + layout.embedding, siblings + layout.final_norm, layout.head)
+        if not layout.stream or any(f"{module}.bias" in self.shapes for module in layout.norms):
+            return {}
+        paths = (siblings + layout.stream[0], siblings + layout.stream[1], layout.stream[2])
         embedding, norm, head = (f"{path}.weight" for path in paths)
-        biased = any(f"{module}.bias" in self.shapes for module in layout.norms)
-        if biased or not layout.head or not {embedding, norm, head} <= self.parameters.keys():
+        if not {embedding, norm, head} <= self.parameters.keys():
             return {}
         q, k, v, o = layout.projections
-        layers = self.members(dict.fromkeys((o, layout.down), "u"), dict.fromkeys((q, k, v, *layout.up), "u"))
+        layers = self._members(dict.fromkeys((o, layout.down), "u"), dict.fromkeys((q, k, v, *layout.up), "u"))
         norms = {f"{self.prefix}*.{name}.weight": "u" for name in layout.norms if f"{name}.weight" in self.shapes}
-        members = {name.replace("*", "**"): axes for name, axes in ({embedding: "o u"} | layers | norms).items()}
-        members[norm] = "u"
+        members = {embedding: "o u"} | {name.replace("*", "**"): axes for name, axes in (layers | norms).items()}
+        members |= {norm: "u"}
         if self.parameters[head] is not self.parameters[embedding]:  # one tensor under two names is one member
-            members[head] = "o u"
-        attrs = self.attrs({}, {"hidden_size": "u"} if "head_dim" in vars(self.config) else {})
+            members |= {head: "o u"}
+        attrs = self._attrs({}, {"hidden_size": "u"} if "head_dim" in vars(self.config) else {})
         return {"residual": Coupling(members, attrs=attrs, name="residual")}
 
 
@@ -332,37 +302,28 @@ def _expert_couplings(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[s
     """
     packed = next((fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)), None)
     listed = next(filter(None, map(_LISTED_EXPERT.fullmatch, tensors)), None)
-    path = packed if packed is not None else listed[1] if listed else None
-    if path is None:
-        return {}
-    experts: Any = model.get_submodule(path)
-    name = _starred(path)
     if packed is not None:
+        path, name, experts = packed, _starred(packed), model.get_submodule(packed)
         up, down = f"{name}.gate_up_proj", f"{name}.down_proj"
-        attrs = {f"{name}.intermediate_dim": "u"} if isinstance(getattr(experts, "intermediate_dim", 0.0), int) else {}
-        members = {up: "s (g u) i", down: "s o u"}
-        units = Coupling(members, scope="s", sizes={"g": 2}, attrs=attrs, name="expert_units")
-        whole = _whole_experts(model, tensors, path, len(tensors[f"{path}.down_proj"]), (up, down), ())
-    else:
-        assert listed is not None
+        attrs = {f"{name}.intermediate_dim": "u"} if isinstance(getattr(experts, "intermediate_dim", None), int) else {}
+        units = Coupling({up: "s (g u) i", down: "s o u"}, scope="s", sizes={"g": 2}, attrs=attrs, name="expert_units")
+        whole = _whole_experts(model, tensors, path, len(tensors[f"{path}.down_proj"]), (up, down))
+    elif listed:
+        path, name, experts = listed[1], _starred(listed[1]), model.get_submodule(listed[1])
         ups, down = _UP_AND_DOWN[listed[3]]
         axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups} | {f"{down}.weight": "o u"}
-        first = f"{path}.{listed[2]}"
-        members = {f"{name}.*.{own}": axis for own, axis in axes.items() if f"{first}.{own}" in tensors}
-        units = Coupling(members, name="expert_units")
-        whole = _whole_experts(model, tensors, path, len(experts), (), (name,)) if is_list(experts) else {}
+        here = {own: axis for own, axis in axes.items() if f"{path}.{listed[2]}.{own}" in tensors}
+        units = Coupling({f"{name}.*.{own}": axis for own, axis in here.items()}, name="expert_units")
+        whole = _whole_experts(model, tensors, path, len(experts), lists=(name,)) if is_list(experts) else {}  # type: ignore[arg-type]
+    else:
+        return {}
     return {"expert_units": units} | whole
 
 
 def _whole_experts(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    path: str,
-    experts: int,
-    packed: tuple[str, ...],
-    lists: tuple[str, ...],
+    model: nn.Module, tensors: Mapping[str, Tensor], path: str, experts: int, packed: tuple[str, ...] = (), **keys: Any
 ) -> dict[str, Coupling]:
-    """Return `"experts"`, whose unit is in the packed tensors or a module of the lists; {} without a router.
+    """Return `"experts"`, whose unit is in the packed tensors or a module of `lists` in `keys`; {} without a router.
 
     A router is a module beside the experts whose `weight` is a matrix with a row for each of them.
     """
@@ -373,7 +334,8 @@ def _whole_experts(
     if not routers:
         return {}
     # Some routers choose among groups of experts first.
-    groups = max(_int_of(model.get_submodule(router), ("num_group", "n_group"), 1) for router in routers)
+    ints = [getattr(model.get_submodule(router), key, 1) for router in routers for key in ("num_group", "n_group")]
+    groups = max(n for n in ints if isinstance(n, int))
     rows, axes = ("(s u)", "s u") if groups > 1 else ("u", "u")
     members = dict.fromkeys(packed, f"{rows} a b")
     for fqn, tensor in tensors.items():
@@ -384,8 +346,8 @@ def _whole_experts(
     attrs = {
         f"{name}{key}": axes for name, ints in holders.items() for key in _EXPERT_COUNTS if ints.get(key) == experts
     }
-    scope: dict[str, Any] = {"scope": "s", "sizes": {"s": groups}} if groups > 1 else {}
-    return {"experts": Coupling(members, attrs=attrs, name="experts", lists=lists, **scope)}
+    keys |= {"scope": "s", "sizes": {"s": groups}} if groups > 1 else {}
+    return {"experts": Coupling(members, attrs=attrs, name="experts", **keys)}
 
 
 def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -393,10 +355,6 @@ def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
     if not fqn.endswith(".gate_up_proj") or down is None or (up.ndim, down.ndim) != (3, 3):
         return False
     return tuple(up.shape) == (down.shape[0], 2 * down.shape[2], down.shape[1])
-
-
-def _int_of(module: nn.Module, names: tuple[str, ...], default: int) -> int:
-    return next((n for n in (getattr(module, name, None) for name in names) if isinstance(n, int)), default)
 
 
 def _starred(path: str) -> str:

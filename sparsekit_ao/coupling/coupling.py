@@ -237,21 +237,15 @@ class Coupling:
         scope = tuple(self.scope.split())
         shapes = [(fqn, axes, tuple(tensors[fqn].shape)) for fqn, axes, _ in rows]
         sizes = solve_sizes(name, shapes, {*scope, self.unit}, self.sizes)
-        members: list[Member] = []
+        members: tuple[Member, ...] = ()
         first: dict[int, Member] = {}
         for fqn, axes, is_further in rows:
             known = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
             pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=known, where=f"{fqn}: ")
             pattern.check_shape(tuple(tensors[fqn].shape))
             tied = None if is_further else first.get(id(tensors[fqn]))
-            members.append(
-                Member(
-                    fqn=fqn,
-                    pattern=pattern,
-                    is_parameter=fqn in parameters and not is_further and not self.lists,
-                    tied_to=tied.fqn if tied else "",
-                )
-            )
+            has_mask = fqn in parameters and not is_further and not self.lists
+            members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied.fqn if tied else ""),)
             first.setdefault(id(tensors[fqn]), members[-1])
             if tied and tied.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
                 raise SparsityError(
@@ -259,13 +253,7 @@ class Coupling:
                     f"{axes!r} and {tied.pattern.axes!r}"
                 )
         return BoundCoupling(
-            name=name,
-            captured=captured,
-            members=tuple(members),
-            unit=self.unit,
-            scope=scope,
-            sizes=sizes,
-            attrs=self.attrs,
+            name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
         )
 
     def _rows(self, captured: tuple[str, ...], matches: Mapping[str, Matches]) -> Iterator[tuple[str, str, bool]]:
@@ -419,10 +407,8 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
         ours, theirs = first.bind(model), second.bind(model)
     except SparsityError:  # layers of different sizes
         return None
-    names = {member.fqn for one in ours for member in one.members}
-    if [one.captured for one in ours] != [one.captured for one in theirs]:
-        return None
-    if names & {member.fqn for one in theirs for member in one.members}:
+    first_names, second_names = ({member.fqn for one in bounds for member in one.members} for bounds in (ours, theirs))
+    if [one.captured for one in ours] != [one.captured for one in theirs] or first_names & second_names:
         return None
     if ours[0].grid[-1] > theirs[0].grid[-1]:
         first, second, ours, theirs = second, first, theirs, ours
