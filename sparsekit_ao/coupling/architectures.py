@@ -172,11 +172,11 @@ class _Stack:
         self.module: Any = model.get_submodule(f"{self.names[0]}.{self.attention}")
         self.config: Any = getattr(model, "config", None) or nn.Module()
         shapes: dict[str, dict[str, tuple[int, ...]]] = {f"{name}.": {} for name in self.names}
-        for start, own in shapes.items():
-            own |= {n.removeprefix(start): tuple(t.shape) for n, t in parameters.items() if n.startswith(start)}
+        for start, layer in shapes.items():
+            layer |= {n.removeprefix(start): tuple(t.shape) for n, t in parameters.items() if n.startswith(start)}
         self.shapes = shapes[f"{self.names[0]}."]
-        for start, own in shapes.items():
-            self._check(start, own)
+        for start, layer in shapes.items():
+            self._check(start, layer)
 
     def _check(self, start: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise unless a layer has the tensors of its family, as the first layer does."""
@@ -312,8 +312,9 @@ def _expert_couplings(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[s
         path, name, experts = listed[1], _starred(listed[1]), model.get_submodule(listed[1])
         ups, down = _UP_AND_DOWN[listed[3]]
         axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups} | {f"{down}.weight": "o u"}
-        here = {own: axis for own, axis in axes.items() if f"{path}.{listed[2]}.{own}" in tensors}
-        units = Coupling({f"{name}.*.{own}": axis for own, axis in here.items()}, name="expert_units")
+        first = f"{path}.{listed[2]}"
+        members = {f"{name}.*.{key}": text for key, text in axes.items() if f"{first}.{key}" in tensors}
+        units = Coupling(members, name="expert_units")
         whole = _whole_experts(model, tensors, path, len(experts), lists=(name,)) if is_list(experts) else {}  # type: ignore[arg-type]
     else:
         return {}

@@ -89,7 +89,7 @@ class BoundCoupling:
 
 
 def solve_sizes(
-    name: str, tensors: Sequence[tuple[str, str, Shape]], shared: set[str], given: Mapping[str, int]
+    name: str, tensors: Sequence[tuple[str, str, Shape]], shared: set[str], known: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the sizes of all shared axes: a dimension with one unknown axis gives its length, until nothing follows.
 
@@ -97,19 +97,19 @@ def solve_sizes(
         name: of the coupling, for errors.
         tensors: (name, axes, shape) of every member.
         shared: the axes of unit and scope.
-        given: sizes that are known, which are returned too.
+        known: sizes that are returned too.
 
     Raises:
         CouplingError: two members have different sizes of a shared axis.
     """
-    sizes = dict(given)
+    sizes = dict(known)
     source: dict[str, str] = {}
     while True:
         before = len(sizes)
         for fqn, axes, shape in tensors:
             for axis, size in _implied_sizes(axes, shape, sizes, f"{fqn}: "):
-                if axis not in shared or axis in given:
-                    continue  # h and w of two kernels need not agree; the pattern itself checks a given size
+                if axis not in shared or axis in known:
+                    continue  # h and w of two kernels need not agree; the pattern itself checks a known size
                 if sizes.setdefault(axis, size) != size:
                     raise CouplingError(
                         f"coupling {name!r}: {fqn} has {axis}={size}, but {source[axis]} has {axis}={sizes[axis]}. "

@@ -76,10 +76,10 @@ def _run(op: Operation, zeros: tuple[bool, ...], value: float, flags: Sequence[b
     def number(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        zero, own = next(operands)
+        zero, nonzero = next(operands)
         if x.dtype == torch.bool:
             return torch.tensor(not zero and next(flag), device="cpu")
-        return torch.tensor(0.0 if zero else own, device="cpu").to(x.dtype)
+        return torch.tensor(0.0 if zero else nonzero, device="cpu").to(x.dtype)
 
     with unset_fake_temporarily(), torch.no_grad():
         args, kwargs = _pytree.tree_map(number, (op.args, {k: v for k, v in op.kwargs.items() if k != "device"}))
@@ -260,11 +260,10 @@ def filled(op: Operation) -> Label:
 def _reshape(op: Operation) -> Label:
     """The same elements in row-major order: factors are split and merged."""
     label, shape = _same(op), op.outs[0].shape
-    found = reshape_axes(label, shape)
-    if found is None:
+    axes = reshape_axes(label, shape)
+    if axes is None:
         op.freeze(*label, what="the new shape cuts across its factors")
-        found = op.fixed(*shape)
-    return found
+    return op.fixed(*shape) if axes is None else axes
 
 
 def _permute(op: Operation) -> Label:
@@ -308,13 +307,13 @@ def _slice(op: Operation) -> Label:
 
 def _split(op: Operation) -> list[Label]:
     label, size = op.label("self"), op["self"].shape
-    dim, start, found = op.dim("dim", len(label)), 0, []
+    dim, start, labels = op.dim("dim", len(label)), 0, []
     for out in op.outs:
         n = out.shape[dim]
         axis = _sliced(op, label[dim], size[dim], (start, n, 1))
-        found.append((*label[:dim], axis, *label[dim + 1 :]))
+        labels.append((*label[:dim], axis, *label[dim + 1 :]))
         start += n
-    return found
+    return labels
 
 
 def _sliced(op: Operation, axis: Axis, size: int, window: tuple[int, int, int]) -> Axis:
@@ -417,7 +416,7 @@ def _gather(op: Operation) -> Label:
 def _index(op: Operation) -> Label:
     """Advanced indexing `x[i, :, j]`: the dimensions of the indices replace the first indexed one, or come first."""
     label = op.label("self")
-    at = [d for d, given in enumerate(op["indices"]) if isinstance(given, Tensor)]
+    at = [d for d, index in enumerate(op["indices"]) if isinstance(index, Tensor)]
     op.freeze(*(label[d] for d in at), what="read by index")
     rest = [axis for d, axis in enumerate(label) if d not in at]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0

@@ -199,26 +199,26 @@ def _rows(axis: Axis) -> list[tuple[_Row, list[Factor]]]:
     if not factors or not factors[0].is_concatenation:
         return [(_Row(tuple(factors)), factors)]
     first, *rest = factors
-    found, start, each = [(_Row(tuple(factors)), rest)], 0, math.prod(factor.size for factor in rest)
+    rows, start, each = [(_Row(tuple(factors)), rest)], 0, math.prod(factor.size for factor in rest)
     for piece in first.pieces:
         size = math.prod(factor.size for factor in piece)
         row = _Row((*piece, *rest), start * each, (first.size - start - size) * each)
-        found.append((row, piece))
+        rows.append((row, piece))
         start += size
-    return found
+    return rows
 
 
 def _companions(labels: Iterable[Label]) -> dict[Factor, set[Factor]]:
     """{factor: the factors that all tensors with it have}."""
-    found: dict[Factor, set[Factor]] = {}
+    companions: dict[Factor, set[Factor]] = {}
     for label in labels:
         rows = [row for axis in label for row in _rows(axis)]
         whole = {factor for axis in label for factor in (part.factor for part in leaves(axis))}
         for row, factors in rows:
             for factor in factors:
                 together = whole.union(row.factors)
-                found[factor] = found[factor] & together if factor in found else together
-    return found
+                companions[factor] = companions.get(factor, together) & together
+    return companions
 
 
 def _coupling(unit: Factor, labels: Mapping[str, Sequence[_Row]], companions: set[Factor]) -> Coupling:
@@ -349,7 +349,7 @@ def _starred(names: Sequence[str], which: slice) -> list[str]:
 
 def _exact(starred: str, meant: Collection[str], names: Collection[str]) -> bool:
     """Whether a starred name matches these names and no others."""
-    return {name for found in match_names(starred, names).values() for name in found} == set(meant)
+    return {name for matches in match_names(starred, names).values() for name in matches} == set(meant)
 
 
 def _folded_within(coupling: Coupling, names: Collection[str]) -> Coupling:

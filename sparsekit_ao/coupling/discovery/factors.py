@@ -61,13 +61,13 @@ class Factor:
     @property
     def pieces(self) -> "list[list[Factor]]":
         """The leaves of each part of a concatenation, in order; of another factor, its own leaves."""
-        root, found = self.root, list[list[Factor]]()
+        root, pieces = self.root, list[list[Factor]]()
         if not root._pieces:
             return [root.leaves()]
         for piece in root._pieces:
-            own = [leaf for factor in piece for leaf in factor.leaves()]
-            found += own[0].pieces if len(own) == 1 else [own]
-        return found
+            roots = [leaf for factor in piece for leaf in factor.leaves()]
+            pieces += roots[0].pieces if len(roots) == 1 else [roots]
+        return pieces
 
     @property
     def is_concatenation(self) -> bool:
@@ -154,13 +154,9 @@ def unify(axes: Sequence[Axis], why: str) -> None:
 
 def concatenated(axes: Sequence[Axis]) -> Axis:
     """One axis of several that follow each other; it is zero where all of them are."""
-    found = Factor(sum(_length(axis) for axis in axes))
-    found._pieces = tuple(tuple(part.factor for part in axis) for axis in axes)
-    return (AxisFactor(found, all(part.zero for axis in axes for part in leaves(axis))),)
-
-
-def _length(axis: Axis) -> int:
-    return math.prod(part.factor.size for part in axis)
+    whole = Factor(sum(math.prod(part.factor.size for part in axis) for axis in axes))
+    whole._pieces = tuple(tuple(part.factor for part in axis) for axis in axes)
+    return (AxisFactor(whole, all(part.zero for axis in axes for part in leaves(axis))),)
 
 
 def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
@@ -193,32 +189,32 @@ def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]
     """
     if 0 in shape:  # no elements, no order
         return None
-    reader, found = _Reader([part for axis in axes for part in axis]), []
+    reader, new_axes = _Reader([part for axis in axes for part in axis]), []
     for size in shape:
         axis: list[AxisFactor] = []
-        left = size
-        while left > 1 and reader:
+        missing = size
+        while missing > 1 and reader:
             part = reader.read()
-            if left % part.factor.size and part.factor.size % left == 0:
-                part = replace(part, factor=reader.read_outer(part.factor, left, part.zero))
-            if left % part.factor.size:
+            if missing % part.factor.size and part.factor.size % missing == 0:
+                part = replace(part, factor=reader.read_outer(part.factor, missing, part.zero))
+            if missing % part.factor.size:
                 return None
-            left //= part.factor.size
+            missing //= part.factor.size
             axis.append(part)
-        if left != 1:
+        if missing != 1:
             return None
-        found.append(tuple(axis))
-    return tuple(found)
+        new_axes.append(tuple(axis))
+    return tuple(new_axes)
 
 
 def split_axis(axis: Axis, outer: int, why: str) -> tuple[Axis, Axis]:
     """The axis as (outer, rest); where that divides one of its factors, both are frozen, with `why`."""
     size = math.prod(part.factor.size for part in axis)
-    found = reshape_axes([axis], (outer, size // outer))
-    if found is None:
+    halves = reshape_axes([axis], (outer, size // outer))
+    if halves is None:
         freeze(axis, why)
         return fixed(outer, why), fixed(size // outer, why)
-    return found[0], found[1]
+    return halves[0], halves[1]
 
 
 class _Reader:

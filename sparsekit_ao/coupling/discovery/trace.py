@@ -68,12 +68,6 @@ class Trace(TorchDispatchMode):
             for axis in self._labels.setdefault(tensor, tuple(fixed(n, place) for n in tensor.shape)):
                 freeze(axis, place)
 
-    def freeze_unused(self) -> None:
-        """Freeze the parameters and buffers that were not read, since nothing is known of them."""
-        for name, label in self.named.items():
-            for axis in label if name not in self.used else ():
-                freeze(axis, "not used in this forward")
-
     def watch(self, model: nn.Module) -> None:
         """Record for each operation which module runs it."""
         for name, module in model.named_modules():
@@ -135,6 +129,9 @@ class Trace(TorchDispatchMode):
                 break
             self.further |= repeated
         self._steps = []
+        for name, label in self.named.items():
+            for axis in label if name not in self.used else ():
+                freeze(axis, "not used in this forward")
 
     def _start(self, inputs: Any) -> None:
         """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
@@ -150,10 +147,10 @@ class Trace(TorchDispatchMode):
         for name, label in self.named.items():
             earlier: set[Factor] = set()
             for d, axis in enumerate(label):
-                own = {factor for factor in every_factor(axis) if not factor.frozen}
-                if own & earlier:
+                free = {factor for factor in every_factor(axis) if not factor.frozen}
+                if free & earlier:
                     yield name, d
-                earlier |= own
+                earlier |= free
 
     def _used_steps(self, output: Any) -> list[bool]:
         """For each operation whether the output depends on its result."""
@@ -236,7 +233,6 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
             ) from e
         recorded.follow(args or kwargs, output)  # one of both is empty
         recorded.opaque = opaque_in("output", output)
-    recorded.freeze_unused()
     return recorded
 
 
