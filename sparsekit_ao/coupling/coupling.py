@@ -443,18 +443,13 @@ def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:
     parts = [next(fresh)] if each > 1 else []
     names[second.unit] = [*parts, first.unit]
     sizes = {names[axis][0]: size for axis, size in second.sizes.items()} | dict.fromkeys(parts, each)
-    return replace(
-        first,
-        members={**first.members, **{name: _renamed(text, names) for name, text in second.members.items()}},
-        sizes={**sizes, **first.sizes},
-        attrs={**{path: " ".join(_flat(text.split(), names)) for path, text in second.attrs.items()}, **first.attrs},
-    )
 
+    def renamed(axes: list[str]) -> list[str]:
+        return [name for axis in axes for name in names.get(axis, [axis])]
 
-def _renamed(axes: str, names: Mapping[str, list[str]]) -> str:
-    dimensions = [_flat(dimension, names) for dimension in dimensions_of(axes)]
-    return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dimensions)
-
-
-def _flat(axes: list[str], names: Mapping[str, list[str]]) -> list[str]:
-    return [name for axis in axes for name in names.get(axis, [axis])]
+    members = dict(first.members)
+    for member, text in second.members.items():
+        dimensions = map(renamed, dimensions_of(text))
+        members[member] = " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dimensions)
+    attrs = {path: " ".join(renamed(text.split())) for path, text in second.attrs.items()}
+    return replace(first, members=members, sizes={**sizes, **first.sizes}, attrs={**attrs, **first.attrs})

@@ -10,7 +10,7 @@ which entries an index reads depends on values, so nothing may be removed from a
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -281,19 +281,11 @@ def _transpose(op: Operation) -> Label:
 
 
 def _expand(op: Operation) -> Label:
-    """A dimension of size 1 repeated: a new factor, which may become the same as another tensor's."""
-    return tuple(axis or fixed(n, "") for axis, n in _with_sizes(op, op.outs[0].shape))
-
-
-def _repeat(op: Operation) -> Label:
-    """Whole dimensions tiled: a new outer factor."""
-    return tuple(fixed(n, "") + axis for axis, n in _with_sizes(op, op["repeats"]))
-
-
-def _with_sizes(op: Operation, sizes: Sequence[int]) -> Iterable[tuple[Axis, int]]:
-    """The operand's axes, with leading dimensions of size 1 added, and the size for each."""
-    label = op.label("self")
-    return zip(((),) * (len(sizes) - len(label)) + label, sizes, strict=True)
+    """A dimension of size 1 repeated, or any tiled: a new outer factor, which may become that of another tensor."""
+    sizes = op["repeats"] if op.name == "repeat" else op.outs[0].shape
+    padded = ((),) * (len(sizes) - len(op.label("self"))) + op.label("self")
+    pairs = zip(padded, sizes, strict=True)
+    return tuple(axis if axis and op.name == "expand" else fixed(n, "") + axis for axis, n in pairs)
 
 
 def _slice(op: Operation) -> Label:
@@ -442,8 +434,7 @@ _OPERATORS: dict[AxisRule, str] = {
     _reshape: "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten",
     _permute: "permute",
     _transpose: "transpose t",
-    _expand: "expand",
-    _repeat: "repeat",
+    _expand: "expand repeat",
     _slice: "slice",
     _split: "split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk",
     _select: "select",

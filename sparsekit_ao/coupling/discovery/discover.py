@@ -248,23 +248,6 @@ def _joined(axes: Sequence[Sequence[Factor]], names: Mapping[Factor, str]) -> se
     return {(a, b) for a, b in pairs if a and b and after[a] == [b] and before[b] == [a]}
 
 
-def _runs(
-    factors: Sequence[Factor], names: Mapping[Factor, str], joined: set[tuple[Factor, Factor]]
-) -> list[str | int]:
-    """The factors of a dimension: the names of unit and scopes, and the sizes of the others."""
-    runs: list[str | int] = []
-    last = None
-    for factor in factors:
-        if factor in names:
-            runs.append(names[factor])
-        elif (last, factor) in joined:
-            runs[-1] = int(runs[-1]) * factor.size
-        else:
-            runs.append(factor.size)
-        last = factor
-    return runs
-
-
 def _pattern(
     label: Sequence[_Row],
     names: Mapping[Factor, str],
@@ -273,24 +256,25 @@ def _pattern(
 ) -> str:
     """One tensor's axes as text. Unnamed factors are named from the right, the same in all tensors, in `others`."""
     counts: Counter[int] = Counter()
-
-    def name(run: str | int) -> str:
-        if isinstance(run, str):
-            return run
-        counts[run] += 1
-        if (run, counts[run]) not in others:
-            others[run, counts[run]] = _OTHERS[len(others)]
-        return others[run, counts[run]]
-
-    dimensions = []
+    dimensions: list[str] = []
     for d, row in reversed(list(enumerate(label))):
-        axis = _runs(row.factors, names, joined)
-        if all(isinstance(run, int) for run in axis):
-            dimensions.append(_DIMENSIONS[d] if axis else "1")
-        else:
-            text = " ".join(reversed([name(run) for run in reversed(axis)]))
-            parts = [str(row.before)] * (row.before > 0) + [text] + [str(row.after)] * (row.after > 0)
-            dimensions.append(text if len(parts) == len(axis) == 1 else f"({' + '.join(parts)})")
+        axes: list[str | int] = []  # names of unit and scopes, sizes of the others
+        for last, factor in zip([None, *row.factors], row.factors, strict=False):
+            if (last, factor) in joined:
+                axes[-1] = int(axes[-1]) * factor.size
+            else:
+                axes.append(names.get(factor, factor.size))
+        if all(isinstance(axis, int) for axis in axes):
+            dimensions.append(_DIMENSIONS[d] if axes else "1")
+            continue
+        for k, size in reversed(list(enumerate(axes))):
+            if isinstance(size, int):
+                counts[size] += 1
+                key = size, counts[size]
+                axes[k] = others[key] = others.get(key) or _OTHERS[len(others)]
+        text = " ".join(map(str, axes))
+        parts = [str(row.before)] * (row.before > 0) + [text] + [str(row.after)] * (row.after > 0)
+        dimensions.append(text if len(parts) == len(axes) == 1 else f"({' + '.join(parts)})")
     return " ".join(reversed(dimensions))
 
 
