@@ -275,7 +275,7 @@ class _Stack:
         )
 
     def _residual(self) -> dict[str, Coupling]:
-        """Return the hidden size's, where no norm has a bias (it can be an RMSNorm) and nothing of it is an output."""
+        """Return the coupling of the hidden size, unless a norm has a bias (is no RMSNorm) or it is an output."""
         layout, siblings = self.layout, re.sub(r"[^.]+\.$", "", self.prefix)
         if not layout.stream or any(f"{module}.bias" in self.shapes for module in layout.norms):
             return {}

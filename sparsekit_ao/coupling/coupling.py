@@ -188,7 +188,7 @@ class Coupling:
         return f"coupling {self.name!r}: "
 
     def _axes_of(self, member: object, axes: object) -> list[str]:
-        """The axes of a member, checked."""
+        """Return the axes of a member, checked."""
         if not isinstance(member, str) or not isinstance(axes, str):
             raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
         patterns = occurrences(axes, self.unit)
@@ -421,7 +421,7 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
 
 
 def _of_all_layers(coupling: Coupling) -> Coupling:
-    """The coupling with the same units in all layers."""
+    """Return the coupling with the same units in all layers."""
 
     def joined(texts: Mapping[str, str]) -> dict[str, str]:
         return {text.replace("**", "*").replace("*", "**"): axes for text, axes in texts.items()}
@@ -430,12 +430,12 @@ def _of_all_layers(coupling: Coupling) -> Coupling:
 
 
 def _without_scope(coupling: Coupling, bound: BoundCoupling) -> Coupling:
-    """The coupling with the same units in every scope."""
+    """Return the coupling with the same units in every scope."""
     return replace(coupling, scope="", sizes={**{axis: bound.sizes[axis] for axis in bound.scope}, **coupling.sizes})
 
 
 def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:
-    """The first coupling with the members of the second, of which `each` units make one."""
+    """Return the first coupling with the members of the second, of which `each` units make one."""
     used = {axis for one in (first, second) for text in one.members.values() for d in dimensions_of(text) for axis in d}
     fresh = (letter for letter in ascii_letters if letter not in used)
     scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))

@@ -108,52 +108,54 @@ def test_an_unknown_model_gets_the_names_that_were_looked_for_and_the_alternativ
         assert "Use coupling.discover(model, example_inputs), which suggests couplings for any model" in message
 
 
-def refused(model, match):
-    with pytest.raises(SparsityError, match=match):
-        for_model(model)
+def two_decoders(model):
+    return nn.ModuleDict({"a": model.model, "b": hf_models.make("Llama")[0].model})
 
 
-def test_unknown_tensors_of_a_layer_are_refused_not_ignored():
-    model, _ = hf_models.make("Llama")
-    model.model.layers[0].mlp.adapter = nn.Linear(2, 2)
-    refused(model, r"^for_model: model.layers.0 is named as in Llama-.* but also has mlp.adapter.bias and")
-    model, _ = hf_models.make("BERT")
-    model.encoder.layer[1].adapter = nn.Linear(2, 2)
-    refused(
-        model, r"encoder.layer.1 is named as in BERT-like encoders, but also has adapter.bias and 1 more. .*discover"
-    )
-    model, _ = hf_models.make("BERT")
-    del model.encoder.layer[1].output.dense
-    refused(model, "encoder.layer.1 .* but lacks output.dense.weight")
-
-
-def test_layers_that_differ_and_unknown_head_sizes_are_refused():
-    model, _ = hf_models.make("Llama")
-    model.model.layers[1].self_attn.k_proj = nn.Linear(32, 32)
-    refused(
-        model,
-        r"^for_model: layers differ: model.layers.1.self_attn.k_proj.weight is \(32, 32\), in the first .*\(16, 32\)",
-    )
-    model, _ = hf_models.make("Llama")
-    model.model.layers[1].mlp.up_proj.bias = None
-    refused(model, "^for_model: layers differ: model.layers.1.mlp.up_proj.bias is missing, in the first layer there")
-    model, _ = hf_models.make("Qwen3")
-    for layer in model.model.layers:
-        layer.self_attn.q_norm.weight = nn.Parameter(torch.ones(32))
-    refused(model, r"^for_model: model.layers.\*.self_attn.q_norm normalizes 32 values, not one head of 8")
-    model, _ = hf_models.make("Llama")
-    refused(
-        nn.ModuleDict({"a": model.model, "b": hf_models.make("Llama")[0]}),
-        "^for_model: there are several stacks of Llama-.*: a.layers., b.",
-    )
-    headless = hf_models.make("ViT")[0].vit
-    for layer in headless.layers:
+def without_head_sizes(model):
+    for layer in model.layers:
         del layer.attention.head_dim
-    del headless.config
-    refused(
-        headless,
-        r"^for_model: the head size is unknown. layers.0.attention has no head_dim or .* no head_dim, nor hidden",
-    )
+    del model.config
+
+
+def with_long_norms(model):
+    for layer in model.layers:
+        layer.self_attn.q_norm.weight = nn.Parameter(torch.ones(32))
+
+
+LLAMA = "^for_model: model.layers.0 is named as in Llama-.* but also has mlp.adapter.bias and"
+BERT = "encoder.layer.1 is named as in BERT-like encoders, but also has adapter.bias and 1 more. .*discover"
+DIFFER = r"^for_model: layers differ: layers.1.self_attn.k_proj.weight is \(32, 32\), in the first .*\(16, 32\)"
+MISSING = "^for_model: layers differ: layers.1.mlp.up_proj.bias is missing, in the first layer there"
+UNKNOWN = "^for_model: the head size is unknown. layers.0.attention has no head_dim or .* no head_dim, nor hidden"
+REFUSED = [  # (name, what is passed of it, a change, error)
+    ("Llama", lambda m: m, lambda m: m.model.layers[0].mlp.add_module("adapter", nn.Linear(2, 2)), LLAMA),
+    ("BERT", lambda m: m, lambda m: m.encoder.layer[1].add_module("adapter", nn.Linear(2, 2)), BERT),
+    (
+        "BERT",
+        lambda m: m,
+        lambda m: delattr(m.encoder.layer[1].output, "dense"),
+        "layer.1 .* lacks output.dense.weight",
+    ),
+    ("Llama", lambda m: m.model, lambda m: setattr(m.layers[1].self_attn, "k_proj", nn.Linear(32, 32)), DIFFER),
+    ("Llama", lambda m: m.model, lambda m: setattr(m.layers[1].mlp.up_proj, "bias", None), MISSING),
+    (
+        "Qwen3",
+        lambda m: m.model,
+        with_long_norms,
+        r"layers.\*.self_attn.q_norm normalizes 32 values, not one head of 8",
+    ),
+    ("Llama", two_decoders, len, "^for_model: there are several stacks of Llama-.*: a.layers., b."),
+    ("ViT", lambda m: m.vit, without_head_sizes, UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("name", "part", "change", "error"), REFUSED, ids=range(len(REFUSED)))
+def test_layers_with_unknown_tensors_and_those_that_differ_are_refused(name, part, change, error):
+    model = part(hf_models.make(name)[0])
+    change(model)
+    with pytest.raises(SparsityError, match=error):
+        for_model(model)
 
 
 def test_head_sizes_come_from_the_module_else_from_the_config():

@@ -1,4 +1,4 @@
-"""What each operation does to the axes of its tensors: `RULES` has a rule for each operator of torch that is followed.
+"""Rules: how each operation relates the axes of its tensors. `RULES` has one for each operator that is followed.
 
 Elementwise operations make the axes of their operands the same; whether the result is zero where an operand is
 (relu(0) = 0 and 0 * x = 0, but not sigmoid(0) and 0 + x) is found by running them on a few numbers. A sum over a factor
@@ -36,7 +36,7 @@ def pointwise(op: Operation) -> Label:
 
 
 def combined(labels: Sequence[Label], why: str, is_zero: Callable[[tuple[bool, ...]], bool] = all) -> Label:
-    """Axes of the result for operands that broadcast; `why` as in `unify`.
+    """Return the axes of the result for operands that broadcast; `why` as in `unify`.
 
     `is_zero` tells from which operands are zero whether the result is (`all`: of a sum, `any`: of a product).
     """
@@ -166,7 +166,7 @@ def _reduce(op: Operation) -> Label | list[Label]:
 
 
 def _along(op: Operation) -> list[Label]:
-    """What depends on the order or on all entries along a dimension: softmax, cumsum, sort, topk, tril."""
+    """Operations on the order or on all entries along a dimension: softmax, cumsum, sort, topk, tril."""
     label = _nonzero(op.label("self"))
     if op.name.startswith("tri"):  # tril and triu depend on the position in a matrix
         dims = [len(label) - 2, len(label) - 1]

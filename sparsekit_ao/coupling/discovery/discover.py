@@ -194,7 +194,7 @@ def shared_axes(recorded: Trace, parameters: Iterable[str]) -> tuple[list[tuple[
 
 
 def _rows(axis: Axis) -> list[tuple[_Row, list[Factor]]]:
-    """A dimension as a member of a coupling has it, and the factors that can be its unit, for each part of it."""
+    """Return each part of a dimension as a member of a coupling has it, with the factors that can be its unit."""
     factors = [part.factor for part in leaves(axis)]
     if not factors or not factors[0].is_concatenation:
         return [(_Row(tuple(factors)), factors)]
@@ -209,7 +209,7 @@ def _rows(axis: Axis) -> list[tuple[_Row, list[Factor]]]:
 
 
 def _companions(labels: Iterable[Label]) -> dict[Factor, set[Factor]]:
-    """{factor: the factors that all tensors with it have}."""
+    """Return {factor: the factors that all tensors with it have}."""
     companions: dict[Factor, set[Factor]] = {}
     for label in labels:
         rows = [row for axis in label for row in _rows(axis)]
@@ -238,7 +238,7 @@ def _coupling(unit: Factor, labels: Mapping[str, Sequence[_Row]], companions: se
 
 
 def _joined(axes: Sequence[Sequence[Factor]], names: Mapping[Factor, str]) -> set[tuple[Factor, Factor]]:
-    """Pairs of unnamed factors that are neighbours wherever they occur, so that they can be one factor."""
+    """Return pairs of unnamed factors that are neighbours wherever they occur, so that they can be one factor."""
     pairs: set[tuple[Factor | None, Factor | None]] = set()
     for axis in axes:
         row = [None if factor in names else factor for factor in axis]
@@ -254,7 +254,7 @@ def _pattern(
     joined: set[tuple[Factor, Factor]],
     others: dict[tuple[int, int], str],
 ) -> str:
-    """One tensor's axes as text. Unnamed factors are named from the right, the same in all tensors, in `others`."""
+    """Return a tensor's axes as text. Unnamed factors are named from the right, the same in all, in `others`."""
     counts: Counter[int] = Counter()
     dimensions: list[str] = []
     for d, row in reversed(list(enumerate(label))):
@@ -317,7 +317,7 @@ def fold_frozen(frozen: Iterable[FrozenAxis]) -> list[tuple[FrozenAxis, int]]:
 
 
 def _common(texts: Sequence[str], star: str = "*") -> str:
-    """One text for all, with stars for the words in which they differ."""
+    """Return one text for all, with stars for the words in which they differ."""
     columns = zip(*(re.split("([ .:])", text) for text in texts), strict=True)
     return "".join(column[0] if len(set(column)) == 1 else star for column in columns)
 

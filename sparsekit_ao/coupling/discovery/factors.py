@@ -49,7 +49,7 @@ class Factor:
         return [leaf for part in root._parts for leaf in part.leaves()] if root._parts else [root]
 
     def split(self, outer: int) -> tuple["Factor", "Factor"]:
-        """Two factors in place of an undivided one; `outer` divides its size."""
+        """Divide an undivided factor into two, the outer one of size `outer`."""
         root = self.root
         if root._pieces:
             root.freeze("a concatenation of unequal parts that is divided")
@@ -93,7 +93,7 @@ class Factor:
         a._same = b
 
     def freeze(self, why: str) -> None:
-        """Nothing may be removed from any of its leaves; the first reason is kept."""
+        """Freeze all of its leaves, so that nothing is removed from them; the first reason is kept."""
         for leaf in self.leaves():
             leaf._frozen = leaf._frozen or why
             for factor in (factor for piece in leaf._pieces for factor in piece):
@@ -116,23 +116,23 @@ Axis = tuple[AxisFactor, ...]
 
 
 def leaves(axis: Sequence[AxisFactor]) -> Axis:
-    """The axis with every factor replaced by what it has been split into."""
+    """Replace every factor of an axis by what it has been split into."""
     return tuple(replace(part, factor=leaf) for part in axis for leaf in part.factor.leaves())
 
 
 def every_factor(axis: Sequence[AxisFactor]) -> list[Factor]:
-    """The factors of an axis, and of the parts of its concatenations, divided no further."""
+    """Return the undivided factors of an axis, and of the parts of its concatenations."""
     return [factor for part in leaves(axis) for piece in part.factor.pieces for factor in piece]
 
 
 def freeze(axis: Sequence[AxisFactor], why: str) -> None:
-    """Nothing may be removed from the axis."""
+    """Freeze every factor of an axis, so that nothing is removed from it."""
     for part in axis:
         part.factor.freeze(why)
 
 
 def fixed(size: int, why: str) -> Axis:
-    """A new axis, frozen if `why` is not empty; a dimension of size 1 has no factors."""
+    """Return a new axis, frozen if `why` is not empty; a dimension of size 1 has no factors."""
     return () if size == 1 else (AxisFactor(Factor(size, why)),)
 
 
@@ -153,7 +153,7 @@ def unify(axes: Sequence[Axis], why: str) -> None:
 
 
 def concatenated(axes: Sequence[Axis]) -> Axis:
-    """One axis of several that follow each other; it is zero where all of them are."""
+    """Return one axis of several that follow each other; it is zero where all of them are."""
     whole = Factor(sum(math.prod(part.factor.size for part in axis) for axis in axes))
     whole._pieces = tuple(tuple(part.factor for part in axis) for axis in axes)
     return (AxisFactor(whole, all(part.zero for axis in axes for part in leaves(axis))),)
@@ -179,7 +179,9 @@ def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
 
 
 def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:
-    """The same elements in row-major order under another shape; None if that divides a factor, or has no elements.
+    """Return the axes of another shape with the same elements in row-major order.
+
+    None if that divides a factor, or if there are no elements.
 
     >>> row = (AxisFactor(Factor(2)), AxisFactor(Factor(12)))
     >>> [[p.factor.size for p in axis] for axis in reshape_axes([row], (8, 3))]
@@ -208,7 +210,7 @@ def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]
 
 
 def split_axis(axis: Axis, outer: int, why: str) -> tuple[Axis, Axis]:
-    """The axis as (outer, rest); where that divides one of its factors, both are frozen, with `why`."""
+    """Divide an axis into (outer, rest); where that divides one of its factors, both are frozen, with `why`."""
     size = math.prod(part.factor.size for part in axis)
     halves = reshape_axes([axis], (outer, size // outer))
     if halves is None:
@@ -218,7 +220,7 @@ def split_axis(axis: Axis, outer: int, why: str) -> tuple[Axis, Axis]:
 
 
 class _Reader:
-    """Reads factors from the left, each as far divided as it is at that time."""
+    """A reader of factors from the left, each as far divided as it is at that time."""
 
     def __init__(self, parts: Sequence[AxisFactor]):
         self._rest = list(reversed(parts))

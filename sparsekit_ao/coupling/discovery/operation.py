@@ -63,11 +63,11 @@ class Operation:
         return self._bound.get(name)
 
     def label(self, name: str) -> Label:
-        """The axes of a tensor argument."""
+        """Return the axes of a tensor argument."""
         return self.label_of(self[name])
 
     def labels(self, *names: str) -> list[Label]:
-        """The axes of those tensor arguments that are not None."""
+        """Return the axes of those tensor arguments that are not None."""
         return [self.label(name) for name in names if self[name] is not None]
 
     @property
@@ -81,26 +81,26 @@ class Operation:
         return [t for t in _pytree.tree_leaves(self.out) if isinstance(t, Tensor)]
 
     def dims(self, name: str, ndim: int) -> list[int]:
-        """A dimension argument as non-negative ints; None or an empty list is every dimension."""
+        """Return a dimension argument as non-negative ints; None or an empty list is every dimension."""
         dims = self[name]
         if dims is None or (isinstance(dims, (list, tuple)) and not dims):
             return list(range(ndim))
         return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)] if ndim else []
 
     def dim(self, name: str, ndim: int) -> int:
-        """A single dimension argument as a non-negative int."""
+        """Return a single dimension argument as a non-negative int."""
         return int(self[name]) % max(ndim, 1)
 
     def fixed(self, *sizes: int) -> Label:
-        """New axes from which nothing may be removed."""
+        """Return new axes that are frozen."""
         return tuple(fixed(n, self.why) for n in sizes)
 
     def freeze_value(self, *axes: Sequence[AxisFactor], what: str = "") -> None:
-        """Nothing may be removed from the axes, because the values of the result would change."""
+        """Freeze axes without which the values of the result change, unless nothing depends on it."""
         self.freeze(*(axes if self.is_used else ()), what=what)
 
     def freeze(self, *axes: Sequence[AxisFactor], what: str = "") -> None:
-        """Nothing may be removed from the axes, because of this operation."""
+        """Freeze axes, with this operation as the reason."""
         for axis in axes:
             freeze(axis, f"{self.why}{what and ': '}{what}")
 
