@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.coupling.discovery.shared import FrozenAxis
+from sparsekit_ao.coupling.discovery import FrozenAxis
 from sparsekit_ao.removal import shrink
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "tests"))

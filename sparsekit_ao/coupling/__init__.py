@@ -2,8 +2,7 @@
 
 from .architectures import for_model
 from .bound import BoundCoupling, Member
-from .coupling import Coupling
+from .coupling import Coupling, joint_entries
 from .discovery import Discovery, discover
-from .joint import joint_entries
 
 __all__ = ["BoundCoupling", "Coupling", "Discovery", "Member", "discover", "for_model", "joint_entries"]

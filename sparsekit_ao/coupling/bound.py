@@ -1,21 +1,27 @@
 """A coupling bound to one model: its tensors by full name, and the number of units; and what `Coupling.bind` needs.
 
-`solve_sizes` finds the sizes of the axes that members share; `match_names` matches name patterns with stars.
+`solve_sizes` finds the sizes of the axes that members share; `match_names` matches name patterns with stars;
+`with_lists` adds the modules of an `nn.ModuleList` that are units, such as experts.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..errors import CouplingError
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..errors import CouplingError, SparsityError
 from ..structure.tiles import Shape
 from ..structure import AxisPattern, dimensions_of, window_shape
 
 _DIMENSION = re.compile(r"\([^()]*\)|[^\s()]+")
 _STAR = re.compile(r"(\*\*?)")
-MOST_STARS = 4
 _MATCHES = {"*": "([^.]+)", "**": ".*"}
+_MOST_STARS = 4
+
+Matches = dict[tuple[str, ...], list[str]]  # {values of the stars of a pattern: names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +89,27 @@ class BoundCoupling:
 
 
 def solve_sizes(
-    name: str, tensors: Sequence[tuple[str, str, Shape]], shared: set[str], given: Mapping[str, int]
+    name: str, tensors: Sequence[tuple[str, str, Shape]], shared: set[str], known: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes of all shared axes: a dimension with one unknown axis gives its length, until nothing new follows.
+    """Return the sizes of all shared axes: a dimension with one unknown axis gives its length, until nothing follows.
 
-    `tensors` are (name, axes, shape) of every member; `shared` axes are those of unit and scope; `given` lengths are
-    returned, too. Two members with different sizes of a shared axis are a CouplingError.
+    Args:
+        name: of the coupling, for errors.
+        tensors: (name, axes, shape) of every member.
+        shared: the axes of unit and scope.
+        known: sizes that are returned too.
+
+    Raises:
+        CouplingError: two members have different sizes of a shared axis.
     """
-    sizes = dict(given)
+    sizes = dict(known)
     source: dict[str, str] = {}
     while True:
         before = len(sizes)
         for fqn, axes, shape in tensors:
             for axis, size in _implied_sizes(axes, shape, sizes, f"{fqn}: "):
-                if axis not in shared or axis in given:
-                    continue  # h and w of two kernels need not agree; the pattern itself checks a given size
+                if axis not in shared or axis in known:
+                    continue  # h and w of two kernels need not agree; the pattern itself checks a known size
                 if sizes.setdefault(axis, size) != size:
                     raise CouplingError(
                         f"coupling {name!r}: {fqn} has {axis}={size}, but {source[axis]} has {axis}={sizes[axis]}. "
@@ -122,7 +134,7 @@ def _implied_sizes(axes: str, shape: Shape, sizes: Mapping[str, int], where: str
 
 
 def occurrences(axes: str, unit: str) -> list[str]:
-    """A pattern once for each dimension that has the unit; what the others have of it gets another name there.
+    """Return the pattern once for each dimension with the unit; in the others the unit then has another name.
 
     >>> occurrences("o u h w", "u"), occurrences("(g u) u", "u")
     (['o u h w'], ['(g u) u1', '(g u0) u'])
@@ -131,15 +143,15 @@ def occurrences(axes: str, unit: str) -> list[str]:
     at = [d for d, dimension in enumerate(dimensions) if word.search(dimension)]
     if len(at) < 2:
         return [axes]
-    found = []
-    for own in at:
-        other = {d: word.sub(f"{unit}{d}", dimensions[d]) for d in at if d != own}
-        found.append(" ".join(other.get(d, dimension) for d, dimension in enumerate(dimensions)))
-    return found
+    patterns = []
+    for kept in at:
+        renamed = {d: word.sub(f"{unit}{d}", dimensions[d]) for d in at if d != kept}
+        patterns.append(" ".join(renamed.get(d, dimension) for d, dimension in enumerate(dimensions)))
+    return patterns
 
 
 def count_stars(pattern: str) -> int:
-    """The number of `*`s: parts of a dotted name that a pattern captures. A `**` matches any text and captures none.
+    """Count the `*`s, each of which captures one part of a dotted name; a `**` matches any text and captures none.
 
     >>> count_stars("layers.*.experts.*.w1.weight"), count_stars("layers.**.weight")
     (2, 0)
@@ -148,30 +160,98 @@ def count_stars(pattern: str) -> int:
 
 
 def match_names(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """The names that a pattern matches, by what its `*`s capture; both in the order of `names`.
+    """Return the names that a pattern matches, by what its `*`s capture; both in the order of `names`.
 
     >>> match_names("layers.*.up.weight", ["layers.0.up.weight", "layers.1.up.weight", "layers.1.up.bias"])
     {('0',): ['layers.0.up.weight'], ('1',): ['layers.1.up.weight']}
     >>> match_names("**.weight", ["a.weight", "a.b.weight"])
     {(): ['a.weight', 'a.b.weight']}
     """
-    if pattern.count("**") > MOST_STARS or max(part.count("*") for part in pattern.split(".")) > MOST_STARS:
+    if pattern.count("**") > _MOST_STARS or max(part.count("*") for part in pattern.split(".")) > _MOST_STARS:
         raise CouplingError(
-            f"{pattern!r}: a name pattern may have at most {MOST_STARS} '**', and as many '*' between two dots, since "
+            f"{pattern!r}: a name pattern may have at most {_MOST_STARS} '**', and as many '*' between two dots, since "
             "matching more could take very long"
         )
     regex = re.compile("".join(_MATCHES.get(text) or re.escape(text) for text in _STAR.split(pattern)))
-    found: dict[tuple[str, ...], list[str]] = {}
+    matches: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, map(regex.fullmatch, names)):
-        found.setdefault(match.groups(), []).append(match[0])
-    return found
+        matches.setdefault(match.groups(), []).append(match[0])
+    return matches
 
 
 def fill_stars(pattern: str, captured: Iterable[str]) -> str:
-    """A pattern with its `*`s replaced by what they captured.
+    """Replace the `*`s of a pattern by what they captured.
 
     >>> fill_stars("layers.*.up.weight", ("3",))
     'layers.3.up.weight'
     """
     values = iter(captured)
     return _STAR.sub(lambda star: "**" if star[0] == "**" else next(values, "*"), pattern)
+
+
+def is_list(module: nn.Module | None) -> bool:
+    """Whether this is an `nn.ModuleList` of the model, not one in which torch holds parametrizations."""
+    return isinstance(module, nn.ModuleList) and not isinstance(module, parametrize.ParametrizationList)
+
+
+def match_lists(model: nn.Module, patterns: Sequence[str], where: str) -> dict[str, Matches]:
+    """Return the lists of modules that each pattern matches; errors begin with `where`."""
+    modules = model.named_modules(remove_duplicate=False) if patterns else ()
+    names = [name for name, module in modules if is_list(module)]
+    lists = {pattern: match_names(pattern, names) for pattern in patterns}
+    for pattern, matches in lists.items():
+        if not matches:
+            raise SparsityError(f"{where}{pattern!r} in lists matches no nn.ModuleList of the model")
+    return lists
+
+
+def with_lists(
+    bound: BoundCoupling, lists: Mapping[str, Matches], model: nn.Module, parameters: Mapping[str, Tensor]
+) -> BoundCoupling:
+    """Return the coupling with its lists and the parameters of each unit.
+
+    Raises:
+        CouplingError: a list has another number of modules than the coupling has units, modules of two units share a
+            parameter, or a member has units in another order than a list.
+        SparsityError: there is no list for the values of the coupling's stars; two patterns match one list; a module
+            without parameters.
+    """
+    where = f"coupling {bound.name!r}: "
+    for pattern, matches in lists.items():
+        if bound.captured not in matches:
+            raise SparsityError(f"{where}the model has no list {fill_stars(pattern, bound.captured)!r}")
+    order = [*bound.scope, bound.unit]  # modules of a list have the order of the grid
+    for member in bound.members:
+        axes = [axis for dimension in member.pattern.dimensions for axis in dimension if axis in order]
+        if axes != order:
+            raise CouplingError(
+                f"{where}{member.fqn} has its axes in the order {' '.join(axes)!r}, but with lists it must be "
+                f"{' '.join(order)!r}, since the modules of a list belong to the units one scope after the other"
+            )
+    paths = tuple(path for matches in lists.values() for path in matches[bound.captured])
+    units: list[list[str]] = [[] for _ in range(bound.units)]
+    unit_of: dict[int, tuple[int, str]] = {}
+    for path in paths:
+        if paths.count(path) > 1:
+            raise SparsityError(f"{where}two patterns in lists match {path!r}; each list may be matched once")
+        count = len(model.get_submodule(path))  # type: ignore[arg-type]
+        if count != bound.units:
+            raise CouplingError(
+                f"{where}the list {path} has {count} modules, but the coupling has {bound.units} units; each needs one"
+            )
+        for fqn, parameter in parameters.items():
+            index = fqn[len(path) + 1 :].partition(".")[0] if fqn.startswith(f"{path}.") else ""
+            if parameter.ndim and index.isdecimal():  # else a parameter of the list itself, which belongs to no unit
+                units[int(index)].append(fqn)
+                other, name = unit_of.setdefault(id(parameter), (int(index), fqn))
+                if other != int(index):
+                    raise CouplingError(
+                        f"{where}{name} and {fqn} are one parameter, but belong to the units {other} and {index}; drop "
+                        "units of modules that share nothing"
+                    )
+    if [] in units:
+        raise SparsityError(
+            f"{where}{paths[0]}.{units.index([])} has no parameters of its own, so there is nothing to put a mask on; "
+            "a module may be in one place only"
+        )
+    return replace(bound, lists=paths, listed=tuple(map(tuple, units)))

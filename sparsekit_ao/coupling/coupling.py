@@ -1,23 +1,37 @@
 """Coupling: which tensors are pruned together, as name patterns with stars and axes in einops notation.
 
-A `Coupling` refers to no model: `bind` matches it against one, `entries` returns config dicts for a sparsifier.
+A `Coupling` refers to no model: `bind` matches it against one, `entries` and `joint_entries` return config dicts for a
+sparsifier.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from string import ascii_letters
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import SparsityError, checked_model
-from ..sparsifiers.config import named_tensors
+from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import AxisPattern, dimensions_of
-from .bound import BoundCoupling, Member, count_stars, fill_stars, match_names, occurrences, solve_sizes
-from .listed import find_lists, listed_entries, with_lists
+from .bound import (
+    BoundCoupling,
+    Matches,
+    Member,
+    count_stars,
+    fill_stars,
+    match_lists,
+    match_names,
+    occurrences,
+    solve_sizes,
+    with_lists,
+)
 
 _OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 _LIST_KEYS = ("block_shape", "scope_coupling")
+_Rows = list[tuple[str, dict[str, Any]]]  # names of parameters, with the keys that say what is a block of each
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ class Coupling:
         return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name, self.lists))
 
     def bind(self, model: nn.Module) -> list[BoundCoupling]:
-        """The coupling in a model: one for each value of the `*`s, in the model's order.
+        """Return the coupling in a model: one for each value of the `*`s, in the model's order.
 
         Raises:
             SparsityError: a name matches nothing, a member is missing for some value, a pattern does not fit.
@@ -103,38 +117,43 @@ class Coupling:
         >>> [(bound.name, bound.grid) for bound in Coupling({"*.weight": "u i", "*.bias": "u"}).bind(layers)]
         [('0.weight', (3,)), ('1.weight', (5,))]
         """
-        tensors = dict(_tensors(checked_model(model, f"coupling {self.name!r}")))
-        found = {member: match_names(member, tensors) for member in self.members}
-        for member, matches in found.items():
-            if not matches:
+        parameters, buffers = _tensors(checked_model(model, f"coupling {self.name!r}"))
+        tensors = parameters | buffers
+        matches = {member: match_names(member, tensors) for member in self.members}
+        for member in self.members:
+            if not matches[member]:
                 raise SparsityError(f"{self._where}{member!r} matches no parameter or buffer of the model")
-        captures = {captured: None for matches in found.values() for captured in matches}
-        lists = find_lists(model, self.lists, self._where)
-        bounds = [self._bind(captured, found, tensors) for captured in captures]
-        return [with_lists(bound, lists, model, tensors) for bound in bounds] if lists else bounds
+        lists = match_lists(model, self.lists, self._where)
+        bounds = [
+            self._bind(captured, matches, tensors, parameters)
+            for captured in dict.fromkeys(captured for names in matches.values() for captured in names)
+        ]
+        return [with_lists(bound, lists, model, parameters) for bound in bounds] if lists else bounds
 
     def of_layers(self, model: nn.Module) -> list["Coupling"]:
-        """One coupling for each that `bind` returns, without stars, so that each may keep another number of units.
+        """Return one coupling for each that `bind` returns, without stars; each may keep another number of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
         >>> [one.members for one in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
         [{'0.weight': 'u i', '0.bias': 'u'}, {'1.weight': 'u i', '1.bias': 'u'}]
         """
-        names = dict(_tensors(model))
-        found = {member: match_names(member, names) for member in self.members}
-        return [
-            replace(
-                self,
-                members={fqn: axes for member, axes in self.members.items() for fqn in found[member][bound.captured]},
-                name=bound.name,
-                attrs={fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()},
-                lists=bound.lists,
+        layers = []
+        for bound in self.bind(model):
+            names = [member.fqn for member in bound.members]
+            matches = {member: match_names(member, names)[bound.captured] for member in self.members}
+            layers.append(
+                replace(
+                    self,
+                    members={fqn: axes for member, axes in self.members.items() for fqn in matches[member]},
+                    name=bound.name,
+                    attrs={fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()},
+                    lists=bound.lists,
+                )
             )
-            for bound in self.bind(model)
-        ]
+        return layers
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-        """Config dicts for a sparsifier, one for each parameter of the coupling; they can be mixed with any others.
+        """Return config dicts for a sparsifier, one for each parameter; they can be mixed with any others.
 
         Buffers have no mask and no entry. A tensor may be named once in a config: for couplings that share one (the
         heads and the residual stream, in a query projection) use `joint_entries`.
@@ -146,25 +165,30 @@ class Coupling:
         Raises:
             SparsityError: as `bind`; a key that follows from the coupling; no member is a parameter.
         """
-        return [entry for entries in self.bound_entries(model, **keys) for entry in entries]
+        return [entry for entries in self._entries(model, keys) for entry in entries]
 
-    def bound_entries(self, model: nn.Module, **keys: Any) -> list[list[dict[str, Any]]]:
-        """`entries`, as one list for each coupling that `bind` returns."""
+    def _entries(self, model: nn.Module, keys: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the config dicts of each coupling that `bind` returns."""
         for key in keys:
             if key in (*_OWN_KEYS, *(_LIST_KEYS if self.lists else ())):
                 raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")
-        bounds = self.bind(model)
-        if self.lists:
-            tensors = dict(named_tensors(model))
-            return [list(listed_entries(bound, self.scores, tensors, keys)) for bound in bounds]
-        return [list(self._entries(bound, keys)) for bound in bounds]
+        for bound in self.bind(model):
+            blocks = _module_rows(bound, model) if bound.lists else {bound.name: _member_rows(bound)}
+            if not all(blocks.values()):
+                raise SparsityError(f"{self._where}no member is a parameter, so there is nothing to put a mask on")
+            entries = []
+            for name, rows in blocks.items():
+                shared: dict[str, Any] = {"block_coupling": name} if len(rows) > 1 else {}
+                shared |= {"member_scores": self.scores} if shared and self.scores != "sum" else {}
+                entries += [{"tensor_fqn": fqn, **block, **shared, **keys} for fqn, block in rows]
+            yield entries
 
     @property
     def _where(self) -> str:
         return f"coupling {self.name!r}: "
 
     def _axes_of(self, member: object, axes: object) -> list[str]:
-        """The axes of a member, checked."""
+        """Return the axes of a member, checked."""
         if not isinstance(member, str) or not isinstance(axes, str):
             raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
         patterns = occurrences(axes, self.unit)
@@ -202,65 +226,51 @@ class Coupling:
                 )
 
     def _bind(
-        self, captured: tuple[str, ...], found: Mapping[str, Mapping], tensors: Mapping[str, tuple[Tensor, bool]]
+        self,
+        captured: tuple[str, ...],
+        matches: Mapping[str, Matches],
+        tensors: Mapping[str, Tensor],
+        parameters: Collection[str],
     ) -> BoundCoupling:
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
-        rows = list(self._rows(captured, found))
-        shapes = {fqn: tuple(tensors[fqn][0].shape) for fqn, _, _ in rows}
+        rows = list(self._rows(captured, matches))
         scope = tuple(self.scope.split())
-        whole = [(fqn, axes, shapes[fqn]) for fqn, axes, _ in rows]
-        sizes = solve_sizes(name, whole, {*scope, self.unit}, self.sizes)
+        shapes = [(fqn, axes, tuple(tensors[fqn].shape)) for fqn, axes, _ in rows]
+        sizes = solve_sizes(name, shapes, {*scope, self.unit}, self.sizes)
         members: tuple[Member, ...] = ()
         first: dict[int, Member] = {}
         for fqn, axes, is_further in rows:
-            own = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
-            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=own, where=f"{fqn}: ")
-            pattern.check_shape(shapes[fqn])
-            tensor, is_parameter = tensors[fqn]
-            same = None if is_further else first.get(id(tensor))
-            tied_to = same.fqn if same is not None else ""
-            has_mask = is_parameter and not is_further and not self.lists
-            members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied_to),)
-            first.setdefault(id(tensor), members[-1])
-            if same is not None and same.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
+            known = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
+            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=known, where=f"{fqn}: ")
+            pattern.check_shape(tuple(tensors[fqn].shape))
+            tied = None if is_further else first.get(id(tensors[fqn]))
+            has_mask = fqn in parameters and not is_further and not self.lists
+            members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied.fqn if tied else ""),)
+            first.setdefault(id(tensors[fqn]), members[-1])
+            if tied and tied.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
                 raise SparsityError(
-                    f"{self._where}{fqn} and {same.fqn} are one tensor, but have the unit in other dimensions: "
-                    f"{axes!r} and {same.pattern.axes!r}"
+                    f"{self._where}{fqn} and {tied.fqn} are one tensor, but have the unit in other dimensions: "
+                    f"{axes!r} and {tied.pattern.axes!r}"
                 )
         return BoundCoupling(
             name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
         )
 
-    def _rows(self, captured: tuple[str, ...], found: Mapping[str, Mapping]) -> Iterator[tuple[str, str, bool]]:
-        """(name, axes, whether an earlier dimension of the tensor has the unit too) of all tensors."""
+    def _rows(self, captured: tuple[str, ...], matches: Mapping[str, Matches]) -> Iterator[tuple[str, str, bool]]:
+        """Yield (name, axes, whether an earlier dimension of the tensor has the unit too) of all tensors."""
         source: dict[str, str] = {}
         for member, axes in self.members.items():
-            if captured not in found[member]:
+            if captured not in matches[member]:
                 raise SparsityError(
                     f"{self._where}{', '.join(captured) or 'the model'} has no tensor {fill_stars(member, captured)!r}."
                     " Every member must exist for every value of *; leave the member out, or write two couplings."
                 )
-            for fqn in found[member][captured]:
+            for fqn in matches[member][captured]:
                 if fqn in source:
                     raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
                 source[fqn] = member
                 for at, text in enumerate(occurrences(axes, self.unit)):
                     yield fqn, text, at > 0
-
-    def _entries(self, bound: BoundCoupling, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        masked = [member for member in bound.members if member.is_parameter and not member.tied_to]
-        if not masked:
-            raise SparsityError(f"{self._where}no member is a parameter, so there is nothing to put a mask on")
-        for member in masked:
-            pattern = member.pattern
-            entry: dict[str, Any] = {"tensor_fqn": member.fqn, "axes": pattern.axes, "unit": " ".join(pattern.unit)}
-            packed = {a for d in pattern.dimensions if len(d) > 1 for a in d}
-            sizes = {axis: size for axis, size in pattern.sizes.items() if axis in packed}
-            entry |= {"scope": " ".join(pattern.scope)} if pattern.scope else {}
-            entry |= {"sizes": sizes} if sizes else {}
-            entry |= {"block_coupling": bound.name} if len(masked) > 1 else {}
-            entry |= {"member_scores": self.scores} if self.scores != "sum" and len(masked) > 1 else {}
-            yield entry | dict(keys)
 
 
 def check_attrs(where: str, attrs: object) -> None:
@@ -269,11 +279,177 @@ def check_attrs(where: str, attrs: object) -> None:
         raise SparsityError(f"{where}attrs must be a dict {{name of an attribute: axes}} of strs, got {attrs!r}")
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-    """Every parameter and buffer by its name before `prepare`, and whether it is a parameter."""
-    for name, parameter in named_tensors(model):
-        yield name, (parameter, True)
-    for prefix, module in model.named_modules():
-        if not isinstance(module, parametrize.ParametrizationList) and ".parametrizations." not in f".{prefix}.":
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                yield name, (buffer, False)
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return every parameter and every buffer by its name before `prepare`."""
+    modules = [
+        (prefix, module)
+        for prefix, module in model.named_modules()
+        if not isinstance(module, parametrize.ParametrizationList) and ".parametrizations." not in f".{prefix}."
+    ]
+    buffers = [item for prefix, module in modules for item in module.named_buffers(prefix, recurse=False)]
+    return dict(named_tensors(model)), dict(buffers)
+
+
+def _member_rows(bound: BoundCoupling) -> _Rows:
+    """Return the parameters of a coupling: a unit is one block of them all."""
+    rows = []
+    for member in bound.members:
+        if member.is_parameter and not member.tied_to:
+            pattern = member.pattern
+            block: dict[str, Any] = {"axes": pattern.axes, "unit": " ".join(pattern.unit)}
+            block |= {"scope": " ".join(pattern.scope)} if pattern.scope else {}
+            packed = {axis for dimension in pattern.dimensions if len(dimension) > 1 for axis in dimension}
+            sizes = {axis: size for axis, size in pattern.sizes.items() if axis in packed}
+            rows.append((member.fqn, block | ({"sizes": sizes} if sizes else {})))
+    return rows
+
+
+def _module_rows(bound: BoundCoupling, model: nn.Module) -> dict[str, _Rows]:
+    """Return the parameters of each unit's modules, which are one block; the units of a scope share its budget."""
+    blocks = {}
+    for at, names in enumerate(bound.listed):
+        scope = f"{bound.name}, scope {at // bound.grid[-1]}" if bound.scope else bound.name
+        parameters = {fqn: parameter_of(*owner_of(model, fqn)) for fqn in names}
+        first = {id(parameters[fqn]): fqn for fqn in reversed(names)}  # a parameter with several names has one entry
+        blocks[f"{bound.name}, unit {at}"] = [
+            (fqn, {"block_shape": (-1,) * parameters[fqn].ndim, "scope_coupling": scope})
+            for fqn in names
+            if first[id(parameters[fqn])] == fqn
+        ]
+    return blocks
+
+
+def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
+    """Return config dicts for one sparsifier of several couplings, so that one budget or schedule spans them all.
+
+    Where couplings share a tensor (heads and the residual stream, in a query projection), its entry has `stages`, in
+    the order of the couplings, and its mask drops what any of them drops. A scheduler that writes `sparsity_level`
+    changes the level of every coupling.
+
+    Args:
+        couplings: of different names.
+        model: where the names are looked up.
+        keys: further keys of every entry, as `Coupling.entries` takes them. `sparsity_level` and `nnz` may be a dict
+            {name of a coupling: its number}; a coupling that it does not name has the sparsifier's default.
+
+    Raises:
+        SparsityError: as `Coupling.entries`; two couplings of one name; an unknown name in a budget.
+
+    >>> from sparsekit_ao import ScopeSparsifier
+    >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8), nn.Linear(8, 2))
+    >>> couplings = [Coupling({f"{k}.weight": "u i", f"{k + 1}.weight": "o u"}) for k in (0, 1)]
+    >>> sparsifier = ScopeSparsifier()
+    >>> sparsifier.prepare(model, joint_entries(couplings, model, sparsity_level=0.5))
+    >>> sparsifier.step()
+    >>> mask = sparsifier.mask("1.weight")  # half of its rows, and half of its columns
+    >>> int(mask.any(1).sum()), int(mask.any(0).sum()), int(mask.sum())
+    (4, 3, 12)
+    """
+    checked_model(model, "joint_entries")
+    if not isinstance(couplings, (list, tuple)) or not all(isinstance(one, Coupling) for one in couplings):
+        raise SparsityError(f"joint_entries: couplings must be a list of Coupling, got {type(couplings).__name__}")
+    names = [coupling.name for coupling in couplings]
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise SparsityError(f"joint_entries: two couplings have the name {name!r}; give them names: Coupling(name=...)")
+    budgets = {key: value for key, value in keys.items() if isinstance(value, Mapping)}
+    for key, value in budgets.items():
+        for name in set(value) - set(names):
+            raise SparsityError(f"joint_entries: {key} names {name!r}, but the couplings are {', '.join(names)}")
+    whole: dict[str, Any] = {key: keys[key] for key in ("sparsity_level", "nnz") if key in keys and key not in budgets}
+    rest = {key: value for key, value in keys.items() if key not in whole and key not in budgets}
+    stages: dict[str, dict[int, dict[str, Any]]] = {}  # {parameter: {stage: its keys}}
+    first: dict[int, str] = {}  # a tied parameter has the name that comes first
+    for coupling in couplings:
+        budget = {key: value[coupling.name] for key, value in budgets.items() if coupling.name in value}
+        for entries in coupling._entries(model, rest | budget):
+            fqns = [entry.pop("tensor_fqn") for entry in entries]
+            fqns = [first.setdefault(id(parameter_of(*owner_of(model, fqn))), fqn) for fqn in fqns]
+            taken = {stage for fqn in fqns for stage in stages.get(fqn, ())}
+            free = next(stage for stage in itertools.count() if stage not in taken)
+            for fqn, entry in zip(fqns, entries, strict=True):
+                stages.setdefault(fqn, {})[free] = entry
+    return [{"tensor_fqn": fqn, **_joined_stages(model, fqn, keys_of), **whole} for fqn, keys_of in stages.items()]
+
+
+def _joined_stages(model: nn.Module, fqn: str, stages: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the keys of one tensor's entry; all members of a coupling have it in the same stage."""
+    if set(stages) == {0}:
+        return stages[0]
+    # In a stage of none of its couplings, all of it is one block, which is kept.
+    whole = (-1,) * parameter_of(*owner_of(model, fqn)).ndim
+    kept = {"block_shape": whole, "nnz": 1, "norm": 2, "member_scores": "sum", "scope_coupling": None}
+    return {"stages": [stages.get(stage, kept) for stage in range(max(stages) + 1)]}
+
+
+def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Coupling | None:
+    """Return one coupling whose unit is a unit of one and as many of the other as there are for it.
+
+    Queries and keys of a rotary attention have pairs of numbers as units, values single ones; where the forward has one
+    size of a head for all, a pair goes with two single ones.
+
+    Returns:
+        The coupling, with the attributes of both; None if they share a tensor, are not bound to the same layers, have
+        numbers of units of which neither divides the other, or have units in parts of a concatenation or in two
+        dimensions of a tensor.
+
+    >>> model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8)})
+    >>> pairs, single = Coupling({"q.weight": "(d u) i"}, sizes={"d": 2}), Coupling({"v.weight": "u i"})
+    >>> merged_couplings(pairs, single, model).members
+    {'q.weight': '(d u) i', 'v.weight': '(a u) i'}
+    """
+    texts = [(axes, one.unit) for one in (first, second) for axes in one.members.values()]
+    if any("+" in axes or len(occurrences(axes, unit)) > 1 for axes, unit in texts):
+        return None
+    if len({count_stars(next(iter(one.members))) for one in (first, second)}) > 1:
+        first, second = _of_all_layers(first), _of_all_layers(second)
+    try:
+        ours, theirs = first.bind(model), second.bind(model)
+    except SparsityError:  # layers of different sizes
+        return None
+    first_names, second_names = ({member.fqn for one in bounds for member in one.members} for bounds in (ours, theirs))
+    if [one.captured for one in ours] != [one.captured for one in theirs] or first_names & second_names:
+        return None
+    if ours[0].grid[-1] > theirs[0].grid[-1]:
+        first, second, ours, theirs = second, first, theirs, ours
+    times = {b.grid[-1] / a.grid[-1] for a, b in zip(ours, theirs, strict=True)}
+    if len(times) > 1 or not (each := times.pop()).is_integer():
+        return None
+    if ours[0].grid[:-1] != theirs[0].grid[:-1]:
+        first, second = (_without_scope(one, bound[0]) for one, bound in ((first, ours), (second, theirs)))
+    return _joined(first, second, int(each))
+
+
+def _of_all_layers(coupling: Coupling) -> Coupling:
+    """Return the coupling with the same units in all layers."""
+
+    def joined(texts: Mapping[str, str]) -> dict[str, str]:
+        return {text.replace("**", "*").replace("*", "**"): axes for text, axes in texts.items()}
+
+    return replace(coupling, members=joined(coupling.members), attrs=joined(coupling.attrs))
+
+
+def _without_scope(coupling: Coupling, bound: BoundCoupling) -> Coupling:
+    """Return the coupling with the same units in every scope."""
+    return replace(coupling, scope="", sizes={**{axis: bound.sizes[axis] for axis in bound.scope}, **coupling.sizes})
+
+
+def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:
+    """Return the first coupling with the members of the second, of which `each` units make one."""
+    used = {axis for one in (first, second) for text in one.members.values() for d in dimensions_of(text) for axis in d}
+    fresh = (letter for letter in ascii_letters if letter not in used)
+    scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))
+    names = {axis: [scopes.get(axis) or next(fresh)] for axis in (*second.scope.split(), *second.sizes)}
+    parts = [next(fresh)] if each > 1 else []
+    names[second.unit] = [*parts, first.unit]
+    sizes = {names[axis][0]: size for axis, size in second.sizes.items()} | dict.fromkeys(parts, each)
+
+    def renamed(axes: list[str]) -> list[str]:
+        return [name for axis in axes for name in names.get(axis, [axis])]
+
+    members = dict(first.members)
+    for member, text in second.members.items():
+        dimensions = map(renamed, dimensions_of(text))
+        members[member] = " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dimensions)
+    attrs = {path: " ".join(renamed(text.split())) for path, text in second.attrs.items()}
+    return replace(first, members=members, sizes={**sizes, **first.sizes}, attrs={**attrs, **first.attrs})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..calibration import Calibration, call, run_batches
-from ..coupling.values import tensors_in
+from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
 from ..removal.verify import Outputs, largest_difference, seeded
 

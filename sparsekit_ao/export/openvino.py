@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..calibration import call
-from ..coupling.values import arguments
+from ..coupling.nested_tensors import arguments
 from ..errors import SparsityError
 from ..removal.results import Conversion
 from ..removal.verify import Outputs, largest_difference

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..coupling.listed import is_list
+from ..coupling.bound import is_list
 from ..errors import SparsityError
 from .removal import Removal
 

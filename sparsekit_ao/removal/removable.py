@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, discover
-from ..coupling.merged import merged_couplings
+from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..coupling.values import arguments, opaque_in, tensors_in
+from ..coupling.nested_tensors import arguments, opaque_in, tensors_in
 from ..errors import SparsityError
 
 Outputs = list[tuple[str, Tensor]]

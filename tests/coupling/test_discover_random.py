@@ -15,21 +15,8 @@ from sparsekit_ao.removal import compact
 
 WIDTHS = (4, 6, 8, 12)
 ACTIVATIONS = (torch.relu, torch.tanh, torch.sigmoid, torch.nn.functional.gelu, torch.abs, torch.cos)
-ALONE = (
-    "activation",
-    "norm",
-    "rms",
-    "batch",
-    "softmax",
-    "swap",
-    "gate",
-    "halves",
-    "total",
-    "energy",
-    "sum",
-    "clone",
-    "in place",
-)
+ALONE = ("activation", "norm", "rms", "batch", "softmax", "swap", "gate", "halves", "total", "energy", "sum")
+IN_PLACE = ("clone", "in place")
 PAIRS = ("add", "multiply", "cat", "scores")
 
 
@@ -94,11 +81,8 @@ class Program(nn.Module):
         }[what]()
 
 
-STEP = st.tuples(
-    st.sampled_from(("linear",) * 6 + ALONE + ("convolve",) + PAIRS * 2),
-    *[st.integers(0, 20)] * 2,
-    st.sampled_from(WIDTHS),
-)
+KINDS = ("linear",) * 6 + ALONE + IN_PLACE + ("convolve",) + PAIRS * 2
+STEP = st.tuples(st.sampled_from(KINDS), *[st.integers(0, 20)] * 2, st.sampled_from(WIDTHS))
 
 
 @examples(60)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
-from sparsekit_ao.coupling.merged import merged_couplings
+from sparsekit_ao.coupling.coupling import merged_couplings
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
 from sparsekit_ao.removal.candidates import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL

@@ -1,15 +1,41 @@
-"""discover: the couplings that one forward of a model suggests, as Python code to read, edit and keep."""
+"""discover: the couplings that one forward of a model suggests, as Python code to read, edit and keep.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+`shared_axes` writes the factors of a trace as patterns, for axes that can be pruned and for frozen ones; `fold` and
+`fold_frozen` join those of repeated layers, with stars for numbers where they match the joined names only.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from ...errors import SparsityError
+from ..bound import match_names
 from ..coupling import Coupling
-from .shared import FrozenAxis, fold, fold_frozen, shared_axes
-from .trace import trace
+from .factors import Axis, Factor, leaves
+from .operation import Label
+from .trace import Trace, trace
+
+_DIMENSIONS = "oihwxyzabc"  # names of dimensions without units, as of weights: out, in, height, width
+_SCOPES = "stpq"
+_OTHERS = "dgefjklmnrvABC"  # names of the other factors in a dimension with a unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenAxis:
+    """An axis of several tensors from which nothing may be removed: `why` names the operation and the module.
+
+    `places` are (tensor, dimension) of each occurrence.
+    """
+
+    why: str
+    size: int
+    places: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +113,16 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     """
     if not isinstance(model, nn.Module):
         raise SparsityError(f"discover needs a model (an nn.Module), got {type(model).__name__}")
-    found = trace(model, example_inputs)
-    free, frozen = shared_axes(found, [name for name, _ in model.named_parameters()])
+    recorded = trace(model, example_inputs)
+    free, frozen = shared_axes(recorded, [name for name, _ in model.named_parameters()])
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     folded = fold(free, names)
     return Discovery(
-        couplings=tuple(Coupling(axis.members, scope=axis.scope, sizes=axis.sizes) for axis, _ in folded),
-        counts=tuple((count, axis.units) for axis, count in folded),
+        couplings=tuple(coupling for coupling, _, _ in folded),
+        counts=tuple((count, units) for _, units, count in folded),
         frozen=tuple(fold_frozen(frozen)),
-        opaque=tuple(found.opaque),
+        opaque=tuple(recorded.opaque),
     )
 
 
@@ -124,3 +150,203 @@ def _frozen_line(frozen: FrozenAxis, count: int) -> str:
     first, *more = [f"{name}[{d}]" for name, d in frozen.places]
     others = f" and {more[0]}" if len(more) == 1 else f" and {len(more)} more" if more else ""
     return f"#   {f'{count} x ' if count > 1 else ''}{frozen.size} in {first}{others}: {frozen.why}"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One dimension of a tensor: its factors; of a concatenation those of one part, and the entries around it."""
+
+    factors: tuple[Factor, ...]
+    before: int = 0
+    after: int = 0
+
+
+def shared_axes(recorded: Trace, parameters: Iterable[str]) -> tuple[list[tuple[Coupling, int]], list[FrozenAxis]]:
+    """Return the couplings, each with the number of its units, and the frozen axes, in the order of first tensors."""
+    trained = set(parameters)
+    for axis in (axis for label in recorded.named.values() for axis in label if axis):
+        for part in leaves(axis)[1:]:
+            if part.factor.is_concatenation:
+                part.factor.freeze("a concatenation inside of another axis, which a coupling cannot express")
+    places: dict[Factor, list[tuple[str, int, _Row]]] = {}
+    for name, label in recorded.named.items():
+        for d, axis in enumerate(label):
+            for row, factors in _rows(axis):
+                for factor in factors:
+                    places.setdefault(factor, []).append((name, d, row))
+    companions = _companions([*recorded.seen, *recorded.named.values()])
+    free, frozen = [], []
+    for unit, rows in places.items():
+        if not trained.intersection(name for name, _, _ in rows):
+            continue
+        counts = Counter((name, d) for name, d, _ in rows)
+        twice = next((name for (name, _), count in counts.items() if count > 1), "")
+        why = unit.frozen or (twice and f"{twice} has it twice in one dimension, which a coupling cannot express")
+        if why:
+            frozen.append(FrozenAxis(why=why, size=unit.size, places=tuple(counts)))
+            continue
+        labels: dict[str, list[_Row]] = {}
+        for name, d, row in rows:
+            whole = [_Row(tuple(part.factor for part in leaves(axis))) for axis in recorded.named[name]]
+            labels.setdefault(name, whole)[d] = row
+        free.append((_coupling(unit, labels, companions[unit]), unit.size))
+    return free, frozen
+
+
+def _rows(axis: Axis) -> list[tuple[_Row, list[Factor]]]:
+    """Return each part of a dimension as a member of a coupling has it, with the factors that can be its unit."""
+    factors = [part.factor for part in leaves(axis)]
+    if not factors or not factors[0].is_concatenation:
+        return [(_Row(tuple(factors)), factors)]
+    first, *rest = factors
+    rows, start, each = [(_Row(tuple(factors)), rest)], 0, math.prod(factor.size for factor in rest)
+    for piece in first.pieces:
+        size = math.prod(factor.size for factor in piece)
+        row = _Row((*piece, *rest), start * each, (first.size - start - size) * each)
+        rows.append((row, piece))
+        start += size
+    return rows
+
+
+def _companions(labels: Iterable[Label]) -> dict[Factor, set[Factor]]:
+    """Return {factor: the factors that all tensors with it have}."""
+    companions: dict[Factor, set[Factor]] = {}
+    for label in labels:
+        rows = [row for axis in label for row in _rows(axis)]
+        whole = {factor for axis in label for factor in (part.factor for part in leaves(axis))}
+        for row, factors in rows:
+            for factor in factors:
+                together = whole.union(row.factors)
+                companions[factor] = companions.get(factor, together) & together
+    return companions
+
+
+def _coupling(unit: Factor, labels: Mapping[str, Sequence[_Row]], companions: set[Factor]) -> Coupling:
+    order = [[factor for row in label for factor in row.factors] for label in labels.values()]
+    # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is no scope. Scopes are
+    # looked for outside of units only, as heads are outside of their dimensions: two axes are not each other's scope.
+    together = [factor for factor in dict.fromkeys(order[0]) if factor in companions - {unit} and not factor.frozen]
+    once = all(row.count(unit) == 1 for row in order)
+    outer = [f for f in together if once and all(row.count(f) == 1 and row.index(f) < row.index(unit) for row in order)]
+    scopes = outer[: len(_SCOPES)]
+    names = {unit: "u"} | dict(zip(scopes, _SCOPES, strict=False))
+    joined = _joined([row.factors for label in labels.values() for row in label], names)
+    others: dict[tuple[int, int], str] = {}
+    members = {fqn: _pattern(label, names, joined, others) for fqn, label in labels.items()}
+    sizes = {names[factor]: factor.size for factor in scopes} | {name: size for (size, _), name in others.items()}
+    return Coupling(members, scope=" ".join(names[factor] for factor in scopes), sizes=sizes)
+
+
+def _joined(axes: Sequence[Sequence[Factor]], names: Mapping[Factor, str]) -> set[tuple[Factor, Factor]]:
+    """Return pairs of unnamed factors that are neighbours wherever they occur, so that they can be one factor."""
+    pairs: set[tuple[Factor | None, Factor | None]] = set()
+    for axis in axes:
+        row = [None if factor in names else factor for factor in axis]
+        pairs |= set(pairwise([None, *row, None]))
+    after = {a: [y for x, y in pairs if x is a] for a, _ in pairs if a}
+    before = {b: [x for x, y in pairs if y is b] for _, b in pairs if b}
+    return {(a, b) for a, b in pairs if a and b and after[a] == [b] and before[b] == [a]}
+
+
+def _pattern(
+    label: Sequence[_Row],
+    names: Mapping[Factor, str],
+    joined: set[tuple[Factor, Factor]],
+    others: dict[tuple[int, int], str],
+) -> str:
+    """Return a tensor's axes as text. Unnamed factors are named from the right, the same in all, in `others`."""
+    counts: Counter[int] = Counter()
+    dimensions: list[str] = []
+    for d, row in reversed(list(enumerate(label))):
+        axes: list[str | int] = []  # names of unit and scopes, sizes of the others
+        for last, factor in zip([None, *row.factors], row.factors, strict=False):
+            if (last, factor) in joined:
+                axes[-1] = int(axes[-1]) * factor.size
+            else:
+                axes.append(names.get(factor, factor.size))
+        if all(isinstance(axis, int) for axis in axes):
+            dimensions.append(_DIMENSIONS[d] if axes else "1")
+            continue
+        for k, size in reversed(list(enumerate(axes))):
+            if isinstance(size, int):
+                counts[size] += 1
+                key = size, counts[size]
+                axes[k] = others[key] = others.get(key) or _OTHERS[len(others)]
+        text = " ".join(map(str, axes))
+        parts = [str(row.before)] * (row.before > 0) + [text] + [str(row.after)] * (row.after > 0)
+        dimensions.append(text if len(parts) == len(axes) == 1 else f"({' + '.join(parts)})")
+    return " ".join(reversed(dimensions))
+
+
+def fold(axes: Sequence[tuple[Coupling, int]], names: Collection[str]) -> list[tuple[Coupling, int, int]]:
+    """Return couplings with starred names, (coupling, units, how many it represents), in the order of first ones.
+
+    `names` are all names of the model, which the stars must not match by mistake.
+    """
+    single = dict(enumerate(axes))
+    folded: list[tuple[int, Coupling, int, int]] = []
+    for which in (slice(None), slice(-1, None), slice(0, 1)):  # all numbers, else the last, else the first
+        alike: dict[tuple, list[int]] = {}
+        for k, (coupling, _) in single.items():
+            texts = tuple(zip(_starred(list(coupling.members), which), coupling.members.values(), strict=True))
+            alike.setdefault((texts, coupling.scope, tuple(coupling.sizes.items())), []).append(k)
+        for ks in alike.values():
+            columns = list(zip(*(single[k][0].members for k in ks), strict=True))
+            stars = [_common(column) for column in columns]
+            if len(ks) > 1 and all(_exact(star, column, names) for star, column in zip(stars, columns, strict=True)):
+                first, units = single[ks[0]]
+                members = dict(zip(stars, first.members.values(), strict=True))
+                folded.append((ks[0], replace(first, members=members, name=""), units, len(ks)))
+                single = {k: axis for k, axis in single.items() if k not in ks}
+    folded += [(k, _folded_within(coupling, names), units, 1) for k, (coupling, units) in single.items()]
+    return [row[1:] for row in sorted(folded, key=lambda row: row[0])]
+
+
+def fold_frozen(frozen: Iterable[FrozenAxis]) -> list[tuple[FrozenAxis, int]]:
+    """Join axes that differ in numbers of names only: (axis, how many it represents), `not understood` first."""
+    alike: dict[FrozenAxis, list[FrozenAxis]] = {}
+    for axis in frozen:
+        places = tuple((_unnumbered(name), d) for name, d in axis.places)
+        alike.setdefault(replace(axis, why=_unnumbered(axis.why), places=places), []).append(axis)
+    folded = []
+    for axes in alike.values():
+        columns = zip(*(axis.places for axis in axes), strict=True)
+        places = tuple((_common([name for name, _ in column]), column[0][1]) for column in columns)
+        folded.append((replace(axes[0], why=_common([axis.why for axis in axes]), places=places), len(axes)))
+    return sorted(folded, key=lambda row: "not understood" not in row[0].why)
+
+
+def _common(texts: Sequence[str], star: str = "*") -> str:
+    """Return one text for all, with stars for the words in which they differ."""
+    columns = zip(*(re.split("([ .:])", text) for text in texts), strict=True)
+    return "".join(column[0] if len(set(column)) == 1 else star for column in columns)
+
+
+def _starred(names: Sequence[str], which: slice) -> list[str]:
+    """Return the names with `*` for some of the numbers that the beginnings of all names share."""
+    rows = [name.split(".") for name in names]
+    columns = list(zip(*rows, strict=False))
+    same = next((k for k, column in enumerate(columns) if len(set(column)) > 1), len(columns))
+    numbers = [k for k in range(same) if rows[0][k].isdigit()][which]
+    return [".".join("*" if k in numbers else part for k, part in enumerate(row)) for row in rows]
+
+
+def _exact(starred: str, meant: Collection[str], names: Collection[str]) -> bool:
+    """Whether a starred name matches these names and no others."""
+    return {name for matches in match_names(starred, names).values() for name in matches} == set(meant)
+
+
+def _folded_within(coupling: Coupling, names: Collection[str]) -> Coupling:
+    """Return the coupling with `**` for the numbers of the many layers that it extends over."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, pattern in coupling.members.items():
+        alike.setdefault((_unnumbered(name), pattern), []).append(name)
+    members: dict[str, str] = {}
+    for (_, pattern), same in alike.items():
+        star = _common(same, "**")
+        members |= dict.fromkeys([star] if len(same) > 1 and _exact(star, same, names) else same, pattern)
+    return replace(coupling, members=members, name="")
+
+
+def _unnumbered(text: str) -> str:
+    return re.sub(r"(?<![^. ])\d+(?![^.:])", "*", text)

@@ -49,7 +49,7 @@ class Factor:
         return [leaf for part in root._parts for leaf in part.leaves()] if root._parts else [root]
 
     def split(self, outer: int) -> tuple["Factor", "Factor"]:
-        """Two factors in place of an undivided one; `outer` divides its size."""
+        """Divide an undivided factor into two, the outer one of size `outer`."""
         root = self.root
         if root._pieces:
             root.freeze("a concatenation of unequal parts that is divided")
@@ -61,13 +61,13 @@ class Factor:
     @property
     def pieces(self) -> "list[list[Factor]]":
         """The leaves of each part of a concatenation, in order; of another factor, its own leaves."""
-        root, found = self.root, list[list[Factor]]()
+        root, pieces = self.root, list[list[Factor]]()
         if not root._pieces:
             return [root.leaves()]
         for piece in root._pieces:
-            own = [leaf for factor in piece for leaf in factor.leaves()]
-            found += own[0].pieces if len(own) == 1 else [own]
-        return found
+            roots = [leaf for factor in piece for leaf in factor.leaves()]
+            pieces += roots[0].pieces if len(roots) == 1 else [roots]
+        return pieces
 
     @property
     def is_concatenation(self) -> bool:
@@ -93,7 +93,7 @@ class Factor:
         a._same = b
 
     def freeze(self, why: str) -> None:
-        """Nothing may be removed from any of its leaves; the first reason is kept."""
+        """Freeze all of its leaves, so that nothing is removed from them; the first reason is kept."""
         for leaf in self.leaves():
             leaf._frozen = leaf._frozen or why
             for factor in (factor for piece in leaf._pieces for factor in piece):
@@ -116,23 +116,23 @@ Axis = tuple[AxisFactor, ...]
 
 
 def leaves(axis: Sequence[AxisFactor]) -> Axis:
-    """The axis with every factor replaced by what it has been split into."""
+    """Replace every factor of an axis by what it has been split into."""
     return tuple(replace(part, factor=leaf) for part in axis for leaf in part.factor.leaves())
 
 
 def every_factor(axis: Sequence[AxisFactor]) -> list[Factor]:
-    """The factors of an axis, and of the parts of its concatenations, divided no further."""
+    """Return the undivided factors of an axis, and of the parts of its concatenations."""
     return [factor for part in leaves(axis) for piece in part.factor.pieces for factor in piece]
 
 
 def freeze(axis: Sequence[AxisFactor], why: str) -> None:
-    """Nothing may be removed from the axis."""
+    """Freeze every factor of an axis, so that nothing is removed from it."""
     for part in axis:
         part.factor.freeze(why)
 
 
 def fixed(size: int, why: str) -> Axis:
-    """A new axis, frozen if `why` is not empty; a dimension of size 1 has no factors."""
+    """Return a new axis, frozen if `why` is not empty; a dimension of size 1 has no factors."""
     return () if size == 1 else (AxisFactor(Factor(size, why)),)
 
 
@@ -153,14 +153,10 @@ def unify(axes: Sequence[Axis], why: str) -> None:
 
 
 def concatenated(axes: Sequence[Axis]) -> Axis:
-    """One axis of several that follow each other; it is zero where all of them are."""
-    found = Factor(sum(_length(axis) for axis in axes))
-    found._pieces = tuple(tuple(part.factor for part in axis) for axis in axes)
-    return (AxisFactor(found, all(part.zero for axis in axes for part in leaves(axis))),)
-
-
-def _length(axis: Axis) -> int:
-    return math.prod(part.factor.size for part in axis)
+    """Return one axis of several that follow each other; it is zero where all of them are."""
+    whole = Factor(sum(math.prod(part.factor.size for part in axis) for axis in axes))
+    whole._pieces = tuple(tuple(part.factor for part in axis) for axis in axes)
+    return (AxisFactor(whole, all(part.zero for axis in axes for part in leaves(axis))),)
 
 
 def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
@@ -183,7 +179,9 @@ def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
 
 
 def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:
-    """The same elements in row-major order under another shape; None if that divides a factor, or has no elements.
+    """Return the axes of another shape with the same elements in row-major order.
+
+    None if that divides a factor, or if there are no elements.
 
     >>> row = (AxisFactor(Factor(2)), AxisFactor(Factor(12)))
     >>> [[p.factor.size for p in axis] for axis in reshape_axes([row], (8, 3))]
@@ -193,36 +191,36 @@ def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]
     """
     if 0 in shape:  # no elements, no order
         return None
-    reader, found = _Reader([part for axis in axes for part in axis]), []
+    reader, new_axes = _Reader([part for axis in axes for part in axis]), []
     for size in shape:
         axis: list[AxisFactor] = []
-        left = size
-        while left > 1 and reader:
+        missing = size
+        while missing > 1 and reader:
             part = reader.read()
-            if left % part.factor.size and part.factor.size % left == 0:
-                part = replace(part, factor=reader.read_outer(part.factor, left, part.zero))
-            if left % part.factor.size:
+            if missing % part.factor.size and part.factor.size % missing == 0:
+                part = replace(part, factor=reader.read_outer(part.factor, missing, part.zero))
+            if missing % part.factor.size:
                 return None
-            left //= part.factor.size
+            missing //= part.factor.size
             axis.append(part)
-        if left != 1:
+        if missing != 1:
             return None
-        found.append(tuple(axis))
-    return tuple(found)
+        new_axes.append(tuple(axis))
+    return tuple(new_axes)
 
 
 def split_axis(axis: Axis, outer: int, why: str) -> tuple[Axis, Axis]:
-    """The axis as (outer, rest); where that divides one of its factors, both are frozen, with `why`."""
+    """Divide an axis into (outer, rest); where that divides one of its factors, both are frozen, with `why`."""
     size = math.prod(part.factor.size for part in axis)
-    found = reshape_axes([axis], (outer, size // outer))
-    if found is None:
+    halves = reshape_axes([axis], (outer, size // outer))
+    if halves is None:
         freeze(axis, why)
         return fixed(outer, why), fixed(size // outer, why)
-    return found[0], found[1]
+    return halves[0], halves[1]
 
 
 class _Reader:
-    """Reads factors from the left, each as far divided as it is at that time."""
+    """A reader of factors from the left, each as far divided as it is at that time."""
 
     def __init__(self, parts: Sequence[AxisFactor]):
         self._rest = list(reversed(parts))

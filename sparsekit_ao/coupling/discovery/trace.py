@@ -7,8 +7,8 @@ operator without a rule is replaced by torch's own decomposition; without one, e
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,39 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import SparsityError
-from ..values import arguments, opaque_in, tensors_in
-from . import arithmetic, recurrent, shapes
-from .call import AxisRule, Call, Label
+from ..nested_tensors import arguments, opaque_in, tensors_in
+from .axis_rules import attention_scale, filled, rule_of
 from .factors import AxisFactor, Factor, every_factor, fixed, freeze, leaves
-
-_ALL = arithmetic.RULES | shapes.RULES | recurrent.RULES
-_RULES = {name: rule for rule, names in _ALL.items() for name in names.split()}
-
-
-def rule_of(func: Any) -> AxisRule | None:
-    """The rule of an operator, if there is one.
-
-    >>> rule_of(torch.ops.aten.relu_.default).__name__, rule_of(torch.ops.aten.mm.default).__name__
-    ('pointwise', '_matmul')
-    >>> rule_of(torch.ops.aten._fft_r2c.default) is None
-    True
-    """
-    name = str(func.overloadpacket.__name__)
-    if name in ("max", "min") and func._overloadname == "other":
-        return arithmetic.pointwise
-    found = _RULES.get(name.rstrip("_"))
-    if found is None and (torch.Tag.pointwise in func.tags or name == "copy_"):
-        return arithmetic.pointwise
-    return found
-
-
-@dataclass(frozen=True)
-class _Step:
-    """An operation that has run: what it read and wrote, and how its rule is applied, with a used result or not."""
-
-    reads: Sequence[Tensor]
-    writes: Sequence[Tensor]
-    run: Callable[[bool], None]
+from .operation import AxisRule, Label, Operation
 
 
 class Trace(TorchDispatchMode):
@@ -85,7 +56,7 @@ class Trace(TorchDispatchMode):
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._modules: list[tuple[str, nn.Module]] = []
-        self._steps: list[_Step] = []
+        self._steps: list[tuple[AxisRule | None, Operation]] = []
 
     def name(self, name: str, tensor: Tensor) -> None:
         """Remember a parameter (whose units a mask may make zero) or buffer."""
@@ -96,12 +67,6 @@ class Trace(TorchDispatchMode):
         for place, tensor in tensors_in(why, value):
             for axis in self._labels.setdefault(tensor, tuple(fixed(n, place) for n in tensor.shape)):
                 freeze(axis, place)
-
-    def freeze_unused(self) -> None:
-        """Freeze the parameters and buffers that were not read, since nothing is known of them."""
-        for name, label in self.named.items():
-            for axis in label if name not in self.used else ():
-                freeze(axis, "not used in this forward")
 
     def watch(self, model: nn.Module) -> None:
         """Record for each operation which module runs it."""
@@ -132,15 +97,20 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a query of a tensor, such as its device
             return func(*args, **kwargs)
-        rule = rule_of(func)
-        touched = [t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if rule is None and touched and (out := self._decomposed(func, args, kwargs)) is not NotImplemented:
-            return out
-        out = func(*args, **kwargs)
-        if touched or rule is shapes.filled:
+        rule, out = rule_of(func), NotImplemented
+        reads_tensors = any(isinstance(leaf, Tensor) for leaf in _pytree.tree_leaves((args, kwargs)))
+        if rule is None and reads_tensors:
+            with self:
+                out = func.decompose(*args, **kwargs)
+                parts = get_decompositions([func]).get(func)
+                out = parts(*args, **kwargs) if out is NotImplemented and parts else out
+            if out is not NotImplemented and func.overloadpacket is not torch.ops.aten.scaled_dot_product_attention:
+                return out
+            rule = attention_scale if out is not NotImplemented else None
+        out = func(*args, **kwargs) if out is NotImplemented else out
+        if reads_tensors or rule is filled:
             is_norm = partial(self._is_norm, self._modules[-1][1] if self._modules else None)
-            call = Call(func, args, kwargs, out, self.where, self.label_of, is_norm)
-            self._steps.append(_Step(call.tensors, call.outs, partial(self._apply, rule, call)))
+            self._steps.append((rule, Operation(func, args, kwargs, out, self.where, self.label_of, is_norm)))
         return out
 
     def follow(self, inputs: Any, output: Any) -> None:
@@ -151,14 +121,17 @@ class Trace(TorchDispatchMode):
         used = self._used_steps(output)
         while True:
             self._start(inputs)
-            for step, is_used in zip(self._steps, used, strict=True):
-                step.run(is_used)
+            for (rule, op), is_used in zip(self._steps, used, strict=True):
+                self._apply(rule, replace(op, is_used=is_used or op.func._schema.is_mutable))
             self.fix(output, "output")
-            found = set(self._repeated())
-            if found <= self.further:
+            repeated = set(self._repeated())
+            if repeated <= self.further:
                 break
-            self.further |= found
+            self.further |= repeated
         self._steps = []
+        for name, label in self.named.items():
+            for axis in label if name not in self.used else ():
+                freeze(axis, "not used in this forward")
 
     def _start(self, inputs: Any) -> None:
         """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
@@ -174,63 +147,45 @@ class Trace(TorchDispatchMode):
         for name, label in self.named.items():
             earlier: set[Factor] = set()
             for d, axis in enumerate(label):
-                own = {factor for factor in every_factor(axis) if not factor.frozen}
-                if own & earlier:
+                free = {factor for factor in every_factor(axis) if not factor.frozen}
+                if free & earlier:
                     yield name, d
-                earlier |= own
+                earlier |= free
 
     def _used_steps(self, output: Any) -> list[bool]:
         """For each operation whether the output depends on its result."""
         needed = {id(tensor) for _, tensor in tensors_in("output", output)}
         used = []
-        for step in reversed(self._steps):
-            used.append(bool(needed.intersection(map(id, step.writes))))
+        for _, op in reversed(self._steps):
+            used.append(bool(needed.intersection(map(id, op.outs))))
             if used[-1]:
-                needed.update(map(id, step.reads))
+                needed.update(map(id, op.tensors))
         return used[::-1]
 
-    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation run as torch's decomposition of it; NotImplemented if there is none."""
-        why = f"attention in {self.where}: its scale follows from the size of a head"
-        with self:
-            out = func.decompose(*args, **kwargs)
-            parts = get_decompositions([func]).get(func)
-            out = parts(*args, **kwargs) if out is NotImplemented and parts else out
-        if func.overloadpacket is torch.ops.aten.scaled_dot_product_attention and kwargs.get("scale") is None:
-            outs = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
-            self._steps.append(
-                _Step(args[:1], outs, lambda used: freeze(self.label_of(args[0])[-1] if used else (), why))
-            )
-        return out
-
-    def _apply(self, rule: AxisRule | None, call: Call, is_used: bool) -> None:
-        call = replace(call, is_used=is_used or call.func._schema.is_mutable)
-        if call.is_square:
-            self._squares.update(dict.fromkeys(call.outs, True))
-        before = self.label_of(call.tensors[0]) if call.func._schema.is_mutable else None
-        labels = rule(call) if rule else self._not_understood(call)
+    def _apply(self, rule: AxisRule | None, op: Operation) -> None:
+        if op.is_square:
+            self._squares.update(dict.fromkeys(op.outs, True))
+        before = self.label_of(op.tensors[0]) if op.func._schema.is_mutable else None
+        labels = rule(op) if rule else self._not_understood(op)
         labels = labels if isinstance(labels, list) else [labels]
-        if any(_shape(label) != out.shape for out, label in zip(call.outs, labels, strict=False)):
-            labels = self._not_understood(call)  # an overload that the rule was not written for
-        for out, label in zip(call.outs, labels, strict=False):
+        if any(_shape(label) != out.shape for out, label in zip(op.outs, labels, strict=False)):
+            labels = self._not_understood(op)  # an overload that the rule was not written for
+        for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
-        if before is not None and call.tensors[0] in self._shared:
-            self._overwritten(call, before)
-        if any(value.alias_info is not None and not value.alias_info.is_write for value in call.func._schema.returns):
-            self._shared.update(dict.fromkeys((call.tensors[0], *call.outs), True))
+        if before is not None and op.tensors[0] in self._shared:
+            # Other views of the memory may still be recorded as zero where this one no longer is.
+            for old, new in zip(before, self.label_of(op.tensors[0]), strict=True):
+                zero = [part.factor for part in leaves(new) if part.zero]
+                lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
+                op.freeze(lost, what="it writes into memory that other tensors share")
+        if any(value.alias_info is not None and not value.alias_info.is_write for value in op.func._schema.returns):
+            self._shared.update(dict.fromkeys((op.tensors[0], *op.outs), True))
 
-    def _overwritten(self, call: Call, before: Label) -> None:
-        """Other views of the memory may still be recorded as zero where this one no longer is."""
-        for old, new in zip(before, self.label_of(call.tensors[0]), strict=True):
-            zero = [part.factor for part in leaves(new) if part.zero]
-            lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
-            call.freeze(lost, what="it writes into memory that other tensors share")
-
-    def _not_understood(self, call: Call) -> list[Label]:
-        if call.outs:  # an assertion, say, returns nothing
-            call.freeze(*(axis for t in call.tensors for axis in self.label_of(t)), what="not understood")
-        return [call.fixed(*out.shape) for out in call.outs]
+    def _not_understood(self, op: Operation) -> list[Label]:
+        if op.outs:  # an assertion, say, returns nothing
+            op.freeze(*(axis for t in op.tensors for axis in self.label_of(t)), what="not understood")
+        return [op.fixed(*out.shape) for out in op.outs]
 
     def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
         """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
@@ -245,23 +200,40 @@ class Trace(TorchDispatchMode):
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
     """Run a copy of the model in eval mode once on fake tensors; arguments and errors are those of `discover`."""
     _check(model)
-    found, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
+    recorded, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
     args, kwargs = arguments(example_inputs)
     with torch.inference_mode(), _plain_attention():  # inference mode dispatches composite operations here
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             memo[id(tensor)] = fake = _fake(tensor, mode)
-            found.name(name, fake)
-        copied: Any = _copied(model, memo).eval()
+            recorded.name(name, fake)
+        try:
+            copied: Any = copy.deepcopy(model, memo).eval()
+        except Exception as e:
+            raise SparsityError(
+                f"discover: the model cannot be copied: {type(e).__name__}: {e}. Remove what cannot be copied: "
+                "computed weights (torch.nn.utils.remove_weight_norm), open files, locks."
+            ) from e
         if hasattr(copied, "set_experts_implementation"):  # transformers' experts, else with shapes that values decide
             copied.set_experts_implementation("batched_mm")
-        found.watch(copied)
+        recorded.watch(copied)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
-        with mode, found:
-            out = _forward(copied, args, kwargs, found)
-        found.follow(args or kwargs, out)  # one of both is empty
-        found.opaque = opaque_in("output", out)
-    found.freeze_unused()
-    return found
+        try:
+            with mode, recorded:
+                output = copied(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise SparsityError(
+                f"discover: {recorded.where} runs {e.func}, whose result depends on values, but the forward runs on "
+                "fake tensors without values. Leave out of example_inputs what makes the model read values, or write "
+                "the couplings by hand (Coupling)."
+            ) from None
+        except Exception as e:
+            raise SparsityError(
+                f"discover: the forward on fake tensors failed in {recorded.where}: {type(e).__name__}: {e}. Check "
+                "that model(*example_inputs), or model(**example_inputs) for a dict, runs."
+            ) from e
+        recorded.follow(args or kwargs, output)  # one of both is empty
+        recorded.opaque = opaque_in("output", output)
+    return recorded
 
 
 def _shape(label: Label) -> tuple[int, ...]:
@@ -302,29 +274,3 @@ def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
-
-
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as e:
-        raise SparsityError(
-            f"discover: the model cannot be copied: {type(e).__name__}: {e}. Remove what cannot be copied: computed "
-            "weights (torch.nn.utils.remove_weight_norm), open files, locks."
-        ) from e
-
-
-def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Trace) -> Any:
-    try:
-        return model(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise SparsityError(
-            f"discover: {found.where} runs {e.func}, whose result depends on values, but the forward runs on fake "
-            "tensors without values. Leave out of example_inputs what makes the model read values, or write the "
-            "couplings by hand (Coupling)."
-        ) from None
-    except Exception as e:
-        raise SparsityError(
-            f"discover: the forward on fake tensors failed in {found.where}: {type(e).__name__}: {e}. Check that "
-            "model(*example_inputs), or model(**example_inputs) for a dict, runs."
-        ) from e

@@ -1,7 +1,6 @@
 """One operation of a forward, as a rule receives it: arguments by name, the axes of its tensors, the result.
 
-A rule returns the axes of the result. This module holds how torch names arguments; what operations do to axes is in
-`arithmetic` and `shapes`.
+A rule returns the axes of the result; `axis_rules` has them all.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ Label = tuple[Axis, ...]  # one axis a dimension
 
 
 @dataclass(frozen=True)
-class Call:
+class Operation:
     """An operation that has run: the operator, its arguments, and what it returned (one tensor or several).
 
     `module` is the name of the module that ran it, `label_of` gives the axes of a tensor, and `is_norm` whether a
@@ -56,19 +55,19 @@ class Call:
     @cached_property
     def _bound(self) -> dict[str, Any]:
         schema = self.func._schema.arguments
-        given = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
-        return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+        values = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
+        return {a.name: values.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 
     def __getitem__(self, name: str) -> Any:
         """An argument; None if this overload does not have it."""
         return self._bound.get(name)
 
     def label(self, name: str) -> Label:
-        """The axes of a tensor argument."""
+        """Return the axes of a tensor argument."""
         return self.label_of(self[name])
 
     def labels(self, *names: str) -> list[Label]:
-        """The axes of those tensor arguments that were given."""
+        """Return the axes of those tensor arguments that are not None."""
         return [self.label(name) for name in names if self[name] is not None]
 
     @property
@@ -82,28 +81,28 @@ class Call:
         return [t for t in _pytree.tree_leaves(self.out) if isinstance(t, Tensor)]
 
     def dims(self, name: str, ndim: int) -> list[int]:
-        """A dimension argument as non-negative ints; None or an empty list is every dimension."""
-        given = self[name]
-        if given is None or (isinstance(given, (list, tuple)) and not given):
+        """Return a dimension argument as non-negative ints; None or an empty list is every dimension."""
+        dims = self[name]
+        if dims is None or (isinstance(dims, (list, tuple)) and not dims):
             return list(range(ndim))
-        return [d % ndim for d in ([given] if isinstance(given, int) else given)] if ndim else []
+        return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)] if ndim else []
 
     def dim(self, name: str, ndim: int) -> int:
-        """A single dimension argument as a non-negative int."""
+        """Return a single dimension argument as a non-negative int."""
         return int(self[name]) % max(ndim, 1)
 
     def fixed(self, *sizes: int) -> Label:
-        """New axes from which nothing may be removed."""
+        """Return new axes that are frozen."""
         return tuple(fixed(n, self.why) for n in sizes)
 
     def freeze_value(self, *axes: Sequence[AxisFactor], what: str = "") -> None:
-        """Nothing may be removed from the axes, because the values of the result would change."""
+        """Freeze axes without which the values of the result change, unless nothing depends on it."""
         self.freeze(*(axes if self.is_used else ()), what=what)
 
     def freeze(self, *axes: Sequence[AxisFactor], what: str = "") -> None:
-        """Nothing may be removed from the axes, because of this operation."""
+        """Freeze axes, with this operation as the reason."""
         for axis in axes:
             freeze(axis, f"{self.why}{what and ': '}{what}")
 
 
-AxisRule = Callable[[Call], Label | list[Label]]
+AxisRule = Callable[[Operation], Label | list[Label]]

@@ -15,7 +15,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, to
 
 
 def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a forward.
+    """Return the positional and keyword arguments of a forward.
 
     >>> arguments({"x": 1}), arguments([1, 2]), arguments(3)
     (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
@@ -26,7 +26,7 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, with its place.
+    """Yield every tensor, with its place.
 
     >>> [place for place, _ in tensors_in("output", {"a": [torch.ones(1)], "b": 3})]
     ['output.a[0]']
@@ -35,7 +35,7 @@ def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def opaque_in(place: str, value: Any) -> list[str]:
-    """Descriptions of the objects that are not inspected; they may contain tensors.
+    """Describe the objects that are not inspected; they may contain tensors.
 
     >>> opaque_in("output", (torch.ones(1), None, iter([])))
     ['output[2], a list_iterator']

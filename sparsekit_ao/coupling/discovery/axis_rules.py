@@ -1,0 +1,465 @@
+"""Rules: how each operation relates the axes of its tensors. `RULES` has one for each operator that is followed.
+
+Elementwise operations make the axes of their operands the same; whether the result is zero where an operand is
+(relu(0) = 0 and 0 * x = 0, but not sigmoid(0) and 0 + x) is found by running them on a few numbers. A sum over a factor
+is unchanged without the units whose terms are zero, so at least one operand must be zero there; what normalizes or
+ranks all entries along an axis (softmax, LayerNorm, sorting) freezes it. Other operations move or select elements;
+which entries an index reads depends on values, so nothing may be removed from an indexed axis.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils import _pytree
+
+from .factors import Axis, AxisFactor, Factor, concatenated, fixed, freeze, leaves, reshape_axes, split_axis, unify
+from .operation import AxisRule, Label, Operation
+
+_PROBES = (0.7, -1.3, 2.1)
+_SUMS = ("sum", "linalg_vector_norm")  # they add terms, so that zeros can be left out
+_KEEP_ZEROS = (*_SUMS, "mean", "amax", "amin")
+_PRODUCTS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec"), "dot": ("self", "tensor")}
+_WITH_BIAS = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def pointwise(op: Operation) -> Label:
+    """Any elementwise operation of tensors that broadcast."""
+    is_zero = functools.cache(lambda zeros: any(zeros) and _is_zero(op, zeros))
+    return combined([op.label_of(t) for t in op.tensors], op.why, is_zero)
+
+
+def combined(labels: Sequence[Label], why: str, is_zero: Callable[[tuple[bool, ...]], bool] = all) -> Label:
+    """Return the axes of the result for operands that broadcast; `why` as in `unify`.
+
+    `is_zero` tells from which operands are zero whether the result is (`all`: of a sum, `any`: of a product).
+    """
+    width = max(map(len, labels))
+    padded = [((),) * (width - len(label)) + label for label in labels]
+    return tuple(_combined(axes, is_zero, why) for axes in zip(*padded, strict=True))
+
+
+def _combined(axes: Sequence[Axis], is_zero: Callable[[tuple[bool, ...]], bool], why: str) -> Axis:
+    """One axis of the result; an operand of size 1 is constant along it, hence not zero at single units."""
+    present = [axis for axis in axes if axis]
+    if not present:
+        return ()
+    unify(present, why)
+    rows = [leaves(axis) if axis else None for axis in axes]
+    first = next(row for row in rows if row is not None)
+    if any(row is not None and len(row) != len(first) for row in rows):  # frozen: its factors do not line up
+        return tuple(AxisFactor(part.factor) for part in first)
+    return tuple(
+        AxisFactor(part.factor, is_zero(tuple(row is not None and row[k].zero for row in rows)))
+        for k, part in enumerate(first)
+    )
+
+
+def _is_zero(op: Operation, zeros: tuple[bool, ...]) -> bool:
+    """Whether the result is 0 whenever the tensors marked in `zeros` are; boolean operands are tried both ways."""
+    flags = sum(t.dtype == torch.bool and not zero for t, zero in zip(op.tensors, zeros, strict=True))
+    tries = itertools.product(_PROBES, itertools.product((True, False), repeat=flags))
+    return all(_run(op, zeros, value, flag) == 0 for value, flag in tries)
+
+
+def _run(op: Operation, zeros: tuple[bool, ...], value: float, flags: Sequence[bool]) -> float:
+    """The operation on single numbers; each tensor has its own, so that x - y or x == y is not zero by chance."""
+    operands = zip(zeros, (value * (1 + k / 8) for k in itertools.count()), strict=False)
+    flag = iter(flags)
+
+    def number(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        zero, nonzero = next(operands)
+        if x.dtype == torch.bool:
+            return torch.tensor(not zero and next(flag), device="cpu")
+        return torch.tensor(0.0 if zero else nonzero, device="cpu").to(x.dtype)
+
+    with unset_fake_temporarily(), torch.no_grad():
+        args, kwargs = _pytree.tree_map(number, (op.args, {k: v for k, v in op.kwargs.items() if k != "device"}))
+        try:
+            return float(op.func(*args, **kwargs))
+        except (RuntimeError, TypeError, ValueError):
+            return math.nan  # it takes or gives no single real numbers, so its zeros are unknown
+
+
+def _matmul(op: Operation) -> Label:
+    """`mm`, `bmm`, `mv`, `dot` and those that add a bias: the last axis of one, the second last of the other."""
+    name = op.name.rstrip("_")
+    a, b = (op.label(operand) for operand in (_PRODUCTS | _WITH_BIAS)[name])
+    inner = max(len(b) - 2, 0)
+    _contract(op, a[-1], b[inner])
+    batch = combined([a[:-2], b[:-2]], op.why, any) if len(b) > 2 else ()
+    product = (*batch, *a[len(batch) : -1], *b[inner + 1 :])
+    return product if name in _PRODUCTS else combined([product, op.label("self")], op.why)
+
+
+def _convolution(op: Operation) -> Label:
+    """Convolution, transposed or not, grouped or not; its window is frozen."""
+    x, w, groups = op.label("input"), op.label("weight"), op["groups"]
+    x_group, x_in = split_axis(x[1], groups, op.why)
+    w_group, rest = split_axis(w[0], groups, op.why)
+    w_in, w_out = (rest, w[1]) if op["transposed"] else (w[1], rest)
+    group = combined([(x_group,), (w_group,)], op.why, any)[0]
+    _contract(op, x_in, w_in)
+    op.freeze(*x[2:], *w[2:])
+    out = (x[0], group + w_out, *op.fixed(*op.outs[0].shape[2:]))
+    return combined([out, *((*bias, *((),) * (len(x) - 2)) for bias in op.labels("bias"))], op.why)
+
+
+def _batch_norm(op: Operation) -> list[Label]:
+    """BatchNorm in eval mode: each channel by itself; zero where its weight and bias are."""
+    x = op.label("input")
+    affine = op.labels("weight", "bias")
+    channels = combined([(x[1],), *affine, *op.labels("running_mean", "running_var")], op.why)[0]
+    rows = [leaves(axis) for (axis,) in affine]
+    aligned = bool(rows) and all(len(row) == len(channels) for row in rows)
+    zero = [aligned and all(row[k].zero for row in rows) for k in range(len(channels))]
+    channels = tuple(AxisFactor(part.factor, z) for part, z in zip(channels, zero, strict=True))
+    return [(x[0], channels, *x[2:])]
+
+
+def _layer_norm(op: Operation) -> list[Label]:
+    """LayerNorm: its mean and variance change with every entry that is removed, so the normalized axes are frozen."""
+    x, width = op.label("input"), len(op["normalized_shape"])
+    normed = combined([x[-width:], *op.labels("weight", "bias")], op.why)
+    op.freeze(*normed)
+    return [(*(x[:-width] if op["bias"] is None else _nonzero(x[:-width])), *normed)]
+
+
+def _group_norm(op: Operation) -> list[Label]:
+    """GroupNorm: whole groups can be removed, but nothing inside of one."""
+    x = op.label("input")
+    x_group, inside = split_axis(x[1], op["group"], op.why)
+    op.freeze(inside)
+    channels = combined([(x_group + inside,), *op.labels("weight", "bias")], op.why)[0]
+    return [(*_nonzero((x[0],)), channels, *_nonzero(x[2:]))]
+
+
+def _rms_norm(op: Operation) -> list[Label]:
+    """A root-mean-square norm: zero entries can be removed, since `compact` folds their number into the weight."""
+    x, width = op.label("input"), len(op["normalized_shape"])
+    for axis in x[-width:]:
+        _require_zeros(op, axis)
+    return [(*x[:-width], *combined([x[-width:], *op.labels("weight")], op.why, any))]
+
+
+def _reduce(op: Operation) -> Label | list[Label]:
+    """Sums, means, extremes: the reduced axes need zeros (a sum) or are frozen."""
+    label = op.label("self")
+    dims = op.dims("dim", len(label))
+    for d in dims:
+        if op.name in _SUMS or (op.name == "mean" and op.is_norm(op["self"], label[d])):
+            _require_zeros(op, label[d])
+        else:
+            op.freeze_value(label[d])
+    rest = label if op.name in _KEEP_ZEROS else _nonzero(label)
+    keepdim = bool(op.outs) and op.outs[0].dim() == len(label)
+    out = tuple(() if d in dims else axis for d, axis in enumerate(rest) if keepdim or d not in dims)
+    return [out] * len(op.outs)
+
+
+def _along(op: Operation) -> list[Label]:
+    """Operations on the order or on all entries along a dimension: softmax, cumsum, sort, topk, tril."""
+    label = _nonzero(op.label("self"))
+    if op.name.startswith("tri"):  # tril and triu depend on the position in a matrix
+        dims = [len(label) - 2, len(label) - 1]
+    else:
+        dims = op.dims("dims" if op.name in ("flip", "roll") else "dim", len(label))
+    op.freeze(*(label[d] for d in dims))
+    whole = op["self"].shape
+    return [
+        tuple(axis if n == size else op.fixed(n)[0] for axis, n, size in zip(label, out.shape, whole, strict=True))
+        for out in op.outs
+    ]
+
+
+def _pool(op: Operation) -> list[Label]:
+    """Pooling and resampling of images: their last two (or three) dimensions are frozen."""
+    label = op.label_of(op.tensors[0])
+    first = len(label) - (3 if "3d" in op.name else 2)
+    op.freeze(*label[first:])
+    return [(*label[:first], *op.fixed(*out.shape[first:])) for out in op.outs]
+
+
+def _contract(op: Operation, a: Axis, b: Axis) -> None:
+    """Sum over an axis that two operands share."""
+    _require_zeros(op, combined([(a,), (b,)], op.why, any)[0])
+
+
+def _require_zeros(op: Operation, axis: Sequence[AxisFactor]) -> None:
+    nonzero = [part for part in leaves(axis) if not part.zero]
+    op.freeze_value(nonzero, what="what it sums over is not zero where a unit is")
+
+
+def _nonzero(label: Label) -> Label:
+    return tuple(tuple(AxisFactor(part.factor) for part in axis) for axis in label)
+
+
+def attention_scale(op: Operation) -> list[Label]:
+    """Attention that torch has decomposed: its default scale follows from the size of a head."""
+    if op.is_used and op["scale"] is None:
+        freeze(op.label("query")[-1], f"attention in {op.module}: its scale follows from the size of a head")
+    return [op.label_of(out) for out in op.outs]
+
+
+def _recurrent(op: Operation) -> list[Label]:
+    """LSTM, GRU, plain recurrent layers: torch runs all layers, directions and steps as one operation.
+
+    Units are the same in all layers and directions: these have one size, and one tensor of initial states. A unit whose
+    rows and biases are zero stays zero, if it begins with zero: tanh(0) = 0, and every gate multiplies.
+    """
+    x = op.label("data" if op["batch_sizes"] is not None else "input")
+    states = [op["hx"]] if isinstance(op["hx"], Tensor) else op["hx"]
+    first, *cells = [op.label_of(state)[-1] for state in states]
+    ways = 2 if op["bidirectional"] else 1
+    each = len(op["params"]) // (ways * op["num_layers"])  # weights of inputs and of states, two biases, a projection
+    layers = [[op.label_of(t) for t in op["params"][at : at + each]] for at in range(0, len(op["params"]), each)]
+    gated = 4 if op["has_biases"] else 2
+    split = [split_axis(label[0], _GATES[op.name], op.why) for layer in layers for label in layer[:gated]]
+    op.freeze(*(gate for gate, _ in split))
+    unit = combined([(axis,) for axis in (*(rows for _, rows in split), *cells)], op.why)[0]
+    projections = [layer[gated] for layer in layers if len(layer) > gated]
+    for _, columns in projections:
+        _contract(op, unit, columns)
+    hidden = combined([(axis,) for axis in (first, *([rows for rows, _ in projections] or [unit]))], op.why)[0]
+    for at, (inputs, recurrent) in enumerate((layer[0][1], layer[1][1]) for layer in layers):
+        _contract(op, hidden, recurrent)
+        way, inner = split_axis(inputs, ways, op.why) if at >= ways else ((), inputs)
+        op.freeze(way)
+        _contract(op, hidden if at >= ways else x[-1], inner)
+    op.freeze(*x[:-1], *(axis for state in states for axis in op.label_of(state)[:-1]))
+    last = [op.fixed(*out.shape[:-1]) for out in op.outs[1:]]
+    ends = [(*axes, axis) for axes, axis in zip(last, (hidden, unit), strict=False)]
+    return [(*x[:-1], op.fixed(ways)[0] + hidden), *ends]
+
+
+def _same(op: Operation) -> Label:
+    """The same elements in the same places."""
+    return op.label_of(op.tensors[0])
+
+
+def _like(op: Operation) -> Label:
+    """A new tensor of the same shape, all of one value: `zeros_like`, `full_like`."""
+    zero = op.name == "zeros_like" or op["fill_value"] == 0
+    return tuple(tuple(AxisFactor(part.factor, zero) for part in axis) for axis in _same(op))
+
+
+def filled(op: Operation) -> Label:
+    """A constant of one value: its sizes are integers of the forward, as those of a reshape are."""
+    zero = op.name in ("zeros", "new_zeros") or op["fill_value"] == 0
+    return tuple(() if n == 1 else (AxisFactor(Factor(n), zero),) for n in op.outs[0].shape)
+
+
+def _reshape(op: Operation) -> Label:
+    """The same elements in row-major order: factors are split and merged."""
+    label, shape = _same(op), op.outs[0].shape
+    axes = reshape_axes(label, shape)
+    if axes is None:
+        op.freeze(*label, what="the new shape cuts across its factors")
+    return op.fixed(*shape) if axes is None else axes
+
+
+def _permute(op: Operation) -> Label:
+    label = op.label("self")
+    return tuple(label[d] for d in op.dims("dims", len(label)))
+
+
+def _transpose(op: Operation) -> Label:
+    """Two dimensions exchanged; `t` exchanges those of a matrix."""
+    label = list(op.label("self"))
+    if len(label) > 1:
+        a, b = (op.dim(f"dim{k}", len(label)) for k in (0, 1)) if op.name == "transpose" else (0, 1)
+        label[a], label[b] = label[b], label[a]
+    return tuple(label)
+
+
+def _expand(op: Operation) -> Label:
+    """A dimension of size 1 repeated, or any tiled: a new outer factor, which may become that of another tensor."""
+    sizes = op["repeats"] if op.name == "repeat" else op.outs[0].shape
+    padded = ((),) * (len(sizes) - len(op.label("self"))) + op.label("self")
+    pairs = zip(padded, sizes, strict=True)
+    return tuple(axis if axis and op.name == "expand" else fixed(n, "") + axis for axis, n in pairs)
+
+
+def _slice(op: Operation) -> Label:
+    label, shape = list(op.label("self")), op["self"].shape
+    dim = op.dim("dim", len(label))
+    start, step = op["start"] or 0, op["step"] or 1
+    start = max(start + shape[dim], 0) if start < 0 else start
+    label[dim] = _sliced(op, label[dim], shape[dim], (start, op.outs[0].shape[dim], step))
+    return tuple(label)
+
+
+def _split(op: Operation) -> list[Label]:
+    label, size = op.label("self"), op["self"].shape
+    dim, start, labels = op.dim("dim", len(label)), 0, []
+    for out in op.outs:
+        n = out.shape[dim]
+        axis = _sliced(op, label[dim], size[dim], (start, n, 1))
+        labels.append((*label[:dim], axis, *label[dim + 1 :]))
+        start += n
+    return labels
+
+
+def _sliced(op: Operation, axis: Axis, size: int, window: tuple[int, int, int]) -> Axis:
+    """The axis of a slice (start, length, step): its position is a frozen outer factor, the inner one is unchanged."""
+    start, length, step = window
+    if length in (0, size):
+        return axis if length else op.fixed(0)[0]
+    if step > 1 and size % step == 0 and length == size // step:
+        outer, inner = split_axis(axis, length, op.why)
+        op.freeze(inner)
+        return outer
+    inner_size = math.gcd(start, length, size) if step == 1 else 1
+    outer, inner = split_axis(axis, size // inner_size, op.why)
+    op.freeze(outer)
+    return op.fixed(length // inner_size)[0] + inner
+
+
+def _select(op: Operation) -> Label:
+    label = op.label("self")
+    dim = op.dim("dim", len(label))
+    op.freeze(label[dim])
+    return label[:dim] + label[dim + 1 :]
+
+
+def _unbind(op: Operation) -> list[Label]:
+    return [_select(op)] * len(op.outs)
+
+
+def _concatenate(op: Operation) -> Label:
+    """Tensors one after the other: equal ones are united, others stay apart as parts of one axis."""
+    rank = op.outs[0].dim()
+    dim = op.dim("dim", rank)
+    tensors = [t for t in op["tensors"] if t.dim() == rank and t.shape[dim]]  # empty ones contribute nothing
+    labels = [op.label_of(t) for t in tensors]
+    if len(tensors) < 2:
+        return labels[0] if labels else op.fixed(*op.outs[0].shape)
+    sizes = [t.shape[dim] for t in tensors]
+    axes, inner = [label[dim] for label in labels], min(sizes)
+    if len(set(sizes)) > 1 and not (all(n % inner == 0 for n in sizes) and _end_alike(axes, inner)):
+        rest = combined([(*label[:dim], (), *label[dim + 1 :]) for label in labels], op.why)
+        return (*rest[:dim], concatenated(axes), *rest[dim + 1 :])
+    halves = [split_axis(label[dim], n // inner, op.why) for label, n in zip(labels, sizes, strict=True)]
+    op.freeze(*(outer for outer, _ in halves))
+    united = [(*label[:dim], half, *label[dim + 1 :]) for label, (_, half) in zip(labels, halves, strict=True)]
+    label = combined(united, op.why)
+    return (*label[:dim], op.fixed(sum(sizes) // inner)[0] + label[dim], *label[dim + 1 :])
+
+
+def _end_alike(axes: Sequence[Axis], size: int) -> bool:
+    """Whether all axes have the same innermost factors, of this size: they are made of pieces of one tensor."""
+    ends = []
+    for axis in axes:
+        end: list[Factor] = []
+        for part in reversed(leaves(axis)):
+            if math.prod(factor.size for factor in end) < size:
+                end.append(part.factor)
+        ends.append(end)
+    return math.prod(factor.size for factor in ends[0]) == size > 1 and all(end == ends[0] for end in ends)
+
+
+def _stack(op: Operation) -> Label:
+    labels = [op.label_of(t) for t in op["tensors"]]
+    label = combined(labels, op.why)
+    dim = op.dim("dim", len(label) + 1)
+    return (*label[:dim], *op.fixed(len(labels)), *label[dim:])
+
+
+def _pad(op: Operation) -> Label:
+    """Constants around some dimensions, which are frozen."""
+    label, widths = list(op.label("self")), op["pad"]
+    for k in range(len(widths) // 2):
+        dim = len(label) - 1 - k
+        if widths[2 * k] or widths[2 * k + 1]:
+            op.freeze(label[dim])
+            (label[dim],) = op.fixed(op.outs[0].shape[dim])
+    zero = not op["value"]
+    return tuple(tuple(AxisFactor(part.factor, part.zero and zero) for part in axis) for axis in label)
+
+
+def _embedding(op: Operation) -> Label:
+    rows, columns = op.label("weight")
+    op.freeze(rows, what="read by index")
+    return (*op.label("indices"), columns)
+
+
+def _index_select(op: Operation) -> Label:
+    label = list(op.label("self"))
+    dim = op.dim("dim", len(label))
+    op.freeze(label[dim], what="read by index")
+    (label[dim],) = op.fixed(op.outs[0].shape[dim])
+    return tuple(label)
+
+
+def _gather(op: Operation) -> Label:
+    """An index for every entry: nothing may be removed from any dimension."""
+    op.freeze(*op.label("self"), what="read by index")
+    return op.fixed(*op.outs[0].shape)
+
+
+def _index(op: Operation) -> Label:
+    """Advanced indexing `x[i, :, j]`: the dimensions of the indices replace the first indexed one, or come first."""
+    label = op.label("self")
+    at = [d for d, index in enumerate(op["indices"]) if isinstance(index, Tensor)]
+    op.freeze(*(label[d] for d in at), what="read by index")
+    rest = [axis for d, axis in enumerate(label) if d not in at]
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    read = op.fixed(*op.outs[0].shape[first : op.outs[0].dim() - len(rest) + first])
+    return (*rest[:first], *read, *rest[first:])
+
+
+_OPERATORS: dict[AxisRule, str] = {
+    _matmul: "mm bmm mv dot addmm baddbmm addmv",
+    _convolution: "convolution",
+    _batch_norm: "native_batch_norm _native_batch_norm_legit_no_training cudnn_batch_norm",
+    _layer_norm: "native_layer_norm",
+    _group_norm: "native_group_norm",
+    _rms_norm: "_fused_rms_norm",
+    _reduce: "sum mean amax amin linalg_vector_norm prod any all argmax argmin max min var std var_mean logsumexp",
+    _along: "_softmax _safe_softmax _log_softmax cumsum cumprod sort topk argsort flip roll tril triu",
+    _pool: "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d "
+    "_adaptive_avg_pool3d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d",
+    _recurrent: "lstm gru rnn_tanh rnn_relu",
+    _same: "clone alias detach _to_copy lift_fresh contiguous",
+    _like: "zeros_like ones_like full_like empty_like rand_like randn_like",
+    filled: "zeros ones full new_zeros new_ones new_full",
+    _reshape: "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten",
+    _permute: "permute",
+    _transpose: "transpose t",
+    _expand: "expand repeat",
+    _slice: "slice",
+    _split: "split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk",
+    _select: "select",
+    _unbind: "unbind",
+    _concatenate: "cat",
+    _stack: "stack",
+    _pad: "constant_pad_nd",
+    _embedding: "embedding",
+    _index_select: "index_select",
+    _gather: "gather",
+    _index: "index _unsafe_index",
+}
+RULES = {name: rule for rule, names in _OPERATORS.items() for name in names.split()}
+
+
+def rule_of(func: Any) -> AxisRule | None:
+    """Return the rule of an operator, if there is one.
+
+    >>> rule_of(torch.ops.aten.relu_.default).__name__, rule_of(torch.ops.aten.mm.default).__name__
+    ('pointwise', '_matmul')
+    >>> rule_of(torch.ops.aten._fft_r2c.default) is None
+    True
+    """
+    name = str(func.overloadpacket.__name__)
+    if name in ("max", "min") and func._overloadname == "other":
+        return pointwise
+    rule = RULES.get(name.rstrip("_"))
+    return pointwise if rule is None and (torch.Tag.pointwise in func.tags or name == "copy_") else rule
