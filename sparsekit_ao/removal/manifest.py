@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
 from ..structure import AxisPattern
-from .attributes import Change, apply_changes, check_old_values
-from .listed import check_lists, drop_modules
 from .norms import CONFIG_EPS, EPS_NAMES
-from .removal import Removal, plain_tensors, remove_units
+from .remove import Removal, check_lists, drop_modules, plain_tensors, remove_units
+from .sizes import Change, apply_changes, check_old_values
 
 VERSION = 1
 
@@ -41,7 +40,10 @@ def make_manifest(
                     {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)}
                     for m in removal.coupling.members
                 ],
-                "kept": removal.keep.reshape(-1, removal.of).nonzero()[:, 1].reshape(-1, removal.kept).tolist(),
+                "kept": removal.keep.reshape(-1, removal.scope_units)
+                .nonzero()[:, 1]
+                .reshape(-1, removal.kept)
+                .tolist(),
                 **({"lists": list(removal.coupling.lists)} if removal.coupling.lists else {}),
             }
             for removal in removals
@@ -76,10 +78,12 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     <All keys matched successfully>
     """
     data = manifest if isinstance(manifest, Mapping) else json.loads(Path(manifest).read_text())
-    found = data.get("version") if isinstance(data, Mapping) else data
-    if not isinstance(data, Mapping) or not _is_size(found) or found != VERSION:
-        raise SparsityError(f"cut_to: the manifest has version {found!r}, this library reads {VERSION}")
-    _check_fields(data)
+    version = data.get("version") if isinstance(data, Mapping) else data
+    if not isinstance(data, Mapping) or not _is_size(version) or version != VERSION:
+        raise SparsityError(f"cut_to: the manifest has version {version!r}, this library reads {VERSION}")
+    for key, fits in _FIELDS.items():
+        if key not in data or not fits(data[key]):
+            raise SparsityError(f"cut_to: the manifest's {key!r} is missing or not what `compact` writes")
     _check_shapes(fresh_model, data["tensors"])
     changes = [Change(**change) for change in data["attributes"]]
     check_old_values(fresh_model, changes)
@@ -147,32 +151,25 @@ def _is_coupling(value: object) -> bool:
     return increasing and equal and _is_list(data["members"], _is_member) and bool(data["members"])
 
 
-def _check_fields(data: Mapping[str, Any]) -> None:
-    """Check the kinds of all entries, so that a manifest only removes units, lowers integers and sets a norm's eps.
-
-    Units may be modules of lists.
-    """
-    rules: dict[str, Callable[[Any], bool]] = {
-        "tensors": lambda found: _is_table(found, lambda shape: _is_list(shape, lambda n: _is_size(n, 0))),
-        "attributes": lambda found: _is_list(found, _is_attribute),
-        "groups": lambda found: _is_list(found, _is_coupling),
-    }
-    for key, fits in rules.items():
-        if key not in data or not fits(data[key]):
-            raise SparsityError(f"cut_to: the manifest's {key!r} is missing or not what `compact` writes")
+# So that a manifest only removes units, which may be modules of lists, lowers integers and sets a norm's eps.
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "tensors": lambda value: _is_table(value, lambda shape: _is_list(shape, lambda n: _is_size(n, 0))),
+    "attributes": lambda value: _is_list(value, _is_attribute),
+    "groups": lambda value: _is_list(value, _is_coupling),
+}
 
 
 def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     try:
-        found = plain_tensors(model, list(shapes))
+        tensors = plain_tensors(model, list(shapes))
     except AttributeError as e:
         raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
     for name, shape in shapes.items():
-        if not isinstance(found[name], Tensor):
+        if not isinstance(tensors[name], Tensor):
             raise SparsityError(f"cut_to: the manifest is of another model ({name} is no tensor)")
-        if list(found[name].shape) != list(shape):
+        if list(tensors[name].shape) != list(shape):
             raise SparsityError(
-                f"cut_to: {name} is {tuple(found[name].shape)}, but the dense model's was {tuple(shape)}; pass a "
+                f"cut_to: {name} is {tuple(tensors[name].shape)}, but the dense model's was {tuple(shape)}; pass a "
                 "model with the dense shapes"
             )
 

@@ -14,27 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from ..sparsifiers.names import owner_of
-from .attributes import Change
-from .removal import Removal, kept_elements
+from .remove import Removal, kept_elements
+from .sizes import Change
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
 def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Tensor]:
-    """Norms whose statistics are taken over a pruned axis: {name of the weight: bool, which of its values are kept}.
+    """Find norms whose statistics are taken over a pruned axis: {name of the weight: bool, which values are kept}.
 
     They are LayerNorms, and what looks like an RMSNorm (a vector `weight` and an eps, no running statistics).
     """
-    found: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
     for removal in removals:
         for member in () if removal.is_empty else removal.coupling.members:
             module, name = owner_of(model, member.fqn)
             if name != "weight" or getattr(module, name).ndim != 1 or not _takes_statistics(module):
                 continue
             keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
-            found[member.fqn] = found[member.fqn] & keep if member.fqn in found else keep
-    return found
+            norms[member.fqn] = norms[member.fqn] & keep if member.fqn in norms else keep
+    return norms
 
 
 def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tuple[list[Change], str]:
@@ -109,7 +109,7 @@ def _takes_statistics(module: nn.Module) -> bool:
 
 
 def narrowed_group_norms(model: nn.Module, small: nn.Module) -> list[str]:
-    """Descriptions of GroupNorms that lost channels inside of their groups."""
+    """Describe GroupNorms that lost channels inside of their groups."""
     return [
         f"{name}: a GroupNorm whose groups lose channels has statistics of fewer values"
         for (name, dense), smaller in zip(model.named_modules(), small.modules(), strict=True)
@@ -134,7 +134,7 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
 
 def _matches(norm: nn.Module, want: Tensor, like: Tensor, keep: Tensor) -> bool:
     try:
-        found = _outputs(norm, like, keep, whole=False)
+        output = _outputs(norm, like, keep, whole=False)
     except Exception:  # its size is stored elsewhere, too
         return False
-    return torch.allclose(want.double(), found.double(), rtol=8 * torch.finfo(want.dtype).eps, atol=1e-6)
+    return torch.allclose(want.double(), output.double(), rtol=8 * torch.finfo(want.dtype).eps, atol=1e-6)

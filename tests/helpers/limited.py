@@ -1,4 +1,4 @@
-"""Steps with too little memory, a full disk, one core, other thread counts, in forks of forks; see `forks_child.py`.
+"""Steps with too little memory, one core, other thread counts, in forks of forks; see `forks_child.py`.
 
 After each fault masks and weights are old or new as a whole, those of coupled tensors alike, and the next call works.
 """
@@ -16,7 +16,6 @@ from forks import begin, call, end, need
 from torch import nn
 
 from sparsekit_ao import ProximalSparsifier, RigL
-from sparsekit_ao.export import load_sparse, save_sparse
 
 SIZE = 512
 SHARES = [1 / 2, 1 / 16, 4, 0, 1, 2]  # of the bytes of a weight that a step may allocate
@@ -158,28 +157,6 @@ def one_core(folder, count):
     need(os.sched_getaffinity(0) == core, "the affinity has changed")
 
 
-def full_disk(folder, count):
-    """Files that cannot be written to the end are left as they were; machine code is used without being saved."""
-    path, model = folder / "model.safetensors", nn.Sequential(nn.Linear(64, 64))
-    model[0].weight.data[:, 16:] = 0
-    save_sparse(model, path)
-    before = path.read_bytes()
-    model[0].bias.data.fill_(2)
-    with limit(resource.RLIMIT_FSIZE, 1000):
-        try:
-            save_sparse(model, path)
-        except OSError:
-            pass
-        else:
-            raise RuntimeError("a file of more than 1000 bytes was written")
-        need(path.read_bytes() == before, "the file was changed")
-        need([p.name for p in folder.glob("model*")] == [path.name], "a part of a file is left")
-        if HAS_NUMBA and count > 1:
-            compiled(folder / "full")
-    save_sparse(model, path)
-    need(torch.equal(load_sparse(path)["0.bias"], model[0].bias), "the next file is not the model's")
-
-
 def plus_one(x):
     return x + 1
 
@@ -201,7 +178,7 @@ def four_compile_at_once(folder, count):
     compiled(folder / "four", only_loaded=True)
 
 
-CHEAP = [lack_of_memory, fork_after_threads, one_core, full_disk]  # what the suite runs
+CHEAP = [lack_of_memory, fork_after_threads, one_core]  # what the suite runs
 FAULTS = [*CHEAP, other_thread_counts, four_compile_at_once]
 
 

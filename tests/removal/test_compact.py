@@ -16,7 +16,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
 from sparsekit_ao.removal import compact, cut_to
-from sparsekit_ao.removal.removal import find_removal, sizes_of
+from sparsekit_ao.removal.remove import find_removal, sizes_of
 
 PAIR = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
 STREAM_COUPLING = Coupling(STREAM, name="stream")
@@ -71,7 +71,7 @@ def test_a_weight_that_is_not_zero_keeps_its_unit():
     with torch.no_grad():
         model[2].weight[0, 4] = 1e-30
         model[0].weight[1, 0] = float("nan")
-    assert find_removal(PAIR.bind(model)[0], dict(dropping(model, 2).named_parameters()), 1).kept == 7
+    assert find_removal(dropping(model, 2), PAIR.bind(model)[0], 1).kept == 7
 
 
 def test_a_coupling_without_a_unit_left_keeps_one():

@@ -15,7 +15,7 @@ from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
 from sparsekit_ao.coupling.merged import merged_couplings
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
-from sparsekit_ao.removal.candidates import candidate_attrs
+from sparsekit_ao.removal.sizes import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL
 from sparsekit_ao.sparsifiers import progress
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from exported import batches, looks, mlp, pruned, same
+from export_models import batches, looks, mlp, pruned, same
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, export, patterns
