@@ -4,8 +4,8 @@
     python examples/export_minilm.py --level 0.9
     python examples/export_minilm.py --tiny             # every step, in seconds
 
-One table (CSV): the median time of a batch of 1 and of 32 sentences, the size of the file, the mean cosine similarity of
-held-out sentences' embeddings to the dense model's, and what ran sparse. Model and sentences are those of
+One table (CSV): the median time of a batch of 1 and of 32 sentences, the size of the file, the mean cosine similarity
+of held-out sentences' embeddings to the dense model's, and what ran sparse. Model and sentences are those of
 prune_minilm.py; no network is needed. Nothing is trained here: prune_minilm.py distils, which brings the cosine back.
 """
 

@@ -4,7 +4,7 @@ Works on masked and on squashed models; nothing is changed.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -414,46 +414,27 @@ def _patterns_of(layer: Layer, kept: Tensor) -> list[str]:
     """
     if _density(kept) >= DENSE:  # an empty one, too
         return []
-    names = [p.kind for p in (patterns.rows(), patterns.columns()) if _is_blocks(layer, kept, p)]
-    names += [f"{n}:{m}" for n, m in _N_M if _is_n_m(layer, kept, n, m)][:1]
+    names = [p.kind for p in (patterns.rows(), patterns.columns()) if _satisfies(layer, kept, p)]
+    names += [f"{n}:{m}" for n, m in _N_M if _satisfies(layer, kept, patterns.n_m(n, m), most=n)][:1]
     if not names:
-        names = [f"{a}x{b} blocks" for a, b in _BLOCKS if _is_blocks(layer, kept, patterns.blocks(a, b))][:1]
+        names = [f"{a}x{b} blocks" for a, b in _BLOCKS if _satisfies(layer, kept, patterns.blocks(a, b))][:1]
     return names or ["unstructured"]
 
 
-def _is_n_m(layer: Layer, kept: Tensor, n: int, m: int) -> bool:
-    splits = list(_splits(layer, kept, patterns.n_m(n, m), "scope_shape"))
-    return bool(splits) and all(bool((_reduced(split, _sum) <= n).all()) for split in splits)
-
-
-def _is_blocks(layer: Layer, kept: Tensor, pattern: patterns.Pattern) -> bool:
-    splits = list(_splits(layer, kept, pattern, "block_shape"))
-    return bool(splits) and all(torch.equal(_reduced(s, torch.amax), _reduced(s, torch.amin)) for s in splits)
-
-
-def _splits(layer: Layer, kept: Tensor, pattern: patterns.Pattern, key: str) -> Iterator[Tensor]:
-    """Bytes, each dimension as two, number of parts and their size: of the first parts, then of all.
-
-    Nothing where the blocks or scopes of the pattern do not fit the weight, or are single elements.
-    """
+def _satisfies(layer: Layer, kept: Tensor, pattern: patterns.Pattern, most: int | None = None) -> bool:
+    """Whether the scopes of a pattern keep at most so many values; without a number, its blocks all values or none."""
     try:
-        shape = pattern.resolve(layer.module, layer.tensor_name, kept).get(key) or (1,) * kept.ndim
-    except SparsityError:
-        return
+        shapes = pattern.resolve(layer.module, layer.tensor_name, kept)
+    except SparsityError:  # the pattern does not fit the weight
+        return False
+    shape = shapes.get("block_shape" if most is None else "scope_shape") or (1,) * kept.ndim
     sizes = [n if size == -1 else size for n, size in zip(kept.shape, shape, strict=True)]
     if math.prod(sizes) <= 1 or any(n % size for n, size in zip(kept.shape, sizes, strict=True)):
-        return
-    split = kept.view(torch.uint8).reshape([k for n, s in zip(kept.shape, sizes, strict=True) for k in (n // s, s)])
-    yield split[tuple(slice(None) if k % 2 else slice(_SAMPLE) for k in range(split.ndim))]
-    yield split
-
-
-def _reduced(split: Tensor, function: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Reduce every second dimension, one after the other, which is faster than all at once."""
-    for dim in range(split.ndim - 1, 0, -2):
-        split = function(split, dim)
-    return split
-
-
-def _sum(values: Tensor, dim: int) -> Tensor:
-    return values.sum(dim, dtype=torch.uint8)  # of at most 16 ones
+        return False
+    split = kept.reshape([k for n, size in zip(kept.shape, sizes, strict=True) for k in (n // size, size)])
+    for counts in (split[tuple(slice(None) if k % 2 else slice(_SAMPLE) for k in range(split.ndim))], split):
+        for dim in range(split.ndim - 1, 0, -2):  # one after the other, which is faster than all at once
+            counts = counts.sum(dim, dtype=torch.int32)
+        if bool((counts > most).any() if most else ((counts > 0) & (counts < math.prod(sizes))).any()):
+            return False
+    return True

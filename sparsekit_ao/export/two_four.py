@@ -1,7 +1,4 @@
-"""2:4 weights packed as values and metadata, in the layout of torch's CUTLASS kernels, and loaded again.
-
-Packing and unpacking run on the CPU; the packed form runs on CUDA, as `torch.sparse.SparseSemiStructuredTensor`.
-"""
+"""2:4 weights packed as values and metadata, in the layout of torch's CUTLASS kernels, and loaded again."""
 
 import os
 from collections.abc import Hashable, Sequence
@@ -15,11 +12,11 @@ from .layers import Conversion, checked_layers, layers_of, memory_of, pack_refus
 
 
 def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[str] | None = None) -> Conversion:
-    """Save a squashed 2:4 model with packed weights, as a safetensors file that `load_2_4` reads.
+    """Save a squashed 2:4 model with packed weights, as a safetensors file that `load_2_4` reads; without a GPU, too.
 
     The weight of a Linear (out, in) becomes `<name>.values` (out, in / 2), and `<name>.metadata` with two bits for each
-    value, in the order of torch's CUTLASS kernels: 0.5625 of the bytes of float16 and bfloat16, 0.625 of int8. All
-    other tensors of the state dict are stored as they are, tied ones once. -0.0 becomes 0 in packed weights.
+    value: 0.5625 of the bytes of float16 and bfloat16, 0.625 of int8; -0.0 becomes 0. All other tensors of the state
+    dict are stored as they are, tied ones once. The report has the bytes of the dense tensors and of the file.
 
     Args:
         model: squashed; float16, bfloat16 or int8. float32 is refused, since torch's packing does not restore it.
@@ -27,12 +24,8 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
         tensors: names, globs or `re:` expressions of the weights to pack; None is every weight of which at least a
             tenth is zero.
 
-    Returns:
-        What was packed and what was not; bytes are those of this file and of the dense tensors.
-
     Raises:
-        SparsityError: a weight cannot be packed (`export.check(model, "pack_2_4")` finds the same), or has a mask. No
-            file is written.
+        SparsityError: a weight cannot be packed (as `export.check` finds), or has a mask. No file is written.
 
     >>> import tempfile
     >>> model, again = (torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).half() for _ in range(2))
@@ -46,39 +39,27 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
     """
     from safetensors.torch import save_file
 
-    masked = next((layer.fqn for layer in layers_of(model) if layer.masked), None)
-    if masked is not None:
-        raise SparsityError(f"pack_2_4: {masked} still has its mask; call sparsifier.squash_mask() first")
+    masked = [layer.fqn for layer in layers_of(model) if layer.masked]
+    if masked:
+        raise SparsityError(f"pack_2_4: {masked[0]} still has its mask; call sparsifier.squash_mask() first")
     chosen, left = checked_layers(model, "pack_2_4", pack_refusals, tensors)
     names = {memory_of(tensor) or name: name for name, tensor in reversed(model.state_dict().items())}  # of tied: first
     state = {name: model.state_dict()[name].detach().cpu() for name in names.values()}
-    dense_bytes = sum(tensor.nbytes for tensor in state.values())
-    for layer in chosen:
-        if layer.fqn not in state:
-            raise SparsityError(
-                f"pack_2_4: {layer.fqn} has another name in model.state_dict(); unwrap its module first"
-            )
-        state[f"{layer.fqn}.values"], state[f"{layer.fqn}.metadata"] = _pack(state.pop(layer.fqn))
+    before, converted = sum(tensor.nbytes for tensor in state.values()), tuple(layer.fqn for layer in chosen)
+    for name in converted:
+        if name not in state:
+            raise SparsityError(f"pack_2_4: {name} has another name in model.state_dict(); unwrap its module first")
+        state[f"{name}.values"], state[f"{name}.metadata"] = _packed(state.pop(name))
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}, path)
-    return Conversion(
-        target="pack_2_4",
-        converted=tuple(layer.fqn for layer in chosen),
-        left=left,
-        before=dense_bytes,
-        after=os.path.getsize(path),
-    )
+    return Conversion(target="pack_2_4", converted=converted, left=left, before=before, after=os.path.getsize(path))
 
 
 def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load a file of `pack_2_4` into a model of the same classes and shapes.
+    """Load a file of `pack_2_4` into a model of the same classes, shapes and dtypes, which has no masks.
 
     Where the model is on a GPU, packed weights become `SparseSemiStructuredTensor` parameters without gradient, which
     run in torch's sparse kernels: CUTLASS on compute capability 8.x, as packed; cuSPARSELt on later ones. Elsewhere
     they are unpacked to dense weights, the same bits as were packed.
-
-    Args:
-        model: not masked; of the dtypes that were saved.
-        path: of the file.
 
     Raises:
         SparsityError: names, dtypes or shapes do not fit the model, metadata are none of `pack_2_4`, or torch has no
@@ -89,21 +70,19 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import load_file
 
     file, state = load_file(path), model.state_dict()
-    dense, packed, first_names = dict[str, Tensor](), dict[str, Tensor](), dict[Hashable, str]()
+    dense, on_cuda, first_names = dict[str, Tensor](), dict[str, Tensor](), dict[Hashable, str]()
     for name, tensor in state.items():
         if tensor.is_meta:
             raise SparsityError("load_2_4: the model is on the meta device; model.to_empty(device=...) first")
         first = first_names.setdefault(memory_of(tensor) or name, name)
         if f"{name}.values" in file and f"{name}.metadata" in file:
-            values, metadata = file.pop(f"{name}.values"), file.pop(f"{name}.metadata")
-            dense[name] = _unpack(name, values, metadata)
-            packed |= {name: _on_cuda(name, tensor, dense[name], values, metadata)} if tensor.is_cuda else {}
-        elif name in file or first not in dense:
-            if name not in file:
-                raise SparsityError(f"{path} has no tensor {name!r}; load it into the model that was packed")
-            dense[name] = file.pop(name)
+            parts = (file.pop(f"{name}.values"), file.pop(f"{name}.metadata"))
+            dense[name] = _unpacked(name, *parts)
+            on_cuda |= {name: _on_cuda(name, tensor.device, dense[name], *parts)} if tensor.is_cuda else {}
+        elif name in file or first in dense:
+            dense[name] = file.pop(name) if name in file else dense[first]
         else:
-            dense[name] = dense[first]
+            raise SparsityError(f"{path} has no tensor {name!r}; load it into the model that was packed")
         wanted, found = ((t.dtype, tuple(t.shape)) for t in (tensor, dense[name]))
         if wanted != found:
             raise SparsityError(f"{path}: {name} must be {wanted[0]} of shape {wanted[1]} for this model, got {found}")
@@ -112,33 +91,31 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if file:
         raise SparsityError(f"{path} has an unknown tensor {min(file)!r}; load it into the model that was packed")
     model.load_state_dict(dense)
-    for name, weight in packed.items():
+    for name, weight in on_cuda.items():
         owner, _, tensor_name = name.rpartition(".")
         setattr(model.get_submodule(owner), tensor_name, nn.Parameter(weight, requires_grad=False))
 
 
-def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values and metadata of a 2:4 weight."""
+def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     return conversions.sparse_semi_structured_from_dense_cutlass(weight.masked_fill(weight == 0, 0).contiguous())
 
 
-def _unpack(name: str, values: Tensor, metadata: Tensor) -> Tensor:
-    """Return the dense weight, if packing it gives the same values and metadata."""
+def _unpacked(name: str, values: Tensor, metadata: Tensor) -> Tensor:
+    """The dense weight, if packing it gives the same values and metadata."""
     try:
         dense = conversions.sparse_semi_structured_to_dense_cutlass(values, metadata)
-        if all(map(torch.equal, _pack(dense), (values, metadata))):
+        if all(map(torch.equal, _packed(dense), (values, metadata))):
             return dense
     except RuntimeError:  # of other shapes or dtypes
         pass
     raise SparsityError(f"{name}: its metadata are not those of a 2:4 weight that pack_2_4 packed")
 
 
-def _on_cuda(name: str, like: Tensor, dense: Tensor, values: Tensor, metadata: Tensor) -> Tensor:
-    """Return the sparse tensor for a GPU; torch's CUTLASS kernels are for compute capability 8.x only."""
-    if torch.cuda.get_device_capability(like.device)[0] == 8:
-        parts = (values.to(like.device), metadata.to(like.device))
+def _on_cuda(name: str, device: torch.device, dense: Tensor, values: Tensor, metadata: Tensor) -> Tensor:
+    if torch.cuda.get_device_capability(device)[0] == 8:  # for which torch's CUTLASS kernels are
+        parts = (values.to(device), metadata.to(device))
         return sparse.SparseSemiStructuredTensorCUTLASS(dense.shape, *parts, None, None, None)
     try:
-        return sparse.to_sparse_semi_structured(dense.to(like.device))
+        return sparse.to_sparse_semi_structured(dense.to(device))
     except RuntimeError as e:
-        raise SparsityError(f"load_2_4: torch cannot pack {name} for {like.device}: {e}") from e
+        raise SparsityError(f"load_2_4: torch cannot pack {name} for {device}: {e}") from e

@@ -215,7 +215,7 @@ def _check_value(path: str, value: object, holder: object, axes: str, removal: R
 
 
 def _holders(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, str]]:
-    """(full path, object, attribute) of all that a path matches; a SparsityError, which begins with `where`, if none."""
+    """(full path, object, attribute) of all that a path matches; if none, an error that begins with `where`."""
     holders = list(_matches(model, path))
     if not holders:
         raise SparsityError(f"{where}the model has no attribute {path!r}")

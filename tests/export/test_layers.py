@@ -230,3 +230,12 @@ def test_the_report_as_text_as_csv_and_as_a_picture(tmp_path):
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["2:4", "dense"]
     with pytest.raises(SparsityError, match="at least one weight"):
         plot_layers(export.report(nn.ReLU()))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch.export
+def test_masked_models_are_exported_by_torch_with_their_masks():
+    model, x = linear(), torch.randn(4, 64)
+    masked(model, **TWO_FOUR)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x))
+    assert "0.parametrizations.weight.0.mask" in program.state_dict

@@ -113,13 +113,13 @@ def test_the_tensor_of_cutlass_holds_the_file_s_values_and_metadata(monkeypatch,
     export.pack_2_4(model, tmp_path / "x")
     parts = [load_file(tmp_path / "x")[f"0.weight.{part}"] for part in ("values", "metadata")]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    tensor = _on_cuda("0.weight", model[0].weight, model[0].weight, *parts)
+    tensor = _on_cuda("0.weight", torch.device("cpu"), model[0].weight, *parts)
     assert isinstance(tensor, torch.sparse.SparseSemiStructuredTensorCUTLASS) and tensor.shape == (32, 64)
     assert torch.equal(tensor.packed, parts[0]) and torch.equal(tensor.meta, parts[1])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     dense = linear(dtype=HALF)[0].weight
     with pytest.raises(SparsityError, match="torch cannot pack 0.weight for cpu: .*Only CUDA tensors"):
-        _on_cuda("0.weight", dense, dense, *parts)
+        _on_cuda("0.weight", torch.device("cpu"), dense, *parts)
 
 
 @pytest.mark.gpu

@@ -101,12 +101,12 @@ MUTATIONS = [
     ("dynamic/choose.py", "masked_fill(b, math.inf)", "masked_fill(b, -math.inf)", DYNAMIC),
     ("coupling/bound.py", "rest and size % rest == 0", "rest", ["test_coupling.py"]),
     ("coupling/bound.py", '"**": ".*"', '"**": "[^.]*"', ["test_coupling.py", "test_for_model.py"]),
-    ("export/manifest.py", "now <= was", "True", ["test_foreign_input.py"]),
-    ("export/manifest.py", 'not n.startswith("_")', "True", ["test_foreign_input.py"]),
-    ("export/manifest.py", "a < b for a, b", "True for a, b", ["test_foreign_input.py"]),
-    ("export/attributes.py", "now // removal.of * removal.kept", "now // removal.of * removal.of", EXPORT),
-    ("export/removal.py", "dropped, units = zero.all(0)", "dropped, units = zero.any(0)", EXPORT),
-    ("export/removal.py", "shape[1] * groups, shape[0]", "shape[0], shape[1] * groups", EXPORT),
+    ("removal/manifest.py", "now <= was", "True", ["test_foreign_input.py"]),
+    ("removal/manifest.py", 'not n.startswith("_")', "True", ["test_foreign_input.py"]),
+    ("removal/manifest.py", "a < b for a, b", "True for a, b", ["test_foreign_input.py"]),
+    ("removal/sizes.py", "scope_units * removal.kept)", "scope_units * removal.scope_units)", EXPORT),
+    ("removal/remove.py", "dropped, units = zero.all(0)", "dropped, units = zero.any(0)", EXPORT),
+    ("removal/remove.py", "shape[1] * groups, shape[0]", "shape[0], shape[1] * groups", EXPORT),
 ]
 
 

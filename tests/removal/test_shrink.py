@@ -154,7 +154,7 @@ def test_levels_by_coupling_and_limits():
         ({"multiple_of": {"nothing": 4}}, "multiple_of names 'nothing'"),
         ({"ratio": {"0.weight": 0.5}, "cost": "flops"}, "a ratio by names needs cost='units'"),
         ({"ratio": 1.5}, r"ratio: sparsity level must lie in \[0, 1\], got 1.5"),
-        ({ "cost": "time"}, "cost must be 'units', 'flops', 'parameters' or a function of a model, got 'time'"),
+        ({"cost": "time"}, "cost must be 'units', 'flops', 'parameters' or a function of a model, got 'time'"),
     ],
 )
 def test_wrong_arguments(keys, message):
@@ -237,3 +237,10 @@ def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_
         again = load_pretrained(tmp_path, type(model))
     assert torch.equal(again(**inputs).logits, want)
     assert torch.equal(load_pretrained(tmp_path, type(model))(**inputs).logits, want)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch.export
+def test_a_smaller_model_is_exported_by_torch():
+    small, _ = shrink(fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12))
+    x = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(torch.export.export(small, (x,)).module()(x), small(x), rtol=1e-4, atol=1e-5)
