@@ -1,10 +1,10 @@
 """A masked or pruned model for use elsewhere: dense state dicts, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
-from .layers import Conversion, LayerReport, LayerRow, check, report
 from .pretrained import load_masks, load_pretrained, merge_lora, save_pretrained
 from .quantization import quantize
 from .two_four import load_2_4, pack_2_4
+from .weights import Conversion, LayerReport, LayerRow, check, report
 
 __all__ = [
     "Conversion",

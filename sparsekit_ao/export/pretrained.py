@@ -23,7 +23,7 @@ from ..removal.manifest import cut_to
 from ..removal.sizes import Change, apply_changes, undone
 from ..sparsifiers.base import MaskSparsifier
 from ..sparsifiers.names import owner_of, parameter_of
-from .layers import Conversion, same_bits
+from .weights import Conversion, same_bits
 
 MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"

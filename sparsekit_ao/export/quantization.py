@@ -18,7 +18,7 @@ from ..calibration import Calibration, call, run_batches
 from ..coupling.values import tensors_in
 from ..errors import SparsityError
 from ..removal.verify import Outputs, output_difference, seeded
-from .layers import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
+from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
 
 Forward = Callable[[nn.Module, Any], Any]
 

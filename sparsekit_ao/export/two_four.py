@@ -8,7 +8,7 @@ from torch import Tensor, nn, sparse
 from torch.sparse import _semi_structured_conversions as conversions
 
 from ..errors import SparsityError
-from .layers import Conversion, checked_layers, layers_of, memory_of, pack_refusals, same_bits
+from .weights import Conversion, checked_layers, layers_of, memory_of, pack_refusals, same_bits
 
 
 def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[str] | None = None) -> Conversion:

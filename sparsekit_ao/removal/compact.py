@@ -17,7 +17,7 @@ from ..coupling import Coupling
 from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
-from .norms import change_config_eps, fold_norm, narrowed_group_norms, pruned_norms
+from .norms import fold_norms
 from .remove import (
     Removal,
     check_lists,
@@ -214,11 +214,10 @@ def verified(
     comparison = compared(reference, smaller.model, tolerance)
     if isinstance(comparison, str):
         raise _error(model, reference, tolerance, smaller, removals, comparison)
-    of_config: list[Change] = []
-    not_in_config = None
+    changes, not_in_config = smaller.changes, None
     if with_config and has_config(model):
         of_config, not_in_config = fit_config(model, smaller.model, removals, reference, tolerance)
-    changes = [*smaller.changes, *of_config]
+        changes = [*changes, *of_config]
     rows = [
         KeptUnits(
             name=removal.coupling.name,
@@ -262,19 +261,12 @@ def find_removals(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Smaller:
-    """A copy of a model without some units, before it is verified.
-
-    Attributes:
-        model: the copy.
-        changes: changed attributes.
-        notes: what is not exact.
-        shapes: of the couplings' tensors in the dense model.
-    """
+    """A copy of a model without some units, before it is verified."""
 
     model: nn.Module
-    changes: list[Change]
-    notes: list[str]
-    shapes: dict[str, tuple[int, ...]]
+    changes: list[Change]  # of attributes
+    notes: list[str]  # what is not exact
+    shapes: dict[str, tuple[int, ...]]  # of the couplings' tensors in the dense model
 
 
 def without_units(model: nn.Module, removals: Sequence[Removal]) -> Smaller:
@@ -283,17 +275,11 @@ def without_units(model: nn.Module, removals: Sequence[Removal]) -> Smaller:
     changes, small = find_changes(model, removals), copy.deepcopy(model)
     remove_units(small, removals)
     apply_changes(small, changes)
-    notes = narrowed_group_norms(model, small)
-    folded: list[Change] = []
-    for fqn, keep in pruned_norms(model, removals).items():
-        eps_changes, note = fold_norm(model, small, fqn, keep)
-        folded += eps_changes
-        notes += [note] if note else []
-    of_config, lost = change_config_eps(model, small, folded)
+    folded, notes = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
     fqns = [m.fqn for removal in removals for m in removal.coupling.members]
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
-    return Smaller(model=small, changes=changes + folded + of_config, notes=notes + lost, shapes=shapes)
+    return Smaller(model=small, changes=changes + folded, notes=notes, shapes=shapes)
 
 
 def compared(reference: Reference, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison | str:

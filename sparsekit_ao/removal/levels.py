@@ -62,7 +62,7 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
 def counts_at_levels(
     model: nn.Module, couplings: Sequence[Coupling], levels: Mapping[str, float], multiples: Mapping[str, int]
 ) -> dict[str, int]:
-    """{coupling: kept units of a scope} where each drops a fraction of its own, rounded to multiples."""
+    """Return {coupling: kept units of a scope} where each drops a fraction of its own, rounded to multiples."""
     return {
         one.name: rounded(sparsity_to_nnz(levels[one.name], units, "shrink: ratio: "), units, multiples[one.name])
         for one in couplings
@@ -80,7 +80,7 @@ def counts_within(
     multiples: Mapping[str, int],
     limits: Mapping[str, float],
 ) -> dict[str, int]:
-    """{coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
+    """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
     Units are dropped one by one: next is always the one by which the lost importance of its coupling, relative to the
     kept one, increases least for the square root of the cost that it saves. The root keeps costly couplings from being
@@ -91,10 +91,8 @@ def counts_within(
         model: not changed.
         couplings: of one layer, or of layers that keep equal numbers.
         importances: of their units; they add up.
-        cost: of a model.
-        ratio: fraction of the cost that is saved, at least.
-        multiples: {coupling: units that are dropped at once}.
-        limits: {coupling: largest fraction of its units that is dropped}.
+        cost, ratio: function of a model, and the fraction of its value that is saved, at least.
+        multiples, limits: by coupling, units that are dropped at once, and the largest fraction that is dropped.
 
     Raises:
         SparsityError: with all that may be dropped, the model costs more.
@@ -133,10 +131,10 @@ def counts_within(
     return counts(taken)
 
 
-def kept_units(bound: BoundCoupling, rows: Tensor, kept: int, source: int = 0) -> Removal:
-    """The units of a layer with the highest scores in each scope, as a removal of the others."""
+def kept_units(bound: BoundCoupling, rows: Tensor, kept: int) -> Removal:
+    """Return the units of a layer with the highest scores in each scope, as a removal of the others."""
     keep = keep_mask(rows.reshape(-1, bound.grid[-1]), kept).cpu()
-    return Removal(coupling=bound, keep=keep.reshape(bound.grid), source=source)
+    return Removal(coupling=bound, keep=keep.reshape(bound.grid))
 
 
 def _without(

@@ -98,7 +98,10 @@ def shrink(
     multiples = {one.name: _number(multiple_of, one.name, 1) or multiple_for(model, one) for one in discovery.couplings}
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
     always = cost_of is not None and not hasattr(model, "config")
-    layers = [(layer, one.name) for one in chosen for layer in _layers(model, one, always)]
+    layers: list[tuple[Coupling, str]] = []  # a coupling for each layer, where layers keep numbers of their own
+    for one in chosen:
+        differ = len({bound.grid for bound in one.bind(model)}) > 1
+        layers += [(layer, one.name) for layer in (one.of_layers(model) if differ or always else [one])]
     chosen = with_own_names([layer for layer, _ in layers])
     names = {layer.name: name for layer, (_, name) in zip(chosen, layers, strict=True)}
     levels = {layer: _number(ratio, name, 0.0) for layer, name in names.items()}
@@ -125,12 +128,6 @@ def shrink(
     removals = find_removals(masked, chosen, {one.name: multiples[one.name] for one in chosen})
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
     return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left_out))
-
-
-def _layers(model: nn.Module, coupling: Coupling, always: bool) -> list[Coupling]:
-    """A coupling for each layer, where layers have different numbers of units, or always; else the coupling itself."""
-    differ = len({bound.grid for bound in coupling.bind(model)}) > 1
-    return coupling.of_layers(model) if differ or always else [coupling]
 
 
 def _scored(

@@ -378,14 +378,7 @@ def has_config(model: nn.Module) -> bool:
 def fit_config(
     dense: nn.Module, small: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float
 ) -> tuple[list[Change], str]:
-    """Change the config of a smaller model, in place, so that it describes the model.
-
-    Args:
-        dense: the masked model.
-        small: without the units of `removals`.
-        removals: of the dense model.
-        reference: of the dense model; a model constructed from the config is compared with it.
-        tolerance: of this comparison.
+    """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
     Returns:
         The changes; and how a model constructed from the config differs ("" if it does not).

@@ -10,8 +10,8 @@ from torch.ao.pruning import WeightNormSparsifier
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparsekit_ao import SparsityError, export, patterns
-from sparsekit_ao.export import layers
-from sparsekit_ao.export.layers import layers_of
+from sparsekit_ao.export import weights
+from sparsekit_ao.export.weights import layers_of
 from sparsekit_ao.plot import plot_layers
 
 HALF = torch.float16
@@ -174,7 +174,7 @@ def test_weights_that_cannot_be_exported(monkeypatch):
         with pytest.raises(SparsityError, match="weight has no values yet"):
             export.report(model)
     model = linear()
-    monkeypatch.setattr(layers, "is_sharded", lambda parameter: True)
+    monkeypatch.setattr(weights, "is_sharded", lambda parameter: True)
     with pytest.raises(SparsityError, match="0.weight is sharded over ranks; export a model that holds whole weights"):
         export.report(model)
     monkeypatch.undo()
