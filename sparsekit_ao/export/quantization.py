@@ -77,10 +77,10 @@ def quantize(
         raise SparsityError(f"quantize: torchao refuses this model with {type(config).__name__}: {e}") from e
     _check_zeros(layers, converted)
     all_layers = layers_of(model)
-    done = {a.fqn: a for a in all_layers if _is_quantized(_tensor(converted, a.fqn))}
-    _check_packed(list(done.values()), converted)
+    quantized = {a.fqn: a for a in all_layers if _is_quantized(_tensor(converted, a.fqn))}
+    _check_packed(list(quantized.values()), converted)
     try:
-        found, called_again = _outputs(converted, batches, forward, paths)
+        new_outputs, called_again = _outputs(converted, batches, forward, paths)
     except Exception as e:
         raise SparsityError(f"quantize: the converted model does not run: {e}") from e
     lost = [name for name in paths if name in called - called_again]
@@ -92,11 +92,11 @@ def quantize(
     uncalled = [name for name in paths if name not in called]
     report = Conversion(
         target="quantize",
-        converted=tuple(done),
-        left={a.fqn: "torchao does not quantize it with this config" for a in all_layers if a.fqn not in done},
-        before=sum(layer.weight.nbytes for layer in done.values()),
-        after=sum(_bytes(_tensor(converted, name)) for name in done),
-        difference=_largest_difference(outputs, found),
+        converted=tuple(quantized),
+        left={a.fqn: "torchao does not quantize it with this config" for a in all_layers if a.fqn not in quantized},
+        before=sum(layer.weight.nbytes for layer in quantized.values()),
+        after=sum(_bytes(_tensor(converted, name)) for name in quantized),
+        difference=_largest_difference(outputs, new_outputs),
         notes=tuple(f"{name}: no batch calls its module, so it may not be compared" for name in uncalled),
     )
     return converted, report
@@ -150,13 +150,13 @@ def _outputs(
     return outputs, called
 
 
-def _largest_difference(wanted: Sequence[Outputs], found: Sequence[Outputs]) -> float:
+def _largest_difference(wanted: Sequence[Outputs], outputs: Sequence[Outputs]) -> float:
     if not any(wanted):
         raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
-    for place, tensor in (pair for outputs in wanted for pair in outputs):
+    for place, tensor in (pair for batch in wanted for pair in batch):
         if bool(tensor.isnan().any()):
             raise SparsityError(f"quantize: {place} of the model contains nan on these batches, and nan equals nothing")
-    largest = max(output_difference(a, b) for a, b in zip(wanted, found, strict=True) if a or b)
+    largest = max(output_difference(a, b) for a, b in zip(wanted, outputs, strict=True) if a or b)
     if largest == float("inf"):
         raise SparsityError(
             "quantize: the converted model returns other shapes, other integers, inf or nan. Integers computed from "

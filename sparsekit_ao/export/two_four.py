@@ -42,7 +42,7 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
     masked = [layer.fqn for layer in layers_of(model) if layer.masked]
     if masked:
         raise SparsityError(f"pack_2_4: {masked[0]} still has its mask; call sparsifier.squash_mask() first")
-    chosen, left = checked_layers(model, "pack_2_4", pack_refusals, tensors)
+    chosen, others = checked_layers(model, "pack_2_4", pack_refusals, tensors)
     names = {memory_of(tensor) or name: name for name, tensor in reversed(model.state_dict().items())}  # of tied: first
     state = {name: model.state_dict()[name].detach().cpu() for name in names.values()}
     before, converted = sum(tensor.nbytes for tensor in state.values()), tuple(layer.fqn for layer in chosen)
@@ -51,7 +51,7 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
             raise SparsityError(f"pack_2_4: {name} has another name in model.state_dict(); unwrap its module first")
         state[f"{name}.values"], state[f"{name}.metadata"] = _packed(state.pop(name))
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}, path)
-    return Conversion(target="pack_2_4", converted=converted, left=left, before=before, after=os.path.getsize(path))
+    return Conversion(target="pack_2_4", converted=converted, left=others, before=before, after=os.path.getsize(path))
 
 
 def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -83,9 +83,9 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
             dense[name] = file.pop(name) if name in file else dense[first]
         else:
             raise SparsityError(f"{path} has no tensor {name!r}; load it into the model that was packed")
-        wanted, found = ((t.dtype, tuple(t.shape)) for t in (tensor, dense[name]))
-        if wanted != found:
-            raise SparsityError(f"{path}: {name} must be {wanted[0]} of shape {wanted[1]} for this model, got {found}")
+        wanted, stored = ((t.dtype, tuple(t.shape)) for t in (tensor, dense[name]))
+        if wanted != stored:
+            raise SparsityError(f"{path}: {name} must be {wanted[0]} of shape {wanted[1]} for this model, got {stored}")
         if not same_bits(dense[first], dense[name]):
             raise SparsityError(f"{path}: {first} and {name} differ, but the model ties them; untie them first")
     if file:

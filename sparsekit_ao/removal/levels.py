@@ -109,8 +109,8 @@ def counts_within(
         least = rounded(max(sparsity_to_nnz(limits[name], units, "max_sparsity: ") for name in names), units, multiple)
         if least == units or any(full[name] != units for name in names):
             continue  # of different numbers, equal fractions would be needed
-        some = max(least, rounded(units // 2, units - multiple, multiple))
-        saved = (dense - cost_at(dict.fromkeys(names, some))) / (units - some)
+        half = max(least, rounded(units // 2, units - multiple, multiple))
+        saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
         kept_share = _kept_shares([row for name in names for row in importances[name]])
         for kept, before in _multiples_down(units, least, multiple):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)

@@ -187,8 +187,8 @@ class Trials:
                     fewer = [one for one in paths if one != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
-        some = itertools.combinations(list(axes)[:_NEAREST], together)
-        return next((one for one in map(with_attrs, some) if not self.problem([one])), None)
+        sets = itertools.combinations(list(axes)[:_NEAREST], together)
+        return next((one for one in map(with_attrs, sets) if not self.problem([one])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""

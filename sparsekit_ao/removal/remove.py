@@ -300,14 +300,14 @@ def _recurrent_sizes(module: nn.RNNBase | nn.RNNCellBase, name: str, shape: Shap
 
 def _groups_left(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _KeptOf) -> int:
     """Groups of a layer whose first dimension is smaller: fewer of the same width, or as many of a smaller width."""
-    left = groups
+    remaining = groups
     for pattern, kept in kept_of:
         unit = pattern.unit[-1]
         if groups == 1 or pattern.dimension_of(unit) != 0:
             continue
         if 0 in pattern.outside and len(module.weight) == groups:  # a channel in each group
             part = groups - sum(pattern.outside[0])
-            left -= part - part // pattern.sizes[unit] * kept
+            remaining -= part - part // pattern.sizes[unit] * kept
             continue
         outer = pattern.leading(groups)
         if outer is None:
@@ -317,8 +317,8 @@ def _groups_left(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _KeptOf) 
                 f"make {groups}"
             )
         if unit in outer:
-            left = left // pattern.sizes[unit] * kept
-    return left
+            remaining = remaining // pattern.sizes[unit] * kept
+    return remaining
 
 
 def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:

@@ -228,13 +228,17 @@ def _matches(model: nn.Module, path: str) -> Iterator[tuple[str, Any, str]]:
     An attribute may be an entry of a tuple or list, `shape[1]`.
     """
     prefix, _, name = path.rpartition(".")
-    names = [prefix]
-    if "*" in prefix:
-        names = [n for matches in match_names(prefix, dict(model.named_modules())).values() for n in matches]
-    for prefix in names:
-        holder = _reached(model, prefix)
+    for full, holder in _objects(model, prefix):
         if _value(holder, name, ...) is not ...:
-            yield f"{prefix}.{name}".removeprefix("."), holder, name
+            yield f"{full}.{name}".removeprefix("."), holder, name
+
+
+def _objects(model: nn.Module, path: str) -> list[tuple[str, Any]]:
+    """(full path, object or None) of every module that a path with stars matches; else of the path itself."""
+    paths = [path]
+    if "*" in path:
+        paths = [name for names in match_names(path, dict(model.named_modules())).values() for name in names]
+    return [(full, _reached(model, full)) for full in paths]
 
 
 def _value(holder: object, name: str, default: Any = None) -> Any:
@@ -317,8 +321,8 @@ def _integers_around(model: nn.Module, coupling: Coupling, first: BoundCoupling)
     prefixes = [prefix for prefix in depth if count_stars(prefix) in (0, stars)]
     configs: dict[int, tuple[str, Any]] = {}
     for prefix in sorted(prefixes, key=len):
-        for module in _modules(model, fill_stars(prefix, first.captured)):
-            config = vars(module).get("config")
+        for _, module in _objects(model, fill_stars(prefix, first.captured)):
+            config = getattr(module, "__dict__", {}).get("config")
             if hasattr(config, "__dict__"):
                 configs.setdefault(id(config), (prefix, config))
     layer_sizes: dict[int, set[str]] = {}  # of the modules that hold members, by id; `remove_units` sets these
@@ -326,20 +330,13 @@ def _integers_around(model: nn.Module, coupling: Coupling, first: BoundCoupling)
         module, name = owner_of(model, bound_member.fqn)
         layer_sizes.setdefault(id(module), set()).update(sizes_of(module, name, getattr(module, name), ()))
     for prefix in sorted(prefixes, key=lambda prefix: depth[prefix]):
-        for module in _modules(model, fill_stars(prefix, first.captured)):
+        for _, module in _objects(model, fill_stars(prefix, first.captured)):
             yield from _integers_of(prefix, module, layer_sizes.get(id(module), set()))
             for name, child in module.named_children() if depth[prefix] < 3 else ():
                 if not [*child.parameters(), *child.buffers()]:
                     yield from _integers_of(f"{prefix}.{name}", child, set())
     for prefix, config in configs.values():
         yield from _integers_of(f"{prefix}.config", config, set())
-
-
-def _modules(model: nn.Module, prefix: str) -> list[nn.Module]:
-    modules = dict(model.named_modules())
-    if "*" in prefix:
-        return [modules[name] for names in match_names(prefix, modules).values() for name in names]
-    return [modules[prefix]] if prefix in modules else []
 
 
 def _integers_of(prefix: str, holder: Any, known: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -383,19 +380,19 @@ def fit_config(
     Returns:
         The changes; and how a model constructed from the config differs ("" if it does not).
     """
-    wrong, done = _misfits(small), list[Change]()
+    wrong, changes = _misfits(small), list[Change]()
     for change in _config_candidates(dense, small, removals) if wrong else ():
         apply_changes(small, [change])
         fewer = _misfits(small)
         if len(fewer) < len(wrong):
             wrong = fewer
-            done.append(change)
+            changes.append(change)
         else:
             apply_changes(small, undone([change]))
     why = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
     if why:
-        apply_changes(small, undone(done))
-    return [] if why else done, why
+        apply_changes(small, undone(changes))
+    return [] if why else changes, why
 
 
 def _misfits(model: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
 """Networks of many architectures: all that `removable` suggests is pruned at once and removed, with the same outputs.
 
 What it leaves out has a reason. A selection runs by default, all with SPARSEKIT_AO_EXHAUSTIVE=1 in the environment;
-as a script this file writes a table of all of them: `python tests/test_every_architecture.py > architectures.csv`.
+as a script this file writes a table of all: `python tests/coupling/test_every_architecture.py > architectures.csv`.
 """
 
 import sys
@@ -11,10 +11,10 @@ import hf_models
 import installed_models
 import pytest
 import torch
+from compact_models import close
 from discovered import fill
 from grids import EXHAUSTIVE
 from networks import NETWORKS
-from test_compact_exact import close
 from torch.utils import _pytree
 
 from sparsekit_ao import ScopeSparsifier

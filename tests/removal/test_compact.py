@@ -5,41 +5,33 @@ import math
 import einops
 import pytest
 import torch
-from compact_models import CASES, MLP, STREAM, Attention, Decoder, GatedMLP, PackedExperts, Residual, RootMeanSquare
+from compact_models import (
+    CASES,
+    MLP,
+    PAIR,
+    STREAM,
+    Attention,
+    Decoder,
+    GatedMLP,
+    PackedExperts,
+    Residual,
+    RootMeanSquare,
+    dropping,
+    pair,
+    pruned,
+    refusal,
+    shaken,
+    x,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_compact_exact import pruned, shaken
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
 from sparsekit_ao.removal import compact, cut_to
 from sparsekit_ao.removal.remove import find_removal, sizes_of
 
-PAIR = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
 STREAM_COUPLING = Coupling(STREAM, name="stream")
-
-
-def pair(width=8):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
-
-
-def dropping(model, *units):
-    """The pair with some hidden units zeroed by hand."""
-    with torch.no_grad():
-        model[0].weight[list(units)] = 0
-        model[2].weight[:, list(units)] = 0
-    return model
-
-
-def x(width=4):
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(1))
-
-
-def refusal(kind, *args, **kwargs):
-    with pytest.raises(kind) as e:
-        compact(*args, **kwargs)
-    return str(e.value)
 
 
 @settings(max_examples=40, deadline=None)

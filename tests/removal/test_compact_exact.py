@@ -4,35 +4,11 @@ import copy
 
 import pytest
 import torch
-from compact_models import CASES
+from compact_models import CASES, close, pruned, shaken
 from torch import nn
 
-from sparsekit_ao import Coupling, ScopeSparsifier
+from sparsekit_ao import Coupling
 from sparsekit_ao.removal import compact, cut_to
-
-
-def shaken(model):
-    """Norms' weights, biases and statistics that are not the ones and zeros that would hide a mistake."""
-    with torch.no_grad():
-        for name, t in model.state_dict().items():
-            if t.is_floating_point() and t.ndim == 1:
-                t.add_(torch.rand(t.shape) if "var" in name else torch.randn(t.shape) / 3)
-    return model
-
-
-def pruned(model, couplings, level=0.5):
-    """One coupling after another, since a tensor may be in several."""
-    for coupling in couplings:
-        sparsifier = ScopeSparsifier(sparsity_level=level)
-        sparsifier.prepare(model, coupling.entries(model))
-        sparsifier.step()
-        sparsifier.check()
-        sparsifier.squash_mask()
-    return model
-
-
-def close(a, b):
-    return float((a - b).abs().max()) <= 1e-5 * float(a.abs().max())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_compact_exact import close, pruned, shaken
+from compact_models import close, pruned, shaken
 
 from sparsekit_ao import Coupling
 from sparsekit_ao.removal import compact, cut_to

@@ -5,9 +5,9 @@ import itertools
 import hf_models
 import pytest
 import torch
+from compact_models import close
 from discovered import fill
 from networks import NETWORKS, Heads, Net
-from test_compact_exact import close
 from torch import nn
 from torch.nn import functional as F
 

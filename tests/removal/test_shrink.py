@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import hf_models
 import pytest
 import torch
+from compact_models import close
 from discovered import fill
 from networks import NETWORKS
-from test_compact_exact import close
 from torch import nn
 from torch.nn import functional as F
 
