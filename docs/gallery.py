@@ -57,8 +57,7 @@ ENTRIES = (
         pattern="patterns.unstructured(0.5)",
         shapes='{"block_shape": (), "scope_shape": (), "sparsity_level": 0.5}',
         axes='{"axes": "o i", "unit": "o i", "sparsity_level": 0.5}',
-        fast="Smaller files (`export.save_sparse`, Core ML); CPU engines with sparse kernels. Nothing on tensor "
-        f"cores. {EXPORT}",
+        fast=f"Smaller files (zstd, Core ML); CPU engines with sparse kernels. Nothing on tensor cores. {EXPORT}",
     ),
     Entry(
         name="per_row",

@@ -217,25 +217,6 @@ def plot_digits(path: pathlib.Path) -> None:
     _save(figure, path)
 
 
-def plot_sparse_int8(path: pathlib.Path) -> None:
-    """How many times faster torch's sparse int8 kernel is than its dense one, by batch and level."""
-    rows = [r for r in read("benchmarks/results/fbgemm_linear") if (r["size"], r["blocks"]) == ("2048", "1x4")]
-    rows = [r for r in rows if r["caches"] == "warm"]
-    batches, levels = (list(dict.fromkeys(r[k] for r in rows)) for k in ("batch", "level"))
-    times = {(r["level"], r["batch"]): float(r["times dense int8"]) for r in rows}
-    series = {f"{float(level):.0%} of the 1x4 blocks zero": [times[level, b] for b in batches] for level in levels}
-    _bars(path, [f"batch {b}" for b in batches], series, "times dense int8", line=1)
-
-
-def plot_file_sizes(path: pathlib.Path) -> None:
-    """The size of the file that `export.save_sparse` writes, of the dense file, beside zstd on the dense one."""
-    rows = [r for r in read("benchmarks/results/sparse_files") if r["target"] == "save_sparse"]
-    rows = [r for r in rows if r["dtype"] in ("float32", "bfloat16", "int8")]
-    names = [f"{r['dtype']}\n{r['pattern']}" for r in rows]
-    series = {kind: [float(r[k]) for r in rows] for kind, k in (("save_sparse", "of dense"), ("zstd", "zstd"))}
-    _bars(path, names, series, "size, of the dense file's", line=1)
-
-
 def _bars(  # type: ignore[no-untyped-def]
     path: pathlib.Path,
     names: Sequence[str],
@@ -278,8 +259,6 @@ PLOTS = {
     "mask_update": plot_mask_update,
     "one_shot": plot_one_shot,
     "digits": plot_digits,
-    "sparse_int8": plot_sparse_int8,
-    "file_sizes": plot_file_sizes,
 }
 
 

@@ -1,16 +1,12 @@
-"""Prune a sentence-embedding model in one pass, then hand it to everything on this machine that may run it faster.
+"""Prune a sentence-embedding model in one pass, then hand it to what may run or store it on this machine.
 
-    python examples/export_minilm.py                    # blocks at 80 %, 2:4: minutes on 2 CPU cores
+    python examples/export_minilm.py                    # 2:4 and blocks at 80 %: minutes on 2 CPU cores
     python examples/export_minilm.py --level 0.9
     python examples/export_minilm.py --tiny             # every step, in seconds
 
-Targets whose package is not installed are listed with the reason. One table (CSV): the median time of a batch of 1 and
-of 32 sentences, the size of the file, the mean cosine similarity of held-out sentences' embeddings to the dense
-model's, and what ran sparse. Model and sentences are those of prune_minilm.py; no network is needed. Nothing is trained
-here: prune_minilm.py distils, which brings the cosine back.
-
-Blocks of 16x16 are for torch's BSR tensors only. "Feed-forward only" leaves the attention layers dense: most of the
-work is in the others, and what is then lost in quality is less.
+One table (CSV): the median time of a batch of 1 and of 32 sentences, the size of the file, the mean cosine similarity
+of held-out sentences' embeddings to the dense model's, and what ran sparse. Model and sentences are those of
+prune_minilm.py; no network is needed. Nothing is trained here: prune_minilm.py distils, which brings the cosine back.
 """
 
 import argparse
@@ -20,7 +16,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +29,6 @@ from torch import Tensor, nn
 from sparsekit_ao import ScopeSparsifier, SparsityError, export, one_shot, patterns
 
 Batch = Mapping[str, Tensor]
-FEED_FORWARD = r"re:encoder\.layer\.\d+\.(intermediate|output)\.dense\.weight"
 BLOCK = 16  # of BSR tensors: torch's kernels on CUDA need 16 or more
 
 
@@ -46,26 +41,6 @@ class Exported:
     run: Callable[..., Any] | None
     bytes: int
     sparse: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is pruned: a pattern, the tensors, and the names of the targets."""
-
-    pattern: Any
-    tensors: str
-    targets: Sequence[str]
-
-
-def choices(level: float) -> dict[str, Choice]:
-    """By the name in the table; block sizes and targets belong together."""
-    blocks, everywhere = patterns.blocks(1, 4, level), [name for name in TARGETS if name not in (BSR, MIXED)]
-    return {
-        f"1x4 blocks at {level:.0%}": Choice(blocks, ENCODER_LINEARS, everywhere),
-        f"1x4 blocks at {level:.0%}, feed-forward only": Choice(blocks, FEED_FORWARD, ["fbgemm", MIXED]),
-        "2:4": Choice(patterns.n_m(2, 4), ENCODER_LINEARS, everywhere),
-        f"{BLOCK}x{BLOCK} blocks at {level:.0%}": Choice(patterns.blocks(BLOCK, BLOCK, level), ENCODER_LINEARS, [BSR]),
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -85,10 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     models = [Exported("dense", "float32", dense, saved(dense.state_dict(), args.out / "dense"), "-")]
     models.append(dense_int8(dense, args.out))
-    for name, choice in choices(args.level).items():
-        pruned, sparsifier = prune(dense, choice, calibration, None if args.tiny else args.compensate)
+    patterns_of = {"2:4": patterns.n_m(2, 4)}
+    patterns_of[f"{BLOCK}x{BLOCK} blocks at {args.level:.0%}"] = patterns.blocks(BLOCK, BLOCK, args.level)
+    for name, pattern in patterns_of.items():
+        pruned, sparsifier = prune(dense, pattern, calibration, None if args.tiny else args.compensate)
         export.save_pretrained(pruned, sparsifier, args.out / "hugging_face")
-        models += convert(name, pruned, choice.targets, calibration, args.out)
+        models += convert(name, pruned, calibration, args.out)
         print(f"{name}: pruned and converted, {time.perf_counter() - start:.0f} s", flush=True)
     rows = measure(models, batches, target, tokenizer, repeat=2 if args.tiny else 31)
     show(rows)
@@ -99,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Prune all-MiniLM-L6-v2 and run it on every target of this machine.")
-    parser.add_argument("--level", type=float, default=0.8, help="fraction of 1x4 blocks dropped (default: 0.8)")
+    parser.add_argument("--level", type=float, default=0.8, help="fraction of blocks dropped (default: 0.8)")
     parser.add_argument("--compensate", choices=("admm", "least_squares"), default="admm", help="(default: admm)")
     parser.add_argument("--calibration", type=int, default=192, help="sentences to calibrate on (default: 192)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
@@ -109,25 +86,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prune(
-    dense: nn.Module, choice: Choice, calibration: Sequence[Any], compensate: str | None
+    dense: nn.Module, pattern: patterns.Pattern, calibration: Sequence[Any], compensate: str | None
 ) -> tuple[nn.Module, ScopeSparsifier]:
     """A copy of the model, pruned in one pass; kept weights make up for the others."""
-    model, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score="wanda", pattern=choice.pattern)
-    sparsifier.prepare(model, [{"tensor_fqn": choice.tensors}])
-    one_shot(sparsifier, calibration, compensate=compensate, token_mask="attention_mask")
+    model, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score="wanda", pattern=pattern)
+    sparsifier.prepare(model, [{"tensor_fqn": ENCODER_LINEARS}])
+    one_shot(sparsifier, calibration, compensate=compensate, where="attention_mask")
     sparsifier.squash_mask()
     return model, sparsifier
 
 
-def convert(
-    name: str, model: nn.Module, targets: Sequence[str], calibration: Sequence[Any], folder: Path
-) -> list[Exported]:
-    """The pruned model itself, and for every target."""
-    path = folder / name.replace(":", "_").replace(" ", "_").replace(",", "")
+def convert(name: str, model: nn.Module, calibration: Sequence[Any], folder: Path) -> list[Exported]:
+    """The pruned model itself, and for every target of its pattern."""
+    path = folder / name.replace(":", "_").replace(" ", "_")
     models = [Exported(name, "float32", model, saved(model.state_dict(), path), "nothing")]
-    for target in targets:
+    for target, function in (TARGETS_2_4 if name == "2:4" else {"BSR": to_bsr}).items():
         try:
-            models.append(TARGETS[target](name, model, [dict(batch) for batch in calibration], path))
+            models.append(function(name, model, [dict(batch) for batch in calibration], path))
         except (SparsityError, ImportError) as e:
             models.append(Exported(name, target, None, 0, f"not converted: {reason(e)}"))
     return models
@@ -139,23 +114,6 @@ def reason(error: Exception) -> str:
     return lines[1].partition(": ")[2] if len(lines) > 1 else lines[0]
 
 
-def to_fbgemm(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
-    """torch's sparse int8 kernels; saved, and loaded into a fresh model, which is the one that is measured."""
-    converted, report = export.fbgemm(model, batches)
-    size = saved(converted.state_dict(), path)
-    from safetensors.torch import load_file
-
-    again = export.load_fbgemm(copy.deepcopy(model), load_file(f"{path}.safetensors"))
-    return Exported(name, "fbgemm", again, size, f"{len(report.converted)} layers, int8")
-
-
-def to_mixed_int8(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
-    """As fbgemm, with the layers that are not pruned in torch's dense int8 kernels."""
-    sparse = to_fbgemm(name, model, batches, path)
-    mixed = as_int8(sparse.run, path)
-    return replace(sparse, target=MIXED, run=mixed, bytes=os.path.getsize(f"{path}.pt"))
-
-
 def to_bsr(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
     """torch's BSR tensors, float32 on the CPU; safetensors does not store them."""
     converted, rows = copy.deepcopy(model), [row for row in export.report(model) if row.patterns]
@@ -163,7 +121,7 @@ def to_bsr(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) ->
         layer = row.tensor.removesuffix(".weight")
         converted.set_submodule(layer, BlockLinear(converted.get_submodule(layer)))
     torch.save(converted.state_dict(), f"{path}.pt")
-    return Exported(name, BSR, converted, os.path.getsize(f"{path}.pt"), f"{len(rows)} layers, float32")
+    return Exported(name, "BSR", converted, os.path.getsize(f"{path}.pt"), f"{len(rows)} layers, float32")
 
 
 class BlockLinear(nn.Module):
@@ -182,54 +140,6 @@ class BlockLinear(nn.Module):
         return y.reshape(*x.shape[:-1], -1)
 
 
-class Hidden(nn.Module):
-    """The model with tensors as arguments and one tensor as result, as torch.export and Core ML need it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(batch, tokens) -> (batch, tokens, width)."""
-        types = torch.zeros_like(input_ids)
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=types)
-        return output.last_hidden_state
-
-
-def to_coreml(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
-    """A Core ML program in float16 with sparse weights, which runs on Apple's devices only."""
-    if find_spec("coremltools") is None:
-        raise ImportError("the package coremltools is not installed")
-    import coremltools
-
-    marked, _ = export.coreml_metadata(Hidden(copy.deepcopy(model)).eval())
-    example = batches[0]["input_ids"][:1], batches[0]["attention_mask"][:1]
-    target = coremltools.target.iOS16
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch and coremltools
-        try:
-            program = torch.export.export(marked, example).run_decompositions({})
-            found = coremltools.convert(program, minimum_deployment_target=target, skip_model_load=True)
-        except Exception as e:
-            raise SparsityError(f"coremltools cannot convert the model: {str(e).splitlines()[0]}") from e
-        found.save(f"{path}.mlpackage")
-    count = len(found._mil_program.functions["main"].find_ops(op_type="constexpr_sparse_to_dense"))
-    size = sum(file.stat().st_size for file in Path(f"{path}.mlpackage").rglob("*") if file.is_file())
-    return Exported(name, "Core ML", None, size, f"{count} weights in the file, float16; runs on Apple's devices")
-
-
-def to_openvino(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
-    """OpenVINO's int8 layers, sparse with AMX."""
-    if find_spec("openvino") is None:
-        raise ImportError("the package openvino is not installed")
-    converted, report = export.openvino(model, batches)
-    import openvino
-
-    openvino.save_model(converted.graph, f"{path}.xml", compress_to_fp16=False)
-    ran = f"{len(report.ran_sparse)} layers" + "".join(f": {note}" for note in report.notes)
-    return Exported(name, "openvino", converted, os.path.getsize(f"{path}.bin"), ran)
-
-
 def to_int8_weights(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
     """torchao's int8 weights, dense; products in float32."""
     if find_spec("torchao") is None:
@@ -241,12 +151,6 @@ def to_int8_weights(name: str, model: nn.Module, batches: Sequence[Batch], path:
     return Exported(name, "torchao int8 weights", converted, os.path.getsize(f"{path}.pt"), "nothing")
 
 
-def to_sparse_file(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
-    """A file without zeros, which is loaded as the dense model."""
-    report = export.save_sparse(model, f"{path}.sparse.safetensors")
-    return Exported(name, "save_sparse", None, report.after, f"{len(report.converted)} tensors in the file")
-
-
 def to_2_4(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
     """Packed 2:4 in bfloat16, for GPUs."""
     packed = path.with_suffix(".2_4.safetensors")
@@ -254,32 +158,19 @@ def to_2_4(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) ->
     return Exported(name, "pack_2_4, bfloat16", None, packed.stat().st_size, f"{len(report.converted)} layers on CUDA")
 
 
-BSR, MIXED = "BSR", "fbgemm, others torch.ao dynamic int8"
-TARGETS: dict[str, Callable[[str, nn.Module, Sequence[Batch], Path], Exported]] = {
-    "fbgemm": to_fbgemm,
-    MIXED: to_mixed_int8,
-    BSR: to_bsr,
-    "openvino": to_openvino,
+TARGETS_2_4: dict[str, Callable[[str, nn.Module, Sequence[Batch], Path], Exported]] = {
     "torchao int8 weights": to_int8_weights,
-    "save_sparse": to_sparse_file,
     "pack_2_4, bfloat16": to_2_4,
-    "Core ML": to_coreml,
 }
 
 
-def dense_int8(model: nn.Module, folder: Path) -> Exported:
-    """torch's dense int8 kernels, whose speed the sparse ones must exceed."""
-    converted = as_int8(model, folder / "dense_int8")
-    return Exported("dense", "torch.ao dynamic int8", converted, os.path.getsize(folder / "dense_int8.pt"), "nothing")
-
-
-def as_int8(model: Any, path: Path) -> nn.Module:
-    """A copy whose Linear layers run in torch's dense int8 kernels; saved as `path`.pt."""
+def dense_int8(model: Any, folder: Path) -> Exported:
+    """torch's dense int8 kernels, which gain more than zeros do on a CPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao.quantization moves to torchao, which has no int8 kernels for CPUs
         converted: nn.Module = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
-    torch.save(converted.state_dict(), f"{path}.pt")
-    return converted
+    torch.save(converted.state_dict(), folder / "dense_int8.pt")
+    return Exported("dense", "torch.ao dynamic int8", converted, os.path.getsize(folder / "dense_int8.pt"), "nothing")
 
 
 def saved(state_dict: Mapping[str, Tensor], path: Path) -> int:

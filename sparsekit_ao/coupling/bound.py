@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import CouplingError, SparsityError
-from ..structure.tiles import Shape
 from ..structure import AxisPattern, dimensions_of, window_shape
+from ..structure.tiles import Shape
 
 _DIMENSION = re.compile(r"\([^()]*\)|[^\s()]+")
 _STAR = re.compile(r"(\*\*?)")

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..structure.tiles import Shape, row_major
 from ..structure import BlockSpec, ScopeMember
+from ..structure.tiles import Shape, row_major
 
 # How masks are chosen, by what is whole on every rank: each scope (LOCAL), each block (BISECTION), or neither.
 GATHERED, BISECTION, LOCAL = 0, 1, 2

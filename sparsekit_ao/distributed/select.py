@@ -113,7 +113,9 @@ def _choose_locally(request: Request) -> None:
     spec = BlockSpec(placeholder, window.shape, edge="partial")
     scope: ScopeSpec | ScopeCoupling = ScopeSpec(spec, member.shape)
     if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
-        part = [slice(at // g, -(-(at + n) // g)) for at, n, g in zip(start, spec.grid_shape, member.shape, strict=True)]
+        part = [
+            slice(at // g, -(-(at + n) // g)) for at, n, g in zip(start, spec.grid_shape, member.shape, strict=True)
+        ]
         keep = keep[tuple(part)]
     if member.order:
         scope = ScopeCoupling([scope], [member.order])

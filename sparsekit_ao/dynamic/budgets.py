@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ..densities import Densities, allocate
 from ..errors import SparsityError, is_number
-from ..sparsifiers.groups import PruningGroup
 from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.groups import PruningGroup
 
 
 def refuse_optimizer_as_level(level: object) -> None:
@@ -89,7 +89,11 @@ class Budgets:
         shared, components = set(self.shared), self.components
         shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.members}
         fixed = [c for k, c in enumerate(components) if k not in shared]
-        fixed_densities = {self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups, is_new=True)) for c in fixed for _, at in c.members}
+        fixed_densities = {
+            self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups, is_new=True))
+            for c in fixed
+            for _, at in c.members
+        }
         assert self.densities is not None
         densities = _checked(self.densities(shapes, 1 - level, fixed_densities), shapes)
         numels = [c.scope.numblk() * n for n, c in zip(self.sizes, components, strict=True)]

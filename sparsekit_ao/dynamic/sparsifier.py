@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import fill, has_process_group, is_sharded, local, placed_like
-from ..errors import SparsityError, is_number
+from ..errors import SparsityError
 from ..masking import select
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.optimizer_state import (

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, is_number
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
 from ..sparsifiers.groups import PruningGroup
+from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
 from .budgets import refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of

@@ -1,4 +1,4 @@
-"""Hugging Face models and adapters: `save_pretrained` and `load_masks`, and `merge_lora`.
+"""Hugging Face models and adapters: `save_pretrained`, `load_pretrained` and `load_masks`, and `merge_lora`.
 
 A masked model that transformers saves cannot be loaded: its tensors have other names, so `from_pretrained` initializes
 the weights anew. And LoRA adapters are dense, so merging one into a pruned weight fills its zeros.
@@ -7,25 +7,26 @@ the weights anew. And LoRA adapters are dense, so merging one into a pruned weig
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
-from ..masking import WeightMask, dense_state_dict, find_mask, installed, remove_mask, select
-from ..removal.results import Compaction, Conversion
+from ..masking import dense_state_dict, find_mask, installed, remove_mask, select
+from ..removal.compact import Compaction
+from ..removal.manifest import cut_to
+from ..removal.sizes import Change, apply_changes, undone
 from ..sparsifiers.base import MaskSparsifier
 from ..sparsifiers.names import owner_of, parameter_of
-from .compacted_files import save_compacted
-from .encoding import bits_of, flat, from_mask, to_mask
-from .tensor_file import open_file, read_json
+from .weights import Conversion, same_bits
 
 MASKS = "masks.safetensors"
+MANIFEST = "manifest.json"
 
 Masks = MaskSparsifier | Mapping[str, Tensor]
 
@@ -67,63 +68,163 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
     ('0.weight',)
     16
     """
-    from safetensors.torch import save_file
-
     if not callable(getattr(model, "save_pretrained", None)):
         raise SparsityError(f"save_pretrained: {type(model).__name__} has no method save_pretrained")
-    if not _takes_state_dict(model.save_pretrained):
+    parameters = inspect.signature(model.save_pretrained).parameters.values()
+    if not any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise SparsityError(
             f"save_pretrained: {type(model).__name__}.save_pretrained takes no state_dict. Squash a deep copy and save "
             "that: copied = copy.deepcopy(model); sparsifier.squash_mask(model=copied); copied.save_pretrained(path)"
         )
-    if _has_adapters(model) or callable(getattr(model, "get_base_model", None)):
+    if _adapted(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
     if isinstance(sparsifier, Compaction):
-        return save_compacted(model, sparsifier, path, **kwargs)
-    masks = {name: mask for name, _, _, mask in _masked_tensors([model], sparsifier, "save_pretrained")}
+        return _save_compacted(model, sparsifier, Path(path), **kwargs)
+    return _save_masked(model, sparsifier, Path(path), **kwargs)
+
+
+def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> Conversion:
+    from safetensors.torch import load_file, save_file
+
+    masks = {masked.name: masked.mask for masked in _masked_tensors([model], sparsifier, "save_pretrained")}
     values = dense_state_dict(model)
     for name, mask in masks.items():
-        _check_masked(name, values, mask)
-    folder = Path(path)
+        if name not in values:
+            raise SparsityError(f"save_pretrained: the state dict of the model has no tensor {name}")
+        wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
+        if len(wrong):
+            raise SparsityError(
+                f"save_pretrained: {name} is not zero at {wrong[0].tolist()}, which its mask drops ({len(wrong):,} "
+                "such values): it was changed after squash_mask, or the mask is another model's. Apply the mask first."
+            )
     model.save_pretrained(folder, state_dict=dict(values), **kwargs)
     shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
-    save_file({name: to_mask(mask.cpu().flatten()) for name, mask in masks.items()}, folder / MASKS, metadata=shapes)
-    missing = masks.keys() - _check_files(folder, {name: values[name] for name in masks})
-    notes = [
-        f"{name} has no tensor of this name in a safetensors file, so it is not compared" for name in sorted(missing)
-    ]
+    bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
+    save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
+    missing = set(masks)
+    for file in sorted(folder.glob("*.safetensors")):
+        written = load_file(file) if file.name != MASKS else {}
+        for name in written.keys() & masks.keys():
+            missing.discard(name)
+            if not same_bits(written[name], values[name]):
+                raise SparsityError(f"save_pretrained: {file.name} does not hold the masked values of {name}")
+    notes = [f"{name} has no tensor of this name in a safetensors file, so it is not compared" for name in missing]
     return Conversion(
         target="save_pretrained",
         converted=tuple(masks),
         left={},
-        before=sum(values[name].numel() * values[name].element_size() for name in masks),
+        before=sum(values[name].nbytes for name in masks),
         after=(folder / MASKS).stat().st_size,
-        notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros", *notes),
+        notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros", *sorted(notes)),
     )
 
 
-def _takes_state_dict(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in parameters)
+def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
+    """Save an ordinary checkpoint where the config describes the model, else the dense config and the manifest."""
+    name, is_written = type(model).__name__, report.not_in_config == ""
+    changes = [Change(**change) for change in report.manifest["attributes"]]
+    of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
+    if not is_written:
+        apply_changes(model, undone(of_config))
+    try:
+        model.save_pretrained(folder, **kwargs)
+    finally:
+        if not is_written:
+            apply_changes(model, of_config)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    note = f"{name}.from_pretrained loads it"
+    if not is_written:
+        report.save(folder / MANIFEST)
+        why = f" ({report.not_in_config})" if report.not_in_config else ""
+        note = (
+            f"the config does not describe the smaller model{why}: {name}.from_pretrained cannot load it, "
+            f"export.load_pretrained({str(folder)!r}, {name}) does"
+        )
+    loaded = load_pretrained(folder, type(model)).state_dict()
+    for key, tensor in model.state_dict().items():
+        if key not in loaded or not tensor.detach().cpu().equal(loaded[key].to(tensor.dtype).cpu()):
+            raise SparsityError(f"save_pretrained: what is loaded from {folder} has other values of {key}")
+    return Conversion(
+        target="save_pretrained",
+        converted=tuple(dict.fromkeys(change.path for change in of_config)) if is_written else (),
+        left={},
+        before=report.before.bytes,
+        after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        notes=(note,),
+    )
+
+
+def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Module:
+    """Load a compacted model that `save_pretrained(model, report, path)` wrote, whether or not its config describes it.
+
+    Args:
+        path: folder.
+        model_class: class of the model, or an `AutoModel...` class.
+        kwargs: for `from_pretrained`, where the config describes the model; else for its constructor.
+
+    Returns:
+        The model, in eval mode as after `from_pretrained`.
+
+    Raises:
+        SparsityError: weights are missing, or the manifest is of another model.
+
+    >>> model = load_pretrained("smaller", transformers.AutoModelForCausalLM)  # doctest: +SKIP
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    folder = Path(path)
+    if not (folder / MANIFEST).exists():
+        pretrained: nn.Module = model_class.from_pretrained(folder, **kwargs)
+        return pretrained
+    config = AutoConfig.from_pretrained(folder)
+    make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+    model = cut_to(make(config, **kwargs), folder / MANIFEST)
+    values: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        values |= load_file(file)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    loaded = {id(tensors[name]) for name in values if name in tensors}
+    missing = [name for name in model.state_dict() if name not in values and id(tensors[name]) not in loaded]
+    if missing or not values:
+        raise SparsityError(f"load_pretrained: {folder} holds no values of {', '.join(missing[:5])}")
+    model.load_state_dict(values, strict=False)
+    return model.eval()
 
 
 def load_masks(path: str | Path) -> dict[str, Tensor]:
-    """The masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True where it is kept}.
+    """Return the masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True for kept ones}.
 
     Raises:
-        SparsityError: the file is damaged, or was not written by `save_pretrained`.
+        SparsityError: the file was not written by `save_pretrained`, or is damaged.
 
     >>> masks = load_masks("pruned")  # doctest: +SKIP
     >>> masks["layer.weight"].dtype  # doctest: +SKIP
     torch.bool
     """
-    with open_file(Path(path) / MASKS) as file:
-        shapes = read_json(Path(path) / MASKS, file, "shapes", "save_pretrained")
+    from safetensors import safe_open
+
+    masks = {}
+    with safe_open(Path(path) / MASKS, framework="pt") as file:
+        text = (file.metadata() or {}).get("shapes")
+        if text is None:
+            raise SparsityError(f"{MASKS} was not written by save_pretrained: its metadata has no 'shapes'")
+        try:
+            shapes = json.loads(text)
+        except (ValueError, RecursionError) as e:  # also of huge integers and deep nesting
+            raise SparsityError(f"{MASKS}: 'shapes' in its metadata is not JSON: {e}") from e
         if not isinstance(shapes, dict) or shapes.keys() != set(file.keys()):
-            raise SparsityError(
-                f"{MASKS}: its metadata must hold the shape of every mask and no other, got {shapes!r:.80}"
-            )
-        return {name: _unpacked(name, file.get_tensor(name), shape) for name, shape in shapes.items()}
+            raise SparsityError(f"{MASKS}: its metadata must hold the shape of every mask and no other, got {text:.80}")
+        for name, shape in shapes.items():
+            packed = file.get_tensor(name)
+            is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+            size = math.prod(shape) if is_shape else -1
+            is_mask = packed.dtype == torch.uint8 and tuple(packed.shape) == (-(-size // 8),)
+            bits = np.unpackbits(packed.numpy(), bitorder="little") if is_mask else None
+            if bits is None or bits[size:].any():
+                raise SparsityError(f"{MASKS}: {len(packed)} bytes do not hold a mask of shape {shape} for {name}")
+            masks[name] = torch.from_numpy(bits[:size]).bool().reshape(shape)
+    return masks
 
 
 def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
@@ -149,30 +250,42 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
     >>> merged.save_pretrained("merged")  # doctest: +SKIP
     """
-    if not _has_adapters(model) or not callable(getattr(model, "merge_and_unload", None)):
+    if not _adapted(model) or not callable(getattr(model, "merge_and_unload", None)):
         raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")
     _check_adapters(model)
     tensors = _masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
-    ends = [n for n, module, own, _ in tensors if find_mask(module, own) and not _is_in(model.get_base_model(), n)]
-    if ends:
+    registered = {t.name: mask for t in tensors if (mask := find_mask(t.module, t.tensor_name)) is not None}
+    renamed = [name for name in registered if not _is_in(model.get_base_model(), name)]
+    if renamed:
         raise SparsityError(
-            f"merge_lora: without adapters, {ends[0]} has another name; call sparsifier.squash_mask() first"
+            f"merge_lora: without adapters, {renamed[0]} has another name; call sparsifier.squash_mask() first"
         )
     idle = sorted(set(getattr(model, "peft_config", ())) - set(model.active_adapters))
-    before = {name: parameter_of(module, own).detach().clone() for name, module, own, _ in tensors}
-    keeps = {name: mask.to(before[name].device) for name, _, _, mask in tensors}
-    dropped = {}
-    with _masks_removed(tensors, before, keeps) as registered:
-        merged: nn.Module = model.merge_and_unload()
-        for name, module, own, _ in tensors:
-            parameter = parameter_of(module, own)
-            start = select(before[name], keeps[name]) if name in registered else before[name]
-            dropped[name] = _dropped(parameter.detach(), start, keeps[name])
-            if name not in registered:
-                with torch.no_grad():
-                    parameter.copy_(select(parameter.detach(), keeps[name]))
+    before = {t.name: parameter_of(t.module, t.tensor_name).detach().clone() for t in tensors}
+    dropped: dict[str, float | None] = {}
+    with torch.no_grad():
+        for t in tensors:
+            if t.name in registered:  # by whose norms some adapters (DoRA) scale the product
+                remove_mask(t.module, t.tensor_name)
+                parameter_of(t.module, t.tensor_name).copy_(select(before[t.name], t.mask))
+        try:
+            merged: nn.Module = model.merge_and_unload()
+            for t in tensors:
+                parameter = parameter_of(t.module, t.tensor_name)
+                start = select(before[t.name], t.mask) if t.name in registered else before[t.name]
+                norm = float((parameter - start).float().norm())
+                dropped[t.name] = float(select(parameter, ~t.mask).float().norm()) / norm if norm else None
+                if t.name not in registered:
+                    parameter.copy_(select(parameter, t.mask))
+        finally:
+            for t in tensors:
+                if t.name in registered:  # what its mask hides is added again
+                    parameter = parameter_of(t.module, t.tensor_name)
+                    parameter.copy_(torch.where(t.mask, parameter, parameter + before[t.name]))
+            with installed([(t.module, t.tensor_name, registered[t.name]) for t in tensors if t.name in registered]):
+                pass
     shares = {name: share for name, share in dropped.items() if share is not None}
-    size = sum(t.numel() * t.element_size() for t in before.values())
+    size = sum(tensor.nbytes for tensor in before.values())
     report = Conversion(
         target="merge_lora",
         converted=tuple(shares),
@@ -193,10 +306,6 @@ def _adapted(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if getattr(m, "adapter_layer_names", ())]
 
 
-def _has_adapters(model: Any) -> bool:
-    return bool(_adapted(model))
-
-
 def _check_adapters(model: nn.Module) -> None:
     for layer in _adapted(model):
         kind = type(layer).__name__
@@ -207,23 +316,23 @@ def _check_adapters(model: nn.Module) -> None:
         if getattr(layer, "disable_adapters", False):
             raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
         for name in layer.adapter_layer_names:  # type: ignore[union-attr]
-            held = getattr(layer, name, None)
-            parameters = held.named_parameters() if isinstance(held, nn.Module) else ()
-            wrong = next((own for own, p in parameters if not bool(p.isfinite().all())), None)
-            if wrong is not None:
-                raise SparsityError(f"merge_lora: {name}.{wrong} of a {kind} is not finite (nan or inf)")
+            adapters = getattr(layer, name, None)
+            for key, parameter in adapters.named_parameters() if isinstance(adapters, nn.Module) else ():
+                if not bool(parameter.isfinite().all()):
+                    raise SparsityError(f"merge_lora: {name}.{key} of a {kind} is not finite (nan or inf)")
 
 
-def _masked_tensors(
-    models: Sequence[nn.Module], sparsifier: Masks, target: str
-) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """(name, module, tensor's name in it, bool mask) of every mask; a layer with adapters is looked through.
+class _Masked(NamedTuple):
+    """A tensor of a model and its mask."""
 
-    Args:
-        models: where the names are looked up; the first that has a name counts.
-        sparsifier: that has the masks, or {name: mask}.
-        target: first word of error messages.
-    """
+    name: str
+    module: nn.Module
+    tensor_name: str
+    mask: Tensor
+
+
+def _masked_tensors(models: Sequence[nn.Module], sparsifier: Masks, target: str) -> list[_Masked]:
+    """Every tensor that has a mask, by the first of the models that has its name; adapters are looked through."""
     if isinstance(sparsifier, MaskSparsifier):
         masks = {name: s["mask"] for name, s in sparsifier.state.items() if s.get("mask") is not None}
     elif isinstance(sparsifier, Mapping):
@@ -233,30 +342,30 @@ def _masked_tensors(
         raise SparsityError(f"{target}: expected a sparsifier of sparsekit_ao, or {{name: mask}}, got {kind}")
     if not masks:
         raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")
-    found = []
+    tensors = []
     for name, mask in masks.items():
-        module, own = _owner(models, name, target)
-        shape = parameter_of(module, own).shape
-        if not isinstance(mask, Tensor) or shape != mask.shape:
+        module, tensor_name = _owner(models, name, target)
+        parameter = parameter_of(module, tensor_name)
+        if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
             got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise SparsityError(f"{target}: {name} is {tuple(shape)}, but its mask is {got}")
-        found.append((name, module, own, mask.detach() != 0))
-    return found
+            raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
+        tensors.append(_Masked(name, module, tensor_name, (mask.detach() != 0).to(parameter.device)))
+    return tensors
 
 
 def _owner(models: Sequence[nn.Module], name: str, target: str) -> tuple[nn.Module, str]:
     for model in models:
         if not _is_in(model, name):
             continue
-        module, own = owner_of(model, name)
+        module, tensor_name = owner_of(model, name)
         if hasattr(module, "modules_to_save"):
             raise SparsityError(
                 f"{target}: {name} is in modules_to_save, so peft replaces it by a copy without its mask. Pass the "
                 "other masks as {name: mask}, and prune this weight again afterwards."
             )
         module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
-        if module._parameters.get(own) is not None or parametrize.is_parametrized(module, own):
-            return module, own
+        if module._parameters.get(tensor_name) is not None or parametrize.is_parametrized(module, tensor_name):
+            return module, tensor_name
     raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
 
 
@@ -266,74 +375,3 @@ def _is_in(model: nn.Module, name: str) -> bool:
         return isinstance(owner_of(model, name)[0], nn.Module)
     except AttributeError:
         return False
-
-
-def _check_masked(name: str, values: Mapping[str, Tensor], mask: Tensor) -> None:
-    """Raise a SparsityError if a value outside of the mask is not zero."""
-    if name not in values:
-        raise SparsityError(f"save_pretrained: the state dict of the model has no tensor {name}")
-    wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
-    if len(wrong):
-        raise SparsityError(
-            f"save_pretrained: {name} is not zero at {wrong[0].tolist()}, which its mask drops ({len(wrong):,} such "
-            "values): it was changed after squash_mask, or the mask is another model's. Apply the mask first."
-        )
-
-
-@contextmanager
-def _masks_removed(
-    tensors: Sequence[tuple[str, nn.Module, str, Tensor]], before: Mapping[str, Tensor], keeps: Mapping[str, Tensor]
-) -> Iterator[set[str]]:
-    """Take registered masks off and write masked weights; afterwards, register them, with what they hid added again.
-
-    The norms by which some adapters (DoRA) scale a weight are those of the masked one. Yields the names of the tensors.
-    """
-    found = [(name, module, own, find_mask(module, own)) for name, module, own, _ in tensors]
-    hidden = {name: (module, own) for name, module, own, mask in found if mask is not None}
-    registered: list[tuple[nn.Module, str, WeightMask]] = [
-        (m, own, mask) for _, m, own, mask in found if mask is not None
-    ]
-    for name, (module, own) in hidden.items():
-        remove_mask(module, own)
-        with torch.no_grad():
-            parameter_of(module, own).copy_(select(before[name], keeps[name]))
-    try:
-        yield set(hidden)
-    finally:
-        for name, (module, own) in hidden.items():
-            parameter = parameter_of(module, own)
-            with torch.no_grad():
-                parameter.copy_(torch.where(keeps[name], parameter, parameter + before[name]))
-        with installed(registered):
-            pass
-
-
-def _dropped(merged: Tensor, start: Tensor, keep: Tensor) -> float | None:
-    """The part that a mask drops, relative to the norm of the change; None if nothing changes."""
-    norm = float((merged - start).float().norm())
-    return float(select(merged, ~keep).float().norm()) / norm if norm else None
-
-
-def _check_files(folder: Path, values: Mapping[str, Tensor]) -> set[str]:
-    """Compare masked tensors with the files that transformers wrote; returns the names that were found there."""
-    found: set[str] = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name != MASKS:
-            with open_file(path) as file:
-                for name in set(file.keys()) & set(values):
-                    found.add(name)
-                    written, value = flat(file.get_tensor(name)), flat(values[name])
-                    if written.dtype != value.dtype or not torch.equal(bits_of(written), bits_of(value)):
-                        raise SparsityError(f"save_pretrained: {path.name} does not hold the masked values of {name}")
-    return found
-
-
-def _unpacked(name: str, bits: Tensor, shape: Any) -> Tensor:
-    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    n = math.prod(shape) if is_shape else -1
-    kept = from_mask(bits, n) if bits.dtype == torch.uint8 and bits.ndim == 1 and len(bits) == -(-n // 8) else None
-    if kept is None:
-        raise SparsityError(f"{MASKS}: {len(bits)} bytes do not hold a mask of shape {shape} for {name}")
-    mask = torch.zeros(shape, dtype=torch.bool)
-    mask.view(-1)[kept] = True
-    return mask

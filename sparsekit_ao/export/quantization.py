@@ -5,27 +5,22 @@ Orders that work: prune, `squash_mask`, then `quantize`; or, with training that 
 `QATConfig(step="convert")`.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
+from ..calibration import Calibration, call, run_batches
+from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
-from ..removal.results import Conversion
-from . import rules
-from .batches import Forward, calls_of, check_calls, compare, copied, listed, outputs_of
-from .layers import Layer, checked_layers, layers_of
+from ..removal.verify import Outputs, output_difference, seeded
+from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
 
-
-def reasons(layer: Layer) -> list[str]:
-    """Why torchao should not quantize a weight; empty if it may."""
-    found = rules.is_a(layer, nn.Linear) or rules.has_dtype(layer, [torch.float32, torch.bfloat16, torch.float16])
-    return found or [
-        *rules.is_not_parametrized(layer),
-        *rules.is_not_shared(layer),
-        *rules.is_finite(layer),
-    ]
+Forward = Callable[[nn.Module, Any], Any]
 
 
 def quantize(
@@ -58,81 +53,122 @@ def quantize(
     >>> from torchao.quantization import Int8WeightOnlyConfig  # doctest: +SKIP
     >>> small, report = quantize(model, Int8WeightOnlyConfig(), batches)  # doctest: +SKIP
     """
-    step = _qat_step(config)
-    wanted = _is_2_4 if "sparse" in str(getattr(config, "packing_format", "")).lower() else reasons
-    _refuse_masks(model, step)
-    if step == "prepare":
+    _check_order(model, config)
+    packs = "sparse" in str(getattr(config, "packing_format", "")).lower()
+    layers, _ = checked_layers(model, "quantize", _sparse_kernel_refusals if packs else linear_refusals, tensors)
+    if isinstance(batches, (Tensor, Mapping, str)):
         raise SparsityError(
-            "quantize: QATConfig(step='prepare') changes layers for training, so call torchao.quantize_ itself, before "
-            "sparsifier.prepare; after training call squash_mask, then quantize with step='convert'"
+            f"quantize: batches must be a list of batches, got one {type(batches).__name__}; pass [batch]"
         )
-    layers, _ = checked_layers(model, "quantize", wanted, tensors)
+    batches = list(batches)
+    if not batches:
+        raise SparsityError("quantize: there are no batches; an iterator that was used up before gives none")
     from torchao.quantization import quantize_
 
-    batches, modules = listed(batches, "quantize"), {a.fqn: a.name for a in layers}
-    with calls_of(model, modules) as before:
-        outputs = outputs_of(model, batches, forward)
-    converted = copied(model, "quantize")
+    paths = {layer.fqn: layer.path for layer in layers}
+    outputs, called = _outputs(model, batches, forward, paths)
+    try:
+        converted = copy.deepcopy(model)
+    except Exception as e:
+        raise SparsityError(f"quantize: the model cannot be copied: {e}") from e
     try:
         quantize_(converted, config, filter_fn=None)  # all Linear layers, or those that a FqnToConfig names
     except Exception as e:
         raise SparsityError(f"quantize: torchao refuses this model with {type(config).__name__}: {e}") from e
     _check_zeros(layers, converted)
-    done, left = _split(model, converted)
-    _check_packed(model, converted, done)
-    difference = compare(outputs, converted, batches, forward, "quantize")
-    check_calls(converted, {name: modules[name] for name in before}, batches, forward, "quantize")
+    all_layers = layers_of(model)
+    quantized = {a.fqn: a for a in all_layers if _is_quantized(_tensor(converted, a.fqn))}
+    _check_packed(list(quantized.values()), converted)
+    try:
+        new_outputs, called_again = _outputs(converted, batches, forward, paths)
+    except Exception as e:
+        raise SparsityError(f"quantize: the converted model does not run: {e}") from e
+    lost = [name for name in paths if name in called - called_again]
+    if lost:
+        raise SparsityError(
+            f"quantize: a copy of the model still calls the original module of {lost[0]}, as closures and compiled "
+            "models do. Pass the model before torch.compile, and call layers as attributes of their module."
+        )
+    uncalled = [name for name in paths if name not in called]
     report = Conversion(
         target="quantize",
-        converted=tuple(done),
-        left=dict.fromkeys(left, "torchao does not quantize it with this config"),
-        before=sum(_bytes(_tensor(model, name)) for name in done),
-        after=sum(_bytes(_tensor(converted, name)) for name in done),
-        difference=difference,
-        notes=tuple(
-            f"{name}: no batch calls its module, so it may not be compared" for name in modules if name not in before
-        ),
+        converted=tuple(quantized),
+        left={a.fqn: "torchao does not quantize it with this config" for a in all_layers if a.fqn not in quantized},
+        before=sum(layer.weight.nbytes for layer in quantized.values()),
+        after=sum(_bytes(_tensor(converted, name)) for name in quantized),
+        difference=_largest_difference(outputs, new_outputs),
+        notes=tuple(f"{name}: no batch calls its module, so it may not be compared" for name in uncalled),
     )
     return converted, report
 
 
-def _qat_step(config: Any) -> str | None:
+def _check_order(model: nn.Module, config: Any) -> None:
     step = getattr(config, "step", None)
-    return None if step is None else str(getattr(step, "value", step)).lower()
+    step = None if step is None else str(getattr(step, "value", step)).lower()
+    masked = next((layer.fqn for layer in layers_of(model) if layer.masked), None)
+    if masked is not None:
+        order = (
+            "torchao.quantize_ with QATConfig(step='prepare'), sparsifier.prepare, training, sparsifier.squash_mask, "
+            "quantize with QATConfig(step='convert')"
+            if step is not None
+            else "sparsifier.prepare, step, squash_mask, then quantize"
+        )
+        raise SparsityError(f"quantize: {masked} still has its mask. The order that works: {order}.")
+    if step == "prepare":
+        raise SparsityError(
+            "quantize: QATConfig(step='prepare') changes layers for training, so call torchao.quantize_ itself, before "
+            "sparsifier.prepare; after training call squash_mask, then quantize with step='convert'"
+        )
 
 
-def _refuse_masks(model: nn.Module, step: str | None) -> None:
-    masked = [layer.fqn for layer in layers_of(model) if layer.masked]
-    if not masked:
-        return
-    order = (
-        "torchao.quantize_ with QATConfig(step='prepare'), sparsifier.prepare, training, sparsifier.squash_mask, "
-        "quantize with QATConfig(step='convert')"
-        if step is not None
-        else "sparsifier.prepare, step, squash_mask, then quantize"
-    )
-    raise SparsityError(f"quantize: {masked[0]} still has its mask. The order that works: {order}.")
-
-
-def _is_2_4(layer: Layer) -> list[str]:
-    found = reasons(layer) or rules.has_dtype(layer, [torch.bfloat16]) or rules.keeps_n_of_m(layer, 2, 4)
+def _sparse_kernel_refusals(layer: Layer) -> list[str]:
+    refusals = linear_refusals(layer, (torch.bfloat16,)) or two_four_refusals(layer)
     device = layer.weight.device.type
-    return found + ([] if device == "cuda" else [f"needs a weight on CUDA for sparse kernels, got one on {device}"])
+    return refusals + ([] if device == "cuda" else [f"needs a weight on CUDA for sparse kernels, got one on {device}"])
+
+
+def _outputs(
+    model: nn.Module, batches: Sequence[Any], forward: Forward | None, paths: Mapping[str, str]
+) -> tuple[list[Outputs], set[str]]:
+    """The tensors that a model returns for each batch in eval mode, and the names whose modules were called.
+
+    It runs with one seed and on copies of the batches, in case that it writes to its inputs.
+    """
+    outputs: list[Outputs] = []
+    called: set[str] = set()
+
+    def run(model: nn.Module, batch: Any) -> None:
+        result = call(model, batch) if forward is None else forward(model, batch)
+        outputs.append([(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)])
+
+    copies = (_pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch) for batch in batches)
+    with ExitStack() as hooks, seeded([*model.parameters(), *model.buffers()]):
+        for name, path in paths.items():
+            handle = model.get_submodule(path).register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            hooks.callback(handle.remove)
+        run_batches(Calibration(()), model, copies, run, None)
+    return outputs, called
+
+
+def _largest_difference(wanted: Sequence[Outputs], outputs: Sequence[Outputs]) -> float:
+    if not any(wanted):
+        raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
+    for place, tensor in (pair for batch in wanted for pair in batch):
+        if bool(tensor.isnan().any()):
+            raise SparsityError(f"quantize: {place} of the model contains nan on these batches, and nan equals nothing")
+    largest = max(output_difference(a, b) for a, b in zip(wanted, outputs, strict=True) if a or b)
+    if largest == float("inf"):
+        raise SparsityError(
+            "quantize: the converted model returns other shapes, other integers, inf or nan. Integers computed from "
+            "outputs, such as an argmax, may change with rounding; compare what they are computed from"
+        )
+    return largest
 
 
 def _tensor(model: nn.Module, fqn: str) -> Tensor:
-    module, _, name = fqn.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(module), name)
-    return found
-
-
-def _split(model: nn.Module, converted: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the weights that are quantized now, and of the others."""
-    done: list[str] = []
-    left: list[str] = []
-    for layer in layers_of(model):
-        (done if _is_quantized(_tensor(converted, layer.fqn)) else left).append(layer.fqn)
-    return done, left
+    path, _, name = fqn.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), name)
+    return tensor
 
 
 def _is_quantized(tensor: Tensor) -> bool:
@@ -141,13 +177,13 @@ def _is_quantized(tensor: Tensor) -> bool:
 
 def _check_zeros(layers: Sequence[Layer], converted: nn.Module) -> None:
     for layer in layers:
-        found = _tensor(converted, layer.fqn)
-        if not _is_quantized(found):
+        tensor = _tensor(converted, layer.fqn)
+        if not _is_quantized(tensor):
             raise SparsityError(
                 f"quantize: torchao left {layer.fqn} of shape {tuple(layer.weight.shape)} as it is with this "
                 "config; its kernel may need other multiples. Take another config, or name others (tensors=[...])."
             )
-        changed = ((layer.weight == 0) & (found.dequantize().to(layer.weight.device) != 0)).nonzero()
+        changed = ((layer.weight == 0) & (tensor.dequantize().to(layer.weight.device) != 0)).nonzero()
         if len(changed):
             raise SparsityError(
                 f"quantize: the zero of {layer.fqn} at {changed[0].tolist()} is not zero after quantization with this "
@@ -155,21 +191,21 @@ def _check_zeros(layers: Sequence[Layer], converted: nn.Module) -> None:
             )
 
 
-def _check_packed(model: nn.Module, converted: nn.Module, done: Sequence[str]) -> None:
+def _check_packed(layers: Sequence[Layer], converted: nn.Module) -> None:
     """Weights that are packed as 2:4 must have been 2:4, also those that nobody pruned."""
-    for layer in layers_of(model):
-        if layer.fqn in done and "sparse" in type(_tensor(converted, layer.fqn)).__name__.lower():
-            why = rules.keeps_n_of_m(layer, 2, 4)
-            if why:
-                raise SparsityError(
-                    f"quantize: this config packs {layer.fqn} as 2:4 as well, which {why[0]}. Name only 2:4 layers, by "
-                    "torchao's FqnToConfig."
-                )
+    for layer in layers:
+        is_packed = "sparse" in type(_tensor(converted, layer.fqn)).__name__.lower()
+        refusals = two_four_refusals(layer) if is_packed else []
+        if refusals:
+            raise SparsityError(
+                f"quantize: this config packs {layer.fqn} as 2:4 as well, which {refusals[0]}. Name only 2:4 layers, "
+                "by torchao's FqnToConfig."
+            )
 
 
 def _bytes(tensor: Tensor) -> int:
     """Bytes of a tensor, or of all the tensors of which a subclass is made."""
     if not _is_quantized(tensor):
-        return tensor.numel() * tensor.element_size()
+        return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return sum(_bytes(getattr(tensor, name)) for name in names)

@@ -130,7 +130,9 @@ class _Pass:
         pruning_groups = sparsifier._pruning_groups(self.groups)
         all_coupled = connected(pruning_groups, len(self.groups))
         shared = {id(c) for coupled in all_coupled if any(len(c.members) > 1 for c in coupled) for c in coupled}
-        self.        self.shared = [c for c in pruning_groups if id(c) in shared]  # of tensors that are coupled or share a budget
+        self.self.shared = [
+            c for c in pruning_groups if id(c) in shared
+        ]  # of tensors that are coupled or share a budget
         self.single = [[c for c in all_coupled[i] if id(c) not in shared] for i in range(len(self.groups))]
         saved = sparsifier._one_shot if resume else None
         self.progress = {"rows": {}, "masks": {}} if saved is None else saved

@@ -1,8 +1,9 @@
 """The report of a one-shot pass: what happened to each layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..tables import Table, aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneShotReport(Sequence[LayerRow]):
+class OneShotReport(Table[LayerRow]):
     """Rows as data; `str()` of it is a table, `plot` a picture.
 
     Attributes:
@@ -45,41 +46,21 @@ class OneShotReport(Sequence[LayerRow]):
     1 layers in 0.2 s, no blocks: the model ran once for each layer
     """
 
-    rows: tuple[LayerRow, ...]
     seconds: float
     blocks: int = 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, at):  # type: ignore[no-untyped-def]
-        return self.rows[at]
 
     def metrics(self) -> dict[str, float]:
         """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
         return {**{f"output_error/{r.tensor}": r.after for r in self.rows}, "seconds": self.seconds}
 
     def __str__(self) -> str:
-        head = ("tensor", "error before", "after", "density", "seconds", "note")
-        lines = [
-            head,
-            *(
-                (r.tensor, f"{r.before:.4f}", f"{r.after:.4f}", f"{r.density:.4f}", f"{r.seconds:.2f}", r.note)
-                for r in self.rows
-            ),
-        ]
-        widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-        table = [
-            "  ".join(
-                c.rjust(w) if 0 < k < 5 else c.ljust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        ]
-        return "\n".join([*(line.rstrip() for line in table), self._last_line()])
-
-    def _last_line(self) -> str:
+        lines = [("tensor", "error before", "after", "density", "seconds", "note")]
+        for r in self.rows:
+            numbers = (f"{r.before:.4f}", f"{r.after:.4f}", f"{r.density:.4f}", f"{r.seconds:.2f}")
+            lines.append((r.tensor, *numbers, r.note))
         how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
-        return f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"
+        table = [line.rstrip() for line in aligned(lines, right=range(1, 5))]
+        return "\n".join([*table, f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"])
 
     def plot(self, path: str | Path) -> None:
         """Save a picture of the errors before and after, layer by layer; needs matplotlib."""

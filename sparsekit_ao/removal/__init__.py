@@ -1,9 +1,8 @@
 """Removal of units that a pruned model holds as zeros: smaller dense models with the same outputs, verified."""
 
-from .compact import compact
+from .compact import Compaction, KeptUnits, Size, compact
 from .manifest import cut_to
 from .removable import removable
-from .results import Compaction, KeptUnits, Size
 from .shrink import shrink
 
 __all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "removable", "shrink"]

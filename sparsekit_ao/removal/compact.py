@@ -1,23 +1,142 @@
-"""compact: make a masked model smaller and dense, with the same outputs.
+"""compact: make a masked model smaller and dense, with the same outputs; and its report.
 
 Couplings are bound -> dropped units removed from a copy -> sizes updated, norms folded -> both models run and compared.
 """
 
+import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..coupling import Coupling
 from ..errors import SparsityError
-from .attributes import Change, assign_attrs, unlisted_sizes
-from .config_fields import fit_config, has_config
+from ..tables import aligned
 from .manifest import make_manifest
-from .removal import Removal
-from .results import UNLISTED, Compaction, KeptUnits, Size
-from .trial import Compacted, compacted, compared, find_removals
-from .verify import Reference
+from .norms import fold_norms
+from .remove import (
+    Removal,
+    check_lists,
+    drop_modules,
+    find_removal,
+    outside_dropped,
+    plain_tensors,
+    remove_units,
+)
+from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
+from .verify import Comparison, Reference
+
+UNLISTED = "possibly a removed size (list it in attrs): "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The size of a model.
+
+    Attributes:
+        parameters: elements of all parameters; a shared one counts once.
+        bytes: of parameters and buffers.
+        flops: of one forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
+
+    >>> Size(parameters=10, bytes=40, flops=16).bytes
+    40
+    """
+
+    parameters: int
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptUnits:
+    """How many units of one coupling are kept.
+
+    Attributes:
+        name: of the coupling.
+        kept, of: units of a scope after and before.
+        scopes: number of independent sets of units.
+        partly: kept units, over all scopes, where some members hold only zeros, but not all.
+
+    >>> print(KeptUnits(name="heads", kept=2, of=4, scopes=3))
+    2 of 4 units in each of 3 scopes
+    """
+
+    name: str
+    kept: int
+    of: int
+    scopes: int = 1
+    partly: int = 0
+
+    def __str__(self) -> str:
+        scopes = f" in each of {self.scopes} scopes" if self.scopes > 1 else ""
+        partly = f" ({self.partly} of them zero in some members only)" if self.partly else ""
+        return f"{self.kept} of {self.of} units{scopes}{partly}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """The result of `compact` as numbers; `print(report)` shows it as text.
+
+    Attributes:
+        couplings: one row a coupling.
+        before, after: sizes of the model.
+        difference: largest difference of an output on the example inputs, relative to the largest value that differs.
+        in_float64: the same of float64 copies, where rounding explains why it is more than the tolerance.
+        notes: descriptions of what is not exact.
+        not_compared: objects in the output that were not inspected, so tensors in them were not compared.
+        unlisted: integers that seem to hold a removed size and are in no coupling's `attrs`.
+        changed: attributes of modules and configs with their old and new values.
+        not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
+            that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
+        left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
+        manifest: plain data for `cut_to`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[1:].zero_(), model[1].weight[:, 1:].zero_()
+    >>> hidden = sparsekit_ao.Coupling({"0.weight": "u i", "1.weight": "o u"})
+    >>> report = sparsekit_ao.removal.compact(model, hidden, torch.ones(1, 2))[1]
+    >>> report.before.parameters, report.after.parameters, str(report.couplings[0])
+    (18, 6, '1 of 4 units')
+    """
+
+    couplings: tuple[KeptUnits, ...]
+    before: Size
+    after: Size
+    difference: float
+    in_float64: float | None = None
+    notes: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    not_in_config: str | None = None
+    left_out: tuple[str, ...] = ()
+    manifest: Mapping[str, Any] = field(repr=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the manifest as JSON, for `cut_to` in another process."""
+        Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
+
+    def __str__(self) -> str:
+        lines = [text.rstrip() for text in aligned([(row.name, str(row)) for row in self.couplings])]
+        for what in ("parameters", "bytes", "flops"):
+            was, now = getattr(self.before, what), getattr(self.after, what)
+            lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
+        lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
+        lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
+        lines += [f"changed: {text}" for text in self.changed]
+        lines += [f"not exact: {note}" for note in self.notes]
+        lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
+        lines += [UNLISTED + text for text in self.unlisted]
+        if self.not_in_config:
+            how = "save and load it with export.save_pretrained and export.load_pretrained"
+            lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
+        lines += [f"left out: {text}" for text in self.left_out]
+        return "\n".join(lines)
 
 
 def compact(
@@ -79,80 +198,135 @@ def compact(
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"tolerance must be a number >= 0, got {tolerance!r}")
-    removals = find_removals(model, assign_attrs(_checked(couplings), attrs or {}), multiple_of)
+    listed = [couplings] if isinstance(couplings, Coupling) else couplings
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(one, Coupling) for one in listed):
+        raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
+    removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
     return verified(model, removals, example_inputs, tolerance)
 
 
 def verified(
     model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float, *, with_config: bool = False
 ) -> tuple[nn.Module, Compaction]:
-    """A model without some units (or without none), if it gives the same outputs; see `compact`, and `fit_config`."""
-    result = compacted(model, removals)
+    """Return a model without some units, if it gives the same outputs; see `compact` and `fit_config`."""
+    smaller = without_units(model, removals)
     reference = Reference(model, example_inputs)
-    found = compared(reference, result, tolerance)
-    if isinstance(found, str):
-        raise _error(model, reference, tolerance, result, found)
-    of_config: list[Change] = []
-    not_in_config = None
+    comparison = compared(reference, smaller.model, tolerance)
+    if isinstance(comparison, str):
+        raise _error(model, reference, tolerance, smaller, removals, comparison)
+    changes, not_in_config = smaller.changes, None
     if with_config and has_config(model):
-        of_config, not_in_config = fit_config(model, result.model, removals, reference, tolerance)
-    changes = [*result.changes, *of_config]
+        of_config, not_in_config = fit_config(model, smaller.model, removals, reference, tolerance)
+        changes = [*changes, *of_config]
+    rows = [
+        KeptUnits(
+            name=removal.coupling.name,
+            kept=removal.kept,
+            of=removal.scope_units,
+            scopes=removal.keep.numel() // removal.scope_units,
+            partly=removal.partly,
+        )
+        for removal in removals
+    ]
     report = Compaction(
-        couplings=tuple(_row(removal) for removal in removals),
+        couplings=tuple(rows),
         before=_size(model, reference.flops),
-        after=_size(result.model, found.flops),
-        difference=found.difference,
-        in_float64=found.in_float64,
-        notes=tuple(result.notes),
+        after=_size(smaller.model, comparison.flops),
+        difference=comparison.difference,
+        in_float64=comparison.in_float64,
+        notes=tuple(smaller.notes),
         not_compared=tuple(reference.opaque),
-        unlisted=tuple(unlisted_sizes(result.model, removals, changes)),
-        changed=_changed(changes),
+        unlisted=tuple(unlisted_sizes(smaller.model, removals, changes)),
+        changed=_as_text(changes),
         not_in_config=not_in_config,
-        manifest=make_manifest(removals, changes, result.shapes),
+        manifest=make_manifest(removals, changes, smaller.shapes),
     )
-    return result.model, report
+    return smaller.model, report
 
 
-def _checked(couplings: Coupling | Sequence[Coupling]) -> list[Coupling]:
-    found = [couplings] if isinstance(couplings, Coupling) else couplings
-    if not isinstance(found, Sequence) or not found or not all(isinstance(one, Coupling) for one in found):
-        raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
-    return list(found)
+def find_removals(
+    model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
+) -> list[Removal]:
+    """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`."""
+    names = [coupling.name for coupling in couplings]
+    for name in multiple_of if isinstance(multiple_of, Mapping) else ():
+        if name not in names:
+            raise SparsityError(f"multiple_of names {name!r}, but the couplings are {', '.join(map(repr, names))}")
+    removals = []
+    for source, coupling in enumerate(couplings):
+        multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
+        removals += [find_removal(model, bound, multiple, source) for bound in coupling.bind(model)]
+    return outside_dropped(removals)
 
 
-def _error(model: nn.Module, reference: Reference, tolerance: float, result: Compacted, problem: str) -> SparsityError:
-    """The error for a compacted model with other outputs, with the couplings that cause it by themselves."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Smaller:
+    """A copy of a model without some units, before it is verified."""
+
+    model: nn.Module
+    changes: list[Change]  # of attributes
+    notes: list[str]  # what is not exact
+    shapes: dict[str, tuple[int, ...]]  # of the couplings' tensors in the dense model
+
+
+def without_units(model: nn.Module, removals: Sequence[Removal]) -> Smaller:
+    """Return a copy of a masked model without some units; an error where they cannot be removed."""
+    check_lists(model, removals, "")
+    changes, small = find_changes(model, removals), copy.deepcopy(model)
+    remove_units(small, removals)
+    apply_changes(small, changes)
+    folded, notes = fold_norms(model, small, removals)
+    drop_modules(small, removals)  # last, since it changes names
+    fqns = [m.fqn for removal in removals for m in removal.coupling.members]
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
+    return Smaller(model=small, changes=changes + folded, notes=notes, shapes=shapes)
+
+
+def compared(reference: Reference, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison | str:
+    """Compare a smaller model, or describe what is wrong with it; see `Reference.compare`."""
+    try:
+        comparison = reference.compare(small, tolerance, discarded=discarded)
+    except Exception as e:
+        return f"does not run: {e}"
+    if comparison.decisive <= tolerance:
+        return comparison
+    if comparison.decisive == float("inf"):
+        return "gives other outputs: other shapes, integers, inf or nan"
+    return f"gives other outputs: a relative difference of {comparison.difference:.1e}"
+
+
+def _error(
+    model: nn.Module,
+    reference: Reference,
+    tolerance: float,
+    smaller: Smaller,
+    removals: Sequence[Removal],
+    problem: str,
+) -> SparsityError:
+    """The error for a smaller model with other outputs, with the couplings that cause it by themselves."""
     lines = []
-    for removal in result.removals:
+    for removal in removals:
         if not removal.is_empty:
-            alone = compared(reference, compacted(model, [removal]), tolerance, discarded=True)
+            alone = compared(reference, without_units(model, [removal]).model, tolerance, discarded=True)
             lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
     lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
-    lines += [f"not exact: {note}" for note in result.notes]
-    lines += [UNLISTED + text for text in unlisted_sizes(result.model, result.removals, result.changes)]
+    lines += [f"not exact: {note}" for note in smaller.notes]
+    lines += [UNLISTED + text for text in unlisted_sizes(smaller.model, removals, smaller.changes)]
     return SparsityError(
         f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a removed "
         "size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
     )
 
 
-def _changed(changes: Sequence[Change]) -> tuple[str, ...]:
-    """The changed integers as text, those of repeated layers once, with stars for their numbers."""
+def _as_text(changes: Sequence[Change]) -> tuple[str, ...]:
+    """The changed integers, those of repeated layers once, with stars for their numbers."""
     numbers = re.compile(r"(?<![^.])\d+(?![^.])")
     integers = [c for c in changes if isinstance(c.was, int) and c.was != c.now]
-    lines = [f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers]
-    return tuple(dict.fromkeys(lines))
-
-
-def _row(removal: Removal) -> KeptUnits:
-    scopes = removal.keep.numel() // removal.of
-    return KeptUnits(name=removal.coupling.name, kept=removal.kept, of=removal.of, scopes=scopes, partly=removal.partly)
+    return tuple(dict.fromkeys(f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers))
 
 
 def _size(model: nn.Module, flops: int) -> Size:
     tensors = [*model.parameters(), *model.buffers()]
     return Size(
-        parameters=sum(p.numel() for p in model.parameters()),
-        bytes=sum(t.numel() * t.element_size() for t in tensors),
-        flops=flops,
+        parameters=sum(p.numel() for p in model.parameters()), bytes=sum(t.nbytes for t in tensors), flops=flops
     )

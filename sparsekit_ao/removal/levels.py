@@ -16,45 +16,38 @@ from ..coupling import BoundCoupling, Coupling
 from ..errors import SparsityError
 from ..selection import keep_mask
 from ..structure import sparsity_to_nnz
-from .attributes import apply_changes, find_changes
-from .removal import Removal, plain_tensors, remove_units
+from .remove import Removal, plain_tensors, remove_units, rounded
+from .sizes import apply_changes, find_changes
 from .verify import count_flops
 
 Cost = Callable[[nn.Module], float]
 Rows = Mapping[str, Sequence[Tensor]]  # {coupling: for each of its layers, numbers of units [scopes, units]}
 
 
-def cost_of(of: str | Cost, inputs: Any) -> Cost:
-    """The cost of a model: "flops" of a forward on the inputs, "parameters", or a function itself."""
-    if callable(of):
-        return of
+def cost_function(cost: str | Cost, inputs: Any) -> Cost:
+    """Return the cost of a model as a function: "flops" of a forward on the inputs, "parameters", or one itself."""
+    if callable(cost):
+        return cost
     costs: dict[str, Cost] = {
         "flops": lambda model: count_flops(model, inputs),
         "parameters": lambda model: sum(p.numel() for p in model.parameters()),
     }
-    if of not in costs:
-        raise SparsityError(f"shrink: of must be 'units', 'flops', 'parameters' or a function of a model, got {of!r}")
-    return costs[of]
-
-
-def rounded(kept: int, units: int, multiple: int) -> int:
-    """A number of kept units as a multiple (at least one), or all of them.
-
-    >>> rounded(5, 12, 4), rounded(0, 12, 4), rounded(11, 11, 4)
-    (8, 4, 11)
-    """
-    return min(-(-max(kept, 1) // multiple) * multiple, units)
+    if cost not in costs:
+        raise SparsityError(
+            f"shrink: cost must be 'units', 'flops', 'parameters' or a function of a model, got {cost!r}"
+        )
+    return costs[cost]
 
 
 def multiple_for(model: nn.Module, coupling: Coupling) -> int:
-    """The number of units of which a multiple makes dimensions of 16-bit weights multiples of 8, as their kernels want.
+    """Return the number of units whose multiples make dimensions of 16-bit weights multiples of 8, for their kernels.
 
     >>> mlp = Coupling({"0.weight": "u i", "1.weight": "o u"})
     >>> model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
     >>> multiple_for(model, mlp), multiple_for(model.half(), mlp)
     (1, 8)
     """
-    found = 1
+    multiple = 1
     for bound in coupling.bind(model):
         tensors = plain_tensors(model, [member.fqn for member in bound.members])
         for member in bound.members:
@@ -62,14 +55,14 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
             if tensor.ndim > 1 and tensor.is_floating_point() and tensor.element_size() == 2:
                 lengths, axes = member.pattern.lengths(tuple(tensor.shape)), member.pattern.dimensions
                 inner = [axis for axis in axes[member.pattern.dimension_of(coupling.unit)] if axis != coupling.unit]
-                found = max(found, 8 // math.gcd(8, math.prod(lengths[axis] for axis in inner)))
-    return found
+                multiple = max(multiple, 8 // math.gcd(8, math.prod(lengths[axis] for axis in inner)))
+    return multiple
 
 
 def counts_at_levels(
     model: nn.Module, couplings: Sequence[Coupling], levels: Mapping[str, float], multiples: Mapping[str, int]
 ) -> dict[str, int]:
-    """{coupling: kept units of a scope} where each drops a fraction of its own, rounded to multiples."""
+    """Return {coupling: kept units of a scope} where each drops a fraction of its own, rounded to multiples."""
     return {
         one.name: rounded(sparsity_to_nnz(levels[one.name], units, "shrink: ratio: "), units, multiples[one.name])
         for one in couplings
@@ -87,7 +80,7 @@ def counts_within(
     multiples: Mapping[str, int],
     limits: Mapping[str, float],
 ) -> dict[str, int]:
-    """{coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
+    """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
     Units are dropped one by one: next is always the one by which the lost importance of its coupling, relative to the
     kept one, increases least for the square root of the cost that it saves. The root keeps costly couplings from being
@@ -98,16 +91,14 @@ def counts_within(
         model: not changed.
         couplings: of one layer, or of layers that keep equal numbers.
         importances: of their units; they add up.
-        cost: of a model.
-        ratio: fraction of the cost that is saved, at least.
-        multiples: {coupling: units that are dropped at once}.
-        limits: {coupling: largest fraction of its units that is dropped}.
+        cost, ratio: function of a model, and the fraction of its value that is saved, at least.
+        multiples, limits: by coupling, units that are dropped at once, and the largest fraction that is dropped.
 
     Raises:
         SparsityError: with all that may be dropped, the model costs more.
     """
     bounds = {one.name: one.bind(model) for one in couplings}
-    full = {name: found[0].grid[-1] for name, found in bounds.items()}
+    full = {name: bindings[0].grid[-1] for name, bindings in bounds.items()}
 
     def cost_at(counts: Mapping[str, int]) -> float:
         return cost(_without(model, couplings, bounds, counts))
@@ -118,8 +109,8 @@ def counts_within(
         least = rounded(max(sparsity_to_nnz(limits[name], units, "max_sparsity: ") for name in names), units, multiple)
         if least == units or any(full[name] != units for name in names):
             continue  # of different numbers, equal fractions would be needed
-        some = max(least, rounded(units // 2, units - multiple, multiple))
-        saved = (dense - cost_at(dict.fromkeys(names, some))) / (units - some)
+        half = max(least, rounded(units // 2, units - multiple, multiple))
+        saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
         kept_share = _kept_shares([row for name in names for row in importances[name]])
         for kept, before in _multiples_down(units, least, multiple):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)
@@ -140,10 +131,10 @@ def counts_within(
     return counts(taken)
 
 
-def kept_units(bound: BoundCoupling, rows: Tensor, kept: int, source: int = 0) -> Removal:
-    """The units of a layer with the highest scores in each scope, as a removal of the others."""
+def kept_units(bound: BoundCoupling, rows: Tensor, kept: int) -> Removal:
+    """Return the units of a layer with the highest scores in each scope, as a removal of the others."""
     keep = keep_mask(rows.reshape(-1, bound.grid[-1]), kept).cpu()
-    return Removal(coupling=bound, keep=keep.reshape(bound.grid), source=source)
+    return Removal(coupling=bound, keep=keep.reshape(bound.grid))
 
 
 def _without(
@@ -153,11 +144,12 @@ def _without(
     counts: Mapping[str, int],
 ) -> nn.Module:
     """A copy without the last units of each coupling, whose outputs mean nothing."""
-    removals = []
-    for source, name in enumerate(one.name for one in couplings):
-        for bound in bounds[name]:
-            keep = (torch.arange(bound.grid[-1]) < counts.get(name, bound.grid[-1])).expand(bound.grid)
-            removals.append(Removal(coupling=bound, keep=keep, source=source))
+    removals = [
+        Removal(coupling=bound, keep=(torch.arange(units) < counts.get(one.name, units)).expand(bound.grid), source=k)
+        for k, one in enumerate(couplings)
+        for bound in bounds[one.name]
+        for units in (bound.grid[-1],)
+    ]
     small = copy.deepcopy(model)
     remove_units(small, removals)
     apply_changes(small, find_changes(model, removals))
@@ -166,9 +158,9 @@ def _without(
 
 def _kept_shares(rows: Sequence[Tensor]) -> list[float]:
     """The share of the importance of a coupling that its k most important units have, for k = 1, 2, ..."""
-    found = torch.cat([one.double().cpu().reshape(-1, one.shape[-1]) for one in rows])
-    found = found - found.amin(1, keepdim=True).clamp(max=0)  # saliencies may be negative
-    sums = found.sort(1, descending=True).values.cumsum(1)
+    scores = torch.cat([one.double().cpu().reshape(-1, one.shape[-1]) for one in rows])
+    scores = scores - scores.amin(1, keepdim=True).clamp(max=0)  # saliencies may be negative
+    sums = scores.sort(1, descending=True).values.cumsum(1)
     shares: list[float] = (sums / sums[:, -1:]).nan_to_num(1.0).mean(0).clamp(min=1e-12).tolist()
     return shares
 
@@ -184,11 +176,11 @@ def _multiples_down(units: int, least: int, multiple: int) -> Iterator[tuple[int
 
 def _tied(couplings: Sequence[Coupling]) -> list[list[str]]:
     """Names of couplings, together those that change one integer of the model, and so keep equal numbers."""
-    found: list[tuple[set[tuple[str, str]], list[str]]] = []
+    ties: list[tuple[set[tuple[str, str]], list[str]]] = []
     for coupling in couplings:
         attrs, names = set(coupling.attrs.items()), [coupling.name]
-        for other in [one for one in found if one[0] & attrs]:
-            found.remove(other)
+        for other in [tie for tie in ties if tie[0] & attrs]:
+            ties.remove(other)
             attrs, names = attrs | other[0], other[1] + names
-        found.append((attrs, names))
-    return [names for _, names in found]
+        ties.append((attrs, names))
+    return [names for _, names in ties]

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
 from ..structure import AxisPattern
-from .attributes import Change, apply_changes, check_old_values
-from .listed import check_lists, drop_modules
 from .norms import CONFIG_EPS, EPS_NAMES
-from .removal import Removal, plain_tensors, remove_units
+from .remove import Removal, check_lists, drop_modules, plain_tensors, remove_units
+from .sizes import Change, apply_changes, check_old_values
 
 VERSION = 1
 
@@ -41,7 +40,10 @@ def make_manifest(
                     {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)}
                     for m in removal.coupling.members
                 ],
-                "kept": removal.keep.reshape(-1, removal.of).nonzero()[:, 1].reshape(-1, removal.kept).tolist(),
+                "kept": removal.keep.reshape(-1, removal.scope_units)
+                .nonzero()[:, 1]
+                .reshape(-1, removal.kept)
+                .tolist(),
                 **({"lists": list(removal.coupling.lists)} if removal.coupling.lists else {}),
             }
             for removal in removals
@@ -76,10 +78,12 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     <All keys matched successfully>
     """
     data = manifest if isinstance(manifest, Mapping) else json.loads(Path(manifest).read_text())
-    found = data.get("version") if isinstance(data, Mapping) else data
-    if not isinstance(data, Mapping) or not _is_size(found) or found != VERSION:
-        raise SparsityError(f"cut_to: the manifest has version {found!r}, this library reads {VERSION}")
-    _check_fields(data)
+    version = data.get("version") if isinstance(data, Mapping) else data
+    if not isinstance(data, Mapping) or not _is_size(version) or version != VERSION:
+        raise SparsityError(f"cut_to: the manifest has version {version!r}, this library reads {VERSION}")
+    for key, form in _FIELDS.items():
+        if key not in data or not _fits(data[key], form):
+            raise SparsityError(f"cut_to: the manifest's {key!r} is missing or not what `compact` writes")
     _check_shapes(fresh_model, data["tensors"])
     changes = [Change(**change) for change in data["attributes"]]
     check_old_values(fresh_model, changes)
@@ -95,84 +99,64 @@ def _is_size(value: object, least: int = 1) -> bool:
     return type(value) is int and value >= least
 
 
-def _is_dict(value: object, keys: Sequence[str]) -> bool:
-    return isinstance(value, Mapping) and set(value) == set(keys)
+def _fits(value: Any, form: Any) -> bool:
+    """Whether data have a form: a type, a test, a list of a form, a dict of forms, or {str: form} for any keys."""
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(entry, form[0]) for entry in value)
+    if isinstance(form, dict) and isinstance(value, Mapping):
+        forms = {key: form[str] for key in value if type(key) is str} if str in form else form
+        return value.keys() == forms.keys() and all(_fits(value[key], forms[key]) for key in forms)
+    return isinstance(value, form) if isinstance(form, type) else callable(form) and form(value)
 
 
-def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(fits, value))
-
-
-def _is_table(value: object, fits: Callable[[Any], bool]) -> bool:
-    """Whether this is a dict whose keys are names and whose values fit."""
-    return isinstance(value, Mapping) and all(isinstance(k, str) for k in value) and all(map(fits, value.values()))
-
-
-def _is_attribute(value: object) -> bool:
+def _is_attribute(value: Any) -> bool:
     """Whether this is {path, was, now}: names joined by dots, none with a leading underscore, and sizes, or an eps."""
-    if not _is_dict(value, ("path", "was", "now")):
+    if not _fits(value, {"path": str, "was": object, "now": object}):
         return False
-    path, was, now = value["path"], value["was"], value["now"]  # type: ignore[index]
-    names = re.sub(r"\[\d+\]$", "", path).split(".") if isinstance(path, str) else []  # an entry of a tuple: shape[1]
-    plain = bool(names) and all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in names)
+    path, was, now = value["path"], value["was"], value["now"]
+    names = re.sub(r"\[\d+\]$", "", path).split(".")  # an entry of a tuple: shape[1]
+    plain = all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in names)
     if plain and names[-1] in (*EPS_NAMES, *CONFIG_EPS):
         return isinstance(now, float) and 0 < now < math.inf and (was is None or isinstance(was, float))
     return plain and _is_size(now) and _is_size(was) and now <= was
 
 
-def _is_member(value: object) -> bool:
-    if not _is_dict(value, ("name", "axes", "sizes")):
+def _is_coupling(value: Any) -> bool:
+    data = {"lists": [], **value} if isinstance(value, Mapping) else value
+    if not _fits(data, _COUPLING) or not data["members"] or not data["kept"]:
         return False
-    name, axes, sizes = (value[k] for k in ("name", "axes", "sizes"))  # type: ignore[index]
-    return isinstance(name, str) and isinstance(axes, str) and _is_table(sizes, _is_size)
-
-
-def _is_coupling(value: object) -> bool:
-    data = {"lists": [], **value} if isinstance(value, Mapping) else {}
-    if not _is_dict(data, ("name", "unit", "scope", "sizes", "members", "kept", "lists")):
-        return False
-    if not _is_list(data["lists"], lambda path: isinstance(path, str)):
-        return False
-    if not _is_list(data["scope"], lambda axis: isinstance(axis, str)) or not _is_table(data["sizes"], _is_size):
-        return False
-    axes = [*data["scope"], data["unit"]]
-    if not all(isinstance(a, str) and a in data["sizes"] for a in axes) or len(set(axes)) < len(axes):
-        return False
-    rows, size = data["kept"], data["sizes"][data["unit"]]
-    if not _is_list(rows, lambda row: _is_list(row, lambda at: _is_size(at, 0) and at < size)) or not rows:
+    sizes, axes, rows = data["sizes"], [*data["scope"], data["unit"]], data["kept"]
+    if not set(axes) <= sizes.keys() or len(set(axes)) < len(axes) or len({len(row) for row in rows}) > 1:
         return False
     increasing = all(row and all(a < b for a, b in itertools.pairwise(row)) for row in rows)
-    scopes = math.prod(data["sizes"][axis] for axis in data["scope"])
-    equal = len(rows) == scopes and len({len(row) for row in rows}) == 1
-    return increasing and equal and _is_list(data["members"], _is_member) and bool(data["members"])
+    return increasing and len(rows) == math.prod(sizes[a] for a in axes[:-1]) and max(map(max, rows)) < sizes[axes[-1]]
 
 
-def _check_fields(data: Mapping[str, Any]) -> None:
-    """Check the kinds of all entries, so that a manifest only removes units, lowers integers and sets a norm's eps.
-
-    Units may be modules of lists.
-    """
-    rules: dict[str, Callable[[Any], bool]] = {
-        "tensors": lambda found: _is_table(found, lambda shape: _is_list(shape, lambda n: _is_size(n, 0))),
-        "attributes": lambda found: _is_list(found, _is_attribute),
-        "groups": lambda found: _is_list(found, _is_coupling),
-    }
-    for key, fits in rules.items():
-        if key not in data or not fits(data[key]):
-            raise SparsityError(f"cut_to: the manifest's {key!r} is missing or not what `compact` writes")
+_SIZES = {str: _is_size}
+_COUPLING = {
+    "name": object,
+    "unit": str,
+    "scope": [str],
+    "sizes": _SIZES,
+    "members": [{"name": str, "axes": str, "sizes": _SIZES}],
+    "kept": [[lambda at: _is_size(at, 0)]],
+    "lists": [str],
+}
+# So that a manifest only removes units, which may be modules of lists, lowers integers and sets a norm's eps.
+_FIELDS = {"tensors": {str: [lambda n: _is_size(n, 0)]}, "attributes": [_is_attribute], "groups": [_is_coupling]}
 
 
 def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     try:
-        found = plain_tensors(model, list(shapes))
+        tensors = plain_tensors(model, list(shapes))
     except AttributeError as e:
         raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
     for name, shape in shapes.items():
-        if not isinstance(found[name], Tensor):
+        if not isinstance(tensors[name], Tensor):
             raise SparsityError(f"cut_to: the manifest is of another model ({name} is no tensor)")
-        if list(found[name].shape) != list(shape):
+        if list(tensors[name].shape) != list(shape):
             raise SparsityError(
-                f"cut_to: {name} is {tuple(found[name].shape)}, but the dense model's was {tuple(shape)}; pass a "
+                f"cut_to: {name} is {tuple(tensors[name].shape)}, but the dense model's was {tuple(shape)}; pass a "
                 "model with the dense shapes"
             )
 

@@ -14,43 +14,56 @@ import torch
 from torch import Tensor, nn
 
 from ..sparsifiers.names import owner_of
-from .attributes import Change
-from .removal import Removal, kept_elements
+from .remove import Removal, kept_elements
+from .sizes import Change
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
-def pruned_norms(model: nn.Module, removals: Sequence[Removal]) -> dict[str, Tensor]:
-    """Norms whose statistics are taken over a pruned axis: {name of the weight: bool, which of its values are kept}.
+def fold_norms(model: nn.Module, small: nn.Module, removals: Sequence[Removal]) -> tuple[list[Change], list[str]]:
+    """Change weights and eps of the smaller model's RMSNorms over a pruned axis, in place, and its config's eps.
 
-    They are LayerNorms, and what looks like an RMSNorm (a vector `weight` and an eps, no running statistics).
+    Returns:
+        The changes of eps, and descriptions of what is not exact.
     """
-    found: dict[str, Tensor] = {}
+    notes = [
+        f"{name}: a GroupNorm whose groups lose channels has statistics of fewer values"
+        for (name, dense), smaller in zip(model.named_modules(), small.modules(), strict=True)
+        if isinstance(dense, nn.GroupNorm)
+        and isinstance(smaller, nn.GroupNorm)
+        and dense.num_channels * smaller.num_groups != smaller.num_channels * dense.num_groups
+    ]
+    kept: dict[str, Tensor] = {}  # {name of a weight: bool, which of its values are kept}
     for removal in removals:
         for member in () if removal.is_empty else removal.coupling.members:
             module, name = owner_of(model, member.fqn)
-            if name != "weight" or getattr(module, name).ndim != 1 or not _takes_statistics(module):
-                continue
-            keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
-            found[member.fqn] = found[member.fqn] & keep if member.fqn in found else keep
-    return found
+            if name == "weight" and getattr(module, name).ndim == 1 and _takes_statistics(module):
+                keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
+                kept[member.fqn] = kept[member.fqn] & keep if member.fqn in kept else keep
+    changes: list[Change] = []
+    for fqn, keep in kept.items():
+        change, note = _fold(model, small, fqn, keep)
+        changes += [] if change is None else [change]
+        notes += [note] if note else []
+    if changes and hasattr(small, "config"):
+        config_change, note = _change_config(model, small, changes)
+        changes += [] if config_change is None else [config_change]
+        notes += [note] if note else []
+    return changes, notes
 
 
-def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tuple[list[Change], str]:
-    """Change weight and eps of a smaller RMSNorm, in place, so that its outputs are those of the dense model's.
+def _fold(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tuple[Change | None, str]:
+    """The change of the eps of a norm (None where it is no RMSNorm), and what is not exact.
 
-    `fqn` and `keep` are from `pruned_norms`. Whether it is an RMSNorm is tested on random values, since its class may
-    have any name. A weight may also be stored as its difference from one.
-
-    Returns:
-        The change of its eps (nothing where it is no RMSNorm), and a description of what is not exact ("" if all is).
+    Whether it is an RMSNorm is tested on random values, since its class may have any name. A weight may also be stored
+    as its difference from one.
     """
     (dense, _), (smaller, _) = owner_of(model, fqn), owner_of(small, fqn)
     weight = smaller.weight
     assert isinstance(weight, nn.Parameter)
     if isinstance(dense, nn.LayerNorm):
-        return [], f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
+        return None, f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
     eps_name = next(name for name in EPS_NAMES if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = keep.numel() / int(keep.sum())
@@ -58,7 +71,7 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
     try:
         wanted = _outputs(copy.deepcopy(dense), weight, keep, whole=True)[..., keep.to(weight.device)]
     except Exception as e:
-        return [], f"{fqn}: a {type(dense).__name__} could not be tested, so it was not folded ({e})"
+        return None, f"{fqn}: a {type(dense).__name__} could not be tested, so it was not folded ({e})"
     for shift in (0.0, 1.0):
         scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
         trial = copy.deepcopy(smaller)
@@ -68,25 +81,14 @@ def fold_norm(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tup
             weight.data.copy_(scaled)
             setattr(smaller, eps_name, eps)
             change = Change(path=f"{fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)
-            half = weight.dtype in (torch.float16, torch.bfloat16)
-            return [change], f"{fqn}: its folded weight is rounded to {weight.dtype}" if half else ""
-    return [], f"{fqn}: a {type(dense).__name__} over a pruned axis has statistics of fewer values"
+            is_half = weight.dtype in (torch.float16, torch.bfloat16)
+            return change, f"{fqn}: its folded weight is rounded to {weight.dtype}" if is_half else ""
+    return None, f"{fqn}: a {type(dense).__name__} over a pruned axis has statistics of fewer values"
 
 
-def change_config_eps(model: nn.Module, small: nn.Module, folded: Sequence[Change]) -> tuple[list[Change], list[str]]:
-    """Set the field of the smaller model's config that holds its norms' eps, since `save_pretrained` saves no other.
-
-    Args:
-        model: the dense model.
-        small: the smaller one, whose config is changed.
-        folded: the changes of `fold_norm`.
-
-    Returns:
-        The change, if one number is right for all norms that the field is for, and descriptions of what is not.
-    """
-    if not folded or not hasattr(small, "config"):
-        return [], []
-    config, olds = small.config, {change.was for change in folded}
+def _change_config(model: nn.Module, small: nn.Module, changes: Sequence[Change]) -> tuple[Change | None, str]:
+    """Set the eps of the config, which is what `save_pretrained` saves, if one number is right; or say why not."""
+    config, olds = small.config, {change.was for change in changes}
     fields = [name for name in CONFIG_EPS if isinstance(getattr(config, name, None), float)]
     field = next((name for name in fields if {getattr(config, name)} == olds), None)
     if field is not None:
@@ -95,28 +97,17 @@ def change_config_eps(model: nn.Module, small: nn.Module, folded: Sequence[Chang
         now = {getattr(s, e) for m, s in pairs for e in EPS_NAMES if vars(m).get(e) == was and _takes_statistics(m)}
         if len(now) == 1:
             setattr(config, field, now.pop())
-            return [Change(path=f"config.{field}", was=was, now=getattr(config, field))], []
+            return Change(path=f"config.{field}", was=was, now=getattr(config, field)), ""
     where = f"config.{field}" if field is not None else "its config"
-    return [], [
+    return None, (
         f"{where} cannot hold the different epsilons of folded norms, so save_pretrained loses them; use the manifest"
-    ]
+    )
 
 
 def _takes_statistics(module: nn.Module) -> bool:
     if hasattr(module, "running_mean") or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return False  # their statistics are of single channels, or of groups that are removed as a whole
     return any(isinstance(vars(module).get(name), float) for name in EPS_NAMES) or isinstance(module, nn.RMSNorm)
-
-
-def narrowed_group_norms(model: nn.Module, small: nn.Module) -> list[str]:
-    """Descriptions of GroupNorms that lost channels inside of their groups."""
-    return [
-        f"{name}: a GroupNorm whose groups lose channels has statistics of fewer values"
-        for (name, dense), smaller in zip(model.named_modules(), small.modules(), strict=True)
-        if isinstance(dense, nn.GroupNorm)
-        and isinstance(smaller, nn.GroupNorm)
-        and dense.num_channels * smaller.num_groups != smaller.num_channels * dense.num_groups
-    ]
 
 
 @torch.no_grad()
@@ -134,7 +125,7 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
 
 def _matches(norm: nn.Module, want: Tensor, like: Tensor, keep: Tensor) -> bool:
     try:
-        found = _outputs(norm, like, keep, whole=False)
+        output = _outputs(norm, like, keep, whole=False)
     except Exception:  # its size is stored elsewhere, too
         return False
-    return torch.allclose(want.double(), found.double(), rtol=8 * torch.finfo(want.dtype).eps, atol=1e-6)
+    return torch.allclose(want.double(), output.double(), rtol=8 * torch.finfo(want.dtype).eps, atol=1e-6)

@@ -22,9 +22,9 @@ from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
-from .candidates import candidate_attrs
-from .removal import Removal, check_multiple, zero_units
-from .trial import compacted, compared, find_removals
+from .compact import compared, find_removals, without_units
+from .remove import Removal, check_multiple, zero_units
+from .sizes import candidate_attrs
 from .verify import Reference
 
 _NEAREST = 7  # candidates for attributes of one coupling that are tried by themselves
@@ -40,7 +40,7 @@ def removable(
     multiple_of: int | Mapping[str, int] = 1,
     tolerance: float = 1e-5,
 ) -> Discovery:
-    """The couplings that `compact` can remove from a model, with the integers that this changes.
+    """Find the couplings that `compact` can remove from a model, with the integers that this changes.
 
     Random units are made zero in a copy of the model, removed from another one, and the outputs of both compared. Where
     they differ, or the smaller model does not run, each coupling is tried by itself, with integers near its tensors
@@ -76,42 +76,45 @@ def removable(
     """
     for number in multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]:
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
-    found = _listed(couplings) if couplings is not None else discover(model, example_inputs)
-    own, left = _tried(model, with_own_names(found.couplings), ratio, exclude)
+    if couplings is None:
+        discovery = discover(model, example_inputs)
+    else:
+        discovery = Discovery(couplings=tuple(couplings), counts=(), frozen=())
+    tried, left_out = _tried(model, with_own_names(discovery.couplings), ratio, exclude)
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
         trials = functools.partial(
             Trials, inputs=example_inputs, multiple_of=multiple_of, tolerance=tolerance, done=done
         )
-        good, bad = _sorted(model, own, ratio, trials)
-    names = [coupling.name for coupling in own]
+        good, bad = _sorted(model, tried, ratio, trials)
+    names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name))
-    bound = [coupling.bind(model) for coupling in good]
+    bindings = [coupling.bind(model) for coupling in good]
     return replace(
-        found,
+        discovery,
         couplings=tuple(good),
-        counts=tuple((len(ones), ones[0].grid[-1]) for ones in bound),
-        left_out=(*left, *((coupling.name, why) for coupling, why in bad.items())),
+        counts=tuple((len(bound), bound[0].grid[-1]) for bound in bindings),
+        left_out=(*left_out, *((coupling.name, why) for coupling, why in bad.items())),
     )
 
 
 def _sorted(
-    model: nn.Module, own: Sequence[Coupling], ratio: float, trials: Callable[[nn.Module], "Trials"]
+    model: nn.Module, couplings: Sequence[Coupling], ratio: float, trials: Callable[[nn.Module], "Trials"]
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
     """The couplings that can be removed together, some with more `attrs` or merged; and why the others cannot."""
-    first = trials(zeroed(model, own, ratio))
-    good, bad = first.sort(own)
-    found_since: dict[Coupling, list[Coupling]] = {}  # with what each replaces
+    first = trials(zeroed(model, couplings, ratio))
+    good, bad = first.sort(couplings)
+    fitted: dict[Coupling, list[Coupling]] = {}  # with what each replaces
     for coupling, parts in _merges(model, good, bad):
-        if not any(part in used for used in found_since.values() for part in parts):
+        if not any(part in replaced for replaced in fitted.values() for part in parts):
             one = trials(zeroed(model, [coupling], ratio)).fitted(coupling)
-            found_since |= {} if one is None else {one: parts}
+            fitted |= {} if one is None else {one: parts}
     for coupling in bad:
-        if not any(coupling in used for used in found_since.values()):
+        if not any(coupling in replaced for replaced in fitted.values()):
             one = first.fitted(coupling, together=2)
-            found_since |= {} if one is None else {one: [coupling]}
-    if found_since:
-        replaced = [part for parts in found_since.values() for part in parts]
-        good = [*(one for one in good if one not in replaced), *found_since]
+            fitted |= {} if one is None else {one: [coupling]}
+    if fitted:
+        replaced = [part for parts in fitted.values() for part in parts]
+        good = [*(one for one in good if one not in replaced), *fitted]
         good, more = trials(zeroed(model, good, ratio)).sort(good)
         bad = {one: why for one, why in bad.items() if one not in replaced} | more
     return good, bad
@@ -144,13 +147,13 @@ class Trials:
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            result = compacted(self._masked, find_removals(self._masked, couplings, multiple))
+            smaller = without_units(self._masked, find_removals(self._masked, couplings, multiple))
         except SparsityError as e:
             return str(e)
         finally:
             self._done()
-        found = compared(self._reference, result, self._tolerance, discarded=True)
-        return found if isinstance(found, str) else ""
+        comparison = compared(self._reference, smaller.model, self._tolerance, discarded=True)
+        return comparison if isinstance(comparison, str) else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
@@ -172,20 +175,20 @@ class Trials:
         """
         if not self.problem([coupling]):
             return coupling
-        found = {p: a for p, a in candidate_attrs(self._masked, coupling).items() if p not in coupling.attrs}
+        axes = {p: a for p, a in candidate_attrs(self._masked, coupling).items() if p not in coupling.attrs}
 
         def with_attrs(paths: Sequence[str]) -> Coupling:
-            return replace(coupling, attrs={**coupling.attrs, **{path: found[path] for path in paths}})
+            return replace(coupling, attrs={**coupling.attrs, **{path: axes[path] for path in paths}})
 
-        near = [path for path in found if "config" not in path.split(".")]
-        for paths in (list(found), near) if together == 1 else ():
+        near = [path for path in axes if "config" not in path.split(".")]
+        for paths in (list(axes), near) if together == 1 else ():
             if paths and not self.problem([with_attrs(paths)]):
                 for path in reversed(paths):  # the farthest first
                     fewer = [one for one in paths if one != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
-        some = itertools.combinations(list(found)[:_NEAREST], together)
-        return next((one for one in map(with_attrs, some) if not self.problem([one])), None)
+        sets = itertools.combinations(list(axes)[:_NEAREST], together)
+        return next((one for one in map(with_attrs, sets) if not self.problem([one])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
@@ -224,12 +227,8 @@ def _kept(bound: BoundCoupling, ratio: float) -> int:
     return max(1, sparsity_to_nnz(ratio, bound.grid[-1], "ratio: "))
 
 
-def _listed(couplings: Sequence[Coupling]) -> Discovery:
-    return Discovery(couplings=tuple(couplings), counts=(), frozen=())
-
-
 def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
-    """The couplings with different names: those of equal ones get the axes of their first member, or a number."""
+    """Give couplings different names: those of equal ones get the axes of their first member, or a number."""
     for suffix in (lambda one, at: f" {next(iter(one.members.values()))}", lambda one, at: f" #{at}"):
         counts = Counter(coupling.name for coupling in couplings)
         couplings = [
@@ -244,38 +243,38 @@ def _tried(
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings to be tried, and (name, reason) of the others."""
     excluded = excluded_names(model, exclude, dict(named_tensors(model)))
-    own, left = [], []
+    tried, left_out = [], []
     for coupling in couplings:
-        bound = coupling.bind(model)
-        why = next((excluded[m.fqn] for one in bound for m in one.members if m.fqn in excluded), "")
+        bindings = coupling.bind(model)
+        why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
         if not why and coupling.lists:
             why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
-        if not why and all(_kept(one, ratio) == one.grid[-1] for one in bound):
-            why = f"a ratio of {ratio} drops none of its units: {bound[0].grid[-1]} in each scope"
+        if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
+            why = f"a ratio of {ratio} drops none of its units: {bindings[0].grid[-1]} in each scope"
         if why:
-            left.append((coupling.name, why))
+            left_out.append((coupling.name, why))
         else:
-            own.append(coupling)
-    return own, left
+            tried.append(coupling)
+    return tried, left_out
 
 
 def _merges(
     model: nn.Module, good: Sequence[Coupling], bad: Mapping[Coupling, str]
 ) -> list[tuple[Coupling, list[Coupling]]]:
     """Merged couplings that may be removed although their parts cannot, since all have one attribute as candidate."""
-    found: dict[str, list[Coupling]] = {}
+    sharing: dict[str, list[Coupling]] = {}  # by the attribute
     for coupling in bad:
         for path in candidate_attrs(model, coupling):
             if "config" not in path.split("."):  # shared by all layers
-                found.setdefault(path.replace("**", "*"), []).append(coupling)
+                sharing.setdefault(path.replace("**", "*"), []).append(coupling)
     for coupling in good:
-        for path in found.keys() & {path.replace("**", "*") for path in coupling.attrs}:
-            found[path].append(coupling)
-    merges: dict[tuple[Coupling, ...], Coupling | None] = {}
-    for parts in map(tuple, found.values()):
-        if len(parts) > 1 and parts not in merges:
-            whole: Coupling | None = parts[0]
-            for part in parts[1:]:
-                whole = whole and merged_couplings(whole, part, model)
-            merges[parts] = whole
-    return [(whole, list(parts)) for parts, whole in merges.items() if whole is not None]
+        for path in sharing.keys() & {path.replace("**", "*") for path in coupling.attrs}:
+            sharing[path].append(coupling)
+    merges = []
+    for parts in dict.fromkeys(map(tuple, sharing.values())):
+        whole: Coupling | None = parts[0]
+        for part in parts[1:]:
+            whole = whole and merged_couplings(whole, part, model)
+        if whole is not None and len(parts) > 1:
+            merges.append((whole, list(parts)))
+    return merges

@@ -56,20 +56,6 @@ class Reference:
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
-        self._check()
-
-    def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
-        """Run the compacted model; in float64 too, where it differs by more than the tolerance.
-
-        With `discarded`, the model is used for nothing else afterwards, so it need not be copied.
-        """
-        output, flops = _run(small, self._inputs, self._dtype, copied=not discarded)
-        outputs = list(tensors_in("output", output))
-        apart = _difference(self._outputs, outputs)
-        again = self._in_float64(small, outputs) if tolerance < apart < float("inf") else None
-        return Comparison(difference=apart, in_float64=again, flops=flops)
-
-    def _check(self) -> None:
         if not self._outputs:
             raise SparsityError("the model returned no tensor, so there is nothing to compare")
         for place, tensor in self._outputs:
@@ -83,21 +69,32 @@ class Reference:
                 "the masked model returns only zeros on example_inputs, so nothing is compared; pass typical inputs"
             )
 
-    def _in_float64(self, small: nn.Module, found: Outputs) -> float | None:
+    def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
+        """Run the compacted model; in float64 too, where it differs by more than the tolerance.
+
+        With `discarded`, the model is used for nothing else afterwards, so it need not be copied.
+        """
+        output, flops = _run(small, self._inputs, self._dtype, copied=not discarded)
+        outputs = list(tensors_in("output", output))
+        difference = output_difference(self._outputs, outputs)
+        exact = self._in_float64(small, outputs) if tolerance < difference < float("inf") else None
+        return Comparison(difference=difference, in_float64=exact, flops=flops)
+
+    def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
             runs = [_run(model, self._inputs, torch.float64)[0] for model in (self._model, small)]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
-        exact, again = (list(tensors_in("output", run)) for run in runs)
-        outputs = zip(self._outputs, found, exact, strict=True)
-        if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in outputs):
+        exact, small_exact = (list(tensors_in("output", run)) for run in runs)
+        triples = zip(self._outputs, outputs, exact, strict=True)
+        if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in triples):
             return None
-        return _difference(exact, again)
+        return output_difference(exact, small_exact)
 
 
 def count_flops(model: nn.Module, inputs: Any) -> int:
-    """FLOPs of one forward in eval mode, which the model is in afterwards; as `Reference` counts them."""
+    """Count the FLOPs of one forward in eval mode, which the model is in afterwards; as `Reference` counts them."""
     return _run(model, inputs, _run_dtype(model), copied=False)[1]
 
 
@@ -143,17 +140,18 @@ def _as_dtype(inputs: Any, dtype: torch.dtype) -> Any:
     return tuple(_as_dtype(v, dtype) for v in inputs) if isinstance(inputs, (tuple, list)) else inputs
 
 
-def _difference(want: Outputs, found: Outputs) -> float:
-    if [(place, t.shape) for place, t in want] != [(place, t.shape) for place, t in found]:
+def output_difference(wanted: Outputs, outputs: Outputs) -> float:
+    """Return the largest difference of an output tensor, as in `Comparison`."""
+    if [(place, t.shape) for place, t in wanted] != [(place, t.shape) for place, t in outputs]:
         return float("inf")
-    return max(_relative(a, b) for (_, a), (_, b) in zip(want, found, strict=True))
+    return max(_relative(a, b) for (_, a), (_, b) in zip(wanted, outputs, strict=True))
 
 
-def _relative(want: Tensor, found: Tensor) -> float:
+def _relative(wanted: Tensor, output: Tensor) -> float:
     """The largest difference over the largest value that differs, so that large equal values do not hide it."""
-    if not (want.is_floating_point() or want.is_complex()):
-        return 0.0 if torch.equal(want, found) else float("inf")
-    a, b = _real(want), _real(found)
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return 0.0 if torch.equal(wanted, output) else float("inf")
+    a, b = _real(wanted), _real(output)
     error = torch.where(a == b, 0.0, (a - b).abs())
     if not bool(error.isfinite().all()):
         return float("inf")
@@ -166,36 +164,15 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
 
 
-def _is_rounding(want: Tensor, found: Tensor, exact: Tensor) -> bool:
+def _is_rounding(wanted: Tensor, output: Tensor, exact: Tensor) -> bool:
     """Whether two outputs differ about as much as the first one from its float64 copy, among values as large."""
-    a, b, wide = _real(want), _real(found), _real(exact)
+    a, b, wide = _real(wanted), _real(output), _real(exact)
     if torch.equal(a, b):
         return True
     near = a.abs() <= _differing(a, b).max()
-    own = torch.where(near, (a - wide).abs(), 0.0)
-    return float(torch.where(a == b, 0.0, (a - b).abs()).max()) <= _ROUNDINGS * float(own.max())
+    rounding = torch.where(near, (a - wide).abs(), 0.0)
+    return float(torch.where(a == b, 0.0, (a - b).abs()).max()) <= _ROUNDINGS * float(rounding.max())
 
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
-
-
-def largest_difference(want: list[Outputs], found: list[Outputs], target: str) -> float:
-    """The largest relative difference of outputs over several batches.
-
-    Raises:
-        SparsityError: shapes or integers differ, a value is not finite in one of the models only, the first model
-            returned nan, or nothing; `target` is the first word.
-    """
-    if not any(want):
-        raise SparsityError(f"{target}: the model returned no tensor, so there is nothing to compare")
-    for place, tensor in (pair for outputs in want for pair in outputs):
-        if bool(tensor.isnan().any()):
-            raise SparsityError(f"{target}: {place} of the model contains nan on these batches, and nan equals nothing")
-    worst = max((_difference(a, b) for a, b in zip(want, found, strict=True) if a or b), default=0.0)
-    if worst == float("inf"):
-        raise SparsityError(
-            f"{target}: the converted model returns other shapes, other integers, inf or nan. Integers computed from "
-            "outputs, such as an argmax, may change with rounding; compare what they are computed from"
-        )
-    return worst

@@ -21,9 +21,7 @@ BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu, "triton": gp
 ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 
 
-def keep_mask(
-    scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None = None, impl: str = "auto"
-) -> Tensor:
+def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None = None, impl: str = "auto") -> Tensor:
     """Choose exactly `keep` members of every scope: the one selection rule of the library.
 
     The highest scores are kept; among equal scores the lower index wins; NaN ranks highest, so that pruning never

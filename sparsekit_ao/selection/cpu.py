@@ -33,7 +33,12 @@ LONG = 1 << 17  # members from which on a scope is cut
 SCORES = 1 << 20  # elements whose block scores are computed together
 SAMPLED = 1 << 16  # keys of a sample at most, one of 64
 DEVIATIONS = 4  # of a sampled rank, to either side
-_INTS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_INTS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 _INTS |= {torch.bool: torch.uint8, torch.uint8: torch.uint8}
 _INF = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
 _ONE = {torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000, torch.float64: 0x3FF0000000000000}

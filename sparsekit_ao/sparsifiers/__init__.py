@@ -8,9 +8,9 @@ from .scope import BudgetSparsifier, ScopeSparsifier
 from .weight_norm import WeightNormSparsifier
 
 __all__ = [
+    "BudgetSparsifier",
     "MaskSparsifier",
     "NearlyDiagonalSparsifier",
-    "BudgetSparsifier",
     "ProximalSparsifier",
     "Report",
     "Row",

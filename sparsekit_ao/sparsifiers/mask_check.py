@@ -51,9 +51,7 @@ def _neighbours(
     return [c for c in shared if c.stage < group.stage], [c for c in shared if c.stage > group.stage]
 
 
-def _certain(
-    earlier: Sequence[PruningGroup], last: PruningGroup, groups: Sequence[TensorGroup]
-) -> int:
+def _certain(earlier: Sequence[PruningGroup], last: PruningGroup, groups: Sequence[TensorGroup]) -> int:
     """A lower bound of the blocks that a scope of the last stage keeps, whatever the weights.
 
     Known where one earlier stage on the same view keeps a fixed number of elements in every scope of single elements

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
 from ..masking import WeightMask
-from ..structure.windows import Scopes, block_scores, fill_mask, kept_grid, to_scopes
 from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
+from ..structure.windows import Scopes, block_scores, fill_mask, kept_grid, to_scopes
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
+from .groups import PruningGroup
 from .optimizer_state import (
     Conditioner,
     Diagonal,
@@ -31,7 +32,6 @@ from .optimizer_state import (
     options_of,
     unwrap_optimizers,
 )
-from .groups import PruningGroup
 from .scope import BudgetSparsifier, ScopeSparsifier
 from .stages import AXES, STRUCTURE, checked_pattern, refuse_two_budgets, stage_budgets
 
@@ -410,7 +410,9 @@ def _shrink_blocks(
                 spec.view.write_back(window, tensor)
 
 
-def kept_counts(pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> int | Tensor:
+def kept_counts(
+    pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]
+) -> int | Tensor:
     """Blocks that masks keep in each scope; a number where it is the same in all."""
     own = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
     counts = torch.zeros((), dtype=torch.int64, device="cpu")

@@ -1,10 +1,9 @@
 """Reports about masks: the level asked for, what each mask keeps, how much of the model is covered."""
 
-import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..distributed import full_tensor, local_bytes
+from ..tables import Table, aligned
 from .config import ResolvedConfig, TensorGroup
 from .names import named_tensors, owner_of, parameter_of
 
@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Sequence[Row]):
+class Report(Table[Row]):
     """Rows as data; printed, a table in which like tensors of large models share a line.
 
     `table()` shows every tensor, `to_csv()` and `plot()` write them, `log_dict()` is a flat dict of floats.
@@ -81,17 +81,10 @@ class Report(Sequence[Row]):
     (1, 0.5, 36, 0.889)
     """
 
-    rows: tuple[Row, ...]
     total: int
     covered: float
     skipped: Mapping[str, str]
     others: Mapping[str, int]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, at):  # type: ignore[no-untyped-def]
-        return self.rows[at]
 
     @property
     def sparsity(self) -> float:
@@ -124,24 +117,6 @@ class Report(Sequence[Row]):
         """
         return {f"{prefix}{name}": value for name, value in self.metrics().items()}
 
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """One line for each tensor, numbers as they are; written to `path` if there is one.
-
-        >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
-        >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
-        >>> print(sparsifier.report().to_csv().splitlines()[0])
-        tensor,rule,shape,pattern,asked,sparsity,kept,blocks,mask_bytes
-        """
-        import csv
-
-        out = io.StringIO()
-        writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**vars(row), "shape": "x".join(map(str, row.shape))} for row in self.rows)
-        if path is not None:
-            Path(path).write_text(out.getvalue())
-        return out.getvalue()
-
     def plot(self, path: str | Path) -> None:
         """Save a picture of the level asked for and the sparsity of each tensor; needs matplotlib."""
         from matplotlib.figure import Figure
@@ -158,15 +133,12 @@ class Report(Sequence[Row]):
 
     def table(self) -> str:
         """One line for each tensor, however many there are."""
-        lines = self._cells(folds=False)
-        widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
-        return "\n".join(_aligned(line, widths) for line in lines)
+        return "\n".join(aligned(self._cells(folds=False), right=range(4, len(HEAD))))
 
     def __str__(self) -> str:
         """The table, in which like tensors share a line where there are many, and what is not covered."""
-        lines = self._cells(folds=len(self.rows) > FOLDED_ABOVE)
-        widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
-        return "\n".join([*(_aligned(line, widths) for line in lines), *self._coverage()])
+        lines = aligned(self._cells(folds=len(self.rows) > FOLDED_ABOVE), right=range(4, len(HEAD)))
+        return "\n".join([*lines, *self._coverage()])
 
     def _repr_html_(self) -> str:
         """The same as an HTML table, for notebooks."""
@@ -179,7 +151,7 @@ class Report(Sequence[Row]):
 
     def _cells(self, folds: bool) -> list[tuple[str, ...]]:
         """Head, rows and total as text."""
-        rows = [folded(like) for like in _like(self.rows)] if folds else [row.cells() for row in self.rows]
+        rows = [_folded(like) for like in _like(self.rows)] if folds else [row.cells() for row in self.rows]
         return [HEAD, *rows, ("all", "", "", "", "", f"{self.sparsity:.4f}", "", "", f"{self.mask_bytes:,}")]
 
     def _coverage(self) -> Iterator[str]:
@@ -195,36 +167,31 @@ class Report(Sequence[Row]):
             yield f"  named by no rule: {len(self.others) - SHOWN} more ({sum(list(self.others.values())[SHOWN:]):,})"
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells of a line side by side; texts to the left, numbers to the right."""
-    return "  ".join(c.ljust(w) if k < 4 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
-
-
 def _like(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that differ only in the numbers of their names and in what their masks keep, together."""
-    found: dict[Any, list[Row]] = {}
+    alike: dict[Any, list[Row]] = {}
     for row in rows:
         texts = tuple(re.sub(r"\d+", "0", text) for text in (row.tensor, row.rule))
-        found.setdefault((*texts, row.shape, row.pattern, row.cells()[4]), []).append(row)
-    return list(found.values())
+        alike.setdefault((*texts, row.shape, row.pattern, row.cells()[4]), []).append(row)
+    return list(alike.values())
 
 
-def folded(rows: Sequence[Row]) -> tuple[str, ...]:
+def _folded(rows: Sequence[Row]) -> tuple[str, ...]:
     """Like rows as one: stars for the numbers in which their names differ, sums of what they keep."""
     first = rows[0].cells()
     if len(rows) == 1:
         return first
-    spans = sorted({row.cells()[5] for row in rows})
+    levels = sorted({row.cells()[5] for row in rows})
     sums = (sum(getattr(row, name) for row in rows) for name in ("kept", "blocks", "mask_bytes"))
     name, rule = (_starred([getattr(row, key) for row in rows]) for key in ("tensor", "rule"))
-    sparsity = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}"
+    sparsity = levels[0] if len(levels) == 1 else f"{levels[0]} to {levels[-1]}"
     return (f"{name} ({len(rows)} tensors)", rule, *first[2:5], sparsity, *(f"{total:,}" for total in sums))
 
 
 def _starred(texts: Sequence[str]) -> str:
     """Texts that differ in numbers alone as one text, with `*` for each number that differs."""
-    pieces = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
-    return "".join(own[0] if len(set(own)) == 1 else "*" for own in pieces)
+    columns = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
+    return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
 
 
 def make_row(
@@ -253,10 +220,10 @@ def make_report(
     for name, p in named_tensors(model):
         distinct.setdefault(id(p), (name, _elements(model, name)))
     total = sum(count for _, count in distinct.values())
-    own = [distinct.pop(id(parameter_of(g["module"], g["tensor_name"])), ("", 0))[1] for g in groups]
-    others = sorted((f for f in distinct.values() if f[0] not in resolved.skipped), key=lambda found: -found[1])
+    covered = sum(distinct.pop(id(parameter_of(g["module"], g["tensor_name"])), ("", 0))[1] for g in groups)
+    others = sorted((named for named in distinct.values() if named[0] not in resolved.skipped), key=lambda n: -n[1])
     return Report(
-        rows=tuple(rows), total=total, covered=sum(own) / max(total, 1), skipped=resolved.skipped, others=dict(others)
+        rows=tuple(rows), total=total, covered=covered / max(total, 1), skipped=resolved.skipped, others=dict(others)
     )
 
 
@@ -264,5 +231,5 @@ def _elements(model: nn.Module, fqn: str) -> int:
     """Elements of the parameters behind a tensor name; 0 where a lazy module has not made them yet."""
     module, name = owner_of(model, fqn)
     is_parametrized = parametrize.is_parametrized(module, name)
-    found = module.parametrizations[name].parameters() if is_parametrized else [parameter_of(module, name)]  # type: ignore
-    return sum(p.numel() for p in found if not isinstance(p, nn.parameter.UninitializedParameter))
+    parameters = module.parametrizations[name].parameters() if is_parametrized else [parameter_of(module, name)]  # type: ignore
+    return sum(p.numel() for p in parameters if not isinstance(p, nn.parameter.UninitializedParameter))

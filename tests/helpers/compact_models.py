@@ -1,10 +1,12 @@
 """Small models of every structure that compaction must handle exactly, each with its couplings."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import Coupling
+from sparsekit_ao import Coupling, ScopeSparsifier
+from sparsekit_ao.removal import compact
 
 
 class GatedMLP(nn.Module):
@@ -371,3 +373,53 @@ CASES = {
         images,
     ),
 }
+
+
+def shaken(model):
+    """Norms' weights, biases and statistics that are not the ones and zeros that would hide a mistake."""
+    with torch.no_grad():
+        for name, t in model.state_dict().items():
+            if t.is_floating_point() and t.ndim == 1:
+                t.add_(torch.rand(t.shape) if "var" in name else torch.randn(t.shape) / 3)
+    return model
+
+
+def pruned(model, couplings, level=0.5):
+    """One coupling after another, since a tensor may be in several."""
+    for coupling in couplings:
+        sparsifier = ScopeSparsifier(sparsity_level=level)
+        sparsifier.prepare(model, coupling.entries(model))
+        sparsifier.step()
+        sparsifier.check()
+        sparsifier.squash_mask()
+    return model
+
+
+def close(a, b):
+    return float((a - b).abs().max()) <= 1e-5 * float(a.abs().max())
+
+
+PAIR = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
+
+
+def pair(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def dropping(model, *units):
+    """The pair with some hidden units zeroed by hand."""
+    with torch.no_grad():
+        model[0].weight[list(units)] = 0
+        model[2].weight[:, list(units)] = 0
+    return model
+
+
+def x(width=4):
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+
+
+def refusal(kind, *args, **kwargs):
+    with pytest.raises(kind) as e:
+        compact(*args, **kwargs)
+    return str(e.value)

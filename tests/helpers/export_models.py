@@ -1,7 +1,6 @@
-"""Small pruned models, and edited files, for the tests of export targets."""
+"""Small pruned models for the tests of exports, and how a model looks, to see that it did not change."""
 
-import json
-import struct
+import copy
 
 import torch
 from torch import nn
@@ -23,10 +22,10 @@ class Tied(nn.Module):
         return self.a(x) + self.b(x)
 
 
-def masked(model, **config):
-    """Prune a model by a config that fits all of it; its masks stay."""
+def masked(model, names=None, **config):
+    """Prune all weights of a model, or some; its masks stay."""
     sparsifier = ScopeSparsifier(**config)
-    sparsifier.prepare(model)
+    sparsifier.prepare(model, names and [{"tensor_fqn": name} for name in names])
     sparsifier.step()
     return sparsifier
 
@@ -49,6 +48,25 @@ def linear(rows=32, columns=64, **options):
     return nn.Sequential(nn.Linear(columns, rows, bias=False, **options))
 
 
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 3))
+
+
+def pruned(model=None, pattern=None, names=("0.weight", "2.weight"), squash=True):
+    """The model with these weights pruned, and its sparsifier."""
+    model = mlp() if model is None else model
+    sparsifier = masked(model, names, pattern=pattern or patterns.blocks(1, 4, 0.8))
+    if squash:
+        sparsifier.squash_mask()
+    return model, sparsifier
+
+
+def batches(n=3):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 64, generator=generator) for _ in range(n)]
+
+
 def with_value(model, value, at=(3, 5)):
     """The same model with one weight set."""
     with torch.no_grad():
@@ -63,32 +81,12 @@ def same_bits(a, b):
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
-def rewritten(path, change):
-    """The file with another header, whose `__metadata__` entry is changed as data."""
-    data = path.read_bytes()
-    size = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + size])
-    key = next(k for k in header["__metadata__"] if k.startswith("sparsekit_ao"))
-    about = json.loads(header["__metadata__"][key])
-    header["__metadata__"][key] = json.dumps(change(about, header) or about)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+def looks(model):
+    """Names, classes and copies of all tensors."""
+    return [(n, type(m).__name__) for n, m in model.named_modules()], copy.deepcopy(model.state_dict())
 
 
-def put(*path):
-    """A change of one entry: keys, then the value."""
-
-    def change(about, header):
-        for key in path[:-2]:
-            about = about[key]
-        about[path[-2]] = path[-1]
-
-    return change
-
-
-def rename(old, new):
-    def change(about, header):
-        header[new] = header.pop(old)
-
-    return change
+def same(before, model):
+    after = looks(model)
+    assert before[0] == after[0] and before[1].keys() == after[1].keys()
+    return all(same_bits(t, after[1][k]) for k, t in before[1].items())

@@ -1,48 +1,37 @@
 """compact and cut_to beyond the exact cases: what is kept, what is reported, and the errors."""
 
 import math
-import subprocess
-import sys
-import textwrap
 
 import einops
 import pytest
 import torch
-from compact_models import CASES, MLP, STREAM, Attention, Decoder, GatedMLP, PackedExperts, Residual, RootMeanSquare
+from compact_models import (
+    CASES,
+    MLP,
+    PAIR,
+    STREAM,
+    Attention,
+    Decoder,
+    GatedMLP,
+    PackedExperts,
+    Residual,
+    RootMeanSquare,
+    dropping,
+    pair,
+    pruned,
+    refusal,
+    shaken,
+    x,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_compact_exact import close, pruned, shaken
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
 from sparsekit_ao.removal import compact, cut_to
-from sparsekit_ao.removal.removal import find_removal, sizes_of
+from sparsekit_ao.removal.remove import find_removal, sizes_of
 
-PAIR = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
 STREAM_COUPLING = Coupling(STREAM, name="stream")
-
-
-def pair(width=8):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
-
-
-def dropping(model, *units):
-    """The pair with some hidden units zeroed by hand."""
-    with torch.no_grad():
-        model[0].weight[list(units)] = 0
-        model[2].weight[:, list(units)] = 0
-    return model
-
-
-def x(width=4):
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(1))
-
-
-def refusal(kind, *args, **kwargs):
-    with pytest.raises(kind) as e:
-        compact(*args, **kwargs)
-    return str(e.value)
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,7 +60,7 @@ def test_a_weight_that_is_not_zero_keeps_its_unit():
     with torch.no_grad():
         model[2].weight[0, 4] = 1e-30
         model[0].weight[1, 0] = float("nan")
-    assert find_removal(PAIR.bind(model)[0], dict(dropping(model, 2).named_parameters()), 1).kept == 7
+    assert find_removal(dropping(model, 2), PAIR.bind(model)[0], 1).kept == 7
 
 
 def test_a_coupling_without_a_unit_left_keeps_one():
@@ -200,26 +189,6 @@ def test_positional_and_named_inputs():
     coupling = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
     for inputs in ((x(), x()), [x(), x()], {"a": x(), "b": x()}):
         assert compact(model, coupling, inputs)[1].couplings[0].kept == 7
-
-
-def test_another_process_rebuilds_it_bit_for_bit(tmp_path):
-    small, report = compact(dropping(pair(), 1, 5), PAIR, x())
-    report.save(tmp_path / "manifest.json")
-    torch.save(small.state_dict(), tmp_path / "small.pt")
-    torch.save({"x": x(), "y": small(x()).detach()}, tmp_path / "io.pt")
-    code = """
-        import torch
-        from torch import nn
-        from sparsekit_ao.removal import cut_to
-        model = cut_to(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "manifest.json")
-        model.load_state_dict(torch.load("small.pt"))
-        io = torch.load("io.pt")
-        assert torch.equal(model(io["x"]), io["y"])
-        print(model)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == repr(small)
 
 
 def test_a_fresh_model_may_be_on_the_meta_device():
@@ -537,23 +506,6 @@ def test_couplings_must_be_couplings(couplings):
     )
 
 
-def test_packed_heads_of_torch_are_removed_although_its_own_forward_fixes_their_size():
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attn = nn.MultiheadAttention(16, 4, batch_first=True)
-
-        def forward(self, x):
-            return self.attn(x, x, x, need_weights=False)[0]
-
-    members = {"attn.in_proj_weight": "(three u d) i", "attn.in_proj_bias": "(three u d)"}
-    coupling = Coupling(
-        {**members, "attn.out_proj.weight": "o (u d)"}, sizes={"three": 3, "d": 4}, attrs={"attn.num_heads": "u"}
-    )
-    small, report = compact(pruned(Heads(), [coupling]), coupling, torch.randn(2, 3, 16))
-    assert (small.attn.num_heads, report.difference <= 1e-5) == (2, True)
-
-
 def test_outputs_that_are_not_finite_are_never_called_equal():
     model = dropping(pair(), 1)
     with torch.no_grad():
@@ -565,15 +517,6 @@ def test_outputs_that_are_not_finite_are_never_called_equal():
     with torch.no_grad():
         model[2].bias[0] = float("inf")
     assert compact(model, PAIR, x())[1].difference <= 1e-5  # the same infinity is no difference
-
-
-def test_scores_by_mean_prune_and_compact_too():
-    torch.manual_seed(0)
-    coupling = Coupling(MLP, scores="mean")
-    model = pruned(shaken(Residual(GatedMLP(), GatedMLP())), [coupling])
-    inputs = torch.randn(2, 5, 6)
-    with torch.no_grad():
-        assert close(model(inputs), compact(model, coupling, inputs)[0](inputs))
 
 
 @st.composite

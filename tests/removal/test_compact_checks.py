@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_compact import PAIR, dropping, pair, refusal, x
-from test_compact_exact import pruned
+from compact_models import PAIR, dropping, pair, pruned, refusal, x
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError

@@ -4,35 +4,11 @@ import copy
 
 import pytest
 import torch
-from compact_models import CASES
+from compact_models import CASES, close, pruned, shaken
 from torch import nn
 
-from sparsekit_ao import Coupling, ScopeSparsifier
+from sparsekit_ao import Coupling
 from sparsekit_ao.removal import compact, cut_to
-
-
-def shaken(model):
-    """Norms' weights, biases and statistics that are not the ones and zeros that would hide a mistake."""
-    with torch.no_grad():
-        for name, t in model.state_dict().items():
-            if t.is_floating_point() and t.ndim == 1:
-                t.add_(torch.rand(t.shape) if "var" in name else torch.randn(t.shape) / 3)
-    return model
-
-
-def pruned(model, couplings, level=0.5):
-    """One coupling after another, since a tensor may be in several."""
-    for coupling in couplings:
-        sparsifier = ScopeSparsifier(sparsity_level=level)
-        sparsifier.prepare(model, coupling.entries(model))
-        sparsifier.step()
-        sparsifier.check()
-        sparsifier.squash_mask()
-    return model
-
-
-def close(a, b):
-    return float((a - b).abs().max()) <= 1e-5 * float(a.abs().max())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,6 +29,17 @@ def test_compacted_outputs_equal_masked_ones_and_it_is_rebuilt_bit_for_bit(name,
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
+    for path, module in small.named_modules():
+        if isinstance(module, nn.Linear):
+            assert (module.out_features, module.in_features) == module.weight.shape, path
+        elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
+            shape = (module.out_channels, module.in_channels // module.groups)
+            assert module.weight.shape[:2] == shape and module.out_channels % module.groups == 0, path
+        elif isinstance(module, nn.Embedding):
+            assert (module.num_embeddings, module.embedding_dim) == module.weight.shape, path
+        elif hasattr(module, "num_features"):
+            assert module.num_features == len(module.weight), path
+
     report.save(tmp_path / "manifest.json")
     fresh = cut_to(make(), tmp_path / "manifest.json").eval()
     fresh.load_state_dict(small.state_dict())
@@ -65,21 +52,3 @@ def test_compacted_outputs_equal_masked_ones_and_it_is_rebuilt_bit_for_bit(name,
 
 def numbers(module):
     return {key: value for key, value in vars(module).items() if isinstance(value, (int, float, tuple))}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_layers_of_torch_hold_their_new_sizes(name):
-    make, couplings, inputs = CASES[name]
-    couplings = [couplings] if isinstance(couplings, Coupling) else couplings
-    torch.manual_seed(0)
-    small, _ = compact(pruned(make(), couplings), couplings, inputs())
-    for path, module in small.named_modules():
-        if isinstance(module, nn.Linear):
-            assert (module.out_features, module.in_features) == module.weight.shape, path
-        elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
-            shape = (module.out_channels, module.in_channels // module.groups)
-            assert module.weight.shape[:2] == shape and module.out_channels % module.groups == 0, path
-        elif isinstance(module, nn.Embedding):
-            assert (module.num_embeddings, module.embedding_dim) == module.weight.shape, path
-        elif hasattr(module, "num_features"):
-            assert module.num_features == len(module.weight), path

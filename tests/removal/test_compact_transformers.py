@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_compact_exact import close, pruned, shaken
+from compact_models import close, pruned, shaken
 
 from sparsekit_ao import Coupling
 from sparsekit_ao.removal import compact, cut_to
@@ -73,65 +73,6 @@ def llama():
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def bert():
-    config = transformers.BertConfig(
-        vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
-    )
-    torch.manual_seed(0)
-    return transformers.BertModel(config).eval()
-
-
-def heads(at, out, head="u d"):
-    """Members of self attention with biases, by the names of BERT-like encoders."""
-    members = {
-        f"{at}.{p}.{t}": f"({head})" + " i" * (t == "weight") for p in ("query", "key", "value") for t in TENSORS
-    }
-    return members | {f"{out}.weight": f"o ({head})"}
-
-
-TENSORS = ("weight", "bias")
-BERT = [
-    Coupling(
-        heads("encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"),
-        sizes={"d": 4},
-        name="heads",
-        attrs={
-            "encoder.layer.*.attention.self.num_attention_heads": "u",
-            "encoder.layer.*.attention.self.all_head_size": "u d",
-        },
-    ),
-    Coupling(
-        {
-            "encoder.layer.*.intermediate.dense.weight": "u i",
-            "encoder.layer.*.intermediate.dense.bias": "u",
-            "encoder.layer.*.output.dense.weight": "o u",
-        },
-        name="mlp",
-        attrs={"config.intermediate_size": "u"},
-    ),
-]
-GPT2 = [
-    Coupling(
-        {
-            "transformer.h.*.attn.c_attn.weight": "i (three u d)",
-            "transformer.h.*.attn.c_attn.bias": "(three u d)",
-            "transformer.h.*.attn.c_proj.weight": "(u d) o",
-        },
-        sizes={"three": 3, "d": 4},
-        name="heads",
-        attrs={"transformer.h.*.attn.num_heads": "u", "transformer.h.*.attn.split_size": "u d"},
-    ),
-    Coupling(
-        {
-            "transformer.h.*.mlp.c_fc.weight": "i u",
-            "transformer.h.*.mlp.c_fc.bias": "u",
-            "transformer.h.*.mlp.c_proj.weight": "u o",
-        },
-        name="mlp",
-    ),
-]
-
-
 def tokens():
     return {"input_ids": torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1))}
 
@@ -187,35 +128,6 @@ def test_the_residual_stream_of_llama_is_pruned_and_its_norms_are_folded(extra, 
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(again(**x).logits, small(**x).logits)
-
-
-def test_bert_and_its_state_dict_in_a_fresh_model(tmp_path):
-    model, x = pruned(shaken(bert()), BERT), tokens()
-    small, report = compact(model, BERT, x)
-    assert report.difference <= 1e-5
-    assert small.encoder.layer[0].attention.self.all_head_size == 8
-    assert "config.num_attention_heads = 4, as 'heads 0' had" in report.unlisted
-    assert small.config.intermediate_size == 12 and model.config.intermediate_size == 24
-    fresh = cut_to(bert(), report.manifest)
-    fresh.load_state_dict(small.state_dict())
-    with torch.no_grad():
-        assert torch.equal(fresh(**x).last_hidden_state, small(**x).last_hidden_state)
-
-
-def test_gpt2_whose_linears_are_stored_transposed():
-    def gpt2():
-        config = transformers.GPT2Config(vocab_size=17, n_embd=16, n_head=4, n_layer=2, n_positions=8)
-        torch.manual_seed(0)
-        return transformers.GPT2LMHeadModel(config).eval()
-
-    model, x = pruned(shaken(gpt2()), GPT2), {**tokens(), "use_cache": False}
-    small, report = compact(model, GPT2, x)
-    assert report.difference <= 1e-5
-    assert (small.transformer.h[0].attn.c_attn.nx, small.transformer.h[0].attn.c_attn.nf) == (16, 24)
-    fresh = cut_to(gpt2(), report.manifest)
-    fresh.load_state_dict(small.state_dict())
-    with torch.no_grad():
-        assert torch.equal(fresh(**x).logits, small(**x).logits)
 
 
 EXPERTS = "model.layers.*.mlp.experts"

@@ -5,9 +5,9 @@ import itertools
 import hf_models
 import pytest
 import torch
+from compact_models import close
 from discovered import fill
 from networks import NETWORKS, Heads, Net
-from test_compact_exact import close
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +15,7 @@ from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
 from sparsekit_ao.coupling.coupling import merged_couplings
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
-from sparsekit_ao.removal.candidates import candidate_attrs
+from sparsekit_ao.removal.sizes import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL
 from sparsekit_ao.sparsifiers import progress
 

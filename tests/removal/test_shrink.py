@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import hf_models
 import pytest
 import torch
+from compact_models import close
 from discovered import fill
 from networks import NETWORKS
-from test_compact_exact import close
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,12 +36,12 @@ def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "of"), [("VGG", "flops"), ("ViT", "parameters")])
-def test_a_model_costs_at_most_the_budget(name, of):
+@pytest.mark.parametrize(("name", "cost"), [("VGG", "flops"), ("ViT", "parameters")])
+def test_a_model_costs_at_most_the_budget(name, cost):
     network, inputs = NETWORKS[name]
     model, x = fill(network()), inputs()
-    small, report = shrink(model, x, 0.5, of=of)
-    what = "flops" if of == "flops" else "parameters"
+    small, report = shrink(model, x, 0.5, cost=cost)
+    what = "flops" if cost == "flops" else "parameters"
     assert getattr(report.after, what) <= 0.5 * getattr(report.before, what)
     assert report.difference <= 1e-5 and small(x).shape == model(x).shape
 
@@ -57,14 +57,14 @@ def test_of_couplings_that_divide_one_dimension_those_that_remove_most_are_chose
     assert report.left_out and all("it divides 0.weight[0] as" in t or "1.weight[0] as" in t for t in report.left_out)
 
 
-@pytest.mark.parametrize("of", ["units", "parameters"])
-def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own(of):
+@pytest.mark.parametrize("cost", ["units", "parameters"])
+def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own(cost):
     blocks = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4)) for width in (4, 32)]
     model, hidden = nn.Sequential(*blocks), Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"})
     model.config = SimpleNamespace()  # so layers of equal widths would keep equal numbers
-    small, report = shrink(model, torch.randn(3, 4), 0.5, of=of, couplings=[hidden])
+    small, report = shrink(model, torch.randn(3, 4), 0.5, cost=cost, couplings=[hidden])
     widths = [block[0].out_features for block in small]
-    assert widths == [2, 16] if of == "units" else 2 * parameters(small) <= parameters(model)
+    assert widths == [2, 16] if cost == "units" else 2 * parameters(small) <= parameters(model)
     assert report.difference <= 1e-5 and [row.kept for row in report.couplings] == widths
 
 
@@ -92,7 +92,7 @@ def test_with_one_step_more_a_model_would_cost_more():
         costs.append(parameters(m))
         return costs[-1]
 
-    small, report = shrink(model, x, 0.55, of=cost, multiple_of=4)
+    small, report = shrink(model, x, 0.55, cost=cost, multiple_of=4)
     now, was = report.after.parameters, costs[0]
     steps = [parameters(mlp(4, *(m.out_features + 4 * (m is one) for m in small[::2][:-1]), 3)) for one in small[::2]]
     assert was == parameters(model) and now <= 0.45 * was and min(steps[:2]) > 0.45 * was
@@ -102,7 +102,7 @@ def test_with_one_step_more_a_model_would_cost_more():
 def test_units_of_one_coupling_are_dropped_exactly_down_to_the_budget():
     model, x = mlp(4, 64, 2), torch.randn(3, 4)
     for ratio in (0.1, 0.35, 0.8):
-        small, report = shrink(model, x, ratio, of="parameters")
+        small, report = shrink(model, x, ratio, cost="parameters")
         kept = small[0].out_features
         assert 7 * kept + 2 == report.after.parameters <= (1 - ratio) * 450 < 7 * (kept + 1) + 2
 
@@ -111,12 +111,12 @@ def test_units_that_cost_more_or_matter_less_are_dropped_first():
     model, x = mlp(4, 16, 64, 16, 4), torch.randn(3, 4)
     for parameter in model.parameters():
         parameter.fill_(1.0)
-    small, _ = shrink(model, x, 0.5, of="flops")
+    small, _ = shrink(model, x, 0.5, cost="flops")
     widths = [m.out_features / n for m, n in zip(small[::2], (16, 64, 16), strict=False)]
     assert widths[1] < widths[0] and widths[0] == pytest.approx(widths[2], abs=0.1)
     model[2].weight[8:] = 1e-3
     model[4].weight[:, 8:] = 1e-3
-    assert shrink(model, x, 0.5, of="flops")[0][2].out_features < widths[1] * 64
+    assert shrink(model, x, 0.5, cost="flops")[0][2].out_features < widths[1] * 64
 
 
 def test_layers_keep_equal_numbers_only_where_there_is_a_config():
@@ -129,7 +129,7 @@ def test_layers_keep_equal_numbers_only_where_there_is_a_config():
     for layers.config in (None, nn.Module):
         if layers.config is None:
             del layers.config
-        _, report = shrink(layers, torch.randn(3, 8), 0.3, of="flops", couplings=[units])
+        _, report = shrink(layers, torch.randn(3, 8), 0.3, cost="flops", couplings=[units])
         assert [row.name for row in report.couplings] == ["units 0", "units 1"]
         kept.append([row.kept for row in report.couplings])
     assert kept[0][0] > kept[0][1] and kept[1][0] == kept[1][1]
@@ -140,10 +140,10 @@ def test_levels_by_coupling_and_limits():
     small, report = shrink(model, x, {"0.weight": 0.75})
     assert (small[0].out_features, small[2].out_features) == (4, 16)
     assert report.left_out == ("2.weight: the ratio of it is 0, or does not name it",)
-    small, _ = shrink(model, x, 0.4, of="flops", max_sparsity={"2.weight": 0.25})
+    small, _ = shrink(model, x, 0.4, cost="flops", max_sparsity={"2.weight": 0.25})
     assert small[2].out_features >= 12
     with pytest.raises(SparsityError, match="a ratio of 0.95 allows a cost of .* but without all units that may be"):
-        shrink(model, x, 0.95, of="parameters", max_sparsity=0.5)
+        shrink(model, x, 0.95, cost="parameters", max_sparsity=0.5)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_levels_by_coupling_and_limits():
         ({"ratio": {"nothing": 0.5}}, "ratio names 'nothing', but the couplings are '0.weight'"),
         ({"max_sparsity": {"nothing": 0.5}}, "max_sparsity names 'nothing'"),
         ({"multiple_of": {"nothing": 4}}, "multiple_of names 'nothing'"),
-        ({"ratio": {"0.weight": 0.5}, "of": "flops"}, "a ratio by names needs of='units'"),
+        ({"ratio": {"0.weight": 0.5}, "cost": "flops"}, "a ratio by names needs cost='units'"),
         ({"ratio": 1.5}, r"ratio: sparsity level must lie in \[0, 1\], got 1.5"),
-        ({"of": "time"}, "of must be 'units', 'flops', 'parameters' or a function of a model, got 'time'"),
+        ({"cost": "time"}, "cost must be 'units', 'flops', 'parameters' or a function of a model, got 'time'"),
     ],
 )
 def test_wrong_arguments(keys, message):
@@ -166,7 +166,7 @@ def test_dimensions_of_16_bit_weights_stay_multiples_of_8():
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     kept = [shrink(mlp(8, 32, 8, dtype=torch.bfloat16), x, 0.4, multiple_of=m)[0][0].out_features for m in (None, 1)]
     assert kept == [24, 20]
-    small, _ = shrink(mlp(8, 64, 64, 8, dtype=torch.bfloat16), x, 0.5, of="flops")
+    small, _ = shrink(mlp(8, 64, 64, 8, dtype=torch.bfloat16), x, 0.5, cost="flops")
     assert small[0].out_features % 8 == small[2].out_features % 8 == 0
 
 
@@ -237,3 +237,10 @@ def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_
         again = load_pretrained(tmp_path, type(model))
     assert torch.equal(again(**inputs).logits, want)
     assert torch.equal(load_pretrained(tmp_path, type(model))(**inputs).logits, want)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch.export
+def test_a_smaller_model_is_exported_by_torch():
+    small, _ = shrink(fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12))
+    x = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(torch.export.export(small, (x,)).module()(x), small(x), rtol=1e-4, atol=1e-5)

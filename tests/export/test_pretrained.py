@@ -1,11 +1,10 @@
 """Masked transformers models saved as dense ones with masks beside them, and LoRA adapters merged under masks."""
 
-import warnings
 from collections import OrderedDict
 
 import pytest
 import torch
-from exported import batches, looks, mlp, pruned, same
+from export_models import batches, looks, mlp, pruned, same
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, export, patterns
@@ -46,16 +45,6 @@ def test_saved_and_loaded_outputs_are_the_same_bits(squash, tmp_path):
     assert masks.keys() == {g["tensor_fqn"] for g in sparsifier.groups}
     for name, mask in masks.items():
         assert torch.equal(mask, sparsifier.mask(name) != 0) and not again.get_parameter(name)[~mask].any()
-
-
-def test_training_goes_on_with_the_loaded_masks(tmp_path):
-    model, sparsifier = masked_bert()
-    export.save_pretrained(model, sparsifier, tmp_path)
-    again, other = type(model).from_pretrained(tmp_path), ScopeSparsifier(pattern=patterns.n_m(2, 4))
-    other.prepare(again, [{"tensor_fqn": "encoder.*dense.weight"}])
-    for name, mask in export.load_masks(tmp_path).items():
-        other.mask(name).copy_(mask)
-    assert all(torch.equal(other.mask(name), sparsifier.mask(name)) for name in sparsifier.state)
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
@@ -154,11 +143,6 @@ def test_a_merge_keeps_every_zero(squash):
     export.check(merged.half(), "pack_2_4", tensors=["up.weight"])
 
 
-def test_without_it_every_zero_is_lost():
-    lora, _, _, _ = adapted(squash=True)
-    assert not (lora.merge_and_unload().up.weight == 0).any()
-
-
 def test_masks_may_come_from_a_file_and_layers_without_adapters_are_reported():
     lora, sparsifier, _, _ = adapted(squash=True, targets=["down"])
     masks = {name: sparsifier.mask(name).clone() for name in sparsifier.state}
@@ -245,16 +229,3 @@ def test_a_merge_that_does_not_fit_is_refused_before_anything_changes():
     with pytest.raises(SparsityError, match="expected a model of peft.get_peft_model, got Sequential"):
         export.merge_lora(pruned()[0], sparsifier)
     assert same(before, lora)
-
-
-def test_adapters_must_be_merged_before_saving(tmp_path):
-    peft = pytest.importorskip("peft")
-    model, sparsifier = masked_bert()
-    sparsifier.squash_mask()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft reads an attribute that transformers deprecates
-        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["dense"]))
-    with pytest.raises(SparsityError, match="call export.merge_lora"):
-        export.save_pretrained(lora, sparsifier, tmp_path)
-    merged, _ = export.merge_lora(lora, sparsifier)
-    assert export.save_pretrained(merged, sparsifier, tmp_path).converted

@@ -1,0 +1,440 @@
+"""The weights of a model: which patterns their zeros satisfy, and which functions of `export` take them.
+
+Works on masked and on squashed models; nothing is changed.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.ao.pruning import FakeSparsity
+from torch.nn.utils import parametrize
+
+from .. import patterns
+from ..distributed import is_sharded
+from ..errors import SparsityError, checked_model
+from ..masking import parametrized_names, used_weight
+from ..patterns import is_of_transformers
+from ..sparsifiers.names import matcher, parameter_of, plain_name
+from ..tables import Table, aligned
+
+DENSE = 0.99  # a weight of a larger density is called dense
+ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on
+MULTIPLES = {torch.float16: (32, 64), torch.bfloat16: (32, 64), torch.int8: (16, 128)}  # of torch's CUTLASS kernels
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_N_M = ((1, 8), (1, 4), (2, 4), (4, 8), (8, 16))  # the first that fits implies those after it
+_BLOCKS = ((32, 32), (16, 16), (8, 8), (4, 4), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1))  # the largest first
+_SAMPLE = 64  # parts of each dimension that are looked at first, since most weights break a structure there
+_SHOWN = 10  # lines of an error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layer:
+    """One weight of a model.
+
+    Attributes:
+        path: of the module, as in `model.named_modules()`.
+        module: that holds the weight.
+        tensor_name: of the weight in the module.
+        masked: whether it has a mask, this library's or torch.ao's, that is, was not squashed yet.
+        names: every name of the weight in the model's state dict after `squash_mask`, the first one first; several if
+            it is tied (one parameter, or several in the same memory), or its module is used in several places.
+    """
+
+    path: str
+    module: nn.Module
+    tensor_name: str
+    masked: bool
+    names: tuple[str, ...]
+
+    @property
+    def weight(self) -> Tensor:
+        """The values that the forward pass uses: masked, without gradient; computed anew each time if parametrized."""
+        return used_weight(self.module, self.tensor_name)
+
+    @property
+    def fqn(self) -> str:
+        """The weight's (first) name in the model."""
+        return self.names[0]
+
+    @property
+    def kept(self) -> Tensor:
+        """Bool, of the weight's shape: values that are not zero. nan is not zero, -0.0 is."""
+        weight = self.weight
+        is_float8 = weight.is_floating_point() and weight.itemsize == 1  # without comparisons on the CPU
+        return (weight.float() if is_float8 else weight) != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One weight.
+
+    Attributes:
+        tensor: its name.
+        kind: the class of its module.
+        shape: of the weight.
+        dtype: of the weight, without "torch.".
+        masked: whether its mask is still there.
+        density: the fraction that is not zero; 1 for an empty weight.
+        patterns: the structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured";
+            nothing if it is dense.
+        targets: {function of `export`: reasons why it does not take the weight}; no reasons if it does.
+
+    >>> row = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4)))[0]
+    >>> row.tensor, row.kind, row.density, row.patterns
+    ('0.weight', 'Linear', 1.0, ())
+    """
+
+    tensor: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    masked: bool
+    density: float
+    patterns: tuple[str, ...]
+    targets: Mapping[str, tuple[str, ...]]
+
+    @property
+    def taken_by(self) -> tuple[str, ...]:
+        """The functions of `export` that take the weight."""
+        return tuple(name for name, why in self.targets.items() if not why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport(Table[LayerRow]):
+    """Rows as data, one for each weight of the model; `str()` of it is a table.
+
+    `to_csv()` writes it, and `sparsekit_ao.plot.plot_layers` draws it.
+
+    >>> report = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)))
+    >>> [row.tensor for row in report]
+    ['0.weight', '1.weight']
+    """
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]] = [("tensor", "module", "shape", "dtype", "", "density", "patterns", "taken by")]
+        for r in self.rows:
+            names = (", ".join(names) or "-" for names in (r.patterns, r.taken_by))
+            state = "masked" if r.masked else ""
+            lines.append((r.tensor, r.kind, "x".join(map(str, r.shape)), r.dtype, state, f"{r.density:.4f}", *names))
+        pruned = [row for row in self.rows if row.patterns]
+        texts = [text.rstrip() for text in aligned(lines)]
+        for target in REFUSALS if pruned else ():
+            refused = [row for row in pruned if row.targets[target]]
+            first = f"; not {refused[0].tensor}: {refused[0].targets[target][0]}" if refused else ""
+            texts.append(f"{target} takes {len(pruned) - len(refused)} of {len(pruned)} pruned weights{first}")
+        return "\n".join(texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What an export did; `print(report)` shows it as text.
+
+    Attributes:
+        target: the function that converted.
+        converted: names of the tensors that are stored, or run, sparse.
+        left: {tensor: why} of all other weights.
+        before, after: bytes of what was converted; of the whole files where files are written.
+        difference: largest difference of an output on the user's inputs, relative to the largest value that differs;
+            None where no model is run, because values are equal bit for bit.
+        notes: what else a user must know.
+
+    >>> print(Conversion(target="pack_2_4", converted=("0.weight",), left={}, before=200, after=120))
+    pack_2_4: 1 of 1 weights
+    bytes: 200 -> 120 (0.600)
+    """
+
+    target: str
+    converted: tuple[str, ...]
+    left: Mapping[str, str]
+    before: int
+    after: int
+    difference: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.target}: {len(self.converted)} of {len(self.converted) + len(self.left)} weights"]
+        lines += [f"bytes: {self.before:,} -> {self.after:,} ({self.after / max(self.before, 1):.3f})"]
+        lines += [] if self.difference is None else [f"largest relative difference of outputs: {self.difference:.1e}"]
+        lines += [f"left: {name} ({why})" for name, why in self.left.items()]
+        return "\n".join([*lines, *(f"note: {text}" for text in self.notes)])
+
+
+def report(model: nn.Module) -> LayerReport:
+    """Return which patterns the weights of a model satisfy, and which functions of `export` take them.
+
+    Works on masked and on squashed models, and changes nothing.
+
+    Args:
+        model: with weights of two or more dimensions, all of which are listed; tied ones once.
+
+    Returns:
+        A report whose text is a table; `sparsekit_ao.plot.plot_layers(report)` draws density and patterns.
+
+    >>> from sparsekit_ao import ScopeSparsifier, export, patterns
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 4)).half()
+    >>> sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
+    >>> sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
+    >>> sparsifier.step()
+    >>> [(row.tensor, row.density, row.patterns, "pack_2_4" in row.taken_by) for row in export.report(model)]
+    [('0.weight', 0.5, ('2:4',), True), ('1.weight', 1.0, (), False)]
+    """
+    rows = []
+    for layer in layers_of(model):
+        weight, kept = layer.weight, layer.kept
+        rows.append(
+            LayerRow(
+                tensor=layer.fqn,
+                kind=_kind(layer.module),
+                shape=tuple(weight.shape),
+                dtype=_short(weight.dtype),
+                masked=layer.masked,
+                density=_density(kept),
+                patterns=tuple(_patterns_of(layer, kept)),
+                targets={target: tuple(refusals(layer)) for target, refusals in REFUSALS.items()},
+            )
+        )
+    return LayerReport(rows=tuple(rows))
+
+
+def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -> list[Layer]:
+    """Check that a function of `export` takes the weights of a model; works before `squash_mask`, and changes nothing.
+
+    Args:
+        model: masked, or squashed.
+        target: the name of the function: "pack_2_4" or "quantize".
+        tensors: names, globs or `re:` expressions of weights. None is every masked weight; in a model without masks,
+            every weight of which at least a tenth is zero.
+
+    Returns:
+        The layers that were checked.
+
+    Raises:
+        SparsityError: some are not taken: with tensor, rule and first place that breaks it; there is no such target or
+            tensor, or nothing to check.
+
+    >>> from sparsekit_ao import ScopeSparsifier, export, patterns
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32)).half()
+    >>> sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
+    >>> sparsifier.prepare(model)
+    >>> sparsifier.step()
+    >>> [layer.fqn for layer in export.check(model, "pack_2_4")]
+    ['0.weight']
+    """
+    if target not in REFUSALS:
+        raise SparsityError(f"unknown target {target!r}; known: {', '.join(REFUSALS)}")
+    return checked_layers(model, target, REFUSALS[target], tensors)[0]
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Return every parameter of two or more dimensions, and every masked one, in the order of the model's modules.
+
+    A parameter that several modules share is listed once, with all its names.
+
+    Raises:
+        SparsityError: a weight has no values yet, as in lazy modules or on the meta device; or it is sharded,
+            quantized, or sparse already.
+    """
+    layers: dict[Hashable, Layer] = {}
+    for path, module in checked_model(model, "export").named_modules(remove_duplicate=False):
+        if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
+            continue
+        plain = [name for name, p in module._parameters.items() if p is not None]
+        for name in [*plain, *parametrized_names(module)]:
+            fqn, parameter = f"{plain_name(path)}.{name}".removeprefix("."), parameter_of(module, name)
+            _refuse_special(fqn, parameter)
+            masked = any(isinstance(p, FakeSparsity) for p in _parametrizations(module, name))
+            if masked or used_weight(module, name).ndim > 1:
+                layer = Layer(path=path, module=module, tensor_name=name, masked=masked, names=())
+                key = memory_of(parameter) or id(parameter)
+                first = layers.setdefault(key, layer)
+                layers[key] = replace(first, names=(*first.names, fqn))
+    return list(layers.values())
+
+
+def memory_of(tensor: Tensor) -> Hashable | None:
+    """Return a key that is equal for tensors of the same values in the same memory; None for an empty tensor."""
+    if not tensor.numel():
+        return None
+    kind = (tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), *kind)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape, and equal bytes."""
+    views = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*views)
+
+
+def checked_layers(
+    model: nn.Module, target: str, refusals: Callable[[Layer], list[str]], tensors: Sequence[str] | None
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the layers that are to be converted, all of which a target takes, and {tensor: why} of the others.
+
+    Args:
+        model, tensors: as for `check`.
+        target: first word of error messages.
+        refusals: returns why the target does not take a layer.
+
+    Raises:
+        SparsityError: with the layers that are not taken, and the reasons; an entry of `tensors` names no weight, or
+            nothing is chosen.
+    """
+    layers = layers_of(model)
+    if tensors is None:
+        any_masked = any(layer.masked for layer in layers)
+        chosen = [a for a in layers if (a.masked if any_masked else 1 - _density(a.kept) >= ZEROS)]
+        why = "not masked" if any_masked else f"less than {ZEROS:.0%} of it is zero"
+    else:
+        chosen, why = _named(layers, [tensors] if isinstance(tensors, str) else tensors, target), "not in `tensors`"
+    if not chosen and tensors is not None:
+        raise SparsityError(f"{target}: tensors is empty; name weights, or leave it out to take the pruned ones")
+    if not chosen:
+        raise SparsityError(
+            f"{target}: no weight is masked, and in none a tenth is zero. Prune the model first, or pass tensors=[...]"
+        )
+    refused = [f"{layer.fqn}: {text}" for layer in chosen for text in refusals(layer)]
+    if refused:
+        lines = refused[:_SHOWN] + ([f"{len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else [])
+        hint = "" if tensors is not None else "\nPass tensors=[...] to convert only others."
+        raise SparsityError(f"{target} does not take\n  " + "\n  ".join(lines) + hint)
+    return chosen, {layer.fqn: why for layer in layers if layer not in chosen}
+
+
+def _named(layers: Sequence[Layer], rules: Sequence[str], target: str) -> list[Layer]:
+    every = [name for layer in layers for name in layer.names]
+    chosen: list[Layer] = []
+    for rule in rules:
+        if not isinstance(rule, str):
+            raise SparsityError(f"{target}: tensors takes names, globs or re: expressions, got {type(rule).__name__}")
+        matches = matcher(rule, f"{target}: ")
+        named = [a for a in layers if any(map(matches, (*a.names, f"{a.path}.{a.tensor_name}")))]
+        if not named:
+            hint = f" The weights are {', '.join(every[:5]) or 'none'}{', ...' if len(every) > 5 else ''}."
+            raise SparsityError(f"{target}: {rule!r} names no weight of the model.{hint}")
+        chosen += named
+    return [layer for layer in layers if layer in chosen]
+
+
+def _refuse_special(fqn: str, parameter: Tensor) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+        raise SparsityError(f"{fqn} has no values yet: run a lazy module once, or load a checkpoint first")
+    if is_sharded(parameter):
+        raise SparsityError(f"{fqn} is sharded over ranks; export a model that holds whole weights")
+    if type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
+        kind = type(parameter).__name__ if parameter.layout == torch.strided else str(parameter.layout)
+        raise SparsityError(f"{fqn} is a {kind}, and only plain weights can be exported; export before converting them")
+
+
+def _parametrizations(module: nn.Module, name: str) -> list[nn.Module]:
+    return list(module.parametrizations[name]) if parametrize.is_parametrized(module, name) else []  # type: ignore
+
+
+def linear_refusals(layer: Layer, dtypes: Iterable[torch.dtype] = FLOATS) -> list[str]:
+    """Return why a layer is not the Linear of finite weights of its own that can be replaced by another tensor."""
+    module, weight, kind = layer.module, layer.weight, _kind(layer.module)
+    if not isinstance(module, nn.Linear) or layer.tensor_name != "weight":
+        hint = "; Conv1D stores its weight transposed" if is_of_transformers(module, "Conv1D") else ""
+        return [f"needs the weight of Linear, got {layer.tensor_name} of {kind}{hint}"]
+    if weight.dtype not in dtypes:
+        return [f"needs {' or '.join(map(_short, dtypes))}, got {_short(weight.dtype)}"]
+    refusals = []
+    others = [type(p).__name__ for p in _parametrizations(module, "weight") if not isinstance(p, FakeSparsity)]
+    if others:
+        call = "torch.nn.utils.parametrize.remove_parametrizations"
+        refusals.append(f"is computed by {', '.join(others)}; call {call} first")
+    if layer.names[1:]:
+        shared = ", ".join(layer.names[1:])
+        refusals.append(f"needs a weight of its own, but it is shared with {shared}; untie them first")
+    at = _first(~weight.isfinite())
+    if at is not None:
+        refusals.append(f"needs finite values, got {float(weight[at])} at {list(at)}")
+    return refusals
+
+
+def two_four_refusals(layer: Layer) -> list[str]:
+    """Return why a matrix is not 2:4 along its second dimension."""
+    kept = layer.kept
+    if kept.shape[1] % 4:
+        return [f"needs dimension 1 in groups of 4, got shape {tuple(kept.shape)}"]
+    counts = kept.unflatten(1, (-1, 4)).sum(2)
+    at = _first(counts > 2)
+    if at is None:
+        return []
+    text = f"needs at most 2 nonzeros in every 4 along dimension 1, got {int(counts[at])} at [{at[0]}, "
+    text += f"{4 * at[1]}:{4 * at[1] + 4}]"
+    if _density(kept) > DENSE:
+        return [f"{text}: the weight is dense"]
+    is_turned = kept.shape[0] % 4 == 0 and bool((kept.unflatten(0, (-1, 4)).sum(1) <= 2).all())
+    return [f"{text}; it is 2:4 along dimension 0" if is_turned else text]
+
+
+def pack_refusals(layer: Layer) -> list[str]:
+    """Return why `pack_2_4` does not take a layer."""
+    refusals = linear_refusals(layer, MULTIPLES)
+    if not isinstance(layer.module, nn.Linear) or layer.weight.dtype not in MULTIPLES:
+        return refusals
+    pairs = enumerate(zip(layer.weight.shape, MULTIPLES[layer.weight.dtype], strict=True))
+    wrong = [(k, n, size) for k, (n, size) in pairs if n == 0 or n % size]
+    refusals += [f"needs dimension {k} to be a multiple of {size}, got {n}" for k, n, size in wrong]
+    return refusals + two_four_refusals(layer)
+
+
+REFUSALS: Mapping[str, Callable[[Layer], list[str]]] = {"pack_2_4": pack_refusals, "quantize": linear_refusals}
+
+
+def _first(wrong: Tensor) -> tuple[int, ...] | None:
+    """The index of the first True, or None."""
+    if not bool(wrong.any()):
+        return None
+    at = int(wrong.flatten().to(torch.uint8).argmax())
+    return tuple(int(i) for i in np.unravel_index(at, wrong.shape))
+
+
+def _density(kept: Tensor) -> float:
+    return int(kept.count_nonzero()) / kept.numel() if kept.numel() else 1.0
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("Parametrized")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _patterns_of(layer: Layer, kept: Tensor) -> list[str]:
+    """Names of the structures that a weight satisfies: rows, columns, the strictest n:m; else the largest blocks.
+
+    "n:m" is along the inputs of the module. In rows, columns and blocks no zero is outside of one that is all zero.
+    """
+    if _density(kept) >= DENSE:  # an empty one, too
+        return []
+    names = [p.kind for p in (patterns.rows(), patterns.columns()) if _satisfies(layer, kept, p)]
+    names += [f"{n}:{m}" for n, m in _N_M if _satisfies(layer, kept, patterns.n_m(n, m), most=n)][:1]
+    if not names:
+        names = [f"{a}x{b} blocks" for a, b in _BLOCKS if _satisfies(layer, kept, patterns.blocks(a, b))][:1]
+    return names or ["unstructured"]
+
+
+def _satisfies(layer: Layer, kept: Tensor, pattern: patterns.Pattern, most: int | None = None) -> bool:
+    """Whether the scopes of a pattern keep at most so many values; without a number, its blocks all values or none."""
+    try:
+        shapes = pattern.resolve(layer.module, layer.tensor_name, kept)
+    except SparsityError:  # the pattern does not fit the weight
+        return False
+    shape = shapes.get("block_shape" if most is None else "scope_shape") or (1,) * kept.ndim
+    sizes = [n if size == -1 else size for n, size in zip(kept.shape, shape, strict=True)]
+    if math.prod(sizes) <= 1 or any(n % size for n, size in zip(kept.shape, sizes, strict=True)):
+        return False
+    split = kept.reshape([k for n, size in zip(kept.shape, sizes, strict=True) for k in (n // size, size)])
+    for counts in (split[tuple(slice(None) if k % 2 else slice(_SAMPLE) for k in range(split.ndim))], split):
+        for dim in range(split.ndim - 1, 0, -2):  # one after the other, which is faster than all at once
+            counts = counts.sum(dim, dtype=torch.int32)
+        if bool((counts > most).any() if most else ((counts > 0) & (counts < math.prod(sizes))).any()):
+            return False
+    return True

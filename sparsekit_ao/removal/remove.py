@@ -1,0 +1,458 @@
+"""Units that a coupling holds as zeros, and their removal from tensors, torch.nn's layers and lists of modules.
+
+A unit is dropped where every weight of the coupling (its parameters of two or more dimensions) is exactly zero. Among
+them are the tensors that read the unit, so whatever a bias or a norm still writes there is multiplied by zero. To keep
+a unit of zeros is always exact; so a scope with fewer other units keeps some, to have as many as the others. A unit
+that is a module of a list is dropped where all its parameters are zero, biases too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
+
+from ..coupling import BoundCoupling, Member
+from ..coupling.bound import is_list
+from ..errors import CouplingError, SparsityError
+from ..sparsifiers.names import owner_of
+from ..sparsifiers.progress import shown
+from ..structure import AxisPattern
+from ..structure.tiles import Shape
+
+_KeptOf = Sequence[tuple[AxisPattern, int]]  # axes of each coupling of a tensor, and its kept units of a scope
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Removal:
+    """A coupling of one model, and which of its units are kept and removed.
+
+    Attributes:
+        coupling: the coupling.
+        keep: bool, of the coupling's grid; the same number is True in each scope.
+        source: index of the `Coupling` that it was bound from.
+        partly: kept units of which some weights hold only zeros, over all scopes.
+    """
+
+    coupling: BoundCoupling
+    keep: Tensor
+    source: int = 0
+    partly: int = 0
+
+    @property
+    def scope_units(self) -> int:
+        """Units of a scope."""
+        return self.coupling.grid[-1]
+
+    @property
+    def kept(self) -> int:
+        """Kept units of a scope."""
+        return int(self.keep.reshape(-1, self.scope_units)[0].sum())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is removed."""
+        return self.kept == self.scope_units
+
+
+def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, source: int = 0) -> Removal:
+    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all).
+
+    Raises:
+        CouplingError: scopes keep different numbers.
+        SparsityError: multiple_of is no positive int; no member is a parameter; a tensor still has a mask.
+    """
+    where = f"coupling {coupling.name!r}: "
+    check_multiple(multiple_of, where)
+    zero = _zero_units_of_weights(model, coupling, where)
+    dropped, units = zero.all(0), coupling.grid[-1]
+    keep = ~dropped.reshape(-1, units)
+    counts = keep.sum(1)
+    most = int(counts.max())
+    other = ((counts != most) & (counts != 0)).nonzero()
+    if other.numel():
+        at = int(other[0, 0])
+        raise CouplingError(
+            f"{where}scope {int(counts.argmax())} of {' '.join(coupling.scope)} keeps {most} of {units} units, but "
+            f"scope {at} keeps {int(counts[at])}; a dense layer needs the same number in each. Prune with the "
+            "coupling's own entries, which give every scope the same budget."
+        )
+    wanted = rounded(most, units, multiple_of)
+    keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
+    partly = int((zero.any(0) & ~dropped).sum())
+    return Removal(coupling=coupling, keep=keep.reshape(coupling.grid), source=source, partly=partly)
+
+
+def check_multiple(multiple_of: object, where: str) -> None:
+    """Raise unless `multiple_of` is a positive int."""
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+        raise SparsityError(f"{where}multiple_of must be a positive int, got {multiple_of!r}")
+
+
+def rounded(kept: int, units: int, multiple: int) -> int:
+    """Return a number of kept units as a multiple (at least one), or all of them.
+
+    >>> rounded(5, 12, 4), rounded(0, 12, 4), rounded(11, 11, 4)
+    (8, 4, 11)
+    """
+    return min(-(-max(kept, 1) // multiple) * multiple, units)
+
+
+def _zero_units_of_weights(model: nn.Module, coupling: BoundCoupling, where: str) -> Tensor:
+    """Which units are zero in each weight, [weights, *grid]; for modules of lists, in all of their parameters."""
+    names = [*(member.fqn for member in coupling.members), *(fqn for names in coupling.listed for fqn in names)]
+    tensors = plain_tensors(model, names)
+    if coupling.listed:
+        zero = [not any(tensors[fqn].any() for fqn in names) for names in coupling.listed]
+        return torch.tensor(zero).reshape(1, *coupling.grid)
+    parameters = [m for m in coupling.members if m.is_parameter]
+    weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
+    if not weights:
+        raise SparsityError(f"{where}no member is a parameter, so there are no zeros that mark dropped units")
+    views, ndim = [m.pattern(tensors[m.fqn].detach()) for m in weights], len(coupling.grid)
+    return torch.stack([(view == 0).unsqueeze(-1).flatten(ndim).all(-1).cpu() for view in views])
+
+
+def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of these names.
+
+    Raises:
+        SparsityError: one is parametrized, so its mask is not yet applied to its values.
+    """
+    tensors = {}
+    for fqn in fqns:
+        module, name = owner_of(model, fqn)
+        if parametrize.is_parametrized(module, name):
+            raise SparsityError(
+                f"{fqn} is still parametrized (masked, perhaps), so nothing can be removed from it; call squash_mask "
+                "first"
+            )
+        tensors[fqn] = getattr(module, name)
+    return tensors
+
+
+def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
+    """Remove the dropped units from every member, in place; sizes held by torch.nn's layers are updated.
+
+    Raises:
+        CouplingError: what couplings keep of one tensor is not rectangular.
+        SparsityError: a grouped convolution that loses parts of its groups.
+    """
+    cuts: dict[int, list[tuple[Member, Removal]]] = {}  # of each tensor, by its id
+    tensors: dict[int, Tensor] = {}
+    for removal in removals:
+        for member in removal.coupling.members:
+            tensor = plain_tensors(model, [member.fqn])[member.fqn]
+            tensors[id(tensor)] = tensor
+            own, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
+            kept = kept_elements(member, removal, shape)
+            if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in own):
+                own.append((member, removal))  # two names of one tensor count once
+    items = shown(list(cuts.items()), "compact", sum(tensors[key].numel() for key in cuts))
+    smaller = {key: _smaller(tensors[key], own) for key, own in items}
+    places = [
+        (module, registered, name, id(tensor))
+        for module in model.modules()
+        for registered in (module._parameters, module._buffers)
+        for name, tensor in registered.items()
+        if id(tensor) in smaller
+    ]
+    sizes = [sizes_of(m, n, smaller[key], [(mb.pattern, r.kept) for mb, r in cuts[key]]) for m, _, n, key in places]
+    for (module, registered, name, key), new_sizes in zip(places, sizes, strict=True):
+        registered[name] = smaller[key]  # type: ignore[assignment]
+        for attribute, size in new_sizes.items():
+            setattr(module, attribute, size)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and any(module is m for m, *_ in places):
+            _fit_attention(module, path)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def zero_units(model: nn.Module, removal: Removal) -> None:
+    """Write zeros into the parameters of the units that a removal removes, in place."""
+    members = [member for member in removal.coupling.members if member.is_parameter]
+    tensors = plain_tensors(model, [member.fqn for member in members])
+    for member in members:
+        tensor = tensors[member.fqn]
+        tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
+
+
+def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
+    """Which elements of a member of this shape belong to kept units; bool, of its shape."""
+    kept = torch.ones(shape, dtype=torch.bool, device="cpu")
+    view = member.pattern(kept)
+    view.copy_(removal.keep.reshape(removal.keep.shape + (1,) * (view.ndim - removal.keep.ndim)).expand_as(view))
+    return kept
+
+
+def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
+    """A copy without the removed units; of the same kind (parameter or not) and memory format."""
+    shape = _shape_without(tuple(tensor.shape), cuts)
+    if tensor.is_meta:
+        data = tensor.new_empty(shape)
+    elif len(cuts) == 1 and not cuts[0][0].pattern.outside:
+        member, removal = cuts[0]
+        units = member.pattern(tensor.detach())[removal.keep.to(tensor.device)]
+        data = member.pattern.undo(units.reshape(*removal.keep.shape[:-1], removal.kept, *units.shape[1:]))
+    else:
+        data = _without_all(tensor.detach(), cuts, shape)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    keeps_last = last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+    data = data.contiguous(memory_format=last if last is not None and keeps_last else torch.contiguous_format)
+    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def _shape_without(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> list[int]:
+    """The shape without the removed units; those of one part of a concatenation shrink that part."""
+    lengths: dict[tuple[int, tuple[int, int]], int] = {}  # of (dimension, entries before and after the part)
+    for member, removal in cuts:
+        d = member.pattern.dimension_of(removal.coupling.unit)
+        around = member.pattern.outside.get(d, (0, 0))
+        length = lengths.get((d, around), shape[d] - sum(around))
+        lengths[d, around] = length // removal.scope_units * removal.kept
+    smaller = list(shape)
+    for (d, around), length in lengths.items():
+        smaller[d] -= shape[d] - sum(around) - length
+    return smaller
+
+
+def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: Sequence[int]) -> Tensor:
+    """What all removals keep, in the tensor's own order: right where no unit varies more slowly than its scopes."""
+    keep = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
+    for member, removal in cuts:
+        keep &= kept_elements(member, removal, tuple(tensor.shape))
+    where = f"{cuts[0][0].fqn}: the couplings {', '.join(repr(removal.coupling.name) for _, removal in cuts)} "
+    if int(keep.sum()) != math.prod(shape):
+        raise CouplingError(
+            f"{where}keep elements of its {tuple(tensor.shape)} that do not form a rectangle; write their axes as "
+            "factors of one pattern"
+        )
+    for member, removal in cuts:
+        order = [axis for dimension in member.pattern.dimensions for axis in dimension]
+        rows = removal.keep.reshape(-1, removal.scope_units)
+        is_inside = not set(removal.coupling.scope) <= set(order[: order.index(removal.coupling.unit)])
+        if is_inside and bool((rows != rows[0]).any()):
+            raise CouplingError(
+                f"{where}share one tensor, and one of them keeps different units in scopes that vary faster than the "
+                "unit; compact by one coupling after the other"
+            )
+    return tensor[keep.to(tensor.device)].reshape(*shape)
+
+
+def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> dict[str, Any]:
+    """Return the integers of a torch.nn layer, by attribute, as its new tensor has them; {} for other modules.
+
+    The module has its old attributes. A SparsityError if a grouped layer would lose parts of its groups, or an
+    embedding rows.
+
+    >>> sizes_of(torch.nn.Linear(4, 8), "weight", torch.zeros(5, 4), [])
+    {'out_features': 5, 'in_features': 4}
+    """
+    shape = tuple(tensor.shape)
+    if isinstance(module, _NormBase):
+        return {"num_features": shape[0]}
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return {"normalized_shape": shape}
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return _recurrent_sizes(module, name, shape)
+    if name != "weight":
+        return {}
+    if isinstance(module, nn.GroupNorm):
+        return {"num_groups": _groups_left(module, module.num_groups, kept_of), "num_channels": shape[0]}
+    if isinstance(module, _ConvNd):
+        groups = _groups_left(module, module.groups, kept_of)
+        ends = (shape[0], shape[1] * groups) if module.transposed else (shape[1] * groups, shape[0])
+        return {"groups": groups, **dict(zip(("in_channels", "out_channels"), ends, strict=True))}
+    if isinstance(module, nn.Linear):
+        return {"out_features": shape[0], "in_features": shape[1]}
+    if isinstance(module, nn.PReLU):
+        return {"num_parameters": shape[0]}
+    if type(module).__name__ == "Conv1D" and {"nx", "nf"} <= vars(module).keys():
+        return {"nx": shape[0], "nf": shape[1]}  # transformers' Linear, whose weight is stored transposed
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return {}
+    if shape[0] != module.num_embeddings:  # example inputs need not show that later indices read other rows
+        pattern = next(p for p, _ in kept_of if p.dimension_of(p.unit[-1]) == 0)
+        raise SparsityError(
+            f"{pattern.where}axes {pattern.axes!r} would keep {shape[0]} of the {module.num_embeddings} rows of an "
+            f"{type(module).__name__}. Rows are read by index, so the indices of later ones would change; use units of "
+            "its second dimension, or leave it out."
+        )
+    return {"num_embeddings": shape[0], "embedding_dim": shape[1]}
+
+
+def _recurrent_sizes(module: nn.RNNBase | nn.RNNCellBase, name: str, shape: Shape) -> dict[str, Any]:
+    if name in ("weight_ih_l0", "weight_ih"):
+        return {"input_size": shape[1]}
+    if name == "weight_hr_l0":
+        return {"proj_size": shape[0], "hidden_size": shape[1]}
+    if name in ("weight_hh_l0", "weight_hh") and not getattr(module, "proj_size", 0):
+        return {"hidden_size": shape[1]}
+    return {}
+
+
+def _groups_left(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _KeptOf) -> int:
+    """Groups of a layer whose first dimension is smaller: fewer of the same width, or as many of a smaller width."""
+    remaining = groups
+    for pattern, kept in kept_of:
+        unit = pattern.unit[-1]
+        if groups == 1 or pattern.dimension_of(unit) != 0:
+            continue
+        if 0 in pattern.outside and len(module.weight) == groups:  # a channel in each group
+            part = groups - sum(pattern.outside[0])
+            remaining -= part - part // pattern.sizes[unit] * kept
+            continue
+        outer = pattern.leading(groups)
+        if outer is None:
+            raise SparsityError(
+                f"{pattern.where}axes {pattern.axes!r}: a {type(module).__name__} of {groups} groups can lose whole "
+                "groups, or equally many channels of each; write its first dimension as factors of which the first "
+                f"make {groups}"
+            )
+        if unit in outer:
+            remaining = remaining // pattern.sizes[unit] * kept
+    return remaining
+
+
+def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
+    """Raise unless all lists of the couplings are in the model, each once and with a module for each unit.
+
+    Errors begin with `where`.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen: dict[int, str] = {}
+    for removal in removals:
+        name, units = removal.coupling.name, removal.coupling.units
+        for path in removal.coupling.lists:
+            module = modules.get(path)
+            if module is None or not is_list(module) or len(module) != units:
+                raise SparsityError(f"{where}coupling {name!r}: {path!r} is no nn.ModuleList of {units} modules")
+            if id(module) in seen:
+                raise SparsityError(
+                    f"{where}the couplings {seen[id(module)]!r} and {name!r} both drop modules of {path!r}"
+                )
+            seen[id(module)] = name
+
+
+def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
+    """Drop the modules of dropped units from their lists, in place; later ones move up."""
+    # All lists are looked up first, since one list may be in a module of another.
+    lists = [(model.get_submodule(path), removal) for removal in removals for path in removal.coupling.lists]
+    for modules, removal in lists:
+        for at in reversed(_dropped(removal)):
+            del modules[at]  # type: ignore[operator]
+
+
+def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:
+    """Leave out the removals whose members are all in modules that others drop."""
+    paths = [(path, removal) for removal in removals for path in removal.coupling.lists]
+    prefixes = tuple(f"{path}.{at}." for path, removal in paths for at in _dropped(removal))
+    return [one for one in removals if not all(m.fqn.startswith(prefixes) for m in one.coupling.members)]
+
+
+def _dropped(removal: Removal) -> list[int]:
+    dropped: list[int] = (~removal.keep.reshape(-1)).nonzero()[:, 0].tolist()
+    return dropped
+
+
+class PrunedMultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` of `num_heads * head_dim` hidden numbers, where it requires `embed_dim`.
+
+    `compact` makes it of one that loses heads. Arguments, outputs and names of tensors are those of the original.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `torch.nn.MultiheadAttention.forward`; `is_causal` needs `attn_mask` and adds nothing to it."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError(
+                "is_causal needs attn_mask; torch.nn.Transformer.generate_square_subsequent_mask makes it"
+            )
+        is_batched = query.dim() == 3
+        if not is_batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._projected(query, key, value)
+        mask = self._mask(attn_mask, key_padding_mask, q, k)
+        rate = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+            out = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, rate)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if not is_batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Queries, keys and values of (batch, heads, tokens, size of a head)."""
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        inputs = zip((query, key, value), weights, biases, strict=True)
+        q, k, v = (F.linear(x, weight, bias) for x, weight, bias in inputs)
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (torch.cat([x, b.expand(len(x), 1, -1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
+        if self.add_zero_attn:
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        return [x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)]
+
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """Both masks as one that is added to scores of (batch, heads, queries, keys), or None."""
+        masks = [] if padding is None else [padding.view(-1, 1, 1, padding.shape[-1])]
+        if attn_mask is not None:
+            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.ndim == 3 else attn_mask)
+        total = None
+        for mask in masks:
+            if mask.dtype == torch.bool:  # True is left out
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
+            mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # what was added to the keys is never left out
+            total = mask if total is None else total + mask
+        return total
+
+
+def _fit_attention(module: nn.MultiheadAttention, where: str) -> None:
+    """Set the sizes of an attention module, in place, by its tensors, which lost heads or numbers of the embedding.
+
+    Raises:
+        SparsityError: it lost parts of heads.
+    """
+    packed = module._parameters["in_proj_weight"]
+    query, key, value = (
+        (packed,) * 3 if packed is not None else [module._parameters[f"{n}_proj_weight"] for n in ("q", "k", "v")]
+    )
+    assert query is not None and key is not None and value is not None
+    rows = query.shape[0] if packed is None else query.shape[0] // 3
+    if rows % module.head_dim:
+        raise SparsityError(
+            f"{where}: {rows} rows are left of its queries, no multiple of the {module.head_dim} of a head. A "
+            "MultiheadAttention can lose whole heads only; write its rows as '(three u d)', with d the size of a head."
+        )
+    module.num_heads, module.embed_dim = rows // module.head_dim, query.shape[1]
+    module.kdim, module.vdim = key.shape[1], value.shape[1]
+    if rows != module.embed_dim and type(module) is nn.MultiheadAttention:
+        module.__class__ = PrunedMultiheadAttention
+        module._qkv_same_embed_dim = False  # layers that hold it do not pass its tensors to a fused kernel then

@@ -1,0 +1,437 @@
+"""Integers outside of torch.nn's layers that hold a removed size: `num_heads` of a module, fields of a config.
+
+Those that a coupling lists in `attrs` are changed. Others that seem to hold one are reported, or tried
+(`candidate_attrs`), or, in a transformers config, changed where a model constructed from it then is the smaller one
+(`fit_config`).
+"""
+
+import copy
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..coupling import BoundCoupling, Coupling
+from ..coupling.bound import count_stars, fill_stars, match_names
+from ..coupling.coupling import check_attrs
+from ..errors import SparsityError
+from ..sparsifiers.names import owner_of
+from .remove import Removal, plain_tensors, sizes_of
+from .verify import Reference
+
+_OF_ANY_MODULE = vars(nn.Module()).keys()
+_AXES = 6  # beside the unit, of which products are formed
+_ENTRIES = 16  # of a tuple or list
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A new value of one attribute.
+
+    Attributes:
+        path: relative to the model, `layers.0.attention.num_heads` or `config.hidden_size`.
+        was, now: its values.
+    """
+
+    path: str
+    was: Any
+    now: Any
+
+
+def undone(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes that restore the values before some changes."""
+    return [Change(path=change.path, was=change.now, now=change.was) for change in reversed(changes)]
+
+
+def assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
+    """The couplings, with every attribute added to the one that has its axes.
+
+    Raises:
+        SparsityError: no coupling has them, or several.
+    """
+    out = list(couplings)
+    check_attrs("", attrs)
+    for path, axes in attrs.items():
+        fits = []
+        for at, coupling in enumerate(out):
+            known = {coupling.unit, *coupling.scope.split(), *coupling.sizes}
+            stars = (0, count_stars(next(iter(coupling.members))))
+            if coupling.unit in axes.split() and set(axes.split()) <= known and count_stars(path) in stars:
+                fits.append(at)
+        if len(fits) != 1:
+            names = ", ".join(repr(out[at].name) for at in fits) or "none"
+            raise SparsityError(
+                f"attrs[{path!r}] = {axes!r} must name the unit axis of one coupling, its scope axes and its sizes, "
+                f"but fits {names}. Pass it to its coupling: Coupling(..., attrs={{...}}), or name units differently."
+            )
+        at = fits[0]
+        out[at] = replace(out[at], attrs={**out[at].attrs, path: axes})
+    return out
+
+
+def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
+    """New values of all attributes that the couplings list.
+
+    Couplings that share a tensor each shrink a factor of their own. Those that share none and list the same axes are
+    layers that hold the same number: they must agree, and it shrinks once.
+
+    Raises:
+        SparsityError: there is no such attribute, it holds another number, layers need different ones, or several
+            couplings of one tensor count the same factor of it.
+    """
+    changes: dict[tuple[int, str], Change] = {}
+    counted: dict[tuple[int, str], list[tuple[Removal, str]]] = {}
+    listed = [(removal, *item) for removal in removals for item in removal.coupling.attrs.items()]
+    for removal, pattern, axes in listed:
+        path = fill_stars(pattern, removal.coupling.captured)
+        name, where = removal.coupling.name, f"coupling {removal.coupling.name!r}: attrs "
+        for full, holder, attribute in _holders(model, path, where):
+            was, key = _value(holder, attribute), (id(holder), attribute)
+            _check_value(full, was, holder, axes, removal, where)
+            first = _counted_by(model, counted.setdefault(key, []), removal, axes)
+            if first.kept * removal.scope_units != removal.kept * first.scope_units:
+                raise SparsityError(
+                    f"{where}{full!r} is one number for several layers, but {first.coupling.name!r} keeps {first.kept} "
+                    f"of {first.scope_units} and {name!r} {removal.kept} of {removal.scope_units}. Keep equal numbers, "
+                    "or do not list it."
+                )
+            if first is removal:
+                change = changes.setdefault(key, Change(path=full, was=was, now=was))
+                if change.now % removal.scope_units:
+                    raise SparsityError(
+                        f"{where}{full!r} is {was}, and other couplings that list it leave {change.now}, no multiple "
+                        f"of the {removal.scope_units} units here. Each coupling must count a factor of its own; if "
+                        "all hold the same number, list it in one of them."
+                    )
+                changes[key] = replace(change, now=change.now // removal.scope_units * removal.kept)
+    return list(changes.values())
+
+
+def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: Removal, axes: str) -> Removal:
+    """The removal that shrinks the factor counted by this one: an earlier one of another layer, or itself."""
+    for first, first_axes in counted:
+        same_axes = first_axes == axes and not _tensor_ids(model, first) & _tensor_ids(model, removal)
+        if first.source == removal.source or same_axes:
+            return first
+    counted.append((removal, axes))
+    return removal
+
+
+def _tensor_ids(model: nn.Module, removal: Removal) -> set[int]:
+    return {id(tensor) for tensor in plain_tensors(model, [m.fqn for m in removal.coupling.members]).values()}
+
+
+def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Check that every attribute is an integer of a module, or of a module's config, of the value that it had.
+
+    Raises:
+        SparsityError: there is no such attribute, it is none that can be set, or it has another value.
+    """
+    for change in changes:
+        for full, holder, name in _holders(model, change.path, "cut_to: "):
+            is_config = change.path.rpartition(".")[0].endswith("config")
+            if not (isinstance(holder, nn.Module) or is_config) or _is_fixed(holder, name):
+                raise SparsityError(f"cut_to: {full!r} is no integer of a module or its config that can be set")
+            if type(_value(holder, name)) is not type(change.was) or _value(holder, name) != change.was:
+                raise SparsityError(
+                    f"cut_to: {full!r} is {_value(holder, name)!r}, but was {change.was!r} in the dense model; "
+                    "construct the model as the dense one was constructed"
+                )
+
+
+def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Set the attributes."""
+    for change in changes:
+        (_, holder, name), *_ = _holders(model, change.path, "")
+        (attribute, at), value = _parsed(name), change.now
+        if at is not None:
+            whole = getattr(holder, attribute)
+            entries = [*whole[:at], value, *whole[at + 1 :]]
+            value = entries if isinstance(whole, list) else tuple(entries)
+        setattr(holder, attribute, value)
+
+
+def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> list[str]:
+    """Describe integers, in the modules around smaller tensors and in the model's config, that equal a removed size."""
+    changed = {change.path for change in changes}
+    texts: dict[str, str] = {}
+    for removal in (removal for removal in removals if not removal.is_empty):
+        coupling = removal.coupling
+        old = {removal.scope_units, coupling.units}
+        for pattern in (member.pattern for member in coupling.members):
+            dimension = pattern.dimensions[pattern.dimension_of(coupling.unit)]
+            old.add(math.prod(pattern.sizes.get(axis, 0) for axis in dimension))
+        for path, value, least in _integers_near(small, removal):
+            if value in old and value >= least and path not in changed:
+                texts.setdefault(path, f"{path} = {value}, as {coupling.name!r} had")
+    return list(texts.values())
+
+
+def _integers_near(model: nn.Module, removal: Removal) -> Iterator[tuple[str, int, int]]:
+    """Integers of the modules that hold members, of the modules around those, and of the config; no layer's own.
+
+    Also of their siblings that hold no tensor (a GroupNorm without weights). Those, as a config, hold many small
+    numbers that are no sizes (2 layers, a stride of 2), so each comes with the least value that is considered.
+    """
+    layer_sizes: dict[str, set[str]] = {"config": set()} if hasattr(model, "config") else {}  # by the module's name
+    for member in removal.coupling.members:
+        prefix = member.fqn.rpartition(".")[0]
+        tensor = _reached(model, member.fqn)
+        if not isinstance(tensor, Tensor):
+            continue  # in a module that was dropped from its list, perhaps with another one in its place
+        module, name = owner_of(model, member.fqn)
+        layer_sizes.setdefault(prefix, set()).update(sizes_of(module, name, tensor, ()))
+        layer_sizes.setdefault(prefix.rpartition(".")[0], set())
+    empty = {name for name, module in model.named_modules() if not [*module.parameters(), *module.buffers()]}
+    siblings = {name for name in empty if name.rpartition(".")[0] in layer_sizes} - layer_sizes.keys()
+    for prefix, known in (layer_sizes | {name: set() for name in siblings}).items():
+        for path, value in _integers_of(prefix, _reached(model, prefix), known):
+            if "[" not in path:
+                yield path, value, 4 if prefix in {"config", *siblings} else 0
+
+
+def _check_value(path: str, value: object, holder: object, axes: str, removal: Removal, where: str) -> None:
+    sizes, names = removal.coupling.sizes, axes.split()
+    if _is_fixed(holder, path.rpartition(".")[2]):
+        raise SparsityError(f"{where}{path!r} is a property that cannot be set; list what it is computed from")
+    for axis in names:
+        if axis not in sizes:
+            raise SparsityError(
+                f"{where}{path!r} = {axes!r}: unknown axis {axis!r}; the coupling has sizes of {', '.join(sizes)}"
+            )
+    if removal.coupling.unit not in names:
+        raise SparsityError(
+            f"{where}{path!r} = {axes!r} lacks the unit axis {removal.coupling.unit!r}, so it would not change"
+        )
+    product = math.prod(sizes[axis] for axis in names)
+    if isinstance(value, bool) or not isinstance(value, int) or value != product:
+        factors = " * ".join(f"{axis}={sizes[axis]}" for axis in names)
+        raise SparsityError(f"{where}{path!r} is {value!r}, but {factors} is {product}; name other axes")
+
+
+def _holders(model: nn.Module, path: str, where: str) -> list[tuple[str, Any, str]]:
+    """(full path, object, attribute) of all that a path matches; if none, an error that begins with `where`."""
+    holders = list(_matches(model, path))
+    if not holders:
+        raise SparsityError(f"{where}the model has no attribute {path!r}")
+    return holders
+
+
+def _matches(model: nn.Module, path: str) -> Iterator[tuple[str, Any, str]]:
+    """(full path, object, attribute) of all that a path matches: with `**`, of all modules with the attribute.
+
+    An attribute may be an entry of a tuple or list, `shape[1]`.
+    """
+    prefix, _, name = path.rpartition(".")
+    for full, holder in _objects(model, prefix):
+        if _value(holder, name, ...) is not ...:
+            yield f"{full}.{name}".removeprefix("."), holder, name
+
+
+def _objects(model: nn.Module, path: str) -> list[tuple[str, Any]]:
+    """(full path, object or None) of every module that a path with stars matches; else of the path itself."""
+    paths = [path]
+    if "*" in path:
+        paths = [name for names in match_names(path, dict(model.named_modules())).values() for name in names]
+    return [(full, _reached(model, full)) for full in paths]
+
+
+def _value(holder: object, name: str, default: Any = None) -> Any:
+    """An attribute, or an entry of one."""
+    attribute, at = _parsed(name)
+    value = getattr(holder, attribute, default)
+    if at is None:
+        return value
+    return value[at] if isinstance(value, (tuple, list)) and at < len(value) else default
+
+
+def _parsed(name: str) -> tuple[str, int | None]:
+    """The attribute and the index of `shape[1]`."""
+    match = re.fullmatch(r"(.+)\[(\d+)\]", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def _reached(model: nn.Module, path: str) -> Any:
+    holder: Any = model
+    for name in path.split(".") if path else ():
+        holder = getattr(holder, name, None)
+    return holder
+
+
+def _is_fixed(holder: object, name: str) -> bool:
+    """Whether an attribute is a property that cannot be set."""
+    descriptor = getattr(type(holder), _parsed(name)[0], None)
+    return isinstance(descriptor, property) and descriptor.fset is None
+
+
+def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
+    """Attributes that equal the number of units, or its product with other sizes of the coupling, nearest first.
+
+    Returns:
+        {path: axes}, as in `Coupling(attrs=)`; each has that value for every binding of the coupling.
+
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up, self.down, self.width, self.shape = nn.Linear(4, 6), nn.Linear(6, 4), 6, (2, 6)
+    >>> candidate_attrs(nn.Sequential(Block()), Coupling({"*.up.weight": "u i", "*.down.weight": "o u"}))
+    {'*.width': 'u', '*.shape[1]': 'u'}
+    """
+    bindings = coupling.bind(model)
+    products, attrs = _products(bindings[0]), dict[str, str]()
+    for path, value in _integers_around(model, coupling, bindings[0]):
+        axes = products.get(value)
+        if axes and path not in attrs and all(_holds(model, bound, path, axes) for bound in bindings):
+            attrs[path] = axes
+    return attrs
+
+
+def _products(bound: BoundCoupling) -> dict[int, str]:
+    """{product of the unit axis and some others: these axes}, for each product those of the fewest axes."""
+    others = [axis for axis, size in bound.sizes.items() if axis != bound.unit and size > 1][:_AXES]
+    products: dict[int, str] = {}
+    for count in range(len(others) + 1):
+        for some in itertools.combinations(others, count):
+            product = math.prod(bound.sizes[axis] for axis in (bound.unit, *some))
+            products.setdefault(product, " ".join((bound.unit, *some)))
+    return products
+
+
+def _holds(model: nn.Module, bound: BoundCoupling, path: str, axes: str) -> bool:
+    """Whether all that a path names for this binding is the product of these axes, and can be set."""
+    product = math.prod(bound.sizes[axis] for axis in axes.split())
+    values = [_value(holder, name) for _, holder, name in _matches(model, fill_stars(path, bound.captured))]
+    return bool(values) and all(_is_size(value) and value == product for value in values)
+
+
+def _integers_around(model: nn.Module, coupling: Coupling, first: BoundCoupling) -> Iterator[tuple[str, int]]:
+    """(path with stars, value for the first binding): modules that hold members first, the model and configs last."""
+    depth: dict[str, int] = {}
+    for member in coupling.members:
+        parts = member.split(".")
+        for up in range(1, len(parts) + 1):
+            prefix = ".".join(parts[:-up])
+            depth[prefix] = min(up, depth.get(prefix, up))
+    stars = count_stars(next(iter(coupling.members)))
+    prefixes = [prefix for prefix in depth if count_stars(prefix) in (0, stars)]
+    configs: dict[int, tuple[str, Any]] = {}
+    for prefix in sorted(prefixes, key=len):
+        for _, module in _objects(model, fill_stars(prefix, first.captured)):
+            config = getattr(module, "__dict__", {}).get("config")
+            if hasattr(config, "__dict__"):
+                configs.setdefault(id(config), (prefix, config))
+    layer_sizes: dict[int, set[str]] = {}  # of the modules that hold members, by id; `remove_units` sets these
+    for bound_member in first.members:
+        module, name = owner_of(model, bound_member.fqn)
+        layer_sizes.setdefault(id(module), set()).update(sizes_of(module, name, getattr(module, name), ()))
+    for prefix in sorted(prefixes, key=lambda prefix: depth[prefix]):
+        for _, module in _objects(model, fill_stars(prefix, first.captured)):
+            yield from _integers_of(prefix, module, layer_sizes.get(id(module), set()))
+            for name, child in module.named_children() if depth[prefix] < 3 else ():
+                if not [*child.parameters(), *child.buffers()]:
+                    yield from _integers_of(f"{prefix}.{name}", child, set())
+    for prefix, config in configs.values():
+        yield from _integers_of(f"{prefix}.config", config, set())
+
+
+def _integers_of(prefix: str, holder: Any, known: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """(path, value) of the public integers above one of an object, and of its tuples and lists."""
+    for name, value in getattr(holder, "__dict__", {}).items():
+        path = f"{prefix}.{name}".removeprefix(".")
+        if name in known or name in _OF_ANY_MODULE or name.startswith("_"):  # no manifest sets what is private
+            continue
+        if _is_size(value):
+            yield path, value
+        elif isinstance(value, (tuple, list)):
+            yield from ((f"{path}[{at}]", v) for at, v in enumerate(value[:_ENTRIES]) if _is_size(v))
+
+
+def _config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """(path, value) of the integers above one in the configs of a model and of its modules, and in configs in those."""
+    seen: set[int] = set()
+    configs = [(f"{name}.config".removeprefix("."), vars(m).get("config")) for name, m in model.named_modules()]
+    while configs:
+        path, config = configs.pop(0)
+        if hasattr(config, "to_dict") and id(config) not in seen:
+            seen.add(id(config))
+            yield from _integers_of(path, config, set())
+            configs += [(f"{path}.{name}", value) for name, value in vars(config).items()]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def has_config(model: nn.Module) -> bool:
+    """Whether this is a model that transformers saves with a config and constructs from one."""
+    return hasattr(getattr(model, "config", None), "to_dict") and hasattr(model, "save_pretrained")
+
+
+def fit_config(
+    dense: nn.Module, small: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float
+) -> tuple[list[Change], str]:
+    """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
+
+    Returns:
+        The changes; and how a model constructed from the config differs ("" if it does not).
+    """
+    wrong, changes = _misfits(small), list[Change]()
+    for change in _config_candidates(dense, small, removals) if wrong else ():
+        apply_changes(small, [change])
+        fewer = _misfits(small)
+        if len(fewer) < len(wrong):
+            wrong = fewer
+            changes.append(change)
+        else:
+            apply_changes(small, undone([change]))
+    why = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
+    if why:
+        apply_changes(small, undone(changes))
+    return [] if why else changes, why
+
+
+def _misfits(model: nn.Module) -> list[str]:
+    """The tensors of a model that have another shape in one constructed from its config, as text."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    try:
+        with torch.device("meta"):
+            fresh = type(model)(copy.deepcopy(model.config)).state_dict()
+    except Exception as e:  # the config refuses the numbers, or the model cannot be constructed without values
+        return [f"{type(model).__name__}(config) raises {e}"] * (len(shapes) + 1)
+    constructed = {name: tuple(tensor.shape) for name, tensor in fresh.items()}
+    return [
+        f"{name} is {shapes.get(name)}, but the config makes it {constructed.get(name)}"
+        for name in sorted(shapes.keys() | constructed.keys())
+        if shapes.get(name) != constructed.get(name)
+    ]
+
+
+def _config_candidates(dense: nn.Module, small: nn.Module, removals: Sequence[Removal]) -> Iterator[Change]:
+    """Fields of the config that hold a removed size and still have the dense model's value."""
+    now, seen = dict(_config_sizes(small)), set[tuple[str, int]]()
+    for removal in removals:
+        products = set() if removal.is_empty else _products(removal.coupling).keys()
+        for path, value in _config_sizes(dense):
+            kept = value // removal.scope_units * removal.kept
+            if value in products and now.get(path) == value and (path, kept) not in seen:
+                seen.add((path, kept))
+                yield Change(path=path, was=value, now=kept)
+
+
+def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> str:
+    """What is wrong with the outputs of the model, or of one constructed from its config with its weights; or ""."""
+    try:
+        fresh = type(small)(copy.deepcopy(small.config))
+        fresh.load_state_dict(small.state_dict())
+        first = next(small.parameters())
+        for model in (small, fresh.to(first.device, first.dtype)):
+            if not reference.compare(model, tolerance).decisive <= tolerance:
+                return "a model constructed from the config gives other outputs"
+    except Exception as e:
+        return f"a model constructed from the config does not run: {e}"
+    return ""
