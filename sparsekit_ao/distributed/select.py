@@ -111,14 +111,13 @@ def _choose_locally(request: Request) -> None:
     keep, values = request.keep, window.values
     placeholder = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
     spec = BlockSpec(placeholder, window.shape, edge="partial")
-    scope: ScopeSpec | ScopeCoupling = ScopeSpec(spec, member.shape)
+    own = ScopeSpec(spec, member.shape)
+    scope = ScopeCoupling([own], [member.order]) if member.order else own
     if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
         part = [
             slice(at // g, -(-(at + n) // g)) for at, n, g in zip(start, spec.grid_shape, member.shape, strict=True)
         ]
         keep = keep[tuple(part)]
-    if member.order:
-        scope = ScopeCoupling([scope], [member.order])
     selection.update_masks([replace(request, scope=scope, masks={spec: window.mask}, values=values, keep=keep)])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed import fill, placed_like
 from ..errors import SparsityError
-from ..masking import WeightMask, find_mask, marked, refuse_merge, saving, select
+from ..masking import WeightMask, find_mask, marked, select
 from ..sparsifiers.config import TensorGroup
 
 
@@ -61,8 +61,6 @@ class DynamicMask(WeightMask):
         Raises:
             SparsityError: the mask is not initialized, or has another shape than the weight.
         """
-        if not torch.compiler.is_compiling():
-            refuse_merge()
         if not self.is_initialized:
             raise SparsityError(
                 f"the mask of a weight {tuple(x.shape)} was prepared on the meta device and is not initialized yet. "
@@ -76,10 +74,10 @@ class DynamicMask(WeightMask):
         backward = None if self.backward_mask is None or self.is_open else placed_like(self.backward_mask, x)
         if torch.compiler.is_compiling():
             return _compilable(x, mask != 0, self.opened if backward is None else backward)
-        with saving(self, [self.mask, self.backward_mask], x):
-            if backward is None and not self.is_open:
-                return marked(select(x, mask))
-            return marked(_TwoMasks.apply(x, mask, backward))
+        if backward is None and not self.is_open:
+            return marked(select(x, mask))
+        # autograd saves a copy, so that masks may be written before the backward pass
+        return marked(_TwoMasks.apply(x, mask, None if backward is None else backward.clone()))
 
     def shard_like(self, weight: Tensor) -> None:
         """Shard both masks as the weight is; as bool (one byte), because they are gathered in every forward pass."""

@@ -4,7 +4,7 @@ The parametrization is that of dynamic sparse training, with a backward mask tha
 loop is `loss.backward(); optimizer.step(); sparsifier.step()`; `attach(optimizer)` is needed only with decay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch

@@ -130,9 +130,8 @@ class _Pass:
         pruning_groups = sparsifier._pruning_groups(self.groups)
         all_coupled = connected(pruning_groups, len(self.groups))
         shared = {id(c) for coupled in all_coupled if any(len(c.members) > 1 for c in coupled) for c in coupled}
-        self.self.shared = [
-            c for c in pruning_groups if id(c) in shared
-        ]  # of tensors that are coupled or share a budget
+        self.pruning_groups = pruning_groups
+        self.shared = [c for c in pruning_groups if id(c) in shared]  # of coupled tensors, or with a shared budget
         self.single = [[c for c in all_coupled[i] if id(c) not in shared] for i in range(len(self.groups))]
         saved = sparsifier._one_shot if resume else None
         self.progress = {"rows": {}, "masks": {}} if saved is None else saved
@@ -174,8 +173,8 @@ class _Pass:
                 missing = self._collected(at).missing(needs)
                 if missing:
                     raise SparsityError(
-                        f"one_shot: {self.groups[at]['tensor_fqn']}: {pruning_group.score} needs {', '.join(missing)}; run "
-                        "sparsifier.calibrate(batches, forward) first, with a forward that returns the loss"
+                        f"one_shot: {self.groups[at]['tensor_fqn']}: {pruning_group.score} needs {', '.join(missing)}; "
+                        "run sparsifier.calibrate(batches, forward) first, with a forward that returns the loss"
                     )
 
     def _collected(self, at: int) -> Statistics:

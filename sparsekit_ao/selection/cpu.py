@@ -131,10 +131,10 @@ def _plain_chunks(request: Request) -> Iterator[Callable[[], None]]:
             budget = int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep
             _keep_long(list(_slots_of(part, magnitude, request)), budget)
         return
-    for place, part in cut_parts(m.window, s.shape, CHUNK):
+    for place, _ in cut_parts(m.window, s.shape, CHUNK):
         cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, s.shape, strict=True))
-        budget = keep[place] if isinstance(keep, Tensor) else keep
-        yield partial(_fill_chunk, _at(m, cut), s.shape, budget, magnitude, request.within_mask, request.masked)
+        own = keep[place] if isinstance(keep, Tensor) else keep
+        yield partial(_fill_chunk, _at(m, cut), s.shape, own, magnitude, request.within_mask, request.masked)
 
 
 def _scope_parts(s: Scopes, m: Blocks) -> Iterator[Blocks]:
@@ -202,8 +202,8 @@ def _fill_blocks(request: Request, as_mean: bool, is_long: bool) -> None:
         else:
             for place, _ in parts:
                 cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, s.shape, strict=True))
-                budget = keep[place] if isinstance(keep, Tensor) else keep
-                _fill_chunk(_at(m, cut), s.shape, budget, magnitude, False, False)
+                own = keep[place] if isinstance(keep, Tensor) else keep
+                _fill_chunk(_at(m, cut), s.shape, own, magnitude, False, False)
     for m, kept in zip(request.windows, kept_grids, strict=True):
         _expand(m, kept)
 
@@ -331,7 +331,9 @@ class _Slots:
         self._values, self._mask, self._dtype, self._magnitude = _ints(values), _ints(mask), values.dtype, magnitude
         self._mask_dtype, self._within_mask = mask.dtype, within_mask
         self._under, self._within = (None if t is None else _ints(t) for t in (under, within))
-        self._kept = self.places = self.undecided = np.empty(0, np.int64)
+        self._kept: Array = np.empty(0, np.bool_)
+        self.places: Array = np.empty(0, np.int64)
+        self.undecided: Array = self.places
 
     def keys(self, at: tuple[Array, ...] | None = None) -> Array:
         """All keys in the order of the members, or those at some places; one-dimensional."""

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from ..errors import SparsityError
 from ..masking import find_mask
 from ..patterns import is_of_transformers
-from ..structure.layout import refuse_expanded
+from ..structure.view import refuse_expanded
 from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, parameter_of
 
 TensorGroup = dict[str, Any]

@@ -287,7 +287,7 @@ def batches(pruning_groups: Sequence[PruningGroup], most: int | None) -> Iterato
 
 
 def connected(pruning_groups: Sequence[PruningGroup], count: int) -> tuple[tuple[PruningGroup, ...], ...]:
-    """For each group, the pruning groups of all stages of it and the groups coupled to it, which are updated together."""
+    """Return, for each group, the pruning groups of all stages of it and of the groups that are coupled to it."""
     connection = list(range(count))
     for g in pruning_groups:
         joined = {connection[at] for _, at in g.members}
