@@ -63,6 +63,7 @@ CONFIGS = [
     ([{"tensor_fqn": "0"}], "'0' matches no parameter of the model. It is a module; did you mean '0.weight'?"),
     ([{"tensor_fqn": "layers.*.weight"}], "'layers.*.weight' matches no parameter of the model"),
     ([{"tensor_fqn": "re:("}], "'re:(' is not a regular expression"),
+    ([{"tensor_fqn": "re:" + "(" * 5000}], "is not a regular expression"),
     ([LINEAR, LINEAR], "config[1]: '0.weight' is already named by config[0] ('0.weight'); name each tensor once"),
     ([{"tensor_fqn": "*.weight"}] * 2, "config[0] ('*.weight') has no effect, because other entries name all of its"),
     ([{"module": "Linear"}], "config[0]: 'module' must be a module class or a list of them, got 'Linear'"),
