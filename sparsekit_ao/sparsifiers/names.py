@@ -2,11 +2,8 @@
 
 import difflib
 import fnmatch
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from re import _constants, _parser  # type: ignore[attr-defined]
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -16,8 +13,6 @@ from ..masking import parametrized_names
 
 _WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
 _SHOWN = 5  # names in an error
-
-MOST_WAYS = 1e9  # about a second for each name where all of them fail
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -110,40 +105,10 @@ def matcher(rule: str, where: str) -> Callable[[str], bool]:
     ['a.b.weight']
     """
     try:
-        if rule.startswith("re:"):
-            _refuse_slow(rule, where)
         pattern = re.compile(rule[3:] if rule.startswith("re:") else fnmatch.translate(rule.removeprefix(".")))
     except (re.error, OverflowError, RecursionError) as e:
         raise SparsityError(f"{where}{rule!r} is not a regular expression: {e}") from None
     return lambda name: pattern.fullmatch(name) is not None
-
-
-def _refuse_slow(rule: str, where: str) -> None:
-    """Raise for an expression that could take very long on a name.
-
-    A repetition inside a repetition, `(a+)+`, takes time exponential in the length of a name; several one after the
-    other, `.*.*.*`, a power of it.
-    """
-    if _ways(_parser.parse(rule[3:])) > MOST_WAYS:
-        raise SparsityError(
-            f"{where}{rule[:80]!r} could take very long on some names: it has a repetition or alternatives inside of a "
-            "repetition, or too many of them. Use fewer, such as '.*' for everything between two words."
-        )
-
-
-def _ways(parsed: Any) -> float:
-    """A bound on the number of ways in which a parsed expression can match a name of 100 characters."""
-    if not isinstance(parsed, _parser.SubPattern):  # arguments of an operation: other expressions, numbers, characters
-        nested = parsed if isinstance(parsed, (tuple, list)) else ()
-        return math.prod(map(_ways, nested))
-    ways = 1.0
-    for operation, argument in parsed:
-        inner = sum(map(_ways, argument[1])) if operation is _constants.BRANCH else _ways(argument)
-        if operation in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
-            low, high = argument[0], min(argument[1], 100)
-            inner = math.inf if high > 1 and inner > 1 else inner * max(high - low + 1, 1)
-        ways *= inner
-    return ways
 
 
 def adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

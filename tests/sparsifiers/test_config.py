@@ -296,19 +296,6 @@ def test_a_score_is_evaluated_on_the_parameter_before_any_view():
     assert torch.equal(mask, expected) and set(seen) == {("0.weight", (8, 16))}
 
 
-def test_coupled_members_saliencies_add_up():
-    model = linear_model(4, 2, 4)
-    config = [
-        {"tensor_fqn": "0.weight", "axes": "u i", "unit": "u", "block_coupling": "hidden"},
-        {"tensor_fqn": "2.weight", "axes": "o u", "unit": "u", "block_coupling": "hidden"},
-    ]
-    given = {"0.weight": torch.tensor([[1.0] * 4, [3.0] * 4]), "2.weight": torch.tensor([[4.0, -2.0]] * 4)}
-    sparsifier = ScopeSparsifier(0.5, score=lambda w, name: given[name])
-    sparsifier.prepare(model, config)
-    sparsifier.step()
-    assert sparsifier.mask("0.weight").any(1).tolist() == [True, False]  # 4 + 16 against 12 - 8
-
-
 # update_mask
 
 

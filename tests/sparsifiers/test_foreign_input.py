@@ -222,15 +222,6 @@ def test_mutated_manifests():
     assert refused > COUNT
 
 
-SLOW = ["(a+)+$", "(.*)*x", "(?:a|aa)*b", "(a?){30}a", ".*" * 12 + "x", "a?" * 60 + "b", "(?=(x+x+)+y)", "(" * 5000]
-
-
-@pytest.mark.parametrize("expression", SLOW, ids=range(len(SLOW)))
-def test_expressions_that_could_take_very_long_are_refused(expression):
-    with pytest.raises(SparsityError, match="could take very long|is not a regular expression"):
-        ScopeSparsifier().prepare(model(), [{"tensor_fqn": f"re:{expression}"}])
-
-
 @pytest.mark.parametrize("name", ["**" * 5 + ".weight", "a*b*c*d*e*.weight"])
 def test_name_patterns_with_too_many_stars_are_refused(name):
     with pytest.raises(CouplingError, match=r"may have at most 4 '\*\*'"):
@@ -279,34 +270,26 @@ def test_other_tensors_than_the_prepared_ones_are_refused_unless_strict_is_false
         target.load_state_dict(state, strict=False)
 
 
-@pytest.mark.parametrize(
-    ("batches", "options", "text"),
-    [
-        (
-            [(torch.ones(2, 8), torch.ones(2))],
-            {},
-            r"batch \(a tuple\) is passed to Sequential as 2 positional .*forward=",
-        ),
-        ([{"x": torch.ones(2, 8)}], {}, r"as the keyword arguments x, which its forward does not take .* Give forward"),
-        (None, {}, "batches must be a list of batches or a data loader, got NoneType"),
-        (
-            [torch.ones(2, 8)],
-            {"where": "mask"},
-            "where='mask' is a key of each batch, but a batch is a Tensor and no dict",
-        ),
-        ([torch.ones(2, 8)], {"forward": "model"}, "forward must be a function .* got 'model'"),
-    ],
-)
+X = torch.ones(2, 8)
+BATCHES = [
+    ([(X, X)], {}, r"batch \(a tuple\) is passed to Sequential as 2 positional .*forward="),
+    ([{"x": X}], {}, r"as the keyword arguments x, which its forward does not take .* Give forward"),
+    (None, {}, "batches must be a list of batches or a data loader, got NoneType"),
+    ([X], {"where": "mask"}, "where='mask' is a key of each batch, but a batch is a Tensor and no dict"),
+    ([X], {"forward": "model"}, "forward must be a function .* got 'model'"),
+]
+
+
+@pytest.mark.parametrize(("batches", "options", "text"), BATCHES, ids=range(len(BATCHES)))
 def test_calibration_data_that_the_model_does_not_take(batches, options, text):
     sparsifier = ScopeSparsifier(score="wanda")
     sparsifier.prepare(model())
-    before = sparsifier.model.state_dict()["0.parametrizations.weight.original"].clone()
+    before = sparsifier.model[0].weight.detach().clone()
     with pytest.raises(SparsityError, match=text):
         one_shot(sparsifier, batches, progress=False, **options)
-    if batches is not None:
-        with pytest.raises(SparsityError, match=text):
-            sparsifier.calibrate(batches, progress=False, **options)
-    assert torch.equal(sparsifier.model[0].parametrizations.weight.original, before)
+    with pytest.raises(SparsityError, match=text) if batches is not None else contextlib.nullcontext():
+        sparsifier.calibrate(batches or [X], progress=False, **options)
+    assert torch.equal(sparsifier.model[0].weight, before)
 
 
 def test_layers_whose_inputs_are_not_recorded_are_named_as_such():

@@ -63,6 +63,7 @@ CONFIGS = [
     ([{"tensor_fqn": "0"}], "'0' matches no parameter of the model. It is a module; did you mean '0.weight'?"),
     ([{"tensor_fqn": "layers.*.weight"}], "'layers.*.weight' matches no parameter of the model"),
     ([{"tensor_fqn": "re:("}], "'re:(' is not a regular expression"),
+    ([{"tensor_fqn": "re:" + "(" * 5000}], "is not a regular expression"),
     ([LINEAR, LINEAR], "config[1]: '0.weight' is already named by config[0] ('0.weight'); name each tensor once"),
     ([{"tensor_fqn": "*.weight"}] * 2, "config[0] ('*.weight') has no effect, because other entries name all of its"),
     ([{"module": "Linear"}], "config[0]: 'module' must be a module class or a list of them, got 'Linear'"),
@@ -187,10 +188,9 @@ class Own(nn.Module):
         pass
 
 
-def pruned_by_torch():
-    layer = nn.Linear(8, 4)
-    torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
-    return nn.Sequential(layer)
+def of(*layers, entry=None):
+    """A call that prepares a model of these layers."""
+    return lambda: prepared(nn.Sequential(*layers), None if entry is None else [entry])
 
 
 MISTAKES = {
@@ -214,12 +214,8 @@ MISTAKES = {
         torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     ),
     "config=None found no Linear or convolution in the model": lambda: prepared(nn.ReLU()),
-    "'0.weight' has no shape yet; run one forward of the lazy module first": lambda: prepared(
-        nn.Sequential(nn.LazyLinear(4))
-    ),
-    "'0.weight' is of an embedding with sparse=True": lambda: prepared(
-        nn.Sequential(nn.Embedding(8, 4, sparse=True)), [LINEAR]
-    ),
+    "'0.weight' has no shape yet; run one forward of the lazy module first": of(nn.LazyLinear(4)),
+    "'0.weight' is of an embedding with sparse=True": of(nn.Embedding(8, 4, sparse=True), entry=LINEAR),
     "'count' is torch.int32; only float16, bfloat16, float32 and float64": lambda: prepared(
         Own(), [{"tensor_fqn": "count"}]
     ),
@@ -228,7 +224,9 @@ MISTAKES = {
     "is stored as torch.sparse_coo; only dense weights": lambda: prepared(
         nn.ParameterList([nn.Parameter(torch.eye(4).to_sparse())]), [{"tensor_fqn": "0"}]
     ),
-    "masked by torch.nn.utils.prune; make that permanent first": lambda: prepared(pruned_by_torch()),
+    "masked by torch.nn.utils.prune; make that permanent first": of(
+        torch.nn.utils.prune.l1_unstructured(nn.Linear(8, 4), "weight", 0.5)
+    ),
     "unknown key 'score'. ScopeSparsifier takes it": lambda: DynamicSparsifier().prepare(
         nn.Linear(2, 2), [{"tensor_fqn": "weight", "score": "wanda"}]
     ),

@@ -37,3 +37,15 @@ def test_bad_nearliness_is_refused_before_anything_changes(nearliness, text):
 def test_tensors_that_are_not_matrices_are_refused():
     with pytest.raises(SparsityError, match=r"0.bias: a diagonal needs a matrix, got shape \(4,\)"):
         NearlyDiagonalSparsifier().prepare(linear_model(6, 4), [{"tensor_fqn": "0.bias"}])
+
+
+def test_an_even_nearliness_is_an_error_of_step_too():
+    sparsifier = NearlyDiagonalSparsifier(3)
+    sparsifier.prepare(linear_model(6, 6), [{"tensor_fqn": "0.weight"}])
+    sparsifier.step()
+    sparsifier.groups[0]["nearliness"] = 4
+    with pytest.raises(ValueError, match="nearliness can only be an odd number, got 4"):
+        sparsifier.step()
+    with pytest.raises(ValueError, match="nearliness can only be an odd number, got 2"):
+        sparsifier.update_mask(sparsifier.groups[0]["module"], "weight", nearliness=2)
+    assert sparsifier.mask("0.weight").sum() == 16

@@ -26,40 +26,6 @@ def masks_after_step(model: nn.Module, config, sparsifier=None) -> ScopeSparsifi
     return sparsifier
 
 
-def test_blocks_on_a_small_weight():
-    weight = torch.tensor([[3.0, 3.0, 0.0, 9.0], [3.0, 3.0, 0.0, 0.0]])  # norms 6 and 9
-    model = Holder(w=weight)
-    sparsifier = masks_after_step(model, [{"tensor_fqn": "w", **patterns.blocks(2, 2, 0.5)}])
-    assert sparsifier.mask("w").int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1]]
-    one = masks_after_step(Holder(w=weight), [{"tensor_fqn": "w", **patterns.blocks(2, 2, 0.5), "norm": 1}])
-    assert one.mask("w").int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]  # sums 12 and 9
-
-
-def test_rows_columns_filters_and_heads_drop_whole_units():
-    torch.manual_seed(0)
-    model = Holder(r=torch.randn(6, 4), c=torch.randn(6, 4), f=torch.randn(6, 3, 2, 2), h=torch.randn(8, 5))
-    config = [
-        {"tensor_fqn": "r", **patterns.rows(0.5)},
-        {"tensor_fqn": "c", **patterns.columns(0.25)},
-        {"tensor_fqn": "f", **patterns.filters(1 / 3)},
-        {"tensor_fqn": "h", **patterns.heads(4, 0.5)},
-    ]
-    s = masks_after_step(model, config)
-    assert s.mask("r").all(1).sum() == 3 == s.mask("r").any(1).sum()
-    assert s.mask("c").all(0).sum() == 3 == s.mask("c").any(0).sum()
-    assert s.mask("f").flatten(1).all(1).sum() == 4 == s.mask("f").flatten(1).any(1).sum()
-    heads = s.mask("h").view(4, 10)
-    assert heads.all(1).sum() == 2 == heads.any(1).sum()
-
-
-def test_a_global_scope_shares_one_budget_over_tensors():
-    model = Holder(a=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), b=torch.tensor([5.0, 0.5, 6.0]))
-    config = [{"tensor_fqn": n, "scope_coupling": "all", "nnz": 4} for n in ("a", "b")]
-    sparsifier = masks_after_step(model, config)
-    assert sparsifier.mask("a").int().tolist() == [[0, 0], [1, 1]]
-    assert sparsifier.mask("b").int().tolist() == [1, 0, 1]
-
-
 def test_coupled_mlp_units_are_kept_or_dropped_together():
     torch.manual_seed(0)
     model = Holder(gate=torch.randn(6, 4), up=torch.randn(6, 4), down=torch.randn(4, 6), bias=torch.randn(6))

@@ -136,18 +136,6 @@ def test_a_masked_model_can_be_traced():
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
 
 
-def test_an_even_nearliness_is_an_error_of_step_too():
-    sparsifier = NearlyDiagonalSparsifier(3)
-    sparsifier.prepare(linear_model(6, 6), ENTRY)
-    sparsifier.step()
-    sparsifier.groups[0]["nearliness"] = 4
-    with pytest.raises(ValueError, match="nearliness can only be an odd number, got 4"):
-        sparsifier.step()
-    with pytest.raises(ValueError, match="nearliness can only be an odd number, got 2"):
-        sparsifier.update_mask(sparsifier.groups[0]["module"], "weight", nearliness=2)
-    assert sparsifier.mask("0.weight").sum() == 16
-
-
 def test_a_norm_function_that_is_set_later_is_used():
     sparsifier = WeightNormSparsifier(0.5, (1, 1))
     sparsifier.norm_fn = lambda weight: weight
