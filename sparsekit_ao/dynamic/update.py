@@ -214,8 +214,8 @@ def run_update(
 ) -> UpdateStatistics:
     """Choose new masks of all components and write them; if a rule raises, nothing has changed.
 
-    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a rule needs them; `statistics` are one
-    for each group.
+    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a rule needs them; there is one of
+    `statistics` for each group.
     """
     fraction, slots = settings.fraction_at(iteration), []
     for component in budgets.components:

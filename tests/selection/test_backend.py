@@ -7,6 +7,8 @@ import pytest
 import torch
 from grids import grid
 from kernel_cases import generator
+from sparsekit_ao.selection.nests import lower
+from sparsekit_ao.selection.strides import addresses, cosize
 
 from sparsekit_ao import (
     BlockCoupling,
@@ -19,8 +21,6 @@ from sparsekit_ao import (
     patterns,
 )
 from sparsekit_ao.selection import Blocks, Scopes, Threshold, Update, backend, block_scores, keep_mask, scope_masks
-from sparsekit_ao.selection.nests import lower
-from sparsekit_ao.selection.strides import addresses, cosize
 
 
 class Toy:

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
+from sparsekit_ao.selection.tiling import Blocks, Scopes
 
 from sparsekit_ao.selection import Update, cpu, parallel, scope_masks, threads
 from sparsekit_ao.selection.api import scope_mask
-from sparsekit_ao.selection.tiling import Blocks, Scopes
 
 
 @pytest.fixture(autouse=True)
