@@ -160,7 +160,7 @@ class _Shard:
     """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
 
     Attributes:
-        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept; at last bool, what is kept.
+        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept; at last what is kept.
         scopes: the scope of each row, among those of all updates.
         first_index: the index that the member's first block has in a scope.
         indices: what each dimension adds to it, for the slots of a row.

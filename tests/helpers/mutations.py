@@ -92,7 +92,7 @@ MUTATIONS = [
         "fill_(level < 0 or",
         ["test_weight_norm.py"],
     ),
-    ("masking/parametrization.py", "self.mask.fill_(True)", "pass", ["test_masking.py", "test_dynamic_meta.py"]),
+    ("masking/weight_mask.py", "self.mask.fill_(True)", "pass", ["test_masking.py", "test_dynamic_meta.py"]),
     ("selection/finish.py", "        raise\n", "        pass\n", ["test_faults.py"]),
     ("dynamic/apply.py", "masked_fill_(local(changed[k]), 0)", "masked_fill_(local(changed[k]), 1)", DYNAMIC),
     ("dynamic/apply.py", "reset_state(optimizers, weights[k], changed[k])", "pass", DYNAMIC),

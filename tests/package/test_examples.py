@@ -343,7 +343,7 @@ BENCHMARKS = {
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "proximal_map.py": "block: the whole  size: 64",
     "sparse_files.py": "target: save_sparse  dtype: int8",
-    "selection_bytes.py": "way: histograms  weights: 4096",
+    "selection_bytes.py": "way: bisection  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
     "soak.py": "RigL, plain: CPU time of later over earlier steps",
 }
