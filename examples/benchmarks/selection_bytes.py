@@ -1,4 +1,4 @@
-"""One budget over weights that two ranks share: bisection with summed counts against gathering the weights on every rank.
+"""One budget over weights that two ranks share: bisection with summed counts, or weights gathered on every rank.
 
     python examples/benchmarks/selection_bytes.py      # the table, and a CSV under examples/benchmarks/results/
 
