@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
 A small transformer with Llama's layers is trained to continue a repeating sequence, while its sparsity rises to 80
-percent of all linear weights together. The masks are chosen over both ranks by summing histograms; weights are not
+percent of all linear weights together. The masks are chosen over both ranks by summing counts; weights are not
 gathered. The script prints the bytes that a rank sent for a selection, and those that gathering would have sent.
 """
 

@@ -1,4 +1,4 @@
-"""One budget over weights that two ranks share: summing histograms against gathering the weights on every rank.
+"""One budget over weights that two ranks share: bisection with summed counts, or weights gathered on every rank.
 
     python examples/benchmarks/selection_bytes.py      # the table, and a CSV under examples/benchmarks/results/
 
@@ -57,7 +57,7 @@ def measure(size: int, repeat: int) -> tuple[dict, dict]:
     sparsifier.prepare(model, None)
     fully_shard(model)
     weight = model[0].parametrizations.weight.original  # type: ignore[index, union-attr]
-    times: dict[str, list[float]] = {"histograms": [], "gather": []}
+    times: dict[str, list[float]] = {"bisection": [], "gather": []}
     for _ in range(repeat):
         for method, found in times.items():
             distributed.barrier()
@@ -71,7 +71,7 @@ def measure(size: int, repeat: int) -> tuple[dict, dict]:
             distributed.barrier()
             found.append((time.perf_counter() - start) * 1e3)
     assert torch.equal(sparsifier.mask("0.weight").full_tensor(), mask)  # type: ignore[attr-defined]
-    return (times, {"histograms": sent, "gather": weight.numel() * 4})
+    return (times, {"bisection": sent, "gather": weight.numel() * 4})
 
 
 def main() -> None:

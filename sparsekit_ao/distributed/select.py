@@ -146,10 +146,8 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tupl
                 shard.is_counted = all(mesh.get_local_rank(d) == 0 for d in dims if d not in cuts)
                 shards.append(shard)
             first_index += member.width
-        keep = torch.as_tensor(request.keep, dtype=torch.int64).expand(request.scope.grid_shape)
-        if request.scope.is_partial:  # a scope at a partial edge keeps at most what it has
-            keep = torch.minimum(keep, request.scope.blocks_per_scope().to(keep.device))
-        budgets.append(keep.reshape(-1).to(mesh.device_type))
+        keep = torch.as_tensor(request.keep, dtype=torch.int64, device=mesh.device_type)
+        budgets.append(keep.expand(request.scope.grid_shape).reshape(-1))
 
     def sum_over_ranks(counts: Tensor) -> Tensor:
         for dim in dims:
@@ -169,7 +167,7 @@ class _Shard:
     """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
 
     Attributes:
-        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept.
+        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept; at last what is kept.
         scopes: the scope of each row, among those of all requests.
         first_index: the index that the member's first block has in a scope.
         indices: what each dimension adds to it, for the slots of a row.

@@ -299,7 +299,7 @@ BENCHMARKS = {
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "proximal_map.py": "block: the whole  size: 64",
-    "selection_bytes.py": "way: histograms  weights: 4096",
+    "selection_bytes.py": "way: bisection  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
     "soak.py": "RigL: CPU time of later over earlier steps",
 }
