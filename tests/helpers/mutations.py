@@ -96,7 +96,7 @@ MUTATIONS = [
     ("selection/finish.py", "        raise\n", "        pass\n", ["test_faults.py"]),
     ("dynamic/update.py", "masked_fill_(local(changed), 0)", "masked_fill_(local(changed), 1)", DYNAMIC),
     ("dynamic/update.py", "reset_state(optimizers, weight, changed)", "pass", DYNAMIC),
-    ("dynamic/update.py", "level_given.update(budgets.set(k, nnz[k]))", "pass", DYNAMIC),
+    ("dynamic/update.py", "level_given.update(budgets.set(k, count))", "pass", DYNAMIC),
     ("dynamic/sparsifier.py", "is_pending = False", "is_pending = True", DYNAMIC),
     ("dynamic/update.py", "masked_fill(best, math.inf)", "masked_fill(best, -math.inf)", DYNAMIC),
     ("coupling/bound.py", "rest and size % rest == 0", "rest", ["test_coupling.py"]),
