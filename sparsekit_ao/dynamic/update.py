@@ -231,10 +231,10 @@ def run_update(
         slots.append(Slots(component=component, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
     keep = [budgets.rows(k) for k in range(len(slots))]
     masks, nnz = _choose(slots, keep, budgets, settings, iteration, fraction)
-    by_group = {at: own[spec] for c, own in zip(budgets.components, masks, strict=True) for spec, at in c.members}
+    by_group = {at: new[spec] for c, new in zip(budgets.components, masks, strict=True) for spec, at in c.members}
     counts = _apply(budgets.groups, [by_group[at] for at in range(len(by_group))], settings, capture, iteration)
-    for k in budgets.shared:
-        budgets.set(k, nnz[k])
+    for k, count in nnz.items():
+        budgets.set(k, count)
     return UpdateStatistics(
         iteration=iteration,
         fraction=fraction,
@@ -249,8 +249,8 @@ def run_update(
 
 def _choose(
     slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
-) -> tuple[list[Tensors], list[int]]:
-    """The new masks of every component, and how many blocks its first scope then holds.
+) -> tuple[list[Tensors], dict[int, int]]:
+    """The new masks of every component, and {component that shares the budget: blocks of each scope}.
 
     `keep` is the budget of every scope, int64 [scopes] on the CPU for each component.
     """
@@ -264,22 +264,24 @@ def _choose(
         keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), high=high))
     kept = {}  # masks, and int64 [scopes]: how many slots are left in each scope
     if competing:
-        own = [slots[k] for k in competing], [keep[k] for k in competing]
-        kept = dict(zip(competing, _prune_together(*own, settings.prune, fraction, most, regrows), strict=True))
-    for k in range(len(slots)):
-        if k not in kept and not regrows and k not in shared:
-            kept[k] = _stored(slots[k], slots[k].active)
-        elif k not in kept:
+        rivals, limits = [slots[k] for k in competing], [keep[k] for k in competing]
+        together = _prune_together(rivals, limits, settings.prune, fraction, most, regrows)
+        kept = dict(zip(competing, together, strict=True))
+    for k in (k for k in range(len(slots)) if k not in kept):
+        if regrows or k in shared:
             kept[k] = _prune(slots[k], keep[k], settings.prune, fraction, regrows)
+        else:  # it has a budget of its own, and nothing would grow back
+            kept[k] = _stored(slots[k], slots[k].active)
+    masks, counts = [kept[k][0] for k in range(len(slots))], [kept[k][1] for k in range(len(slots))]
     if settings.grow is None:
-        return [kept[k][0] for k in range(len(slots))], [int(kept[k][1][0]) for k in range(len(slots))]
+        return masks, {k: int(counts[k][0]) for k in shared}
     if most is not None:
-        low = {k: int(count.max()) for k, (_, count) in kept.items()}
+        low = {k: int(counts[k].max()) for k in shared}
         keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), low=low))
     if settings.redistribute is not None:
-        keep = _redistribute(slots, keep, [kept[k][1] for k in range(len(slots))], budgets, settings.redistribute)
-    grown = [_grow(s, kept[k][0], keep[k], settings.grow) for k, s in enumerate(slots)]
-    return grown, [int(n[0]) for n in keep]
+        keep = _redistribute(slots, keep, counts, budgets, settings.redistribute)
+    grown = [_grow(s, mask, n, settings.grow) for s, mask, n in zip(slots, masks, keep, strict=True)]
+    return grown, {k: int(keep[k][0]) for k in shared}
 
 
 def _with_budgets(keep: Sequence[Tensor], nnz: Mapping[int, int]) -> list[Tensor]:

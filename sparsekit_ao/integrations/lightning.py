@@ -8,7 +8,7 @@ from torch.ao.pruning import BaseScheduler
 
 from ..errors import SparsityError
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.optimizer_state import training_optimizers
+from ..sparsifiers.optimizer_state import groups_trained_by, unwrap_optimizer
 from ..sparsifiers.usage import checked_schedulers, refuse_other_model, update_interval_of
 
 __all__ = ["SparsifierCallback"]
@@ -48,7 +48,8 @@ class SparsifierCallback(Callback):
         refuse_other_model(self.sparsifier.groups, pl_module, "SparsifierCallback")
         _refuse_averaged_masks(trainer)
         self._global_step = trainer.global_step
-        self.sparsifier.attach(training_optimizers(trainer.optimizers, self.sparsifier.groups))
+        groups = self.sparsifier.groups
+        self.sparsifier.attach([o for o in trainer.optimizers if groups_trained_by([unwrap_optimizer(o)], groups)])
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Read gradients after the last backward of a batch, before clipping."""

@@ -4,12 +4,13 @@ State is read and zeroed as tensors of the parameter's shape, whatever the optim
 an optimizer scales its steps, `w - D^-1 g`, is the metric of a proximal step after it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..distributed import local, placed_like, refuse_gathered
 from ..errors import SparsityError, is_number
@@ -81,11 +82,6 @@ def groups_trained_by(optimizers: Sequence[Optimizer], groups: Sequence[TensorGr
     return [g for g in groups if id(original(g)) in trained]
 
 
-def training_optimizers(optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> list[Optimizer]:
-    """Return the optimizers that train parameters of the groups."""
-    return [o for o in optimizers if groups_trained_by([unwrap_optimizer(o)], groups)]
-
-
 # momentum, second moments, and state of weights that are dropped or grow
 
 
@@ -142,8 +138,8 @@ def reset_state(optimizers: Sequence[Optimizer], parameter: Tensor, changed: Ten
     [0.0, 0.1]
     """
     for optimizer in optimizers:
-        for tensor in _tensors(_state_owner(optimizer).state.get(parameter, {})):
-            if tensor.shape == parameter.shape:
+        for tensor in tree_leaves(_state_owner(optimizer).state.get(parameter, {})):
+            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
                 local(tensor).masked_fill_(local(placed_like(changed, tensor)).to(tensor.device), 0)
 
 
@@ -160,15 +156,6 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
 def _state_owner(optimizer: Optimizer) -> Optimizer:
     """The optimizer that keeps the state: inside `ZeroRedundancyOptimizer` one for the parameters of this rank."""
     return getattr(optimizer, "optim", optimizer)
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested dicts, lists and tuples."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (Mapping, list, tuple)):
-        for value in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors(value)
 
 
 # the diagonal of an optimizer's step
@@ -201,7 +188,7 @@ def diagonal_of(
 ) -> Diagonal | None:
     """Return the diagonal of a parameter now; None where its step changes nothing (no state, a learning rate of 0).
 
-    `options` are the parameter's `param_groups` entry, and `conditioner` is "auto", a function, or None for `1 / lr`.
+    `options` are its `param_groups` entry; `conditioner` is "auto", a function, or None for `1 / lr`.
     """
     if callable(conditioner):
         return _checked_diagonal(conditioner(optimizer, parameter), parameter, name)

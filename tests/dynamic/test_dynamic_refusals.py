@@ -6,7 +6,7 @@ import torch
 from growing import loss_of, mlp, prepared, train
 from torch import nn
 
-from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, Static, densities, schedules
+from sparsekit_ao import DynamicSparsifier, SparsityError, Static, densities, schedules
 from sparsekit_ao.dynamic import inits
 
 
@@ -71,28 +71,6 @@ def test_a_target_that_falls_is_followed_where_something_grows():
     model, optimizer, sparsifier = prepared(sparsity_level=None, target=target, update_every=1, init="uniform")
     train(model, optimizer, sparsifier, range(1, 12))
     assert sum(int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups) == round(0.8 * 576)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: DynamicSparsifier(target=schedules.constant(0.5), update_every=None),
-            "target takes effect in updates, and update_every=None means that",
-        ),
-        (
-            lambda: GMP(until=200, update_fraction=0.5),
-            "update_fraction is the fraction that grows again; with a target and",
-        ),
-        (lambda: GMP(until=200, target=schedules.constant(0.5)), "GMP: the target is made from sparsity_level, begin"),
-        (lambda: DynamicSparsifier(update_every=2.0), "update_every must be an int >= 1, got 2.0"),
-        (lambda: DynamicSparsifier(update_fraction=True), "update_fraction must be a schedule or a number in [0, 1)"),
-    ],
-)
-def test_arguments_without_effect_or_of_another_kind(call, message):
-    with pytest.raises(SparsityError) as found:
-        call()
-    assert message in str(found.value)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -372,6 +372,8 @@ def test_updates_stop_while_disabled_and_after_until():
 def test_gradual_pruning_needs_an_update_to_prune_in():
     with pytest.raises(SparsityError, match=r"GMP: no update falls between begin=0 and until=99 \(every 100\)"):
         GMP(until=99)
+    with pytest.raises(SparsityError, match="GMP: the target is made from sparsity_level, begin"):
+        GMP(until=200, target=half)
 
 
 def test_the_level_comes_first_and_the_optimizer_second():
@@ -390,9 +392,17 @@ def test_the_level_comes_first_and_the_optimizer_second():
 # wrong arguments
 
 
+def half(iteration):
+    return 0.5
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"target": half, "update_every": None}, "target takes effect in updates, and update_every=None means that"),
+        ({"target": half, "grow": None, "update_fraction": 0.5}, "update_fraction is the fraction that grows again"),
+        ({"update_every": 2.0}, "update_every must be an int >= 1, got 2.0"),
+        ({"update_fraction": True}, "update_fraction must be a schedule or a number in [0, 1)"),
         ({"update_every": 0}, "update_every must be an int >= 1, got 0"),
         ({"until": -1}, "until must be an int >= 0, got -1"),
         ({"seed": 0.5}, "seed must be an int >= 0, got 0.5"),
@@ -407,10 +417,7 @@ def test_the_level_comes_first_and_the_optimizer_second():
         ({"state_init": "one"}, "state_init must be 'zero' or 'grad', got 'one'"),
         ({"new_values": 0.1}, "new_values must be a function (weight, generator) -> values or None, got 0.1"),
         ({"sparsity_level": 0.5, "nnz": 2}, "sparsity_level and nnz are mutually exclusive; give one"),
-        (
-            {"sparsity_level": 0.5, "target": lambda t: 0.5},
-            "sparsity_level and target are mutually exclusive; give one",
-        ),
+        ({"sparsity_level": 0.5, "target": half}, "sparsity_level and target are mutually exclusive; give one"),
         (
             {"sparsity_level": 0.5, "init": "resume"},
             "sparsity_level and init='resume' are mutually exclusive; give one",
@@ -470,62 +477,35 @@ def other_optimizer(model):
     return torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+FIXED = [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.0}]
+LATE = {"target": lambda t: 0.5 if t < 10 else 0.999, "until": 10, "update_every": 5}
+TWO_SIZES = {"prune": "global", "target": lambda t: 0.5, "block_shape": (1, -1)}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "config", "message"),
     [
         (other_optimizer, {}, None, "0.weight: one optimizer must train it, but 0 of the 1 given do"),
-        (
-            lambda m: [torch.optim.SGD(m.parameters(), 0.1), other_optimizer(m)],
-            {},
-            None,
-            "an optimizer was given that trains none of the sparsified parameters",
-        ),
-        (
-            lambda m: torch.optim.SGD(m.parameters(), 0.1),
-            {"grow": "momentum"},
-            None,
-            "0.weight: its optimizer (SGD) keeps no momentum. Use SGD with momentum > 0 or an Adam",
-        ),
-        (None, {"nnz": 2, "redistribute": "nonzero"}, None, "redistribute moves budgets between tensors, but every"),
-        (None, {"nnz": 2, "prune": "global"}, None, "prune='global' moves budgets between tensors, but every"),
-        (
-            None,
-            {"sparsity_level": 0.999},
-            None,
-            "the overall budget leaves 1 blocks for the tensors that share it, and they keep from 3 (one in every",
-        ),
-        (
-            None,
-            {},
-            [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.0}],
-            "an overall density of 0.1 is not possible: with the fixed tensors it must be in [0.571429, 1]",
-        ),
-        (
-            None,
-            {"scope_shape": (5,), "edge": "partial"},
-            None,
-            "0.weight: its scopes differ in size, so they cannot share one distributed budget",
-        ),
-        (None, {}, [{"tensor_fqn": "0.weight", "stages": []}], "unknown key 'stages'"),
-        (
-            None,
-            {"target": lambda t: 0.5 if t < 10 else 0.999, "until": 10, "update_every": 5},
-            None,
-            "the overall budget leaves 1 blocks for the tensors that share it",
-        ),
-        (
-            None,
-            {"prune": "global", "target": lambda t: 0.5, "block_shape": (1, -1)},
-            None,
-            "prune='global' with a target counts blocks of all tensors together, so they need one size",
-        ),
+        (lambda m: [sgd(m), other_optimizer(m)], {}, None, "an optimizer was given that trains none of the sparsified"),
+        (sgd, {"grow": "momentum"}, None, "0.weight: its optimizer (SGD) keeps no momentum. Use SGD with momentum > 0"),
+        (sgd, {"nnz": 2, "redistribute": "nonzero"}, None, "redistribute moves budgets between tensors, but every"),
+        (sgd, {"nnz": 2, "prune": "global"}, None, "prune='global' moves budgets between tensors, but every"),
+        (sgd, {"sparsity_level": 0.999}, None, "the overall budget leaves 1 blocks for the tensors that share it, and"),
+        (sgd, {}, FIXED, "an overall density of 0.1 is not possible: with the fixed tensors it must be in [0.571429"),
+        (sgd, {"scope_shape": (5,), "edge": "partial"}, None, "0.weight: its scopes differ in size, so they cannot"),
+        (sgd, {}, [{"tensor_fqn": "0.weight", "stages": []}], "unknown key 'stages'"),
+        (sgd, LATE, None, "the overall budget leaves 1 blocks for the tensors that share it"),
+        (sgd, TWO_SIZES, None, "prune='global' with a target counts blocks of all tensors together, so they need one"),
     ],
 )
 def test_models_that_do_not_fit_are_left_alone(optimizer, arguments, config, message):
     model = mlp()
     before = model.state_dict()
-    given = None if optimizer is None else optimizer(model)
-    sparsifier = DynamicSparsifier(optimizer=given, **arguments)
+    sparsifier = DynamicSparsifier(optimizer=optimizer(model), **arguments)
     with pytest.raises(SparsityError) as found:
         sparsifier.prepare(model, config)
     assert message in str(found.value)
@@ -589,7 +569,7 @@ def test_a_rule_that_does_not_declare_what_it_needs():
         (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
     ],
 )
-def test_rules_and_inits_check_their_arguments(call, message):
+def test_criteria_and_inits_check_their_arguments(call, message):
     with pytest.raises(SparsityError) as found:
         call()
     assert message in str(found.value)
