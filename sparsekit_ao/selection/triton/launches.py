@@ -159,7 +159,8 @@ def _select_stored(selection: Selection) -> None:
     columns = list(zip(selection.parts, widths, scores.split(widths, 1), kept.split(widths, 1), strict=True))
     for coupled, width, own_scores, own_kept in columns:
         for at, part in enumerate(coupled):
-            form = _block_form(part, selection, single=len(coupled) == 1 and part.element.count == 1)
+            single = len(coupled) == 1 and part.element.count == 1
+            form = _block_form(part, selection, part.values.element_size(), single)
             ends = {"FIRST": at == 0, "LAST": at == len(coupled) - 1}
             arguments = (part, rows * width, width, own_scores, own_kept, row)
             score_kernel[(cdiv(rows * width, form.tile),)](*arguments, **ends, **_block_options(form))
@@ -172,20 +173,22 @@ def _select_stored(selection: Selection) -> None:
         _select_long([stored], among_stored)
     for coupled, width, _, own_kept in columns:
         for part in coupled:
-            form = _block_form(part, selection)
+            form = _block_form(part, selection, part.mask.element_size())
             arguments = (part, rows * width, width, own_kept, row)
             fill_kernel[(cdiv(rows * width, form.tile),)](*arguments, **_block_options(form))
 
 
-def _block_form(part: Part, selection: Selection, single: bool = False) -> Form:
-    """What kernels over blocks are specialised on."""
+def _block_form(part: Part, selection: Selection, size: int, single: bool = False) -> Form:
+    """What kernels over blocks are specialised on; `size` is the bytes of an element that they read or write."""
     inner = part.element.sizes[0]
     chunk = min(next_power_of_2(inner), CHUNK)
     # Where neighbours in memory are other blocks, not other elements, a tile takes enough blocks to use whole sectors.
     across = part.block.values[0] == 1 and part.element.values[0] != 1
+    # Of a row of blocks of several rows a thread reads 16 bytes at a time.
+    held = TILE // 2 // size if part.element.count > inner else TILE
     return Form(
         **_scoring(part, selection, single=single),
-        tile=max(TILE // chunk, SECTOR // part.values.element_size() if across else 1),
+        tile=max(held // chunk, SECTOR // size if across else 1),
         elements=part.element.count,
         chunk=chunk,
         outer=part.element.count // inner,

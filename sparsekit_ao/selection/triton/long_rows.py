@@ -1,8 +1,8 @@
 """Kernels that select in rows too long for one program: the k-th largest key of each row, then the mask.
 
 A row's keys are read from the tensor itself. Programs work on spans of consecutive tiles, each with its own record, so
-that ties go by index. Where rows are very long, a sample brackets the k-th key, one pass gathers the keys strictly
-inside the bracket and counts the others, and radix passes go over what was gathered. Where the sample missed, or a span
+that ties go by index. Where rows are very long, a sample brackets the k-th key, one pass gathers the keys of
+the bracket and counts the others, and radix passes go over what was gathered. Where the sample missed, or a span
 has more keys inside than its buffer holds, they read the whole row: the result never depends on the sample.
 
 `part` is a `lowering.Part`, `FORM` a `launches.Form`, `spans` a `launches.Spans`.
@@ -17,10 +17,11 @@ from .ranking import budget, keys_of_ranks, offset_of, order_key, read, slots_ap
 LOW = tl.constexpr(0)  # the bracket
 HIGH = tl.constexpr(1)
 ABOVE = tl.constexpr(2)  # keys above HIGH,
-AT_HIGH = tl.constexpr(3)  # equal to it,
-INSIDE = tl.constexpr(4)  # strictly between, which are gathered,
-AT_LOW = tl.constexpr(5)  # and equal to LOW
+AT_HIGH = tl.constexpr(3)  # equal to it and to LOW, if these are counted APART,
+INSIDE = tl.constexpr(4)  # and of the bracket, without those counted apart: these are gathered
+AT_LOW = tl.constexpr(5)
 OVERFLOW = tl.constexpr(6)  # spans with more keys to gather than their buffers hold
+APART = tl.constexpr(7)  # whether many keys equal an end of the bracket, so that they are counted instead of gathered
 STATE_FIELDS = tl.constexpr(8)
 
 # Columns of a span's record, int32, each written before it is read.
@@ -35,6 +36,7 @@ READ_GATHERED = tl.constexpr(1)  # what was gathered from it,
 READ_NOTHING = tl.constexpr(2)  # or nothing, since the k-th key is an end of the bracket
 
 SAMPLE_TILE = tl.constexpr(1024)  # keys that a program samples
+MANY = tl.constexpr(64)  # ends are counted apart if more than one in so many samples equal one of them
 DIGIT = tl.constexpr(8)
 BINS = tl.constexpr(256)
 
@@ -96,38 +98,48 @@ def bracket_kernel(samples, taken, width, state, keep, KEEP: tl.constexpr, CAPAC
     line = state + row * STATE_FIELDS + tl.arange(0, 1)
     tl.store(line + HIGH, high.to(tl.int64))
     tl.store(line + LOW, low.to(tl.int64))
+    most = tl.maximum(equal_samples(keys, at < taken, high), equal_samples(keys, at < taken, low))
+    tl.store(line + APART, (most * MANY > taken) & (high == high))
+
+
+@triton.jit
+def equal_samples(keys, real, key):
+    """How many samples equal a key [1]."""
+    return tl.sum((real & (keys == tl.broadcast_to(key, keys.shape))).to(tl.int32))
 
 
 @triton.jit
 def narrow_kernel(part, spans, state, records, gathered, FORM: tl.constexpr):
-    """One pass over the rows: gather the keys inside the bracket; count those above it and at its ends."""
+    """One pass over the rows: gather the keys of the bracket; count those above it, and apart those at its ends."""
     TILE: tl.constexpr = 2 * FORM.tile  # the scan of `gather` costs as much for two tiles as for one
     LENGTH: tl.constexpr = TILE // FORM.runs
     row, record, begin, end = span_of(tl.program_id(0).to(tl.int64), spans, FORM)
     line = state + row * STATE_FIELDS
-    low, high = tl.load(line + LOW).to(tl.uint32), tl.load(line + HIGH).to(tl.uint32)
+    bracket = bracket_of(line)
     capacity = spans.length * (FORM.tile // 8)  # an eighth of the span's slots
     buffer = gathered + record * capacity
     whole = begin + (end - begin) // TILE * TILE
-    above = tl.full([FORM.runs], 0, tl.int32)
-    at_high, at_low, found = above, above, tl.full((), 0, tl.int32)
+    below = tl.full([FORM.runs], 0, tl.int32)
+    at_high, at_low, found = below, below, tl.full((), 0, tl.int32)
     for at in range(begin, whole, TILE):
         keys = row_keys(part, row, at + tl.arange(0, TILE), None, FORM)
-        above, at_high, at_low, found = gather(
-            keys, low, high, above, at_high, at_low, buffer, capacity, found, LENGTH, FORM
+        below, at_high, at_low, found = gather(
+            keys, bracket, below, at_high, at_low, buffer, capacity, found, LENGTH, FORM
         )
     if whole < end:
         slot = whole + tl.arange(0, TILE)
         keys = row_keys(part, row, slot, slot < spans.width, FORM)
-        above, at_high, at_low, found = gather(
-            keys, low, high, above, at_high, at_low, buffer, capacity, found, LENGTH, FORM
+        below, at_high, at_low, found = gather(
+            keys, bracket, below, at_high, at_low, buffer, capacity, found, LENGTH, FORM
         )
-    high_count, low_count = tl.sum(at_high), tl.where(low < high, tl.sum(at_low), 0)
+    spread = tl.load(line + LOW) < tl.load(line + HIGH)
+    high_count, low_count = tl.sum(at_high), tl.where(spread, tl.sum(at_low), 0)
+    above = (end - begin + TILE - 1) // TILE * TILE - tl.sum(below) - found - tl.where(spread, high_count, 0)
     fields = records + record * RECORD_FIELDS
     tl.store(fields + GATHERED, found)
     tl.store(fields + SPAN_HIGH, high_count)
     tl.store(fields + SPAN_LOW, low_count)
-    tl.atomic_add(line + ABOVE, tl.sum(above).to(tl.int64), sem="relaxed")
+    tl.atomic_add(line + ABOVE, above.to(tl.int64), sem="relaxed")
     tl.atomic_add(line + AT_HIGH, high_count.to(tl.int64), sem="relaxed")
     tl.atomic_add(line + INSIDE, found.to(tl.int64), sem="relaxed")
     tl.atomic_add(line + AT_LOW, low_count.to(tl.int64), sem="relaxed")
@@ -136,28 +148,48 @@ def narrow_kernel(part, spans, state, records, gathered, FORM: tl.constexpr):
 
 
 @triton.jit
-def gather(keys, low, high, above, at_high, at_low, buffer, capacity, before, LENGTH: tl.constexpr, FORM: tl.constexpr):
-    """Count a tile's keys, and append those inside the bracket to the `before` earlier ones, unless they overflow.
+def least_gathered(line):
+    """The least key to gather; what is gathered are differences from it."""
+    return tl.maximum(tl.load(line + LOW) + tl.load(line + APART), 1)  # key 0 marks slots that must not be kept
+
+
+@triton.jit
+def bracket_of(line):
+    """Whether ends are counted apart; the least key to gather, how many follow it, and the ends relative to it."""
+    apart, high, least = tl.load(line + APART), tl.load(line + HIGH), least_gathered(line)
+    width = tl.maximum(high - apart + 1 - least, 0)
+    low = tl.load(line + LOW) - least
+    return apart, least.to(tl.uint32), width.to(tl.uint32), (high - least).to(tl.uint32), low.to(tl.uint32)
+
+
+@triton.jit
+def gather(keys, bracket, below, at_high, at_low, buffer, capacity, before, LENGTH: tl.constexpr, FORM: tl.constexpr):
+    """Count a tile's keys, and append those to gather to the `before` earlier ones, unless the buffer overflows.
 
     The keys that a thread has read are its run. One scan over the runs says where each run goes, so that it costs an
     element a thirty-second, and no key moves to another thread.
     """
-    turned = tl.permute(tl.reshape(keys, [LENGTH // FORM.vector, FORM.runs, FORM.vector]), 1, 0, 2)
+    apart, least, width, high, low = bracket
+    differences = keys - 1 - (least - 1)  # in this order nothing is computed for the 1 that `order_key` adds
+    turned = tl.permute(tl.reshape(differences, [LENGTH // FORM.vector, FORM.runs, FORM.vector]), 1, 0, 2)
     runs = slots_apart(tl.reshape(turned, [FORM.runs, LENGTH]), LENGTH)
+    last = (0xFFFFFFFF - least).to(tl.uint32)  # differences of lower keys wrap, to more than any other
     count = tl.full([FORM.runs], 0, tl.int32)
     for i in tl.static_range(LENGTH):
-        above += (runs[i] > high).to(tl.int32)
-        at_high += (runs[i] == high).to(tl.int32)
-        at_low += (runs[i] == low).to(tl.int32)
-        count += ((runs[i] > low) & (runs[i] < high)).to(tl.int32)
+        below += (runs[i] > last).to(tl.int32)
+        count += (runs[i] < width).to(tl.int32)
+    if apart != 0:
+        for i in tl.static_range(LENGTH):
+            at_high += (runs[i] == high).to(tl.int32)
+            at_low += (runs[i] == low).to(tl.int32)
     after = before + tl.sum(count)
-    limit = tl.where(after <= capacity, high, 0).to(tl.uint32)
+    width = tl.where(after <= capacity, width, 0).to(tl.uint32)
     address = (buffer + (before + tl.cumsum(count, 0) - count)).to(tl.int64)  # sums of pointers are computed many times
     for i in tl.static_range(LENGTH):
-        chosen = (runs[i] > low) & (runs[i] < limit)
+        chosen = runs[i] < width
         tl.store(address.to(tl.pointer_type(tl.uint32)), runs[i], mask=chosen)
         address += tl.where(chosen, 4, 0).to(tl.int64)
-    return above, at_high, at_low, after
+    return below, at_high, at_low, after
 
 
 @triton.jit
@@ -209,7 +241,7 @@ def histogram_kernel(
     SHIFT: tl.constexpr = DIGIT * (FORM.digits - 1 - PASS)
     row, record, begin, end = span_of(tl.program_id(0).to(tl.int64), spans, FORM)
     counts += row * (FORM.digits * BINS)
-    source, limit, need = resolve(state + row * STATE_FIELDS, budget(keep, row, row >= 0, KEEP).to(tl.int64), FORM.narrow)
+    source, _, need = resolve(state + row * STATE_FIELDS, budget(keep, row, row >= 0, KEEP).to(tl.int64), FORM.narrow)
     prefix = digits_found(counts, need, PASS)[0].to(tl.uint32)
     found = tl.zeros([BINS], tl.int32)
     if source == READ_ROW:
@@ -219,11 +251,12 @@ def histogram_kernel(
             found += digit_histogram(keys, slot < spans.width, prefix, SHIFT, PASS)
     elif source == READ_GATHERED:
         buffer = gathered + record * (spans.length * (FORM.tile // 8))
+        least = least_gathered(state + row * STATE_FIELDS).to(tl.uint32)
         held = tl.load(records + record * RECORD_FIELDS + GATHERED)
         for at in range(0, held, TILE):
             slot = at + tl.arange(0, TILE)
             found += digit_histogram(
-                tl.load(buffer + slot, mask=slot < held, other=0), slot < held, prefix, SHIFT, PASS
+                tl.load(buffer + slot, mask=slot < held, other=0) + least, slot < held, prefix, SHIFT, PASS
             )
     bins = PASS * BINS + tl.arange(0, BINS)
     tl.atomic_add(counts + bins, found.to(counts.dtype.element_ty), mask=found > 0, sem="relaxed")
@@ -251,7 +284,7 @@ def threshold_of(state, counts, row, keep, KEEP: tl.constexpr, FORM: tl.constexp
 def tie_kernel(part, spans, state, records, gathered, counts, keep, KEEP: tl.constexpr, FORM: tl.constexpr):
     """How many keys of each span equal the k-th one of the row."""
     row, record, begin, end = span_of(tl.program_id(0).to(tl.int64), spans, FORM)
-    source, limit, need = threshold_of(state, counts, row, keep, KEEP, FORM)
+    source, limit, _ = threshold_of(state, counts, row, keep, KEEP, FORM)
     fields = records + record * RECORD_FIELDS
     tied = tl.full([FORM.tile], 0, tl.int32)
     if source == READ_ROW:
@@ -262,10 +295,11 @@ def tie_kernel(part, spans, state, records, gathered, counts, keep, KEEP: tl.con
         total = tl.sum(tied)
     elif source == READ_GATHERED:
         buffer = gathered + record * (spans.length * (FORM.tile // 8))
+        least = least_gathered(state + row * STATE_FIELDS).to(tl.uint32)
         held = tl.load(fields + GATHERED)
         for at in range(0, held, FORM.tile):
             slot = at + tl.arange(0, FORM.tile)
-            keys = tl.load(buffer + slot, mask=slot < held, other=0)
+            keys = tl.load(buffer + slot, mask=slot < held, other=0) + least
             tied += ((slot < held) & (keys == limit.to(tl.uint32))).to(tl.int32)
         total = tl.sum(tied)
     else:
@@ -282,7 +316,7 @@ def mark_kernel(part, spans, state, records, counts, keep, KEEP: tl.constexpr, F
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row, record, begin, end = span_of(program.to(tl.int64), spans, FORM)
-    source, limit, need = threshold_of(state, counts, row, keep, KEEP, FORM)
+    _, limit, need = threshold_of(state, counts, row, keep, KEEP, FORM)
     limit = limit.to(tl.uint32)
     before = ties_before(records, row * spans.row_spans, record)
     tied = tl.load(records + record * RECORD_FIELDS + TIED)
