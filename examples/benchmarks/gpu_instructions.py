@@ -8,7 +8,7 @@ their machine code is counted (`sass.py` has the method). `integer` are instruct
 below which an H200 cannot be: it has 132 SMs, takes at most 1.98 GHz, and an SM completes 64 integer instructions or
 128 of any kind a clock (integer multiply-adds go to other units and count only among all). `floor us` is the time of
 the bytes, a weight read once and a mask byte written for each element, at 4.3 TB/s; a kernel that only reads
-or only writes has its own. `launches` are those of the whole pattern, fills with zeros not counted.
+or only writes has its own. `launches` are those of the whole pattern for one weight, fills with zeros not counted.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from sass import Compiled, Launcher, compiling, count, empty, usage
 
 from sparsekit_ao.selection import Blocks, Scopes, Update
 from sparsekit_ao.selection import triton as gpu
-from sparsekit_ao.selection.triton.forms import Form
+from sparsekit_ao.selection.triton.launches import PROGRAMS, TILE, Form
 
 SIZE, ARCH = 8192, 90
 CLOCK, SMS, INTEGER_RATE, RATE = 1.98e3, 132, 64, 128  # clocks a microsecond; SMs; instructions a clock and SM
@@ -54,8 +54,7 @@ def elements_of_thread(kernel: str, form: Form, warps: int, block: tuple[int, in
     elif kernel in ("score", "fill"):
         held = form.tile * block[0] * block[1]
     else:  # a span of tiles, one for each of the programs of a launch
-        limits = gpu.Limits()
-        held = max(limits.tile, SIZE * SIZE // limits.programs)
+        held = max(TILE, SIZE * SIZE // PROGRAMS)
     return held // (warps * 32)
 
 
@@ -63,7 +62,7 @@ def lines_of(pattern: str, dtype: torch.dtype, compiled: Callable[[int, Launcher
     """A row for each kernel that goes over all elements of a weight."""
     block, scope = PATTERNS[pattern]
     work = update(block, scope, dtype)
-    launches, lines = compiled(ARCH, lambda: gpu.scope_masks([work])), []
+    launches, lines = compiled(ARCH, lambda: gpu.fill_masks(gpu.lower(work))), []
     for launch in launches:
         of_blocks = launch.name == "mark" and block != (1, 1)  # reads scores, not the weight
         if launch.name in PASSES and not of_blocks:

@@ -1,4 +1,4 @@
-"""One mask update on a GPU: the Triton kernels against torch.ao, torch's own selection, and torchao's PAT constraints.
+"""One mask update on a GPU: the Triton kernels against a copy, torch's own selection, torch.ao, and torchao's PAT.
 
     python examples/benchmarks/gpu_step.py                # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/gpu_step.py --size 16384 --no-csv
@@ -7,7 +7,8 @@
 Masks are checked before anything is timed: exact counts, and the reference's mask bit for bit where scores are exact.
 Times are medians of many runs between device events, which cycle through weights that together exceed the cache.
 "captured" is a CUDA graph of many runs, queued behind a pause, so that it includes no time of the host; the other kinds
-are timed as they are called, host included.
+are timed as they are called, host included. `clone` copies the weight; `topk` and `kthvalue` are plain torch for the same
+mask; `4x4 tile` is torch's own 2:4 kernel, which prunes rows and columns of tiles at once, so its mask is another one.
 Bytes are the fewest that must be moved: a weight of N elements of b bytes is read once and its bool mask written once,
 N (b + 1). The floor is the time of these bytes at the rate of a device copy measured in the same run.
 """
@@ -34,9 +35,10 @@ from torch.ao.pruning import WeightNormSparsifier as Stock
 import sparsekit_ao
 from sparsekit_ao.selection import Blocks, Scopes, Update, scope_mask, scope_masks
 
-# name: block, scope (-1 is all), level, stock's arguments
+# name: block, scope (-1 is all), level, stock's arguments where it has the pattern
 ROWS = {
     "2:4": ((1, 1), (1, 4), 0.5, {"sparsity_level": 1.0, "sparse_block_shape": (1, 4), "zeros_per_block": 2}),
+    "rows at 50 %": ((1, 1), (1, -1), 0.5, None),
     "1x1 at 50 %": ((1, 1), (-1, -1), 0.5, {"sparsity_level": 0.5, "sparse_block_shape": (1, 1)}),
     "1x1 at 90 %": ((1, 1), (-1, -1), 0.9, {"sparsity_level": 0.9, "sparse_block_shape": (1, 1)}),
     "32x32 at 80 %": ((32, 32), (-1, -1), 0.8, {"sparsity_level": 0.8, "sparse_block_shape": (32, 32)}),
@@ -112,8 +114,10 @@ def elapsed_ms(act: Callable[[], object], pause: bool = False) -> float:
     return first.elapsed_time(last)
 
 
-def stock_of(weight: Tensor, row: str) -> Callable[[int], object]:
+def stock_of(weight: Tensor, row: str) -> Work | None:
     """torch.ao's step for the same mask, in float32, since it fails with bf16 weights after the first step."""
+    if ROWS[row][3] is None:
+        return None
     model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device))
     model[0].weight.data = weight.float()
     sparsifier = Stock(**ROWS[row][3])
@@ -126,36 +130,54 @@ def stock_of(weight: Tensor, row: str) -> Callable[[int], object]:
     return step
 
 
-def torch_of(weights: list[Tensor], row: str) -> Callable[[int], object]:
-    """Plain torch for the same masks: topk of 4, sort of all, topk of block norms."""
-    block, _, level, _ = ROWS[row]
+def topk_of(weights: list[Tensor], row: str) -> Work:
+    """Plain torch for the same masks: topk in each scope, of norms where blocks have several elements."""
+    (height, width), scope, level, _ = ROWS[row]
 
-    def two_four(i: int) -> Tensor:
-        groups = weights[i].abs().view(-1, 4)
-        return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, groups.topk(2, dim=1).indices, True)
+    def step(i: int) -> Tensor:
+        tiles = weights[i].unflatten(1, (-1, width)).unflatten(0, (-1, height))
+        scores = tiles.abs() if height * width == 1 else torch.linalg.vector_norm(tiles, dim=(1, 3), dtype=torch.float32)
+        scores = scores.reshape(1, -1) if scope == (-1, -1) else scores.reshape(-1, scope[1] if scope[1] > 0 else weights[i].shape[1])
+        count = scores.shape[1] - int(level * scores.shape[1] + 1e-9)
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(count, dim=1, sorted=False).indices, True)
+        shape = (tiles.shape[0], 1, tiles.shape[2], 1)
+        return kept.view(shape).expand_as(tiles).reshape(weights[i].shape)
 
-    def single(i: int) -> Tensor:
-        size = weights[i].abs().flatten().float()
-        return size > size.sort().values[int(level * size.numel()) - 1]  # kthvalue takes a second on CUDA
-
-    def blocks(i: int) -> Tensor:
-        rows, columns = weights[i].shape[0] // block[0], weights[i].shape[1] // block[1]
-        tiles = weights[i].view(rows, block[0], columns, block[1])
-        norms = torch.linalg.vector_norm(tiles, dim=(1, 3), dtype=torch.float32)
-        kept = torch.zeros_like(norms, dtype=torch.bool).view(-1)
-        kept[norms.view(-1).topk(norms.numel() - int(level * norms.numel())).indices] = True
-        return kept.view(rows, 1, columns, 1).expand_as(tiles).reshape(weights[i].shape)
-
-    return two_four if row == "2:4" else single if block == (1, 1) else blocks
+    return step
 
 
-def pat_of(weights: list[Tensor], row: str) -> Callable[[int], object] | None:
+def kthvalue_of(weights: list[Tensor], row: str) -> Work | None:
+    """All weights above the k-th value, which keeps too few where there are ties; None but for single weights."""
+    block, scope, level, _ = ROWS[row]
+    if block != (1, 1) or scope != (-1, -1):
+        return None
+
+    def step(i: int) -> Tensor:
+        size = weights[i].abs()
+        return size > size.flatten().float().kthvalue(int(level * size.numel())).values
+
+    return step
+
+
+def tile_of(weights: list[Tensor], row: str) -> Work | None:
+    """torch's kernel that makes a 2:4 mask of 4x4 tiles and packs it; None where this torch or device has none."""
+    tile = getattr(torch, "_sparse_semi_structured_tile", None)
+    if row != "2:4" or tile is None or not torch.cuda.is_available():
+        return None
+    try:
+        tile(weights[0])
+    except (RuntimeError, NotImplementedError):
+        return None
+    return lambda i: tile(weights[i])
+
+
+def pat_of(weights: list[Tensor], row: str) -> Work | None:
     """torchao's PAT constraint on a copy of the weight, in groups as its optimizer makes them; None without PAT."""
     try:
         from torchao.prototype.pat.optim import MinSparsityConstraint, NMSparseConstraint
     except ImportError:
         return None
-    (height, width), level = ROWS[row][0], ROWS[row][2]
+    (height, width), scope, level, _ = ROWS[row]
     if row == "2:4":
         two = torch.vmap(NMSparseConstraint(0.0, 2).apply_, in_dims=(0, None), out_dims=(0, 0))
         return lambda i: two(weights[i].clone().view(-1, 4), 0.0)
@@ -164,6 +186,8 @@ def pat_of(weights: list[Tensor], row: str) -> Callable[[int], object] | None:
         tiles = weights[i].unflatten(0, (-1, height)).unflatten(2, (-1, width))
         return tiles.transpose(1, 2).reshape(-1, height * width)
 
+    if scope != (-1, -1):
+        return None  # all of its groups share one sparsity
     least = MinSparsityConstraint(0.0, level)
     return lambda i: least.apply_(grouped(i).clone(), 0.0)
 
@@ -221,8 +245,11 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
         kinds = {
             "ours": ours,
             "ours, captured": ours,
+            "clone": lambda i: weights[i].clone(),
+            "topk": topk_of(weights, row),
+            "kthvalue": kthvalue_of(weights, row),
+            "4x4 tile": tile_of(weights, row),
             "stock (float32)": stock_of(weights[0], row),
-            "torch": torch_of(weights, row),
             "torchao PAT": pat_of(weights, row),
         }
         bytes_moved = weights[0].numel() * (weights[0].element_size() + 1)
@@ -256,6 +283,7 @@ def rows_of(row: str, kinds: dict, bytes_moved: int, rate: float, repeat: int, c
                 "copy GB/s": round(rate / 1e6, 1),
                 "share of the floor's rate": round(floor / taken, 3),
                 "times the floor": round(taken / floor, 2),
+                "clones": round(taken / ms["clone"], 2) if "clone" in ms else "",
                 "times faster than stock": round(ms["stock (float32)"] / taken, 1) if "stock (float32)" in ms else "",
             }
         )

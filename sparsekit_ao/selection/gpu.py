@@ -1,7 +1,9 @@
 """The backend "triton", kernels for NVIDIA GPUs; triton is imported only when it may be used."""
 
+import importlib.util
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .request import Request
@@ -11,13 +13,31 @@ name = "triton"
 
 def refusals(work: Request | Tensor) -> list[str]:
     """Return why the kernels cannot take a request, or rows of scores."""
-    return ["it is being rewritten"]
+    if importlib.util.find_spec("triton") is None:
+        return ['triton is not installed (pip install "sparsekit_ao[triton]")']
+    device = work.device
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return [f"kernels are tested for NVIDIA GPUs of compute capability 8.0 and above, not for {device}"]
+    from . import triton
+
+    if device.type != "cuda" and not triton.INTERPRETED:
+        return [f"it works on CUDA tensors (on others with TRITON_INTERPRET=1 set before the start), got {device}"]
+    selection = triton.lower(work) if isinstance(work, Request) else triton.lower_rows(work, 0)
+    return list(selection.refusals)
 
 
 def run(requests: Sequence[Request]) -> None:
-    """Launch kernels."""
+    """Fill the masks of requests, one after the other. Nothing waits for the device."""
+    from . import triton
+
+    for request in requests:
+        triton.fill_masks(triton.lower(request))
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
-    """Keep rows."""
-    raise NotImplementedError
+    """Keep exactly `keep` of each row of scores [rows, members], of the `candidates` alone if given."""
+    from . import triton
+
+    selection = triton.lower_rows(scores, keep, candidates)
+    triton.fill_masks(selection)
+    return selection.parts[0][0].mask.view(torch.bool)

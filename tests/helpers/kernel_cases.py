@@ -7,7 +7,9 @@ from importlib import metadata
 import numpy as np
 import torch
 
-from sparsekit_ao.selection import Blocks, Scopes
+from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec
+from sparsekit_ao.selection import Request, update_masks
+from sparsekit_ao.structure.windows import Blocks, Scopes
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
@@ -90,3 +92,31 @@ def as_scopes(values, mask, block, scope):
     block = whole(block, values.shape)
     grid = [-(-s // b) for s, b in zip(values.shape, block, strict=True)]
     return Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=whole(scope, grid))
+
+
+def as_request(scopes, keep, norm=2, *, within_mask=False, masked=False):
+    """A request over windows: specs over placeholders of their shapes and strides."""
+    specs, masks, values = [], {}, {}
+    for s in scopes:
+        blocks = []
+        for m in s.members:
+            v = m.values
+            placeholder = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
+            spec = BlockSpec(placeholder, m.shape, edge="partial")
+            blocks.append(spec)
+            masks[spec], values[placeholder] = m.mask, v
+        orders = [m.order or None for m in s.members]
+        block = BlockCoupling(blocks, orders) if len(blocks) > 1 or orders[0] else blocks[0]
+        specs.append(ScopeSpec(block, s.shape, edge="partial"))
+    orders = [s.order or None for s in scopes]
+    scope = ScopeCoupling(specs, orders) if len(specs) > 1 or orders[0] else specs[0]
+    if isinstance(keep, torch.Tensor) and keep.ndim:
+        keep = keep.reshape(scope.grid_shape)
+    return Request(
+        scope=scope, masks=masks, keep=keep, values=values, norm=norm, within_mask=within_mask, masked=masked
+    )
+
+
+def scope_mask(scopes, keep, norm=2, *, within_mask=False, masked=False, impl="auto"):
+    """Fill the masks of windows whose scopes share budgets."""
+    update_masks([as_request(scopes, keep, norm, within_mask=within_mask, masked=masked)], impl=impl)

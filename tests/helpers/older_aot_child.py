@@ -1,6 +1,6 @@
 """Compiles every form of the kernels with another release of triton; prints what `aot_child.py` prints for sm_90.
 
-    python tests/older_aot_child.py 3.4 [--every]
+    python tests/helpers/older_aot_child.py 3.4 [--every]
 
 Takes a release, whose wheel pip downloads, or a folder that holds the package; options go to `aot_child.py`. Exits with
 77 if there is no such wheel.

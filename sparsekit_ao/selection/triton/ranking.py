@@ -1,7 +1,50 @@
-"""Arithmetic on tiles in registers: integer keys ordered as scores are, norms of blocks, exact selection."""
+"""Arithmetic on tiles in registers: addresses, integer keys ordered as scores are, exact selection in short rows."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def offset_of(index, sizes, steps):
+    """The offset of `index` in a nest of loops, innermost first."""
+    rest = index
+    total = index * 0
+    for k in tl.static_range(len(sizes)):
+        at = rest
+        if k < len(sizes) - 1:
+            at = rest % sizes[k]
+            rest = rest // sizes[k]
+        total += at * steps[k]
+    return total
+
+
+@triton.jit
+def budget(keep, scope, valid, KEEP: tl.constexpr):
+    """Blocks kept in these scopes: a number, or read from device memory, one for all or one for each scope."""
+    if KEEP == "each":
+        found = tl.load(keep + scope, mask=valid, other=0)
+    elif KEEP == "one":
+        found = tl.load(keep) + 0 * scope
+    else:
+        found = keep + 0 * scope
+    return found
+
+
+@triton.jit
+def write_mask(at, chosen, exists, AMONG_KEPT: tl.constexpr):
+    """Write decisions to a mask, those that exist (all if `exists` is None); a later stage only removes."""
+    if AMONG_KEPT:
+        tl.store(at, tl.where(chosen, read(at, exists), 0), mask=exists)
+    else:
+        if at.dtype.element_ty == tl.bfloat16:
+            chosen = chosen.to(tl.float32)  # the interpreter converts no integer to bfloat16
+        tl.store(at, chosen.to(at.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def read(at, exists):
+    """What is stored at these addresses; 0 where nothing exists, unless `exists` is None, so that all of it does."""
+    return tl.load(at) if exists is None else tl.load(at, mask=exists, other=0)
 
 
 @triton.jit
@@ -32,62 +75,6 @@ def order_key(x, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def power(x, NORM: tl.constexpr):
-    """The terms of a block's norm: squares, magnitudes, or (for the maximum) ordered bits."""
-    wide = x.to(tl.float32)
-    if NORM == "inf":
-        found = magnitude_bits(wide)
-    elif NORM == "2":
-        found = wide * wide
-    else:
-        found = tl.abs(wide)
-    return found
-
-
-@triton.jit
-def combine(total, more, NORM: tl.constexpr):
-    """Two partial sums (or maxima) as one."""
-    return tl.maximum(total, more) if NORM == "inf" else total + more
-
-
-@triton.jit
-def block_sums(powers, ROWS: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr):
-    """Sums (or maxima) of each of ROWS blocks of COUNT elements, by the reference's halving tree.
-
-    Each level adds the upper half onto the lower half, so the bits depend neither on layout nor on hardware.
-    """
-    found = tl.reshape(powers, [ROWS, COUNT])
-    for _ in tl.static_range(COUNT.bit_length() - 1):
-        pairs = tl.reshape(found, [ROWS, 2, found.shape[1] // 2])
-        found = tl.max(pairs, axis=1) if NORM == "inf" else tl.sum(pairs, axis=1)
-    return tl.reshape(found, [ROWS])
-
-
-@triton.jit
-def root(total, NORM: tl.constexpr):
-    """The norm of blocks from their sums (or maxima), float32."""
-    if NORM == "inf":
-        found = total.to(tl.float32, bitcast=True)
-    elif NORM == "2":
-        found = tl.sqrt_rn(total)
-    else:
-        found = total
-    return found
-
-
-@triton.jit
-def keep_pairs(keys, keep, WIDTH: tl.constexpr):
-    """Exactly `keep` of each row of keys [S, M] by comparing pairs; slot i precedes a later j unless j is higher."""
-    slot = tl.arange(0, keys.shape[1])[None, :]
-    ahead = tl.zeros(keys.shape, tl.int32)
-    for j in tl.static_range(WIDTH):
-        # j is known at compile time, so the sum below is one register where a thread holds the whole row
-        other = tl.sum(tl.where(slot == j, keys, 0), axis=1).to(tl.uint32)[:, None]
-        ahead += tl.where(slot > j, other >= keys, other > keys).to(tl.int32)
-    return (ahead < keep[:, None]) & (keys > 0)
-
-
-@triton.jit
 def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
     """uint32 keys of 16-bit values as of `order_key`, with the slot's number below, so that no two of a row are equal.
 
@@ -99,6 +86,45 @@ def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
         top = 0x7C010000 if x.dtype == tl.float16 else 0x7F810000
         found = tl.minimum((bits & 0x7FFF0000) | (COUNT - slot), top | (COUNT - slot)).to(tl.uint32)
+    return found
+
+
+@triton.jit
+def power(x, NORM: tl.constexpr):
+    """The terms of a block's norm: squares, magnitudes, (for the maximum) ordered bits; x itself for a sum."""
+    wide = x.to(tl.float32)
+    if NORM == "inf":
+        found = magnitude_bits(wide)
+    elif NORM == "2":
+        found = wide * wide
+    elif NORM == "1":
+        found = tl.abs(wide)
+    else:
+        found = wide
+    return found
+
+
+@triton.jit
+def combine(total, more, NORM: tl.constexpr):
+    """Two partial sums (or maxima) as one."""
+    return tl.maximum(total, more) if NORM == "inf" else total + more
+
+
+@triton.jit
+def reduced(powers, NORM: tl.constexpr):
+    """Sums (or maxima) over the last dimension."""
+    return tl.max(powers, axis=-1) if NORM == "inf" else tl.sum(powers, axis=-1)
+
+
+@triton.jit
+def root(total, NORM: tl.constexpr):
+    """The norm of blocks from their sums (or maxima), float32."""
+    if NORM == "inf":
+        found = total.to(tl.float32, bitcast=True)
+    elif NORM == "2":
+        found = tl.sqrt_rn(total)
+    else:
+        found = total
     return found
 
 
@@ -136,6 +162,19 @@ def keep_slots(keys, keep, COUNT: tl.constexpr, UNIQUE: tl.constexpr):
             need -= tied.to(tl.int32)
             found += ((keys[i] > least) | tied,)
     return found
+
+
+@triton.jit
+def keep_bisected(keys, keep, BITS: tl.constexpr):
+    """Exactly `keep` of each row of keys [S, M]: the k-th largest key bit by bit, then ties by index."""
+    limit = tl.zeros([keys.shape[0]], tl.uint32)
+    bit = tl.full([keys.shape[0]], 1 << (BITS - 1), tl.uint32)
+    for _ in range(BITS):
+        candidate = limit | bit
+        count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
+        limit = tl.where(count >= keep, candidate, limit)
+        bit = bit >> 1
+    return cut_ties(keys, limit, keep)
 
 
 @triton.jit
@@ -206,19 +245,6 @@ def kth_largest(slots, keep, COUNT: tl.constexpr):
             found += (tl.where(odd, slots[2 * i + 1], slots[2 * i]),)
         slots = found
     return tl.where(keep > 0, slots[0], 0xFFFFFFFF)
-
-
-@triton.jit
-def keep_bisected(keys, keep, BITS: tl.constexpr):
-    """Exactly `keep` of each row of keys [S, M]: the k-th largest key bit by bit, then ties by index."""
-    limit = tl.zeros([keys.shape[0]], tl.uint32)
-    bit = tl.full([keys.shape[0]], 1 << (BITS - 1), tl.uint32)
-    for _ in range(BITS):
-        candidate = limit | bit
-        count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
-        limit = tl.where(count >= keep, candidate, limit)
-        bit = bit >> 1
-    return cut_ties(keys, limit, keep)
 
 
 @triton.jit

@@ -1,0 +1,294 @@
+"""Which kernels select for one update, with which sizes, and their launches in order, one tensor after the other.
+
+Nothing waits for the device: sizes come from shapes, budgets are read by the kernels.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from . import long_rows
+from .long_rows import bracket_kernel, histogram_kernel, mark_kernel, narrow_kernel, sample_kernel, tie_kernel
+from .lowering import Nest, Part, Selection
+from .short_rows import fill_kernel, fused_kernel, score_kernel
+
+# Sizes at which another kernel is chosen, and how much a program takes; tests make them small.
+FUSED = 1 << 14  # elements of the largest scope that one program takes, padded to powers of two
+WHOLE = 1 << 10  # elements of the largest block of such a scope
+TILE = 1 << 12  # elements that a program holds at a time; a power of two
+CHUNK = 1 << 9  # elements of a block that are read at a time; a power of two
+NARROW = 1 << 18  # fewest slots of long rows, together, from which on they are sampled and narrowed
+SAMPLES = 1 << 13  # keys sampled from such a row at most, and a quarter of it at most; a power of two below 2^15
+PROGRAMS = 1 << 11  # programs of a launch over long rows
+APART = 16  # most blocks of a scope whose slots are read as one vector each
+UNROLLED = 8  # rows of a block that are read in one trip of a loop
+SECTOR = 32  # bytes that one memory transaction reads
+REGISTERS = 128  # of a thread, so that an SM holds 16 warps; without a limit the assembler uses fewer, and spills
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a kernel is specialised on when it is compiled.
+
+    Attributes:
+        norm, within_mask, masked: see `Selection`.
+        signed, bits: whether scores have signs; bits of a key.
+        big: offsets have 64 bits.
+        tile: scopes, blocks or slots that a program holds at a time.
+        single: a block is one element of one tensor, so that its score is |x| as it is.
+        width, padded: blocks of a scope that a program takes whole, and the power of two above.
+        elements, chunk: elements of a block; how many are read at a time, a power of two.
+        outer, inner: the innermost loop over the elements of a block, and the trips of those around it.
+        contiguous: a tile is contiguous in values and mask alike.
+        apart: scopes are neighbours in memory, so that a program reads each of their slots as one vector.
+        vector, runs: neighbouring slots of a long row that a thread reads at once; slots of two tiles go in one run a
+            thread.
+        row_warps: warps of a program that reads all of a long row; more where offsets take many registers too.
+        narrow: long rows are sampled and narrowed first.
+    """
+
+    norm: str
+    within_mask: bool
+    masked: bool
+    signed: bool
+    bits: int
+    big: bool
+    tile: int
+    single: bool = True
+    width: int = 1
+    padded: int = 1
+    elements: int = 1
+    chunk: int = 1
+    outer: int = 1
+    inner: int = 1
+    contiguous: bool = False
+    apart: bool = False
+    vector: int = 1
+    runs: int = 1
+    row_warps: int = 8
+    narrow: bool = False
+
+    @property
+    def digits(self) -> int:
+        """Radix passes over a key."""
+        return cdiv(self.bits, long_rows.DIGIT.value)
+
+    @property
+    def unrolled(self) -> int:
+        """Rows of a block that are read in one trip of a loop."""
+        return min(self.outer, UNROLLED)
+
+
+class Spans(NamedTuple):
+    """How rows are cut: spans of one in a tensor, their tiles, the number of the first, spans of all tensors, slots."""
+
+    count: int
+    length: int
+    first: int
+    row_spans: int
+    width: int
+
+
+def fill_masks(selection: Selection) -> None:
+    """Fill the masks of a selection that kernels do not refuse."""
+    parts = [part for coupled in selection.parts for part in coupled]
+    if any(part.values.numel() == 0 for part in parts):
+        return
+    with _on(parts[0].values.device):
+        if len(parts) == 1 and _fits_program(parts[0]):
+            _select_whole(parts[0], selection)
+        elif _are_single(selection) and not _fits_program(sum(part.block.count for part in parts)):
+            _select_long(parts, selection)
+        else:
+            _select_stored(selection)
+    for part in parts:
+        if not part.mask.is_inference():  # autograd cannot see kernels write: a backward that saved the mask must raise
+            torch.autograd.graph.increment_version(part.mask)
+
+
+def _fits_program(scope: Part | int) -> bool:
+    """Whether a program takes scopes of this tensor whole, or rows of so many scores."""
+    width, elements = (scope, 1) if isinstance(scope, int) else (scope.block.count, scope.element.count)
+    chunk = next_power_of_2(elements)
+    return chunk <= WHOLE and next_power_of_2(width) * chunk <= FUSED
+
+
+def _are_single(selection: Selection) -> bool:
+    """Whether blocks are single elements of one dtype, whose keys can be read from the tensors themselves."""
+    parts = [part for part, *coupled in selection.parts if not coupled and part.element.count == 1]
+    return len(parts) == len(selection.parts) and len({part.values.dtype for part in parts}) == 1
+
+
+def _select_whole(part: Part, selection: Selection) -> None:
+    """Score, select and fill in one kernel."""
+    if _kind(selection.keep) != "each":  # budgets go by the index of a scope
+        part = part.in_memory_order()
+    width, elements = part.block.count, part.element.count
+    padded, chunk = next_power_of_2(width), next_power_of_2(elements)
+    contiguous = width == padded and elements == chunk and part.is_contiguous
+    apart = elements == 1 and padded <= APART and part.scope.values[0] == part.scope.mask[0] == 1
+    form = Form(
+        **_scoring(part, selection, single=elements == 1),
+        tile=max(1, TILE // (padded * chunk)),
+        width=width,
+        padded=padded,
+        elements=elements,
+        chunk=chunk,
+        contiguous=contiguous,
+        apart=apart and not contiguous,
+    )
+    held = 1024 if contiguous or apart else 512 if elements == chunk and not form.masked else 256
+    options = {"KEEP": _kind(selection.keep), "FORM": form, "num_warps": _warps(form.tile * padded * chunk, held)}
+    # no limit of registers: with one this kernel spills
+    fused_kernel[(cdiv(part.scope.count, form.tile),)](part, part.scope.count, selection.keep, **options)
+
+
+def _select_stored(selection: Selection) -> None:
+    """Score blocks into rows, select among these, and fill the masks of the blocks."""
+    first, widths = selection.parts[0][0], [coupled[0].block.count for coupled in selection.parts]
+    rows, row, device = first.scope.count, sum(widths), first.values.device
+    scores = torch.empty(rows, row, dtype=torch.float32, device=device)
+    kept = torch.empty(rows, row, dtype=torch.uint8, device=device)
+    columns = list(zip(selection.parts, widths, scores.split(widths, 1), kept.split(widths, 1), strict=True))
+    for coupled, width, own_scores, own_kept in columns:
+        for at, part in enumerate(coupled):
+            single = len(coupled) == 1 and part.element.count == 1
+            form = _block_form(part, selection, part.values.element_size(), single)
+            ends = {"FIRST": at == 0, "LAST": at == len(coupled) - 1}
+            arguments = (part, rows * width, width, own_scores, own_kept, row)
+            score_kernel[(cdiv(rows * width, form.tile),)](*arguments, **ends, **_block_options(form))
+    one = Nest((1,), (0,), (0,))
+    stored = Part(scores, kept, Nest((rows,), (row,), (row,)), Nest((row,), (1,), (1,)), one)
+    among_stored = replace(selection, parts=((stored,),), masked=False)
+    if _fits_program(row):
+        _select_whole(stored, among_stored)
+    else:
+        _select_long([stored], among_stored)
+    for coupled, width, _, own_kept in columns:
+        for part in coupled:
+            form = _block_form(part, selection, part.mask.element_size())
+            arguments = (part, rows * width, width, own_kept, row)
+            fill_kernel[(cdiv(rows * width, form.tile),)](*arguments, **_block_options(form))
+
+
+def _block_form(part: Part, selection: Selection, size: int, single: bool = False) -> Form:
+    """What kernels over blocks are specialised on; `size` is the bytes of an element that they read or write."""
+    inner = part.element.sizes[0]
+    chunk = min(next_power_of_2(inner), CHUNK)
+    # Where neighbours in memory are other blocks, not other elements, a tile takes enough blocks to use whole sectors.
+    across = part.block.values[0] == 1 and part.element.values[0] != 1
+    # Of a row of blocks of several rows a thread reads 16 bytes at a time.
+    held = TILE // 2 // size if part.element.count > inner else TILE
+    return Form(
+        **_scoring(part, selection, single=single),
+        tile=max(held // chunk, SECTOR // size if across else 1),
+        elements=part.element.count,
+        chunk=chunk,
+        outer=part.element.count // inner,
+        inner=inner,
+    )
+
+
+def _block_options(form: Form) -> dict[str, Any]:
+    """Form, warps and registers of kernels over blocks."""
+    return {"FORM": form, "num_warps": _warps(form.tile * form.chunk, 512), "maxnreg": REGISTERS}
+
+
+def _select_long(parts: Sequence[Part], selection: Selection) -> None:
+    """Select in rows that no program takes whole, each of them over all parts."""
+    rows, widths, keep = parts[0].scope.count, [part.block.count for part in parts], selection.keep
+    narrow, kind = rows * sum(widths) >= NARROW, _kind(keep)
+    length = min(cdiv(rows * sum(widths), TILE * PROGRAMS), cdiv(max(widths), TILE))  # tiles of a span
+    ends = list(accumulate(cdiv(n, TILE * length) for n in widths))
+    forms = [_row_form(part, selection, narrow) for part in parts]
+    launches = [
+        (part, Spans(count=end - begin, length=length, first=begin, row_spans=ends[-1], width=n), form)
+        for part, begin, end, n, form in zip(parts, [0, *ends], ends, widths, forms, strict=False)
+    ]
+    zeros, empty = (
+        partial(torch.zeros, device=parts[0].values.device),
+        partial(torch.empty, device=parts[0].values.device),
+    )
+    state = zeros(rows, long_rows.STATE_FIELDS.value, dtype=torch.int64)
+    counts = zeros(rows, forms[0].digits, long_rows.BINS.value, dtype=torch.int64)
+    records = empty(rows * ends[-1], long_rows.RECORD_FIELDS.value, dtype=torch.int32)
+    gathered = empty(rows * ends[-1] * length * (TILE // 8) if narrow else 1, dtype=torch.uint32)
+    budget, options = {"KEEP": kind}, {"num_warps": 8, "maxnreg": REGISTERS}
+    if narrow:
+        _bracket(parts, forms, state, keep)
+        for part, spans, form in launches:
+            grid, row_options = (rows * spans.count,), options | {"num_warps": form.row_warps}
+            narrow_kernel[grid](part, spans, state, records, gathered, FORM=form, **row_options)
+    for at in range(forms[0].digits):
+        for part, spans, form in launches:
+            arguments = (part, spans, state, records, gathered, counts, keep)
+            histogram_kernel[(rows * spans.count,)](*arguments, **budget, PASS=at, FORM=form, **options)
+    for part, spans, form in launches:
+        arguments = (part, spans, state, records, gathered, counts, keep)
+        tie_kernel[(rows * spans.count,)](*arguments, **budget, FORM=form, **options)
+    for part, spans, form in launches:
+        grid, row_options = (rows * spans.count,), options | {"num_warps": form.row_warps}
+        mark_kernel[grid](part, spans, state, records, counts, keep, **budget, FORM=form, **row_options)
+
+
+def _bracket(parts: Sequence[Part], forms: Sequence[Form], state: Tensor, keep: int | Tensor) -> None:
+    """Bracket each row's k-th key by samples, of which each part gives its share."""
+    rows, widths = len(state), [part.block.count for part in parts]
+    most = min(SAMPLES, next_power_of_2(sum(widths) // 4))
+    ends = list(accumulate(max(1, most * n // sum(widths)) for n in widths))
+    capacity = next_power_of_2(ends[-1])
+    samples = torch.empty(rows, capacity, dtype=torch.uint32, device=state.device)
+    for part, form, begin, end in zip(parts, forms, [0, *ends], ends, strict=False):
+        grid = (rows * cdiv(end - begin, long_rows.SAMPLE_TILE.value),)
+        options = {"CAPACITY": capacity, "FORM": form, "num_warps": 4, "maxnreg": REGISTERS}
+        sample_kernel[grid](part, part.block.count, samples, end - begin, begin, **options)
+    options = {"KEEP": _kind(keep), "CAPACITY": capacity, "BITS": forms[0].bits, "num_warps": 8, "maxnreg": REGISTERS}
+    bracket_kernel[(rows,)](samples, ends[-1], sum(widths), state, keep, **options)
+
+
+def _row_form(part: Part, selection: Selection, narrow: bool) -> Form:
+    """What kernels over long rows are specialised on."""
+    scoring, values = _scoring(part, selection, single=True), part.values
+    is_run = len(part.block.sizes) == 1 and part.block.values[0] == part.block.mask[0] == 1
+    is_aligned = all(step % 16 == 0 for step in (values.data_ptr(), part.mask.data_ptr(), *part.scope.values))
+    is_plain = is_run and is_aligned and not scoring["big"] and not selection.masked
+    vector, warps = 16 // values.element_size() if is_run and is_aligned else 1, 8 if is_plain else 16
+    runs = min(32 * warps, 2 * TILE // vector)
+    return Form(**scoring, tile=TILE, vector=vector, runs=runs, row_warps=warps, narrow=narrow)
+
+
+def _scoring(part: Part, selection: Selection, *, single: bool) -> dict[str, Any]:
+    """What all forms hold: how blocks are scored, and whether offsets take 64 bits."""
+    signed = selection.norm == "sum"
+    size = 16 if single and part.values.dtype != torch.float32 else 32
+    return {
+        "norm": "1" if single and not signed else selection.norm,
+        "within_mask": selection.within_mask,
+        "masked": selection.masked or selection.within_mask,
+        "signed": signed,
+        "bits": size if signed else size - 1,
+        "big": part.is_big,
+        "single": single,
+    }
+
+
+def _kind(keep: int | Tensor) -> str:
+    """What kernels are given as the budget: a number, or a tensor with one for all or for each scope."""
+    return "number" if not isinstance(keep, Tensor) else "one" if keep.numel() == 1 else "each"
+
+
+def _warps(held: int, elements: int) -> int:
+    """Warps of a program that holds so many elements, `elements` a warp."""
+    return min(16, max(4, held // elements))
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to the tensors' own device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
