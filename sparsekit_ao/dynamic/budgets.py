@@ -67,10 +67,10 @@ class Budgets:
         """The components that share the overall budget: no entry of the config specifies theirs."""
         return [k for k, c in enumerate(self.components) if not any(self.groups[at]["fixed"] for _, at in c.members)]
 
-    def rows(self, k: int, *, is_new: bool = False) -> Tensor:
+    def rows(self, k: int) -> Tensor:
         """Return the blocks that each scope of a component is to keep, by its groups; int64 [scopes] on the CPU."""
         component = self.components[k]
-        budget = torch.as_tensor(component.budget(self.groups, is_new=is_new), device="cpu")
+        budget = torch.as_tensor(component.budget(self.groups), device="cpu")
         budget = budget.expand(component.scope.grid_shape)
         return torch.minimum(budget, component.scope.blocks_per_scope()).reshape(-1)
 
@@ -79,7 +79,7 @@ class Budgets:
         component = self.components[k]
         level = component.scope.level_of(nnz)
         for _, at in component.members:
-            self.groups[at]["nnz"], self.groups[at]["sparsity_level"] = nnz, level
+            self.groups[at] |= {"nnz": nnz, "sparsity_level": level, "level_of_nnz": level}
 
     def ideals(self, level: float) -> tuple[dict[int, float], int]:
         """Return {shared component: what it would keep at an overall sparsity}, and what all of them keep, exactly.
@@ -90,9 +90,7 @@ class Budgets:
         shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.members}
         fixed = [c for k, c in enumerate(components) if k not in shared]
         fixed_densities = {
-            self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups, is_new=True))
-            for c in fixed
-            for _, at in c.members
+            self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups)) for c in fixed for _, at in c.members
         }
         assert self.densities is not None
         densities = _checked(self.densities(shapes, 1 - level, fixed_densities), shapes)
@@ -104,7 +102,7 @@ class Budgets:
             if k in shared:
                 ideals[k] = density * numels[k]
             else:
-                sum_kept -= int(self.rows(k, is_new=True).sum()) * self.sizes[k]
+                sum_kept -= int(self.rows(k).sum()) * self.sizes[k]
         return ideals, sum_kept
 
     def counts(

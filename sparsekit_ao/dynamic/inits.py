@@ -147,7 +147,7 @@ def component_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str
         seed=seed,
     )
     if saved is None:
-        rows = keep_mask(slots.random("init"), budgets.rows(k, is_new=True), candidates=slots.real)
+        rows = keep_mask(slots.random("init"), budgets.rows(k), candidates=slots.real)
     else:
         is_weight = {s: t.is_floating_point() and bool(((t != 0) & (t != 1)).any()) for s, t in saved.items()}
         rows = _saved_rows(slots, init.shuffle, [spec for spec in saved if not is_weight[spec]])
@@ -204,7 +204,7 @@ def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
     """Saved masks define the budget of a component that shares one; a fixed budget must agree with them."""
     label, count = budgets.components[k].label, rows.sum(1).cpu()
     if k not in budgets.shared:
-        if not torch.equal(count, budgets.rows(k, is_new=True)):
+        if not torch.equal(count, budgets.rows(k)):
             raise SparsityError(
                 f"{label}: the saved mask keeps {int(count.min())} .. {int(count.max())} blocks a scope, but its "
                 "config entry has another budget; leave that out, or take another mask"

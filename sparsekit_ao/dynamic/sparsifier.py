@@ -380,7 +380,10 @@ class DynamicSparsifier(BudgetSparsifier):
                     f"load_state_dict: 'dynamic' needs {key!r} of type {kind.__name__.lower()}, as state_dict() gives, "
                     f"got {value!r}"
                 )
-        captured, gradients = set(saved.get("taken", saved["gradients"])) & set(saved["gradients"]), {}
+        taken, gradients = saved.get("taken", list(saved["gradients"])), {}
+        if not isinstance(taken, list) or not all(isinstance(name, str) for name in taken):
+            raise SparsityError(f"load_state_dict: 'dynamic' needs 'taken' as a list of names, got {taken!r}")
+        captured = set(taken) & set(saved["gradients"])
         for name, weight in ((g["tensor_fqn"], original(g)) for g in self.groups if g["tensor_fqn"] in captured):
             gradient = saved["gradients"][name]
             if not isinstance(gradient, Tensor) or gradient.shape != weight.shape:

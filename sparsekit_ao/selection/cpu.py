@@ -161,7 +161,7 @@ def _fill_chunk(
         tiles, targets = (t.reshape(split_shape).transpose(*inner, *outer) for t in (keys, mask))
         kept = _kept_pairs(np.ascontiguousarray(tiles).reshape(width, -1), budget).reshape(tiles.shape)
         for at in np.ndindex(*shape):  # member by member, which is faster than to interleave them
-            _write(targets[at], kept[at], m.mask.dtype, within_mask)
+            _write(targets[(*at, ...)], kept[(*at, ...)], m.mask.dtype, within_mask)
         return
     tiles = keys.reshape(split_shape).transpose(*outer, *inner)
     rows = np.ascontiguousarray(tiles).reshape(-1, width)

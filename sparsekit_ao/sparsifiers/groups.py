@@ -124,14 +124,17 @@ class PruningGroup:
         wide = values if values.dtype == torch.float64 else values.float()
         return wide * math.prod(spec.shape) ** (-1 / (1 if self.norm is None else self.norm))
 
-    def budget(self, groups: Sequence[TensorGroup], *, is_new: bool = False) -> int | Tensor:
+    def budget(self, groups: Sequence[TensorGroup]) -> int | Tensor:
         """Return how many blocks each scope keeps now; the one place where a budget is checked.
 
-        Args:
-            groups: torch.ao's groups; those of the members must agree.
-            is_new: the levels were not made to agree with counts yet, as in `prepare`: counts then count.
+        A `sparsity_level` that differs from `level_of_nnz`, the level that a group's count amounts to, was written by a
+        scheduler and replaces the count.
         """
-        asked = {groups[at]["tensor_fqn"]: self._asked(groups[at], is_new) for _, at in self.members}
+        is_scheduled = any(
+            groups[at]["sparsity_level"] != groups[at].get("level_of_nnz", groups[at]["sparsity_level"])
+            for _, at in self.members
+        )
+        asked = {groups[at]["tensor_fqn"]: self._asked(groups[at], is_scheduled) for _, at in self.members}
         first, (what, number) = next(iter(asked.items()))
         for fqn, (other_what, other) in asked.items():
             same = torch.equal(other, number) if isinstance(other, Tensor) and isinstance(number, Tensor) else None
@@ -148,28 +151,20 @@ class PruningGroup:
             )
         return keep
 
-    def _asked(self, group: TensorGroup, is_new: bool) -> tuple[str, Any]:
-        """What a group asks for in this stage, as ("nnz", n) or ("sparsity_level", s).
-
-        A level that is not the one that a count amounts to was written by a scheduler, and replaces the count.
-        """
-        budgets, level = stage_budgets(group), group["sparsity_level"]
-        own = budgets[self.stage]
-        count = own or (("nnz", group["nnz"]) if group.get("nnz") is not None else None)
-        if count is None or is_new or level is None:
-            return count or ("sparsity_level", level)
-        if None not in budgets and self.stage < len(budgets) - 1:  # only the last stage's level is in the group
-            return count
-        what, number = count
-        keep = self.scope.sparsity_to_nnz(number) if what == "sparsity_level" else self.scope.budget(number)
-        if level == self.scope.level_of(keep) or (own and None in budgets):
-            return count
-        if own:
+    def _asked(self, group: TensorGroup, is_scheduled: bool) -> tuple[str, Any]:
+        """What a group asks for in this stage, as ("nnz", n) or ("sparsity_level", s)."""
+        budgets = stage_budgets(group)
+        if is_scheduled and None not in budgets:
             raise SparsityError(
-                f"{group['tensor_fqn']}: sparsity_level was set to {level}, but every stage has a budget of its own. "
-                "Leave the budget out of the stage that a scheduler is to change."
+                f"{group['tensor_fqn']}: sparsity_level was set to {group['sparsity_level']}, but every stage has a "
+                "budget of its own. Leave the budget out of the stage that a scheduler is to change."
             )
-        return "sparsity_level", level
+        own = budgets[self.stage]
+        if own is not None:
+            return own
+        if group.get("nnz") is not None and not is_scheduled:
+            return "nnz", group["nnz"]
+        return "sparsity_level", group["sparsity_level"]
 
     def request(
         self, masks: Mapping[int, Tensor], keep: int | Tensor, values: dict[Tensor, Tensor], norm: float | None

@@ -169,7 +169,7 @@ class ProximalSparsifier(BudgetSparsifier):
                 f"to_masks takes a ScopeSparsifier or a DynamicSparsifier that is not prepared yet, got {target!r}"
             )
         is_fixed = isinstance(target, ScopeSparsifier)
-        init = getattr(getattr(target, "settings", None), "init", None)
+        init = getattr(target, "init", None)
         if not is_fixed and getattr(init, "masks", None) is None:
             raise SparsityError(
                 f"to_masks: {type(target).__name__} would choose masks of its own; make a DynamicSparsifier with "

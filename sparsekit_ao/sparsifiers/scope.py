@@ -139,7 +139,7 @@ class BudgetSparsifier(CalibratedSparsifier):
         )
         found = self._over({k: v for k, v in group.items() if k in self.keys}, own, place)
         if self._resolve(own, place).get("nnz") is not None:  # a level that differs would replace it
-            found["sparsity_level"] = None
+            found["level_of_nnz"] = found["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **found}
 
     def _rows(self) -> Iterator[Row]:
@@ -222,17 +222,19 @@ class BudgetSparsifier(CalibratedSparsifier):
         return found
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        is_new, levels = self._phase != "prepared", {}
+        levels = {}
         for g in sorted(self._pruning_groups(groups), key=lambda g: len(g.members)):  # coupled tensors need one level
-            keep = g.budget(groups, is_new=is_new)
+            keep = g.budget(groups)
             for _, at in g.members:
-                budgets = stage_budgets(groups[at])
-                if budgets[g.stage] is None or (None not in budgets and g.stage == len(budgets) - 1):
+                if stage_budgets(groups[at])[g.stage] is None:
                     levels[at] = g.scope.level_of(keep)
         for at, group in enumerate(groups):
             sparsity_to_nnz(group["sparsity_level"], 1, f"{group['tensor_fqn']}: ")
-            if is_new and at in levels and (group.get("nnz") is not None or None not in stage_budgets(group)):
+            if self._phase == "prepared":
+                continue
+            if group.get("nnz") is not None and at in levels:
                 group["sparsity_level"] = levels[at]  # what torch.ao's schedulers start from
+            group["level_of_nnz"] = group["sparsity_level"]
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
         """Called after `update_mask` changed masks; does nothing where masks depend on weights alone."""

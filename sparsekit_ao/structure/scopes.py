@@ -24,7 +24,7 @@ from .blocks import (
     refuse_others,
 )
 from .proximal import Thresholded, Values, zero_below
-from .rule import keep_rows
+from .rule import KEY_DTYPES, keep_rows
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
 from .view import View, resolve_tile
 from .windows import Norm, Scopes, from_scopes, real_slots, scope_scores, to_scopes
@@ -226,6 +226,10 @@ class SparseScope(Thresholded):
         if values is not None and block_scores is not None:
             raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values, block_scores)
+        if rows.dtype not in KEY_DTYPES:
+            raise SparsityError(
+                f"{self._where()}block_scores must be float16, bfloat16, float32 or float64, got {rows.dtype}"
+            )
         allowed = self._rows_of(candidates, "candidates")
         kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
         return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}

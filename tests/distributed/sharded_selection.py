@@ -10,10 +10,10 @@ import torch
 from grids import EXHAUSTIVE, grid
 from torch import distributed
 
-from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View, WeightNormSparsifier
+from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View, WeightNormSparsifier, selection
 from sparsekit_ao.distributed import is_sharded, local, update_masks
 from sparsekit_ao.distributed.tensors import part_of
-from sparsekit_ao.structure import MaskUpdate
+from sparsekit_ao.selection import Request
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,7 +56,8 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None, 
     values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
     if masked is not None:
         before, values = [masked], {k: torch.where(masked != 0, v, 0) for k, v in values.items()}
-    scope.update_masks(want, keep, values, norm=norm, among_kept=among_kept is not None)
+    within = among_kept is not None
+    selection.update_masks([Request(scope=scope, masks=want, keep=keep, values=values, norm=norm, within_mask=within)])
     put = [
         (lambda t, p=p: t.clone())
         if p is None
@@ -68,13 +69,13 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None, 
     storages = [local(m).data_ptr() for m in masks.values()]
     update_masks(
         [
-            MaskUpdate(
+            Request(
                 scope=scope,
                 masks=masks,
                 values=sharded,
                 keep=keep,
                 norm=norm,
-                among_kept=among_kept is not None,
+                within_mask=among_kept is not None,
                 masked=masked is not None,
             )
         ]

@@ -5,6 +5,7 @@ from torch import nn
 
 from sparsekit_ao import ScopeSparsifier
 from sparsekit_ao.oneshot.prune_layer import Layer
+from sparsekit_ao.sparsifiers.groups import connected
 
 STRUCTURES = {
     "2:4": {"nnz": 2, "scope_shape": (1, 4)},
@@ -77,5 +78,5 @@ def layer_of(sparsifier, at=0):
         target=sparsifier._target(group, ()),
         statistics=sparsifier._statistics_of(group),
         weight=sparsifier._dense(group),
-        components=sparsifier._planned(sparsifier.groups).connected[at],
+        pruning_groups=connected(sparsifier._pruning_groups(sparsifier.groups), len(sparsifier.groups))[at],
     )

@@ -275,7 +275,7 @@ BATCHES = [
     ([(X, X)], {}, r"batch \(a tuple\) is passed to Sequential as 2 positional .*forward="),
     ([{"x": X}], {}, r"as the keyword arguments x, which its forward does not take .* Give forward"),
     (None, {}, "batches must be a list of batches or a data loader, got NoneType"),
-    ([X], {"where": "mask"}, "where='mask' is a key of each batch, but a batch is a Tensor and no dict"),
+    ([X], {"token_mask": "mask"}, "token_mask='mask' is a key of each batch, but a batch is a Tensor and no dict"),
     ([X], {"forward": "model"}, "forward must be a function .* got 'model'"),
 ]
 

@@ -155,10 +155,10 @@ def test_a_score_object_is_used_as_it_is_and_shared():
     sparsifier.prepare(model, config)
     assert sparsifier.groups[0]["score"] is sparsifier.groups[1]["score"] is score
     sparsifier.step()
-    plan = sparsifier._plan
+    plan = sparsifier._grouped
     score.scale = torch.arange(8.0)
     sparsifier.step()
-    assert sparsifier._plan is plan
+    assert sparsifier._grouped is plan
     assert not sparsifier.mask("0.weight")[:, 0].any()
 
 
@@ -273,7 +273,7 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
         model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         sparsifier = ScopeSparsifier(0.75)
         sparsifier.prepare(model, config)
-        monkeypatch.setattr("sparsekit_ao.sparsifiers.planned.AT_ONCE", at_once)
+        monkeypatch.setattr("sparsekit_ao.sparsifiers.scope.AT_ONCE", at_once)
         sparsifier.step()
         assert sparsifier.check() > 2
         masks.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])

@@ -84,7 +84,7 @@ def test_an_axis_pattern_and_its_numbers_choose_the_same_mask(shape, pattern, nu
         sparsifier.step()
         sparsifier.check()
     assert torch.equal(both[0].mask("w"), both[1].mask("w"))
-    scopes = [sparsifier._plan[1].components[0].scope for sparsifier in both]
+    scopes = [sparsifier._grouped[1][0].scope for sparsifier in both]
     for count in ("numscp", "numblk", "numel_per_scope"):
         assert len({getattr(scope, count)() for scope in scopes}) == 1
 

@@ -11,6 +11,7 @@ import torch
 from strategies import shrunk
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
+from sparsekit_ao.selection import Request, update_masks
 
 INF, NAN = math.inf, math.nan
 
@@ -543,7 +544,9 @@ def test_two_views_of_one_parameter_may_fill_one_mask(alike):
     first, second = (BlockSpec(View.from_function(w, lambda t, k=k: t[:, k : k + 1])) for k in range(2))
     mask = torch.ones_like(w) > 0 if alike else torch.ones(w.shape, dtype=torch.bool)
     assert (mask.stride() == w.stride()) is alike
-    ScopeCoupling([ScopeSpec(first), ScopeSpec(second)]).update_masks({first: mask, second: mask}, 4)
+    update_masks(
+        [Request(scope=ScopeCoupling([ScopeSpec(first), ScopeSpec(second)]), masks={first: mask, second: mask}, keep=4)]
+    )
     assert torch.equal(mask, w >= 5)
 
 
@@ -594,10 +597,10 @@ def test_v_n_m_in_two_stages():
     w = torch.randn(8, 16, generator=torch.Generator().manual_seed(2))
     mask = torch.ones(8, 16, dtype=torch.bool)
     first, second = BlockSpec(w, (4, 1)), BlockSpec(w, (1, 1))
-    ScopeSpec(first, (1, 8)).update_masks({first: mask}, 4)
+    update_masks([Request(scope=ScopeSpec(first, (1, 8)), masks={first: mask}, keep=4)])
     assert mask.unflatten(0, (2, 4)).any(1).unflatten(1, (2, 8)).sum(-1).eq(4).all()
     columns = mask.clone()
-    ScopeSpec(second, (1, 8)).update_masks({second: mask}, 2, among_kept=True)
+    update_masks([Request(scope=ScopeSpec(second, (1, 8)), masks={second: mask}, keep=2, within_mask=True)])
     left = torch.where(columns, w.abs(), -1.0).unflatten(1, (2, 8))
     best = torch.zeros(8, 2, 8, dtype=torch.bool).scatter_(2, left.topk(2).indices, True)
     assert torch.equal(mask, best.flatten(1))
@@ -606,7 +609,7 @@ def test_v_n_m_in_two_stages():
 def test_a_coupled_block_may_be_kept_while_any_member_has_something_left():
     a, b = BlockSpec(torch.tensor([1.0, 5.0, 2.0])), BlockSpec(torch.tensor([1.0, 4.0, 3.0]))
     masks = {a: torch.tensor([True, False, False]), b: torch.tensor([True, True, False])}
-    ScopeSpec(BlockCoupling([a, b])).update_masks(masks, 1, among_kept=True)
+    update_masks([Request(scope=ScopeSpec(BlockCoupling([a, b])), masks=masks, keep=1, within_mask=True)])
     assert masks[a].tolist() == [False, False, False] and masks[b].tolist() == [False, True, False]
 
 

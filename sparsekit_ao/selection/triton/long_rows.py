@@ -340,7 +340,9 @@ def mark_kernel(part, spans, state, records, counts, keep, KEEP: tl.constexpr, F
         if whole < end:
             slot = whole + tl.arange(0, FORM.tile)
             real = slot < spans.width
-            write_mask(mask_at(part, row, slot), row_keys(part, row, slot, real, FORM) > dropped, real, FORM.within_mask)
+            write_mask(
+                mask_at(part, row, slot), row_keys(part, row, slot, real, FORM) > dropped, real, FORM.within_mask
+            )
 
 
 @triton.jit
