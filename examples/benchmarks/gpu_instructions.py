@@ -19,7 +19,8 @@ import triton
 from machine import RESULTS, show, write_csv
 from sass import Compiled, Launcher, compiling, count, empty, usage
 
-from sparsekit_ao.selection import Blocks, Scopes, Update
+from sparsekit_ao import BlockSpec, ScopeSpec
+from sparsekit_ao.selection import Request
 from sparsekit_ao.selection import triton as gpu
 from sparsekit_ao.selection.triton.launches import PROGRAMS, TILE, Form
 
@@ -39,12 +40,12 @@ PATTERNS = {  # name: block, scope
 PASSES = {"fused": (1, 1), "score": (1, 0), "fill": (0, 1), "narrow": (1, 0), "mark": (1, 1)}
 
 
-def update(block: tuple[int, int], scope: tuple[int, int], dtype: torch.dtype) -> Update:
+def update(block: tuple[int, int], scope: tuple[int, int], dtype: torch.dtype) -> Request:
     """The mask update of one weight without memory."""
-    member = Blocks(shape=block, values=empty((SIZE, SIZE), dtype), mask=empty((SIZE, SIZE), torch.bool))
-    shape = tuple(SIZE // b if n == WHOLE else n for n, b in zip(scope, block, strict=True))
-    keep = shape[0] * shape[1] // 2
-    return Update(scopes=(Scopes(members=(member,), shape=shape),), keep=keep)
+    blocks = BlockSpec(empty((SIZE, SIZE), dtype), block)
+    scopes = ScopeSpec(blocks, scope)
+    masks = {blocks: empty((SIZE, SIZE), torch.bool)}
+    return Request(scope=scopes, masks=masks, keep=scopes.numblk_per_scope() // 2)
 
 
 def elements_of_thread(kernel: str, form: Form, warps: int, block: tuple[int, int]) -> int:

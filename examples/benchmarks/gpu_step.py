@@ -7,8 +7,8 @@
 Masks are checked before anything is timed: exact counts, and the reference's mask bit for bit where scores are exact.
 Times are medians of many runs between device events, which cycle through weights that together exceed the cache.
 "captured" is a CUDA graph of many runs, queued behind a pause, so that it includes no time of the host; the other kinds
-are timed as they are called, host included. `clone` copies the weight; `topk` and `kthvalue` are plain torch for the same
-mask; `4x4 tile` is torch's own 2:4 kernel, which prunes rows and columns of tiles at once, so its mask is another one.
+are timed as they are called, host included. `clone` copies the weight; `topk` and `kthvalue` are plain torch for the
+same mask; `4x4 tile` is torch's own 2:4 kernel, which prunes rows and columns of tiles at once, so its mask is another.
 Bytes are the fewest that must be moved: a weight of N elements of b bytes is read once and its bool mask written once,
 N (b + 1). The floor is the time of these bytes at the rate of a device copy measured in the same run.
 """
@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.ao.pruning import WeightNormSparsifier as Stock
 
 import sparsekit_ao
-from sparsekit_ao.selection import Blocks, Scopes, Update, scope_mask, scope_masks
+from sparsekit_ao import BlockSpec, ScopeSpec
+from sparsekit_ao.selection import Request, update_masks
 
 # name: block, scope (-1 is all), level, stock's arguments where it has the pattern
 ROWS = {
@@ -48,24 +49,20 @@ DTYPE = torch.bfloat16
 COPIES = 4  # weights that runs cycle through; together they must exceed the cache
 
 
-def update_of(weight: Tensor, mask: Tensor, row: str) -> Update:
+def request_of(weight: Tensor, mask: Tensor, row: str) -> Request:
     """The mask update of one weight in a step."""
     block, scope, level, _ = ROWS[row]
-    grid = [n // b for n, b in zip(weight.shape, block, strict=True)]
-    shape = tuple(g if n == -1 else n for g, n in zip(grid, scope, strict=True))
-    count = shape[0] * shape[1]
-    group = Scopes(members=(Blocks(shape=block, values=weight, mask=mask),), shape=shape)
-    return Update(scopes=(group,), keep=count - int(level * count + 1e-9))
+    blocks = BlockSpec(weight, block)
+    scopes = ScopeSpec(blocks, scope)
+    return Request(scope=scopes, masks={blocks: mask}, keep=scopes.sparsity_to_nnz(level))
 
 
 def check_mask(weight: Tensor, row: str) -> None:
     """Refuse to time a wrong mask; with integers the sums of blocks are exact in any order."""
     values = weight if ROWS[row][0] == (1, 1) else torch.randint_like(weight, -4, 5)
     masks = [torch.zeros_like(values, dtype=torch.bool) for _ in range(2)]
-    update = update_of(values, masks[0], row)
-    scope_masks([update], impl="triton")
-    expected = update_of(values, masks[1], row)
-    scope_mask(expected.scopes, expected.keep, impl="reference")
+    for mask, impl in zip(masks, ("triton", "reference"), strict=True):
+        update_masks([request_of(values, mask, row)], impl=impl)
     if not torch.equal(*masks):
         raise SystemExit(f"{row}: {int((masks[0] != masks[1]).sum())} elements differ; nothing is timed")
 
@@ -136,10 +133,18 @@ def topk_of(weights: list[Tensor], row: str) -> Work:
 
     def step(i: int) -> Tensor:
         tiles = weights[i].unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        scores = tiles.abs() if height * width == 1 else torch.linalg.vector_norm(tiles, dim=(1, 3), dtype=torch.float32)
-        scores = scores.reshape(1, -1) if scope == (-1, -1) else scores.reshape(-1, scope[1] if scope[1] > 0 else weights[i].shape[1])
+        scores = (
+            tiles.abs() if height * width == 1 else torch.linalg.vector_norm(tiles, dim=(1, 3), dtype=torch.float32)
+        )
+        scores = (
+            scores.reshape(1, -1)
+            if scope == (-1, -1)
+            else scores.reshape(-1, scope[1] if scope[1] > 0 else weights[i].shape[1])
+        )
         count = scores.shape[1] - int(level * scores.shape[1] + 1e-9)
-        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(count, dim=1, sorted=False).indices, True)
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(
+            1, scores.topk(count, dim=1, sorted=False).indices, True
+        )
         shape = (tiles.shape[0], 1, tiles.shape[2], 1)
         return kept.view(shape).expand_as(tiles).reshape(weights[i].shape)
 
@@ -202,14 +207,13 @@ def llama(layers: int, hidden: int, inner: int, device: str) -> Iterator[Tensor]
 def whole_model(row: str, weights: list[Tensor]) -> Work:
     """A step over all weights at once, whose counts are checked first."""
     masks = [torch.zeros_like(w, dtype=torch.bool) for w in weights]
-    updates = [update_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
-    scope_masks(updates, impl="triton")
-    for update, mask in zip(updates, masks, strict=True):
-        (group,) = update.scopes
-        want = int(update.keep) * math.prod(group.scope_grid) * math.prod(group.members[0].shape)
+    requests = [request_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
+    update_masks(requests, impl="triton")
+    for request, mask in zip(requests, masks, strict=True):
+        want = int(request.keep) * request.scope.numscp() * math.prod(ROWS[row][0])
         if int(mask.sum()) != want:
             raise SystemExit(f"{row}, whole model: {int(mask.sum())} elements kept, not {want}; nothing is timed")
-    return lambda _: scope_masks(updates, impl="triton")
+    return lambda _: update_masks(requests, impl="triton")
 
 
 def copy_rate(size: int, device: str, repeat: int) -> float:
@@ -237,10 +241,10 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
     masks = [torch.zeros_like(w, dtype=torch.bool) for w in weights]
     for row in ROWS:
         check_mask(weights[0], row)
-        updates = [update_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
+        requests = [request_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
 
-        def ours(i: int, updates: list[Update] = updates) -> None:
-            scope_masks([updates[i]], impl="triton")
+        def ours(i: int, requests: list[Request] = requests) -> None:
+            update_masks([requests[i]], impl="triton")
 
         kinds = {
             "ours": ours,

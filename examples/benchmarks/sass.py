@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparsekit_ao.selection.strides import cosize, row_major
+from sparsekit_ao.structure.tiles import cosize, row_major
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 # 64 results a clock and SM each, on compute capability 9.0: what compares, selects, shifts and adds integers ...

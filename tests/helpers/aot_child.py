@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "benchmarks"))
+from kernel_cases import as_request
 from sass import compiling, empty, usage
 
-from sparsekit_ao.selection import Blocks, Scopes, Update
 from sparsekit_ao.selection import triton as gpu
 from sparsekit_ao.selection.triton import lowering
+from sparsekit_ao.structure.windows import Blocks, Scopes
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 COLUMNS = ("case", "kernel", "warps", "registers", "spills", "shared", "wide loads", "wide stores")
@@ -44,28 +45,28 @@ def offsets(big):
 def fill(groups, keep=1, big=False, **how):
     def launch():
         with offsets(big):
-            gpu.fill_masks(gpu.lower(Update(scopes=tuple(groups), keep=keep, **how)))
+            gpu.fill_masks(gpu.lower(as_request(groups, keep, **how)))
 
     return launch
 
 
-def update(shape, dtype, block, scope, norm=2, among_kept=False, big=False, **layout):
+def update(shape, dtype, block, scope, norm=2, within_mask=False, big=False, **layout):
     """The update of one tensor."""
     scopes = Scopes(members=(member(shape, block, dtype, **layout),), shape=scope)
-    return fill([scopes], norm=norm, among_kept=among_kept, big=big)
+    return fill([scopes], norm=norm, within_mask=within_mask, big=big)
 
 
-def hidden_units(dtype, big=False, among_kept=False):
+def hidden_units(dtype, big=False, within_mask=False):
     """Rows of gate and up, columns of down, coupled."""
     members = [member((11008, 4096), (1, 4096), dtype) for _ in range(2)]
     members.append(member((4096, 11008), (4096, 1), dtype, (1, 0)))
-    return fill([Scopes(members=tuple(members), shape=(11008, 1))], big=big, among_kept=among_kept)
+    return fill([Scopes(members=tuple(members), shape=(11008, 1))], big=big, within_mask=within_mask)
 
 
-def rows(dtype, width, big=False, among_kept=False):
+def rows(dtype, width, big=False, within_mask=False):
     """Selection among scores of either sign, with a budget for each row."""
     scopes = Scopes(members=(member((64, width), (1, 1), dtype),), shape=(1, width))
-    return fill([scopes], empty((64,), torch.int64), big=big, norm=None, among_kept=among_kept)
+    return fill([scopes], empty((64,), torch.int64), big=big, norm=None, within_mask=within_mask)
 
 
 WHOLE = (8192, 8192)
@@ -79,7 +80,7 @@ CASES = {  # each kernel in its usual form, and what the tests compare on every 
 }
 FORMS = {  # the other forms, each at least once: for the architecture in the middle only, to save time
     "a hidden unit of three tensors": hidden_units(BF16),
-    "2:4 as a second stage": update(WHOLE, BF16, (1, 1), (1, 4), among_kept=True),
+    "2:4 as a second stage": update(WHOLE, BF16, (1, 1), (1, 4), within_mask=True),
     "8:16": update(WHOLE, BF16, (1, 1), (1, 16)),
     "8:16, float32": update(WHOLE, F32, (1, 1), (1, 16)),
     "16:32": update(WHOLE, BF16, (1, 1), (1, 32)),
@@ -100,27 +101,27 @@ FORMS = {  # the other forms, each at least once: for the architecture in the mi
     "2:4 of a slice that starts anywhere": update((8190, 8192), BF16, (1, 1), (1, 4), stride=(8193, 1), start=1),
     "1x4 over a tensor": update(WHOLE, BF16, (1, 4), (8192, 2048)),
     "32x32 over a tensor, float32": update(WHOLE, F32, (32, 32), (256, 256)),
-    "signed rows of 1,000": rows(F32, 1000, among_kept=True),
+    "signed rows of 1,000": rows(F32, 1000, within_mask=True),
     "signed rows of 10, 64-bit": rows(BF16, 10, big=True),
-    "signed rows of 2^19, 64-bit, float32": rows(F32, 1 << 19, big=True, among_kept=True),
+    "signed rows of 2^19, 64-bit, float32": rows(F32, 1 << 19, big=True, within_mask=True),
 }
 COMBINED = {  # forms that combine what others have one by one: only with --every, or by name
     "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),
     "1x1 over a tensor beyond 2^31": update((65536, 65536), BF16, (1, 1), (65536, 65536)),
     "1x1 over a tensor, strided float32 as a second stage": update(
-        WHOLE, F32, (1, 1), WHOLE, among_kept=True, stride=(8200, 1), mask=F32
+        WHOLE, F32, (1, 1), WHOLE, within_mask=True, stride=(8200, 1), mask=F32
     ),
     "1x1 over a transposed tensor": update(WHOLE, BF16, (1, 1), WHOLE, stride=(1, 8192)),
-    "1x1 over a tensor as a second stage, float16": update(WHOLE, F16, (1, 1), WHOLE, among_kept=True),
-    "1x4 over a tensor as a second stage": update(WHOLE, BF16, (1, 4), (8192, 2048), norm=1, among_kept=True),
-    "32x32 over a tensor as a second stage": update(WHOLE, BF16, (32, 32), (256, 256), among_kept=True),
+    "1x1 over a tensor as a second stage, float16": update(WHOLE, F16, (1, 1), WHOLE, within_mask=True),
+    "1x4 over a tensor as a second stage": update(WHOLE, BF16, (1, 4), (8192, 2048), norm=1, within_mask=True),
+    "32x32 over a tensor as a second stage": update(WHOLE, BF16, (32, 32), (256, 256), within_mask=True),
     "32x32 over a tensor, inf": update(WHOLE, BF16, (32, 32), (256, 256), norm=math.inf),
-    "a hidden unit of three tensors, 64-bit, float32": hidden_units(F32, big=True, among_kept=True),
+    "a hidden unit of three tensors, 64-bit, float32": hidden_units(F32, big=True, within_mask=True),
     "rows of 8,192 as a second stage, 64-bit, float32": update(
-        WHOLE, F32, (1, 1), (1, 8192), among_kept=True, big=True
+        WHOLE, F32, (1, 1), (1, 8192), within_mask=True, big=True
     ),
-    "signed rows of 2^19": rows(F32, 1 << 19, among_kept=True),
-    "signed rows of 2^19, 64-bit": rows(BF16, 1 << 19, big=True, among_kept=True),
+    "signed rows of 2^19": rows(F32, 1 << 19, within_mask=True),
+    "signed rows of 2^19, 64-bit": rows(BF16, 1 << 19, big=True, within_mask=True),
 }
 
 

@@ -20,7 +20,8 @@ early = threading.Thread(target=lambda: (end.wait(), asked.append(torch.get_num_
 early.start()  # begins before anything else, but asks torch only at the end
 
 import sparsekit_ao  # noqa: E402
-from sparsekit_ao.selection import Blocks, Scopes, scope_mask, threads  # noqa: E402
+from sparsekit_ao import BlockSpec, ScopeSpec  # noqa: E402
+from sparsekit_ao.selection import Request, cpu, update_masks  # noqa: E402
 
 
 def in_new_thread(function):
@@ -97,36 +98,34 @@ def update_while_training(before):
 
 
 def fail(before):
-    """An exception, then Ctrl-C, from inside the pieces of work that threads take."""
+    """An exception, then Ctrl-C, from inside the chunks that threads fill."""
     values, mask = torch.randn(1024, 1024), torch.ones(1024, 1024, dtype=torch.bool)
-    scopes = Scopes(members=(Blocks(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))
-    real, sent = threads._Round._take, threading.Event()
+    scope = ScopeSpec(BlockSpec(values), (1, 4))
+    request = Request(scope=scope, masks={scope.block: mask}, keep=2)
+    real, sent = cpu._fill_chunk, threading.Event()
 
-    def interrupted(round_):
-        if threading.current_thread() is threading.main_thread():
-            time.sleep(60)  # until the signal comes
+    def broken(*_):
+        raise ZeroDivisionError
+
+    def interrupted(*arguments):
         if not sent.is_set():
             sent.set()
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.2)
-        real(round_)
-
-    def broken(round_):
-        round_._todo.appendleft((0, lambda: 1 / 0))
-        real(round_)
+        real(*arguments)
 
     for error, fault in ((ZeroDivisionError, broken), (KeyboardInterrupt, interrupted)):
-        threads._Round._take = fault
+        cpu._fill_chunk = fault
         try:
-            scope_mask([scopes], 2)
+            update_masks([request])
         except error:
             pass
         else:
             raise AssertionError(f"no {error.__name__}")
         finally:
-            threads._Round._take = real
-        check(f"a {error.__name__} in the middle of a step", before)
-    scope_mask([scopes], 2)
+            cpu._fill_chunk = real
+        check(f"a {error.__name__} in the middle of an update", before)
+    update_masks([request])
     assert int(mask.sum()) == mask.numel() // 2
 
 

@@ -10,7 +10,7 @@ from kernel_cases import generator
 from torch import nn
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, StraightThrough, WeightNormSparsifier, patterns
-from sparsekit_ao.selection.cpu import masks as cpu_masks
+from sparsekit_ao.selection import cpu
 
 PATTERNS = {
     "unstructured": patterns.unstructured(0.5),
@@ -119,7 +119,7 @@ def masks_of(name, dtype, setting):
     ("name", "dtype", "setting"), grid(PATTERNS, DTYPES, list(SETTINGS)[1:]) + grid(OTHERS, DTYPES, SETTINGS)
 )
 def test_masks_are_the_same_under_every_default(name, dtype, setting, monkeypatch):
-    monkeypatch.setattr(cpu_masks, "WIDE", 1024)  # small scopes too are taken in parts
+    monkeypatch.setattr(cpu, "LONG", 1024)  # small scopes too are taken in parts
     expected, found = (masks_of(name, dtype, s) for s in ("none", setting))
     assert expected[1] == found[1]
     assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))

@@ -1,7 +1,7 @@
 """The Triton kernels on CPU tensors, bit for bit against the reference; run by test_triton_interpreter.py.
 
-Needs TRITON_INTERPRET=1 before triton is imported. Shapes are tiny, and the sizes at which another kernel is chosen small,
-so that every path (one kernel, stored rows, long rows narrowed or not) is taken.
+Needs TRITON_INTERPRET=1 before triton is imported. Shapes are tiny, and the sizes at which another kernel is chosen
+small, so that every path (one kernel, stored rows, long rows narrowed or not) is taken.
 """
 
 import math
@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from grids import EXHAUSTIVE, grid
-from kernel_cases import KINDS, NAN, budgets, generator, scores_like
+from kernel_cases import KINDS, NAN, as_request, budgets, generator, scope_mask, scores_like
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSpec, SparsityError, View
-from sparsekit_ao.selection import Blocks, Scopes, Update, block_scores, keep_mask, keep_masks, scope_mask, scope_masks
+from sparsekit_ao.selection import Request, keep_mask, keep_masks, update_masks
 from sparsekit_ao.selection import triton as gpu
 from sparsekit_ao.selection.triton import launches, lowering
+from sparsekit_ao.structure.windows import Blocks, Scopes, block_scores
 
 if gpu.INTERPRETED:
     import interpreting
@@ -68,7 +69,7 @@ def scopes(values, block, scope, **more):
 
 def copied(groups):
     """The same scopes over copies of their masks."""
-    return [g.with_members([replace(m, mask=m.mask.clone()) for m in g.members]) for g in groups]
+    return [replace(g, members=tuple(replace(m, mask=m.mask.clone()) for m in g.members)) for g in groups]
 
 
 def agree(groups, keep, path="fused", norm=2, **how):
@@ -90,9 +91,9 @@ def agree(groups, keep, path="fused", norm=2, **how):
 def test_rows_of_any_width_equal_the_reference(kind, dtype):
     for width in (1, 3, 4, 16, 17, 40):
         scores, keep = scores_like(kind, 12, width, dtype), budgets(12, width)
-        for magnitude in (False, True):
-            expected = keep_mask(scores, keep, magnitude=magnitude, impl="reference")
-            assert torch.equal(keep_mask(scores, keep, magnitude=magnitude, impl="triton"), expected)
+        for ranked in (scores, scores.abs()):
+            expected = keep_mask(ranked, keep, impl="reference")
+            assert torch.equal(keep_mask(ranked, keep, impl="triton"), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -101,10 +102,9 @@ def test_short_rows_of_16_bits_are_sorted_with_every_budget_and_bit_pattern(dtyp
         scores = torch.cat([scores_like(kind, 4 * width, width, dtype) for kind in ("special", "bit patterns")])
         keep = torch.arange(len(scores)) % (width + 1)
         candidates = torch.rand(scores.shape, generator=generator(2)) < 0.6
-        for magnitude, allowed in ((True, None), (False, None), (False, candidates)):
-            expected = keep_mask(scores, keep, candidates=allowed, magnitude=magnitude, impl="reference")
-            found = keep_mask(scores, keep, candidates=allowed, magnitude=magnitude, impl="triton")
-            assert torch.equal(found, expected), (width, magnitude)
+        for ranked, allowed in ((scores.abs(), None), (scores, None), (scores, candidates)):
+            expected = keep_mask(ranked, keep, candidates=allowed, impl="reference")
+            assert torch.equal(keep_mask(ranked, keep, candidates=allowed, impl="triton"), expected), width
 
 
 @pytest.mark.parametrize(("kind", "dtype"), TURNS)
@@ -121,9 +121,9 @@ def test_long_rows_equal_the_reference(kind, dtype):
 def test_rows_may_be_transposed_sliced_or_expanded_and_keep_none_or_all(path):
     base = integers((40, 6), torch.bfloat16)
     for scores in (base.t(), base.t()[1:, 3:], base.t()[:1].expand(3, 40)):
-        expected = keep_mask(scores, 9, magnitude=True, impl="reference")
+        expected = keep_mask(scores, 9, impl="reference")
         with on(path):
-            assert torch.equal(keep_mask(scores, 9, magnitude=True, impl="triton"), expected)
+            assert torch.equal(keep_mask(scores, 9, impl="triton"), expected)
     scores = integers((1, 24))
     for keep in (0, 1, 5, 12, 23, 24):
         with on(path):
@@ -137,8 +137,8 @@ def test_saliencies_of_single_elements_compete_by_their_signed_values(path):
     agree([scopes(integers((4, 24), dtype), (1, 1), (1, 12))], 5, path, None)
     masks = [(torch.rand(4, 24, generator=generator(k)) < 0.6) for k in range(2)]
     both = [scopes(scores_like("special", 4, 24, dtype, k), (1, 1), (4, 24), mask=masks[k]) for k in range(2)]
-    agree(both[:1], 40, path, None, among_kept=True)
-    agree(both, 90, path, None, among_kept=True)
+    agree(both[:1], 40, path, None, within_mask=True)
+    agree(both, 90, path, None, within_mask=True)
 
 
 def sampled(width, count):
@@ -161,8 +161,8 @@ def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
         for dtype in (torch.float32, torch.bfloat16):
             scores = row.to(dtype)[None]
             with on("fused", FUSED=6, TILE=512, PROGRAMS=4, NARROW=16, SAMPLES=samples):
-                found = keep_mask(scores, keep, magnitude=True, impl="triton")
-            assert torch.equal(found, keep_mask(scores, keep, magnitude=True, impl="reference"))
+                found = keep_mask(scores, keep, impl="triton")
+            assert torch.equal(found, keep_mask(scores, keep, impl="reference"))
             _, _, above, at_high, inside, at_low, overflow, counted_apart = seen[-1][0].tolist()
             apart.add(counted_apart)
             second, third = above + at_high, above + at_high + inside
@@ -288,7 +288,7 @@ def test_coupled_blocks(path):
         masks = agree([Scopes(members=members, shape=(6, 1))], 2, path, norm)
         assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 2
     agree([Scopes(members=members[:3], shape=(3, 1))], 2, path)
-    agree([Scopes(members=members[:3], shape=(3, 1))], 1, path, among_kept=True)
+    agree([Scopes(members=members[:3], shape=(3, 1))], 1, path, within_mask=True)
     gate, down = integers((16, 32)), integers((32, 16), seed=1)  # sizes that vectors divide, a stride of 1 in one only
     members = (blocks_of(gate, (1, 32)), blocks_of(down, (32, 1), (1, 0)))
     agree([Scopes(members=members, shape=(8, 1))], 3, path)
@@ -301,7 +301,7 @@ def test_coupled_blocks_may_differ_in_loops_and_dtype():
         windows = View(weights[0], (8, 16), (64, 1)), View(weights[1], (2, 24), (32, 1))
         blocks = BlockCoupling([BlockSpec(windows[0], (4, 16)), BlockSpec(windows[1], (1, 24))])
         masks = {spec: torch.zeros_like(spec.view.param, dtype=torch.bool) for spec in blocks.blocks()}
-        ScopeSpec(blocks, (2, 1)).update_masks(masks, 1, impl=impl)
+        update_masks([Request(scope=ScopeSpec(blocks, (2, 1)), masks=masks, keep=1)], impl=impl)
         assert sorted(int(m[:, :24].sum()) for m in masks.values()) == [24, 64]
 
 
@@ -329,7 +329,7 @@ def test_a_later_stage_chooses_among_what_is_kept(path):
         stages = ((1, 1), (1, 4), 2), ((1, 1), (8, 16), 30), ((2, 2), (4, 8), 9), ((1, 4), (1, 4), 2)
         for block, scope, keep in stages:
             member = Blocks(shape=block, values=values, mask=mask)
-            agree([Scopes(members=(member,), shape=scope)], keep, path, among_kept=True)
+            agree([Scopes(members=(member,), shape=scope)], keep, path, within_mask=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -359,7 +359,7 @@ def test_norms_of_blocks_are_the_references_to_rounding(block, monkeypatch):
     for norm in (1, 2):
         with on("long"):
             scope_mask([scoped], 3, norm, impl="triton")
-        expected = block_scores(scoped.members, norm, impl="reference").reshape(1, 12)
+        expected = block_scores(scoped.members, norm, 2).reshape(1, 12)
         assert torch.allclose(seen[-1], expected, rtol=1e-5)
 
 
@@ -398,15 +398,15 @@ def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype):
     for height in (3, 8):
         rows = [scores_like(kind, height, 24, dtype) for kind in ("special", "few values", "bit patterns", "random")]
         values, keep = torch.cat(rows), budgets(4 * 24, height).view(4, 24)
-        for among_kept, path in ((False, "fused"), (True, "fused, 64-bit")):
+        for within_mask, path in ((False, "fused"), (True, "fused, 64-bit")):
             kept = torch.rand(values.shape, generator=generator(3)) < 0.6
-            agree([scopes(values, (1, 1), (height, 1), mask=kept)], keep, path, among_kept=among_kept)
+            agree([scopes(values, (1, 1), (height, 1), mask=kept)], keep, path, within_mask=within_mask)
 
 
 def test_scopes_go_in_memory_order_unless_they_have_budgets():
     values = integers((32, 64)).t()
     member = blocks_of(values, (1, 1), mask=torch.zeros(32, 64, dtype=torch.bool).t())
-    ((part,),) = gpu.lower(Update(scopes=(Scopes(members=(member,), shape=(1, 4)),), keep=2)).parts
+    ((part,),) = gpu.lower(as_request([Scopes(members=(member,), shape=(1, 4))], 2)).parts
     assert part.scope == lowering.Nest((8, 64), (256, 1), (256, 1))
     assert part.in_memory_order().scope == lowering.Nest((64, 8), (1, 256), (1, 256))
     agree([Scopes(members=(member,), shape=(1, 4))], torch.arange(512).reshape(64, 8) % 5)
@@ -429,7 +429,7 @@ def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypat
     values = torch.empty(8192, 8192, device="meta")
     mask = torch.empty(8192, 8192, dtype=torch.bool, device="meta")
     scoped = Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=scope)
-    gpu.fill_masks(gpu.lower(Update(scopes=(scoped,), keep=1)))
+    gpu.fill_masks(gpu.lower(as_request([scoped], 1)))
     assert len(seen) == count
 
 
@@ -437,13 +437,13 @@ def test_many_updates_at_once_and_one_bad_among_them_changes_nothing():
     rows = [(integers((1, n), seed=n), torch.tensor(n // 3), integers((1, n)) != 0) for n in (96, 80, 64)]
     for (scores, keep, candidates), mask in zip(rows, keep_masks(rows, impl="triton"), strict=True):
         assert torch.equal(mask, keep_mask(scores, keep, candidates=candidates, impl="reference"))
-    good = Update(scopes=(scopes(integers((8, 16)), (1, 1), (1, 4)),), keep=2)
-    bad = Update(scopes=(scopes(torch.zeros(4, 4, dtype=torch.float64), (1, 1), (1, 4)),), keep=1)
+    good = as_request([scopes(integers((8, 16)), (1, 1), (1, 4))], 2)
+    bad = as_request([scopes(torch.zeros(4, 4, dtype=torch.float64), (1, 1), (1, 4))], 1)
     with pytest.raises(SparsityError, match="values are float64"):
-        scope_masks([good, bad], impl="triton")
-    assert not good.scopes[0].members[0].mask.any()
-    scope_masks([good], impl="triton")
-    assert int(good.scopes[0].members[0].mask.sum()) == 64
+        update_masks([good, bad], impl="triton")
+    assert not good.windows[0].mask.any()
+    update_masks([good], impl="triton")
+    assert int(good.windows[0].mask.sum()) == 64
 
 
 def test_autograd_notices_what_kernels_write():
@@ -478,12 +478,3 @@ def test_unsupported_work_is_refused_with_the_reason(values, mask_dtype, block, 
     with pytest.raises(SparsityError, match=message) as error:
         scope_mask([scopes(values, block, scope, mask_dtype=mask_dtype)], 1, norm, impl="triton")
     assert 'impl="triton" cannot take this' in str(error.value) and 'Use impl="auto"' in str(error.value)
-
-
-def test_block_scores_and_values_under_other_masks_are_left_to_the_reference():
-    member = blocks_of(torch.zeros(4, 8), (1, 2))
-    with pytest.raises(SparsityError, match="block scores and thresholds are left to the reference"):
-        block_scores([member], 2, impl="triton")
-    under = replace(member, under=torch.ones(4, 8, dtype=torch.bool))
-    with pytest.raises(SparsityError, match="scored under other masks than their own"):
-        scope_mask([Scopes(members=(under,), shape=(1, 4))], 2, masked=True, impl="triton")

@@ -8,11 +8,12 @@ import sys
 from fractions import Fraction
 
 import bits_child
-import pytest
 import torch
 
 from sparsekit_ao import BlockSpec
-from sparsekit_ao.selection import Blocks, block_scores, reference
+from sparsekit_ao.selection import cpu
+from sparsekit_ao.structure import windows
+from sparsekit_ao.structure.windows import Blocks, block_scores
 
 CHILD = pathlib.Path(__file__).parent.parent / "helpers" / "bits_child.py"
 SETTINGS = [  # the second one without assert statements
@@ -52,18 +53,15 @@ def test_float64_norms_are_correctly_rounded():
     for norms in (
         BlockSpec(values, (1, 2)).norms(),
         BlockSpec(values.clone().requires_grad_(), (1, 2)).norms(),
-        block_scores([Blocks(shape=(1, 2), values=values)], impl="reference"),
-        block_scores([Blocks(shape=(1, 2), values=values)], impl="cpu"),
-        reference.root((values[:, 0::2] ** 2 + values[:, 1::2] ** 2).requires_grad_()),
+        block_scores([Blocks(shape=(1, 2), values=values)], 2, 2),
+        cpu.block_scores([Blocks(shape=(1, 2), values=values)], 2, 2),
+        windows._root((values[:, 0::2] ** 2 + values[:, 1::2] ** 2).requires_grad_()),
     ):
         assert all(is_nearest(root, square) for root, square in zip(norms.reshape(-1).tolist(), squares, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_norms_of_finite_weights_neither_overflow_nor_vanish(dtype):
-    largest, smallest = {torch.float32: (125, -149), torch.float64: (1021, -1074)}[dtype]
-    for exponent in (largest, largest // 2 + 1, smallest // 2, smallest):
-        scale = math.ldexp(1, exponent)
-        values = torch.tensor([[3.0, 4.0, 0.0, 2.0]], dtype=torch.float64).mul(scale).to(dtype)
-        assert BlockSpec(values, (1, 2)).norms()[0].tolist() == [5 * scale, 2 * scale]
-        assert BlockSpec(values, (1, 3), edge="partial").norms(p=1)[0].tolist()[1] == 2 * scale
+def test_the_root_of_float32_is_that_of_float64_rounded():
+    bits = torch.randint(0, 0x7F800001, (1 << 20,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    sums = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 1e-45, 1e-38, math.inf, math.nan])])
+    expected = sums.double().sqrt().float()
+    assert torch.equal(windows._root(sums).view(torch.int32), expected.view(torch.int32))

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from interpreted_kernels import agree, blocks_of, integers, scopes
-from kernel_cases import KINDS, generator, scores_like
+from kernel_cases import KINDS, as_request, generator, scope_mask, scores_like
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, patterns
-from sparsekit_ao.selection import Blocks, Scopes, Update, keep_mask, scope_mask, scope_masks
+from sparsekit_ao.selection import keep_mask, update_masks
+from sparsekit_ao.structure.windows import Blocks, Scopes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,9 +41,8 @@ def test_rows_equal_the_reference(width, kind, dtype):
     rows = max(2, (1 << 21) // width)
     scores = scores_like(kind, rows, width, dtype).cuda()
     keep = torch.arange(rows, device="cuda") * 7919 % (width + 1)
-    for magnitude in (False, True):
-        found = keep_mask(scores, keep, magnitude=magnitude, impl="triton")
-        assert torch.equal(found, keep_mask(scores, keep, magnitude=magnitude, impl="reference"))
+    for ranked in (scores, scores.abs()):
+        assert torch.equal(keep_mask(ranked, keep, impl="triton"), keep_mask(ranked, keep, impl="reference"))
     candidates = torch.rand(rows, width, device="cuda") < 0.7
     found = keep_mask(scores, keep, candidates=candidates, impl="triton")
     assert torch.equal(found, keep_mask(scores, keep, candidates=candidates, impl="reference"))
@@ -75,7 +75,7 @@ def test_patterns_at_real_sizes(block, scope, keep, dtype):
         member.mask.fill_(True)  # the first stage's choice, so that a later one has something to choose among
         scope_mask([Scopes(members=(member,), shape=scope)], keep, impl="reference")
         assert bool(member.mask.any())
-        agree([Scopes(members=(member,), shape=scope)], keep - 1, among_kept=True)
+        agree([Scopes(members=(member,), shape=scope)], keep - 1, within_mask=True)
 
 
 def test_ties_zeros_and_masked_weights_of_a_whole_tensor():
@@ -135,23 +135,21 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
     values = torch.randn(1024, 1024, device="cuda").bfloat16()
     budgets = [torch.tensor(n, device="cuda") for n in (2, 500_000, 600)]
     patterns_of = (((1, 1), (1, 4)), ((1, 1), (1024, 1024)), ((32, 32), (32, 32)))
-    updates = [
-        Update(scopes=(scopes(values, *shapes),), keep=keep) for shapes, keep in zip(patterns_of, budgets, strict=True)
-    ]
-    scope_masks(updates, impl="triton")  # compiles
+    requests = [as_request([scopes(values, *s)], keep) for s, keep in zip(patterns_of, budgets, strict=True)]
+    update_masks(requests, impl="triton")  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        scope_masks(updates, impl="triton")
+        update_masks(requests, impl="triton")
     for numbers in ((2, 500_000, 600), (1, 7, 1), (4, 1 << 20, 1024), (0, 0, 0)):
         values.copy_(torch.randint(-4, 5, values.shape, device="cuda"))
         for keep, number in zip(budgets, numbers, strict=True):
             keep.fill_(number)
         graph.replay()
-        for update, shapes in zip(updates, patterns_of, strict=True):
+        for request, shapes in zip(requests, patterns_of, strict=True):
             expected = scopes(values, *shapes)
-            scope_mask([expected], int(update.keep), impl="reference")
-            assert torch.equal(update.scopes[0].members[0].mask, expected.members[0].mask)
+            scope_mask([expected], int(request.keep), impl="reference")
+            assert torch.equal(request.windows[0].mask, expected.members[0].mask)
 
 
 @pytest.mark.usefixtures("_no_waiting")
