@@ -1,0 +1,208 @@
+"""The selection rule against numpy's sort: `keep_mask` of every backend, keys, errors; backends are found by name."""
+
+import re
+
+import pytest
+import torch
+from grids import grid
+from kernel_cases import (
+    BITS,
+    FLOATS,
+    INF,
+    KINDS,
+    NAN,
+    as_request,
+    as_scopes,
+    budgets,
+    generator,
+    scope_mask,
+    scores_like,
+    sorted_selection,
+)
+
+from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao.selection import BACKENDS, Request, api, cpu, keep_mask, keep_masks, reference, update_masks
+from sparsekit_ao.structure.rule import absent, key_bits, order_keys
+
+IMPLS = ["reference", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Rows of 1024 are long, and of 256 too wide for a network."""
+    for name, size in {"LONG": 1 << 10, "CHUNK": 1 << 9, "NETWORK": 1 << 7}.items():
+        monkeypatch.setattr(cpu, name, size)
+
+
+BY_HAND = [  # scores, budget, what is kept
+    ([1.0, 3.0, 3.0, 2.0, 3.0], 2, [1, 2]),  # the lower index wins a tie
+    ([0.0, 0.0, 0.0, 0.0], 2, [0, 1]),
+    ([INF, -NAN, 5.0, NAN], 1, [1]),  # NaN of either sign ranks above infinity
+    ([INF, -NAN, 5.0, NAN], 3, [0, 1, 3]),
+    ([-0.0, 0.0, -INF, -1.0], 1, [0]),  # -0.0 equals 0.0
+    ([-INF, 0.0, -0.0], 2, [1, 2]),
+]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("scores", "keep", "kept"), BY_HAND)
+def test_the_rule_by_hand(scores, keep, kept, impl):
+    for dtype in FLOATS:
+        assert keep_mask(torch.tensor([scores], dtype=dtype), keep, impl=impl)[0].nonzero()[:, 0].tolist() == kept
+        tiny = torch.tensor([[0, 1, 0]], dtype=BITS[dtype]).view(dtype)
+        assert keep_mask(tiny, 1, impl=impl).tolist() == [[False, True, False]]  # a subnormal outranks zero
+
+
+@pytest.mark.parametrize(  # each width, kind and dtype with each value of every other
+    ("width", "kind", "dtype", "impl"), grid([1, 2, 7, 8, 9, 128, 129, 1023, 1024, 2500], KINDS, FLOATS, IMPLS)
+)
+def test_rows_equal_numpys_sort(width, kind, dtype, impl):
+    rows = 12 if width > 1000 else 60
+    scores, keep = scores_like(kind, rows, width, dtype), budgets(rows, width)
+    assert torch.equal(keep_mask(scores, keep, impl=impl), sorted_selection(scores, keep))
+    for number in (0, width // 3, width):
+        found = keep_mask(scores.abs(), number, impl=impl)
+        assert torch.equal(found, sorted_selection(scores.abs(), [number] * rows))
+    turned = scores.t().contiguous().t()
+    assert torch.equal(keep_mask(turned, keep, impl=impl), sorted_selection(scores, keep))
+
+
+@pytest.mark.parametrize(("width", "kind", "dtype", "impl"), grid([4, 8, 9, 129, 300, 1027], KINDS, FLOATS, IMPLS))
+def test_only_candidates_are_kept_and_a_short_scope_keeps_them_all(width, kind, dtype, impl):
+    rows = 12 if width > 1000 else 40
+    scores, keep = scores_like(kind, rows, width, dtype), budgets(rows, width)
+    share = torch.linspace(0, 1, rows)[:, None]  # the first row has no candidate, the last every one
+    candidates = torch.rand(rows, width, generator=generator(1)) <= share
+    candidates[0] = False
+    found = keep_mask(scores, keep, candidates=candidates, impl=impl)
+    assert torch.equal(found, sorted_selection(scores, keep, candidates))
+    assert torch.equal(found.sum(1), torch.minimum(keep, candidates.sum(1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_real_length_equal_the_reference(kind, monkeypatch):
+    monkeypatch.undo()
+    width = cpu.LONG + 77
+    for dtype in (torch.bfloat16, torch.float32):
+        scores, keep = scores_like(kind, 2, width, dtype), torch.tensor([width // 2, width - 3])
+        assert torch.equal(keep_mask(scores, keep, impl="cpu"), keep_mask(scores, keep, impl="reference"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("width", [8, 100, 1200])
+def test_scores_may_be_expanded_parameters_and_arguments_stay_as_they_were(width, impl):
+    parameter = torch.nn.Parameter(scores_like("special", 1, width, torch.float32))
+    scores, keep, before = parameter.expand(3, width), torch.tensor([3, 0, 2]), parameter.detach().clone()
+    found = keep_mask(scores, keep, candidates=scores != 1, impl=impl)
+    assert not found.requires_grad and torch.equal(found, sorted_selection(scores.detach(), keep, scores != 1))
+    assert torch.equal(parameter.view(torch.int32), before.view(torch.int32)) and keep.tolist() == [3, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_a_budget_tensor_may_have_any_integer_dtype(dtype):
+    scores, keep = scores_like("random", 3, 9, torch.float32), torch.tensor([0, 9, 4])
+    assert torch.equal(keep_mask(scores, keep.to(dtype)), sorted_selection(scores, keep))
+    assert torch.equal(keep_mask(scores, torch.tensor(4, dtype=dtype)), sorted_selection(scores, [4, 4, 4]))
+    rows = [(scores, keep.to(dtype), None), (scores, 4, scores > 0)]
+    expected = [sorted_selection(scores, keep), sorted_selection(scores, [4, 4, 4], scores > 0)]
+    assert all(map(torch.equal, keep_masks(rows), expected))
+
+
+S = torch.zeros(2, 4)
+ERRORS = [
+    (([1.0], 1), {}, r"scores must be a tensor \[scopes, members\], got list"),
+    ((torch.zeros(4), 1), {}, r"scores must be .* \[scopes, members\], got torch.float32 \(4,\)"),
+    ((torch.zeros(2, 4, dtype=torch.int32), 1), {}, r"scores must be .* got torch.int32 \(2, 4\)"),
+    ((S, 5), {}, r"keep must be in 0 \.\. 4 \(the members of a scope\), got 5 \.\. 5"),
+    ((S, -1), {}, r"keep must be in 0 \.\. 4 .*, got -1 \.\. -1"),
+    ((S, torch.tensor([1, 5])), {}, r"keep must be in 0 \.\. 4 .*, got 1 \.\. 5"),
+    ((S, torch.tensor([-1, 2])), {}, r"keep must be in 0 \.\. 4 .*, got -1 \.\. 2"),
+    ((S, True), {}, "keep must be an int or an integer tensor .*, got True"),
+    ((S, 1.0), {}, "keep must be an int or an integer tensor .*, got 1.0"),
+    ((S, torch.tensor([1.0, 1.0])), {}, r"keep must be .*, got torch.float32 \(2,\)"),
+    ((S, torch.tensor([True, True])), {}, r"keep must be .*, got torch.bool \(2,\)"),
+    ((S, torch.tensor([1, 1, 1])), {}, r"keep must be .* an integer tensor \[2\], got torch.int64 \(3,\)"),
+    ((S, 1), {"candidates": torch.ones(2, 3, dtype=torch.bool)}, r"candidates must be bool \(2, 4\), got .*\(2, 3\)"),
+    ((S, 1), {"candidates": torch.ones(2, 4)}, r"candidates must be bool \(2, 4\), got torch.float32"),
+    ((S, 1), {"impl": "gpu"}, r"impl must be one of \('auto', 'reference', 'cpu', 'triton'\), got 'gpu'"),
+    ((S.to("meta"), 1), {"impl": "cpu"}, 'impl="cpu" cannot take this: it works on CPU tensors, got meta'),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "text"), ERRORS)
+def test_wrong_arguments_say_what_was_required_and_found(args, kwargs, text):
+    with pytest.raises(SparsityError, match="^(keep_mask: )?" + text):
+        keep_mask(*args, **kwargs)
+
+
+# keys
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_keys_keep_the_order_of_every_16_bit_pattern_and_of_random_longer_ones(dtype):
+    if key_bits(dtype) == 16:
+        values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    else:
+        values = torch.cat([scores_like(k, 1, 20_000, dtype)[0] for k in ("bit patterns", "special", "random")])
+    keys, nan = order_keys(values), values.isnan()
+    order = values[~nan].double().argsort(stable=True)
+    ranked, ranks = values[~nan].double()[order], keys[~nan][order]
+    assert torch.equal(ranked[1:] > ranked[:-1], ranks[1:] > ranks[:-1])
+    assert torch.equal(ranked[1:] == ranked[:-1], ranks[1:] == ranks[:-1])
+    assert nan.any() and keys[nan].unique().numel() == 1
+    assert int(keys[nan][0]) > int(ranks.max()) and absent(dtype) < int(ranks.min())
+    assert torch.equal(order_keys(values, magnitude=True), order_keys(values.abs()))
+    assert keys.dtype == BITS[dtype] and key_bits(dtype) == torch.iinfo(BITS[dtype]).bits
+    for magnitude in (False, True):  # those of the backend for the CPU, which are 32 bits at least
+        own = cpu._keys(cpu._ints(values), dtype, magnitude)
+        assert own.tolist() == order_keys(values, magnitude=magnitude).tolist()
+
+
+# backends
+
+
+class Toy:
+    """The reference, for whole scopes of 2-norms."""
+
+    name, updated = "toy", 0
+
+    def refusals(self, work):
+        if not isinstance(work, Request):
+            return ["it only updates whole masks"]
+        partial = work.scope.is_partial or work.scope.as_mean
+        return ["a block or scope is partial"] * partial + ["its norm is not 2"] * (work.norm != 2)
+
+    def run(self, requests):
+        self.updated += len(requests)
+        reference.run(requests)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "toy", Toy())
+    monkeypatch.setitem(api.ORDER, "cpu", ("toy", "reference"))
+    return BACKENDS["toy"]
+
+
+def test_a_registered_backend_is_used_unless_it_refuses(toy):
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), None)
+    sparsifier.step()
+    assert toy.updated == 2
+    mask = torch.ones(4, 8, dtype=torch.bool)
+    scope_mask([as_scopes(torch.ones(4, 8), mask, (1, 3), (1, 2))], 1)
+    assert not mask.all() and toy.updated == 2
+    with pytest.raises(SparsityError, match="it only updates whole masks"):
+        keep_mask(torch.ones(1, 4), 2, impl="toy")
+
+
+def test_a_backend_by_name_gives_every_reason_and_nothing_is_written(toy):
+    masks = torch.ones(2, 4, 8, dtype=torch.bool)
+    whole = as_request([as_scopes(torch.rand(4, 8), masks[0], (1, 1), (1, 4))], 1)
+    partial = as_request([as_scopes(torch.rand(4, 8), masks[1], (1, 3), (1, 2))], 1, 1)
+    text = 'impl="toy" cannot take this: a block or scope is partial; its norm is not 2. Use impl="auto".'
+    with pytest.raises(SparsityError, match="^" + re.escape(text)):
+        update_masks([whole, partial], impl="toy")
+    with pytest.raises(SparsityError, match=re.escape("('auto', 'reference', 'cpu', 'triton', 'toy'), got 'jit'")):
+        update_masks([whole], impl="jit")
+    assert bool(masks.all())
