@@ -241,13 +241,13 @@ def test_two_threads_give_the_masks_of_one(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [(1, 2), (3, 4), (2, 16), (1, 6)])
-@pytest.mark.parametrize("start", [0, 1, 8])
-def test_a_mask_filled_in_words_is_filled_where_it_lies_and_nowhere_else(block, start):
+@pytest.mark.parametrize(("start", "width"), [(0, 96), (1, 96), (8, 96), (8, 94)])
+def test_a_mask_filled_in_words_is_filled_where_it_lies_and_nowhere_else(block, start, width):
     memory, weight = torch.zeros(12, 160, dtype=torch.bool), torch.randn(12, 160, generator=generator())
-    values, mask = weight[:, start : start + 96], memory[:, start : start + 96]
-    scope_mask([as_scopes(values, mask, block, (1, 2))], 1, impl="cpu")
-    expected = torch.zeros(12, 96, dtype=torch.bool)
-    scope_mask([as_scopes(values.contiguous(), expected, block, (1, 2))], 1, impl="reference")
+    values, mask = weight[:, start : start + width], memory[:, start : start + width]
+    scope_mask([as_scopes(values, mask, block, (1, -1))], 3, impl="cpu")
+    expected = torch.zeros(12, width, dtype=torch.bool)
+    scope_mask([as_scopes(values.contiguous(), expected, block, (1, -1))], 3, impl="reference")
     assert torch.equal(mask, expected) and memory.count_nonzero() == mask.count_nonzero()
 
 
