@@ -5,7 +5,6 @@
 
 from .fsdp import (
     fsdp_records,
-    has_process_group,
     move_record,
     refuse_gathered,
     refuse_sharded_first,
@@ -13,7 +12,7 @@ from .fsdp import (
     reshard,
     without_fsdp_class,
 )
-from .placement import is_sharded
+from .placement import has_process_group, is_sharded
 from .select import common_mesh, update_masks
 from .tensors import (
     all_agree,

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError
-from .placement import is_sharded
+from .placement import has_process_group, is_sharded
 
 
 def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
@@ -44,11 +43,6 @@ def refuse_wrapped_outside(model: nn.Module, places: Sequence[tuple[str, str, nn
                 "be updated. Prepare the model that you wrap; to squash this one, load its checkpoint into a model "
                 "that is not sharded."
             )
-
-
-def has_process_group() -> bool:
-    """Whether there is a process group; without one nothing is sharded."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def reshard(model: nn.Module | None) -> None:

@@ -7,6 +7,7 @@ Computes with shapes, strides and offsets. A `DTensor` is recognized by its attr
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..structure import BlockSpec, ScopeMember
@@ -41,6 +42,11 @@ class Window:
     def on(self, local: Tensor) -> Tensor:
         """A live alias of this window on a tensor of the box's shape, whatever its strides."""
         return local.as_strided(self.shape, [local.stride(k) * n for k, n in self.steps], local.storage_offset())
+
+
+def has_process_group() -> bool:
+    """Whether there is a process group; without one nothing is sharded."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_sharded(t: object) -> bool:

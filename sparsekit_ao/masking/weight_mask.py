@@ -114,7 +114,10 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
     """The mask on a tensor, or None."""
     if not parametrize.is_parametrized(module, tensor_name):
         return None
-    return next((p for p in _chain(module, tensor_name) if isinstance(p, WeightMask)), None)
+    for layer in module.parametrizations[tensor_name]:  # type: ignore[index]
+        if isinstance(layer, WeightMask):
+            return layer
+    return None
 
 
 def parametrized_names(module: nn.Module) -> list[str]:
@@ -209,8 +212,9 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     if found is None:
         return None
     chain = _chain(module, tensor_name)
-    weight = _originals(chain)[0]
-    refuse_gathered(tensor_fqn, weight, found.mask)
+    weight: Any = chain.original if chain.is_tensor else chain.original0
+    if is_sharded(found.mask):
+        refuse_gathered(tensor_fqn, weight, found.mask)
     if weight.is_meta and not found.mask.is_meta:
         raise SparsityError(
             f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load it "
@@ -229,6 +233,8 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
     """What the mask is applied to: the parameter itself, or what parametrizations below the mask make of it."""
     chain = _chain(module, tensor_name)
+    if isinstance(chain[0], WeightMask):
+        return chain.original.detach()
     return through(_below(chain), _originals(chain)).detach()
 
 

@@ -18,7 +18,7 @@ from .request import Request
 
 Backend = Any  # a module or an object
 BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu, "triton": gpu}
-ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}  # tried before the reference
 
 
 def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None = None, impl: str = "auto") -> Tensor:
@@ -87,8 +87,10 @@ def update_masks(requests: Sequence[Request], *, impl: str = "auto") -> None:
 def _backend(work: Request | Tensor, impl: str) -> Backend:
     """The backend for a request, or for rows of scores."""
     if impl == "auto":
-        names = ORDER.get(work.device.type, ("reference",))
-        return next(BACKENDS[name] for name in names if not BACKENDS[name].refusals(work))
+        for name in ORDER.get(work.device.type, ()):
+            if not BACKENDS[name].refusals(work):
+                return BACKENDS[name]
+        return reference
     if impl not in BACKENDS:
         raise SparsityError(f"impl must be one of {('auto', *BACKENDS)}, got {impl!r}")
     refusals = BACKENDS[impl].refusals(work)

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..structure import windows
-from ..structure.rule import KEY_DTYPES
+from ..structure import ScopeSpec, windows
 from ..structure.tiles import cut_parts, to_aligned
 from ..structure.windows import Blocks, Norm, Scopes, fill_mask
 from . import reference
@@ -47,18 +46,27 @@ _ONE |= {torch.bool: 1, torch.uint8: 1}
 
 def refusals(work: Request | Tensor) -> list[str]:
     """Return why this backend cannot take a request, or rows of scores."""
-    return [] if work.device.type == "cpu" else [f"it works on CPU tensors, got {work.device}"]
+    if work.device.type != "cpu":
+        return [f"it works on CPU tensors, got {work.device}"]
+    for mask in work.masks.values() if isinstance(work, Request) else ():
+        if mask.dtype not in _ONE:
+            return [f"masks are bool, uint8 or floats, got {mask.dtype}"]
+    return []
 
 
 def run(requests: Sequence[Request]) -> None:
     """Fill the masks of requests."""
     chunks: list[Callable[[], None]] = []
     for request in requests:
-        if all(s.is_plain and _takes(m) for s in request.scopes for m in s.members):
-            chunks += _plain_chunks(request)
+        scope = request.scope
+        if isinstance(scope, ScopeSpec) and scope.has_single_elements and scope.numblk_per_scope() < LONG:
+            chunks += _element_chunks(request, scope)
+        elif all(s.is_plain for s in request.scopes):
+            _fill_plain(request)
         else:
             reference.fill(request, block_scores, keep_rows)
-    _on_threads(chunks)
+    if chunks:
+        _on_threads(chunks)
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
@@ -99,12 +107,21 @@ def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool
     return to_aligned(grid, first.order, ndim)
 
 
-def _takes(m: Blocks) -> bool:
-    return m.values is not None and m.mask is not None and m.values.dtype in KEY_DTYPES and m.mask.dtype in _ONE
+def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], None]]:
+    """The chunks of a request whose scopes are short and of single elements."""
+    (m,) = request.scopes[0].members
+    keep, options = request.budget, (request.norm is not None, request.within_mask, request.masked)
+    if m.window.numel() <= CHUNK:
+        _fill_chunk(m, scope.shape, keep, *options)
+        return
+    for place, _ in cut_parts(m.window, scope.shape, CHUNK):
+        cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, scope.shape, strict=True))
+        own = keep[place] if isinstance(keep, Tensor) else keep
+        yield partial(_fill_chunk, _at(m, cut), scope.shape, own, *options)
 
 
-def _plain_chunks(request: Request) -> Iterator[Callable[[], None]]:
-    """The chunks of a request whose scopes each cut the grid of one window evenly; long scopes are filled at once."""
+def _fill_plain(request: Request) -> None:
+    """Fill the masks of a request whose scopes each cut the grid of one window evenly."""
     keep, norm, scopes = request.budget, request.norm, request.scopes
     width = sum(math.prod(s.shape) for s in scopes)
     is_long = width >= LONG and all(math.prod(s.scope_grid) == 1 for s in scopes)
@@ -126,15 +143,9 @@ def _plain_chunks(request: Request) -> Iterator[Callable[[], None]]:
         _keep_long(slots, int(keep))
         return
     s, m = scopes[0], request.windows[0]
-    if width >= LONG:
-        for at, part in enumerate(_scope_parts(s, m)):
-            budget = int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep
-            _keep_long(list(_slots_of(part, magnitude, request)), budget)
-        return
-    for place, _ in cut_parts(m.window, s.shape, CHUNK):
-        cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, s.shape, strict=True))
-        own = keep[place] if isinstance(keep, Tensor) else keep
-        yield partial(_fill_chunk, _at(m, cut), s.shape, own, magnitude, request.within_mask, request.masked)
+    for at, part in enumerate(_scope_parts(s, m)):
+        budget = int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep
+        _keep_long(list(_slots_of(part, magnitude, request)), budget)
 
 
 def _scope_parts(s: Scopes, m: Blocks) -> Iterator[Blocks]:
@@ -155,7 +166,9 @@ def _fill_chunk(
     narrow = width <= PAIRS
     keys = _keys(_ints(m.values), m.values.dtype, magnitude, under=under, within=within, narrow=narrow)
     inner, outer = range(1, 2 * n, 2), range(0, 2 * n, 2)
-    split_shape = [size for k in range(n) for size in (keys.shape[k] // shape[k], shape[k])]
+    split_shape: list[int] = []
+    for size, tile in zip(keys.shape, shape, strict=True):
+        split_shape += [size // tile, tile]
     budget = _ints(keep).reshape(-1) if isinstance(keep, Tensor) else keep
     if narrow:
         tiles, targets = (t.reshape(split_shape).transpose(*inner, *outer) for t in (keys, mask))

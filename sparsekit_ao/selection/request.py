@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..structure import BlockSpec, Budget, SparseScope, scope_windows
-from ..structure.proximal import Values
+from ..structure.thresholds import Values
 from ..structure.windows import Blocks, Norm, Scopes
 
 
@@ -46,15 +46,15 @@ class Request:
         """The windows of each member of the scope on the values and masks."""
         return tuple(scope_windows(self.scope, self.values, self.masks))
 
-    @property
+    @cached_property
     def windows(self) -> tuple[Blocks, ...]:
         """The windows of all members."""
         return tuple(m for s in self.scopes for m in s.members)
 
     @property
     def device(self) -> torch.device:
-        """The device of the first window."""
-        return self.windows[0].window.device
+        """The device of the first mask."""
+        return next(iter(self.masks.values())).device
 
     @property
     def scores_masked(self) -> bool:
@@ -70,7 +70,8 @@ class Request:
 
     def write_back(self) -> None:
         """Copy filled windows to the masks that have other strides than their parameter."""
-        for spec, window in zip(self.scope.blocks(), self.windows, strict=True):
-            if not spec.view.is_aligned(self.masks[spec]):
-                assert window.mask is not None
-                spec.view.write_back(window.mask, self.masks[spec])
+        for spec, mask in self.masks.items():
+            if not spec.view.is_aligned(mask):
+                window = self.windows[self.scope.blocks().index(spec)].mask
+                assert window is not None
+                spec.view.write_back(window, mask)

@@ -132,7 +132,8 @@ class MaskSparsifier(BaseSparsifier):
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
-        distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
+        if distributed.has_process_group():
+            distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
         masks = masking.under_all_names(model, self._new_masks(found.groups))
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
@@ -193,7 +194,9 @@ class MaskSparsifier(BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
-            self._warned = self._warned or squashing.warn_of_moved(self.model, self.groups, "step")
+            if not self._warned and (moved := [g for g in self.groups if not self._is_in_place(g)]):
+                assert self.model is not None
+                self._warned = squashing.warn_of_moved(self.model, moved, "step")
             with torch.no_grad():
                 self._update_all()
             self._chosen_at = [g.get("sparsity_level") for g in self.groups]
@@ -238,7 +241,8 @@ class MaskSparsifier(BaseSparsifier):
                 exception all masks are still registered, so that the call can be repeated.
         """
         self._need_prepared("squash_mask")
-        squashing.check_layers(self.model, self.groups)
+        assert self.model is not None
+        squashing.check_layers(self.model, [g for g in self.groups if not self._is_in_place(g)])
         kept = squashing.kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
@@ -326,6 +330,14 @@ class MaskSparsifier(BaseSparsifier):
         except AttributeError as e:
             raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
 
+    def _is_in_place(self, group: TensorGroup) -> bool:
+        """Whether the group's module still has its name in the model."""
+        assert self.model is not None
+        try:
+            return self.model.get_submodule(group["module_fqn"]) is group["module"]
+        except AttributeError:
+            return False
+
     def _sync_state(self) -> None:
         distributed.reshard(self.model)
         for group in self.groups:
@@ -347,7 +359,8 @@ class MaskSparsifier(BaseSparsifier):
 
     def _need_prepared(self, what: str) -> None:
         if self._phase == "prepared":
-            distributed.reshard(self.model)
+            if distributed.has_process_group():
+                distributed.reshard(self.model)
             return
         why = {
             "new": "no model has been prepared; call prepare(model, config) first",

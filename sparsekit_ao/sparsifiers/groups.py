@@ -34,7 +34,7 @@ from ..structure import (
 from ..structure.tiles import row_major
 from ..structure.windows import fill_mask, kept_flags
 from .config import TensorGroup
-from .stages import Stage, stage_budgets
+from .stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +75,8 @@ class PruningGroup:
             statistics: those of a group; a score is called with them, or with the name in them.
             known: {index of a group: its `value_of`}, where it was computed before.
         """
+        if self.score is None and self.member_scores == "sum":
+            return {spec.view.param: dense(at) for spec, at in self.members}
         scored = self.scored(statistics)
         found = {spec.view.param: torch.zeros_like(dense(at)) for spec, at in self.members if (spec, at) not in scored}
         for spec, at in scored:
@@ -130,11 +132,12 @@ class PruningGroup:
         A `sparsity_level` that differs from `level_of_nnz`, the level that a group's count amounts to, was written by a
         scheduler and replaces the count.
         """
-        is_scheduled = any(
-            groups[at]["sparsity_level"] != groups[at].get("level_of_nnz", groups[at]["sparsity_level"])
-            for _, at in self.members
-        )
-        asked = {groups[at]["tensor_fqn"]: self._asked(groups[at], is_scheduled) for _, at in self.members}
+        is_scheduled, asked = False, {}
+        for _, at in self.members:
+            level = groups[at]["sparsity_level"]
+            is_scheduled |= level != groups[at].get("level_of_nnz", level)
+        for _, at in self.members:
+            asked[groups[at]["tensor_fqn"]] = self._asked(groups[at], is_scheduled)
         first, (what, number) = next(iter(asked.items()))
         for fqn, (other_what, other) in asked.items():
             same = torch.equal(other, number) if isinstance(other, Tensor) and isinstance(number, Tensor) else None
@@ -189,6 +192,14 @@ class PruningGroup:
         scope = next(m for m in self.scope.members() if spec in m.block.blocks())
         view = "" if spec.view.shape == tuple(spec.view.param.shape) else f"view {_by(spec.view.shape)} "
         return f"{view}block {_by(spec.shape)} scope {_by(scope.shape)}"
+
+
+def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
+    """Return each stage's own budget as (key, number); None where the stage follows its group."""
+    stages = group.get("stages")
+    if stages is None:
+        return [None]
+    return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
 
 
 def total_of(budget: int | Tensor) -> int:
@@ -259,12 +270,12 @@ def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:
     return sum(spec.view.numel() for g in pruning_groups for spec, _ in g.members)
 
 
-def batches(pruning_groups: Sequence[PruningGroup], most: int | None) -> Iterator[list[PruningGroup]]:
+def batches(pruning_groups: Sequence[PruningGroup], most: int) -> Iterator[list[PruningGroup]]:
     """The pruning groups, those of coupled tensors and of all their stages always together.
 
     Args:
         pruning_groups: any; earlier stages first.
-        most: elements in a batch (coupled tensors with more are a batch of their own), or None for a single batch.
+        most: elements in a batch (coupled tensors with more are a batch of their own), .
     """
     count = 1 + max((at for g in pruning_groups for _, at in g.members), default=-1)
     coupled = list(dict.fromkeys(found for found in connected(pruning_groups, count) if found))
@@ -272,7 +283,7 @@ def batches(pruning_groups: Sequence[PruningGroup], most: int | None) -> Iterato
     held = 0
     for found in coupled:
         size = elements_of(found)
-        if batch and most is not None and held + size > most:
+        if batch and held + size > most:
             yield batch
             batch, held = [], 0
         batch += found

@@ -21,7 +21,7 @@ from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, so
 from ..structure.windows import Scopes, block_scores, fill_mask, kept_grid, to_scopes
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
-from .groups import PruningGroup
+from .groups import PruningGroup, stage_budgets
 from .optimizer_state import (
     Conditioner,
     Diagonal,
@@ -33,7 +33,7 @@ from .optimizer_state import (
     unwrap_optimizers,
 )
 from .scope import BudgetSparsifier, ScopeSparsifier
-from .stages import AXES, STRUCTURE, checked_pattern, refuse_two_budgets, stage_budgets
+from .stages import AXES, STRUCTURE, checked_pattern, refuse_two_budgets
 
 Strength = float | Callable[[int], float]
 

@@ -3,21 +3,34 @@
 At each update, budgets are read from the groups, and weights and masks are passed to the scopes of pruning groups.
 """
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
+from ..calibration import (
+    NEEDS,
+    Calibration,
+    LayerAdapter,
+    Statistics,
+    Target,
+    adapter_of,
+    checked_batches,
+    loaded_statistics,
+    progress_bar,
+    run_batches,
+)
 from ..errors import SparsityError
 from ..patterns import Pattern
 from ..schedules import UpdateInterval
 from ..scores import Score, needs_of
 from ..selection import Request
 from ..structure import sparsity_to_nnz
-from .calibrated import CalibratedSparsifier
+from .base import MaskSparsifier
 from .checkpoint import checked_pass, copied_state, saved_count
 from .config import ConfigContext, TensorGroup, copied
 from .groups import (
@@ -27,6 +40,7 @@ from .groups import (
     elements_of,
     kept_in,
     make_pruning_groups,
+    stage_budgets,
     update_masks,
 )
 from .mask_check import check_masks
@@ -41,18 +55,15 @@ from .stages import (
     refuse_as_level,
     refuse_two_budgets,
     resolved,
-    stage_budgets,
     stages_of,
 )
 from .usage import refuse_meta
 
-AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
+_GROUP_KEYS = ("tensor_fqn", *STRUCTURE, *AXES, "stages")  # what pruning groups depend on
+AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, since they may be copied
 
 
-AT_ONCE = 1 << 25  # elements on CPU whose masks are chosen together; limits memory, since they may be copied
-
-
-class BudgetSparsifier(CalibratedSparsifier):
+class BudgetSparsifier(MaskSparsifier):
     """Masks that keep an exact number of blocks in every scope; see `ScopeSparsifier` for the arguments.
 
     Subclasses decide when masks change (`_update_all`), and which structure keys they take.
@@ -80,6 +91,8 @@ class BudgetSparsifier(CalibratedSparsifier):
     optional_keys: tuple[str, ...] = ("nnz", "pattern", "stages", *SHAPES, *AXES)
     bool_masks = True
     _grouped: tuple[Any, tuple[PruningGroup, ...]] | None = None
+    _statistics: Mapping[str, Statistics] = {}
+    _adapters: Mapping[str, LayerAdapter | None] = {}
 
     def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:
         given = {k: v for k, v in structure.items() if v is not None and v != ()}
@@ -242,11 +255,16 @@ class BudgetSparsifier(CalibratedSparsifier):
     def _update_groups(self, pruning_groups: Sequence[PruningGroup], groups: Sequence[TensorGroup]) -> None:
         """Fill the masks of pruning groups; every budget and mask is checked before any mask changes."""
         masks = {i: self._live_mask(groups[i]) for g in pruning_groups for _, i in g.members}
-        for g in pruning_groups:
-            distributed.common_mesh([(spec.name, masks[i]) for spec, i in g.members])
         keeps = {g: g.budget(groups) for g in pruning_groups}
-        at_once = any(m.is_cuda or distributed.is_sharded(m) for m in masks.values())
-        parts = list(batches(pruning_groups, None if at_once else AT_ONCE))
+        at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
+        if distributed.has_process_group():
+            for g in pruning_groups:
+                distributed.common_mesh([(spec.name, masks[i]) for spec, i in g.members])
+            at_once |= any(distributed.is_sharded(m) for m in masks.values())
+        if at_once:
+            self._fill(pruning_groups, groups, masks, keeps)
+            return
+        parts = list(batches(pruning_groups, AT_ONCE))
         for part in shown(parts, "step", elements_of(pruning_groups)):
             self._fill(part, groups, masks, keeps)
 
@@ -261,10 +279,11 @@ class BudgetSparsifier(CalibratedSparsifier):
         stages: dict[int, list[tuple[PruningGroup, Request]]] = {}
         for g in pruning_groups:  # scores may raise, so all of them are called before any mask is written
             values = g.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
-            stages.setdefault(g.stage, []).append((g, g.request(masks, keeps[g], values, g.norm_of(values.values()))))
+            norm = g.norm if g.score is None else g.norm_of(values.values())
+            stages.setdefault(g.stage, []).append((g, g.request(masks, keeps[g], values, norm)))
         for _, request in stages.get(0, ()):
             for spec, mask in request.masks.items():
-                if spec.view.numel() < spec.view.param.numel():  # a later stage may have dropped what is outside it
+                if math.prod(spec.view.shape) < mask.numel():  # a later stage may have dropped what is outside the view
                     distributed.local(mask).fill_(True)
         for stage in sorted(stages):
             update_masks(stages[stage])
@@ -282,20 +301,19 @@ class BudgetSparsifier(CalibratedSparsifier):
         self, groups: Sequence[TensorGroup], model: nn.Module | None = None
     ) -> tuple[PruningGroup, ...]:
         """The pruning groups of these groups; kept while structure, shapes and strides stay the same."""
-        tensors = [self._dense(g, model) for g in groups]
-        key = [
-            (g["tensor_fqn"], [g.get(k) for k in (*STRUCTURE, *AXES, "stages")], tuple(t.shape), t.stride())
-            for g, t in zip(groups, tensors, strict=True)
-        ]
+        tensors, key = [], []
+        for group in groups:
+            tensor = self._dense(group, model)
+            tensors.append(tensor)
+            key.append((*map(group.get, _GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
         if self._grouped is None or self._grouped[0] != key:
             self._grouped = copied(key), make_pruning_groups(groups, [stages_of(g) for g in groups], tensors)
         return self._grouped[1]
 
     def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         module, name = self._module_in(model, group), group["tensor_name"]
-        if masking.find_mask(module, name) is None:
-            return getattr(module, name).detach()
-        return masking.dense_weight(module, name)
+        is_masked = masking.find_mask(module, name) is not None
+        return masking.dense_weight(module, name) if is_masked else getattr(module, name).detach()
 
     def _masks(self, model: nn.Module | None) -> list[tuple[Tensor, bool]]:
         """Each group's mask in the model, and whether it is one (else the zeros of a squashed weight)."""
@@ -311,6 +329,144 @@ class BudgetSparsifier(CalibratedSparsifier):
             if group["module"] is module and group["tensor_name"] == tensor_name:
                 return at
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+
+    # calibration
+
+    def calibrate(
+        self,
+        batches: Iterable[Any] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        *,
+        token_mask: str | Callable[[Any], Tensor] | None = None,
+        needs: Sequence[str] = (),
+        progress: bool = True,
+    ) -> Calibration | None:
+        """Record the statistics that scores need while the model runs; they add to those recorded before.
+
+        The sums do not depend on how tokens are split into batches, up to float32 rounding. Over ranks each one runs
+        its own batches, and all statistics are summed at the end.
+
+        Args:
+            batches: each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
+                positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`),
+                in which `c.token_mask` may be set before each forward pass.
+            forward: `(model, batch) -> output`, called instead; scores of gradients need the loss from it.
+            token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+                It applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something
+                else (a pooled token, say), count every position.
+            needs: more statistics for every tensor, some of `calibration.NEEDS`.
+            progress: show a progress bar on a terminal.
+
+        Raises:
+            SparsityError: no score needs statistics, no batches, layers whose inputs cannot be recorded, inputs, losses
+                or gradients that are not finite. Hooks are removed and no statistics are kept then.
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+        >>> from sparsekit_ao import ScopeSparsifier
+        >>> sparsifier = ScopeSparsifier(0.5, score="wanda")
+        >>> sparsifier.prepare(model)
+        >>> sparsifier.calibrate([torch.ones(3, 4)])
+        >>> with sparsifier.calibrate() as c:
+        ...     output = model(torch.ones(2, 4))
+        >>> sparsifier.statistics["0.weight"].tokens
+        5
+        """
+        self._need_prepared("calibrate")
+        assert self.model is not None
+        for need in needs:
+            if need not in NEEDS:
+                raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
+        needs_of_scores = self._needs()
+        needs_of_groups = [(g, (*needs_of_scores.get(g["tensor_fqn"], ()), *needs)) for g in self.groups]
+        targets = [self._target(g, needs_of_group) for g, needs_of_group in needs_of_groups if needs_of_group]
+        if not targets:
+            raise SparsityError(
+                "calibrate: no score of this sparsifier needs statistics; give one that does (score='wanda'), or name "
+                "them in needs="
+            )
+        calibration = Calibration(targets, self._add_statistics)
+        if batches is None:
+            if forward is not None or token_mask is not None:
+                raise SparsityError(
+                    "calibrate: forward and token_mask need batches; in a context set c.token_mask instead"
+                )
+            return calibration
+        checked_batches(batches, token_mask, forward, "calibrate")
+        with calibration:
+            bar = progress_bar(batches, "calibrate", progress, unit="batch")
+            run_batches(calibration, self.model, bar, forward, token_mask)
+        return None
+
+    @property
+    def statistics(self) -> Mapping[str, Statistics]:
+        """{tensor_fqn: what was recorded for it}."""
+        return {g["tensor_fqn"]: self._statistics_of(g) for g in self.groups if g["tensor_fqn"] in self._statistics}
+
+    def forget_statistics(self) -> None:
+        """Free all statistics; the next calibration starts anew."""
+        self._statistics = {}
+
+    def _forget_model(self) -> None:
+        super()._forget_model()
+        self._adapters, self._statistics = {}, {}
+
+    def _target(self, group: TensorGroup, needs: Iterable[str]) -> Target:
+        module, name = group["module"], group["tensor_name"]
+        return Target(
+            name=group["tensor_fqn"],
+            module=module,
+            tensor_name=name,
+            parameter=masking.parameter_under(module, name),
+            shape=tuple(self._live_mask(group).shape),
+            needs=tuple(dict.fromkeys(needs)),
+            adapter=self._adapter(group),
+        )
+
+    def _adapter(self, group: TensorGroup) -> LayerAdapter | None:
+        """How a tensor is a matrix; looked up for all tensors at once and kept until `prepare`."""
+        assert self.model is not None
+        if set(self._adapters) != {g["tensor_fqn"] for g in self.groups}:
+            attentions = {id(m.out_proj): m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}
+            adapters = [adapter_of(g["module"], g["tensor_name"], attentions) for g in self.groups]
+            self._adapters = {g["tensor_fqn"]: a for g, a in zip(self.groups, adapters, strict=True)}
+        return self._adapters[group["tensor_fqn"]]
+
+    def _statistics_of(self, group: TensorGroup) -> Statistics:
+        """What was recorded for a tensor, or statistics without sums."""
+        statistics = self._statistics.get(group["tensor_fqn"]) or self._blank(group)
+        statistics.adapter = self._adapter(group)  # which a copy or a pickle has not
+        return statistics
+
+    def _blank(self, group: TensorGroup) -> Statistics:
+        shape = tuple(self._live_mask(group).shape)
+        return Statistics(name=group["tensor_fqn"], shape=shape, adapter=self._adapter(group))
+
+    def _add_statistics(self, new: Mapping[str, Statistics]) -> None:
+        total = dict(self._statistics)
+        for name, statistics in new.items():
+            if name in total:
+                total[name].add(statistics.sums, statistics.tokens, statistics.passes)
+            else:
+                total[name] = statistics
+        self._statistics = total
+
+    def _pickled(self) -> dict[str, Any]:
+        return {**super()._pickled(), "statistics": {name: s.saved() for name, s in self._statistics.items()}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `MaskSparsifier.state_dict`, with the statistics if there are any."""
+        saved = {name: s.saved() for name, s in self._statistics.items()}
+        return {**super().state_dict(), **({"statistics": saved} if saved else {})}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
+        self._need_prepared("load_state_dict")
+        saved = state_dict.get("statistics", {}) if isinstance(state_dict, Mapping) else {}
+        groups = {g["tensor_fqn"]: g for g in self.groups if saved != {}}
+        devices = {name: self._live_mask(g).device for name, g in groups.items()}
+        loaded = loaded_statistics(saved, {name: self._blank(g) for name, g in groups.items()}, devices)
+        super().load_state_dict(state_dict, strict)
+        self._statistics = loaded
 
 
 class ScopeSparsifier(BudgetSparsifier):

@@ -121,30 +121,28 @@ def warn_of_averaged(own: Sequence[Tensor], copied: Sequence[Tensor]) -> None:
         )
 
 
-def check_layers(model: nn.Module | None, groups: Sequence[TensorGroup]) -> None:
+def check_layers(model: nn.Module, moved: Sequence[TensorGroup]) -> None:
     """Raise if masks cannot be squashed because adapters were added to their layers; warn of layers taken out."""
-    adapted, _ = _moved(model, groups)
+    adapted, _ = _adapted_and_replaced(model, moved)
     if adapted:
         raise SparsityError(f"squash_mask: {adapted[0]}: {_ADAPTERS}")
-    warn_of_moved(model, groups, "squash_mask")
+    warn_of_moved(model, moved, "squash_mask")
 
 
-def warn_of_moved(model: nn.Module | None, groups: Sequence[TensorGroup], where: str) -> bool:
-    """Warn if adapters were added to masked layers, or masked layers were taken out of the model; whether it was so."""
-    adapted, replaced = _moved(model, groups)
+def warn_of_moved(model: nn.Module, moved: Sequence[TensorGroup], where: str) -> bool:
+    """Warn if adapters were added to masked layers, or masked layers were taken out of the model; whether it was so.
+
+    `moved` are the groups whose module no longer has its name in the model.
+    """
+    adapted, replaced = _adapted_and_replaced(model, moved)
     texts = [*(f"{n}: {_ADAPTERS}" for n in adapted[:1]), *(f"{n}: {_REPLACED}" for n in replaced[:1])]
     for text in texts:
         warnings.warn(f"{where}: {text}", stacklevel=4)
     return bool(texts)
 
 
-def _moved(model: nn.Module | None, groups: Sequence[TensorGroup]) -> tuple[list[str], list[str]]:
+def _adapted_and_replaced(model: nn.Module, moved: Sequence[TensorGroup]) -> tuple[list[str], list[str]]:
     """Names of masked tensors whose layer is inside of an adapter (peft's LoRA and the like), or gone, by now."""
-    if model is None:
-        return [], []
-    moved = [g for g in groups if not _is_in_place(model, g)]
-    if not moved:
-        return [], []
     modules = list(model.modules())
     bases = [getattr(m, "base_layer", None) for m in modules]
     adapted = {id(m) for base in bases if isinstance(base, nn.Module) for m in base.modules()}
@@ -153,10 +151,3 @@ def _moved(model: nn.Module | None, groups: Sequence[TensorGroup]) -> tuple[list
         [g["tensor_fqn"] for g in moved if id(g["module"]) in adapted],
         [g["tensor_fqn"] for g in moved if id(g["module"]) not in present],
     )
-
-
-def _is_in_place(model: nn.Module, group: TensorGroup) -> bool:
-    try:
-        return model.get_submodule(group["module_fqn"]) is group["module"]
-    except AttributeError:
-        return False

@@ -195,14 +195,6 @@ def _view_arg(view: object, where: str) -> ViewArg:
     raise SparsityError(f"{where}view must be (shape, stride), (shape, stride, offset) or a function, got {view!r}")
 
 
-def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
-    """Each stage's own budget as (key, number); None where the stage follows its group."""
-    stages = group.get("stages")
-    if stages is None:
-        return [None]
-    return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
-
-
 def checked_tile(shape: object, where: str) -> tuple[int, int]:
     """A `sparse_block_shape` as a tuple; raises unless it is two positive ints."""
     ok = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) == 2

@@ -5,7 +5,6 @@ The algebra is that of the Structured Sparsity Specification (S3, arXiv 2604.113
 
 from .axes import AxisPattern, dimensions_of, window_shape
 from .blocks import BlockCoupling, BlockSpec, SparseBlock, block_windows
-from .proximal import soft_threshold_windows
 from .scopes import (
     Budget,
     ScopeCoupling,
@@ -17,5 +16,6 @@ from .scopes import (
     sparsity_to_nnz,
     write_back,
 )
+from .thresholds import soft_threshold_windows
 from .view import View
 from .windows import elements_of

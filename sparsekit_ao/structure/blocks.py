@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CouplingError, SparsityError
-from .proximal import Thresholded, Values, zero_below
+from .thresholds import Thresholded, Values, zero_below
 from .tiles import Shape, aligned_grid, from_aligned, grid_of
 from .view import View, is_dense, resolve_tile
 from .windows import Blocks, Scopes, block_scores, elements_of, fill_mask

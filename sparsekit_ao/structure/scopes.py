@@ -23,8 +23,8 @@ from .blocks import (
     live_windows,
     refuse_others,
 )
-from .proximal import Thresholded, Values, zero_below
 from .rule import KEY_DTYPES, keep_rows
+from .thresholds import Thresholded, Values, zero_below
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
 from .view import View, resolve_tile
 from .windows import Norm, Scopes, from_scopes, real_slots, scope_scores, to_scopes
@@ -51,31 +51,6 @@ def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
     (1, 3)
     """
     return blocks - math.floor(checked_level(sparsity, where) * blocks + 1e-9)
-
-
-def checked_budget(nnz: Budget, grid: Shape, least: int, blocks: int, spare: int, where: str) -> Budget:
-    """A budget with least <= nnz <= blocks - spare: an int, or int64 of the scope grid's shape; else an error.
-
-    The values of a tensor on another device than the CPU are not checked: that would wait for the device.
-    """
-    if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
-        raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
-    low = high = nnz
-    if isinstance(nnz, Tensor):
-        if nnz.is_floating_point() or nnz.dtype == torch.bool or tuple(nnz.shape) not in ((), grid):
-            raise SparsityError(
-                f"{where}nnz must be an integer tensor of the scope grid's shape {grid}, "
-                f"got {nnz.dtype} {tuple(nnz.shape)}"
-            )
-        readable = nnz.numel() > 0 and nnz.device.type == "cpu"
-        low, high = map(int, nnz.aminmax()) if readable else (least, least)
-        nnz = nnz.to(torch.int64).expand(grid)
-    if not (least <= low and high <= blocks - spare):
-        raise SparsityError(
-            f"{where}nnz must lie in {least} .. {blocks - spare} (a scope has {blocks} blocks), got "
-            + (f"{low}" if low == high else f"{low} .. {high}")
-        )
-    return nnz
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -256,8 +231,33 @@ class SparseScope(Thresholded):
         zero_below(self._live(), self._thresholds(thresholds), scored=scored)
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
-        """The budget, checked: least <= nnz <= blocks per scope - spare."""
-        return checked_budget(nnz, self.grid_shape, least, self.numblk_per_scope(), spare, self._where())
+        """Check a budget: least <= nnz <= blocks per scope - spare.
+
+        The values of a tensor on another device than the CPU are not checked: that would wait for the device.
+
+        Returns:
+            An int, or int64 of the scope grid's shape.
+        """
+        where = f"{self.name}: " if self.name else ""
+        if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
+            raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
+        low = high = nnz
+        if isinstance(nnz, Tensor):
+            if nnz.is_floating_point() or nnz.dtype == torch.bool or tuple(nnz.shape) not in ((), self.grid_shape):
+                raise SparsityError(
+                    f"{where}nnz must be an integer tensor of the scope grid's shape {self.grid_shape}, "
+                    f"got {nnz.dtype} {tuple(nnz.shape)}"
+                )
+            readable = nnz.numel() > 0 and nnz.device.type == "cpu"
+            low, high = map(int, nnz.aminmax()) if readable else (least, least)
+            nnz = nnz.to(torch.int64).expand(self.grid_shape)
+        blocks = self.numblk_per_scope()
+        if not (least <= low and high <= blocks - spare):
+            raise SparsityError(
+                f"{where}nnz must lie in {least} .. {blocks - spare} (a scope has {blocks} blocks), got "
+                + (f"{low}" if low == high else f"{low} .. {high}")
+            )
+        return nnz
 
     def _scores(self, values: Values, block_scores: BlockValues, norm: Norm = 2) -> Tensor:
         """[scopes, competitors]: norms of the values, or the scores given."""
@@ -327,10 +327,12 @@ def scope_windows(
     scope: SparseScope, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
 ) -> list[Scopes]:
     """A scope's members as `selection` takes them; see `block_windows`."""
-    scope._check_values(values)
-    return [
-        Scopes(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order) for m in scope.members()
-    ]
+    if isinstance(values, Tensor):
+        scope._check_values(values)
+    windows = []
+    for m in scope.members():
+        windows.append(Scopes(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
+    return windows
 
 
 def write_back(windows: Sequence[Scopes], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
@@ -374,6 +376,13 @@ class ScopeSpec(SparseScope):
         self.edge = edge or ("partial" if any(b.edge == "partial" for b in self.block.blocks()) else "error")
         self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
         self.grid_shape = grid_of(self.block.grid_shape, self.shape)
+        is_single = isinstance(self.block, BlockSpec) and math.prod(self.block.shape) == 1
+        #: whether the scopes divide a view of single elements evenly
+        self.has_single_elements = is_single and not self.is_partial
+
+    def numblk_per_scope(self) -> int:
+        """Number of blocks that compete in a full scope."""
+        return math.prod(self.shape)
 
     def members(self) -> list[ScopeMember]:
         """The spec's own blocks."""

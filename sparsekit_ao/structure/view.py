@@ -55,8 +55,13 @@ class View:
         """The parameter as it is, by its own shape and strides; a View is returned unchanged."""
         if isinstance(param, View):
             return param
-        refuse_computed(param, f"{name}: " if name else "")
-        return cls(param, tuple(param.shape), param.stride(), name=name)
+        where = f"{name}: " if name else ""
+        refuse_computed(param, where)
+        view = cls.__new__(cls)
+        view.param, view.offset, view.name = param, 0, name
+        view.shape, view.stride, view._strides = tuple(param.shape), param.stride(), param.stride()
+        refuse_expanded(view.shape, view.stride, where)
+        return view
 
     @classmethod
     def from_function(cls, param: Tensor, function: Any, *, name: str | None = None) -> "View":
@@ -97,7 +102,10 @@ class View:
 
     def is_aligned(self, t: Tensor) -> bool:
         """Whether t has the strides of the parameter (those of size-1 dimensions aside)."""
-        return all(n <= 1 or a == b for n, a, b in zip(t.shape, t.stride(), self._strides, strict=True))
+        stride = t.stride()
+        if stride == self._strides:
+            return True
+        return all(n <= 1 or a == b for n, a, b in zip(t.shape, stride, self._strides, strict=True))
 
     def new_mask(self) -> Tensor:
         """An all-True mask with the parameter's shape, strides and device."""

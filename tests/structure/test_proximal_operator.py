@@ -9,7 +9,7 @@ import torch
 from grids import covering
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSpec, SparsityError
-from sparsekit_ao.structure.proximal import shrink, shrink_conditioned
+from sparsekit_ao.structure.thresholds import shrink, shrink_conditioned
 
 ELEMENTS = (1, 2, 3, 16, 100, 1025)
 CONDITIONS = (1.0, 1e3, 1e6, 1e9, 1e12, 1e16)
@@ -167,7 +167,7 @@ def test_coupled_blocks_in_parts_equal_one_part(monkeypatch):
     g = torch.Generator().manual_seed(0)
     results = []
     for part in (1, 1 << 20):
-        monkeypatch.setattr("sparsekit_ao.structure.proximal.PART", part)
+        monkeypatch.setattr("sparsekit_ao.structure.thresholds.PART", part)
         up, down = torch.randn(6, 4, generator=g.manual_seed(1)), torch.randn(5, 6, generator=g.manual_seed(2))
         both = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], [None, (1, 0)])
         both.soft_threshold(1.0, {up: up.abs() + 0.1, down: down.abs() + 0.1})
