@@ -7,8 +7,8 @@
 Masks are checked before anything is timed: exact counts, and the reference's mask bit for bit where scores are exact.
 Times are medians of many runs between device events, which cycle through weights that together exceed the cache.
 "captured" is a CUDA graph of many runs, queued behind a pause, so that it includes no time of the host; the other kinds
-are timed as they are called, host included. `clone` copies the weight; `topk` and `kthvalue` are plain torch for the same
-mask; `4x4 tile` is torch's own 2:4 kernel, which prunes rows and columns of tiles at once, so its mask is another one.
+are timed as they are called, host included. `clone` copies the weight; `topk` and `kthvalue` are plain torch for the
+same mask; `4x4 tile` is torch's own 2:4 kernel, which prunes rows and columns of tiles at once, so to another mask.
 Bytes are the fewest that must be moved: a weight of N elements of b bytes is read once and its bool mask written once,
 N (b + 1). The floor is the time of these bytes at the rate of a device copy measured in the same run.
 """
@@ -132,14 +132,16 @@ def stock_of(weight: Tensor, row: str) -> Work | None:
 
 def topk_of(weights: list[Tensor], row: str) -> Work:
     """Plain torch for the same masks: topk in each scope, of norms where blocks have several elements."""
-    (height, width), scope, level, _ = ROWS[row]
+    block, scope, level, _ = ROWS[row]
+    height, width = block
 
     def step(i: int) -> Tensor:
         tiles = weights[i].unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        scores = tiles.abs() if height * width == 1 else torch.linalg.vector_norm(tiles, dim=(1, 3), dtype=torch.float32)
-        scores = scores.reshape(1, -1) if scope == (-1, -1) else scores.reshape(-1, scope[1] if scope[1] > 0 else weights[i].shape[1])
-        count = scores.shape[1] - int(level * scores.shape[1] + 1e-9)
-        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(count, dim=1, sorted=False).indices, True)
+        norms = tiles.abs() if block == (1, 1) else torch.linalg.vector_norm(tiles, dim=(1, 3), dtype=torch.float32)
+        slots = norms.numel() if scope == (-1, -1) else scope[1] if scope[1] > 0 else weights[i].shape[1]
+        scores = norms.reshape(-1, slots)
+        best = scores.topk(slots - int(level * slots + 1e-9), dim=1, sorted=False).indices
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
         shape = (tiles.shape[0], 1, tiles.shape[2], 1)
         return kept.view(shape).expand_as(tiles).reshape(weights[i].shape)
 

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 def test_every_kernel_equals_the_reference_bit_for_bit():
     done, _ = background.result("test_triton_interpreter.py")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 200
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 150
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")

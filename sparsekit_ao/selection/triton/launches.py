@@ -144,9 +144,11 @@ def _select_whole(part: Part, selection: Selection) -> None:
         contiguous=contiguous,
         apart=apart and not contiguous,
     )
-    held = 1024 if contiguous or apart else 512 if elements == chunk and not form.masked else 256
-    options = {"KEEP": _kind(selection.keep), "FORM": form, "num_warps": _warps(form.tile * padded * chunk, held)}
-    # no limit of registers: with one this kernel spills
+    taken = form.tile * padded * chunk
+    held = (1024 if contiguous or apart else 512 if elements == chunk else 256) // (2 if form.masked else 1)
+    options = {"KEEP": _kind(selection.keep), "FORM": form, "num_warps": _warps(taken, held)}
+    if options["num_warps"] == 16 and taken < FUSED:  # else the assembler stops at 64 registers; others spill with it
+        options["maxnreg"] = REGISTERS
     fused_kernel[(cdiv(part.scope.count, form.tile),)](part, part.scope.count, selection.keep, **options)
 
 
