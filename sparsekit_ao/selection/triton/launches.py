@@ -102,9 +102,9 @@ def fill_masks(selection: Selection) -> None:
     if any(part.values.numel() == 0 for part in parts):
         return
     with _on(parts[0].values.device):
-        if len(parts) == 1 and _fits_program(parts[0]):
+        if len(parts) == 1 and _fits_program(parts[0], selection):
             _select_whole(parts[0], selection)
-        elif _are_single(selection) and not _fits_program(sum(part.block.trips for part in parts)):
+        elif _are_single(selection) and not _fits_program(sum(part.block.trips for part in parts), selection):
             _select_long(parts, selection)
         else:
             _select_stored(selection)
@@ -113,11 +113,12 @@ def fill_masks(selection: Selection) -> None:
             torch.autograd.graph.increment_version(part.mask)
 
 
-def _fits_program(scope: Part | int) -> bool:
+def _fits_program(scope: Part | int, selection: Selection) -> bool:
     """Whether a program takes scopes of this tensor whole, or rows of so many scores."""
+    most = FUSED // 2 if selection.masked or selection.among_kept else FUSED  # a mask that is read takes registers too
     width, elements = (scope, 1) if isinstance(scope, int) else (scope.block.trips, scope.element.trips)
     chunk = next_power_of_2(elements)
-    return chunk <= WHOLE and next_power_of_2(width) * chunk <= FUSED
+    return chunk <= WHOLE and next_power_of_2(width) * chunk <= most
 
 
 def _are_single(selection: Selection) -> bool:
@@ -169,7 +170,7 @@ def _select_stored(selection: Selection) -> None:
     one = Nest((1,), (0,), (0,))
     stored = Part(scores, kept, Nest((rows,), (row,), (row,)), Nest((row,), (1,), (1,)), one)
     among_stored = replace(selection, parts=((stored,),), masked=False)
-    if _fits_program(row):
+    if _fits_program(row, among_stored):
         _select_whole(stored, among_stored)
     else:
         _select_long([stored], among_stored)
