@@ -89,7 +89,7 @@ class Form:
 class Spans(NamedTuple):
     """How rows are cut: spans of one in a tensor, their tiles, the number of the first, spans of all tensors, slots."""
 
-    count: int
+    per_row: int
     length: int
     first: int
     row_spans: int
@@ -102,9 +102,9 @@ def fill_masks(selection: Selection) -> None:
     if any(part.values.numel() == 0 for part in parts):
         return
     with _on(parts[0].values.device):
-        if len(parts) == 1 and _fits_program(parts[0]):
+        if len(parts) == 1 and _fits_program(parts[0], selection):
             _select_whole(parts[0], selection)
-        elif _are_single(selection) and not _fits_program(sum(part.block.count for part in parts)):
+        elif _are_single(selection) and not _fits_program(sum(part.block.trips for part in parts), selection):
             _select_long(parts, selection)
         else:
             _select_stored(selection)
@@ -113,16 +113,17 @@ def fill_masks(selection: Selection) -> None:
             torch.autograd.graph.increment_version(part.mask)
 
 
-def _fits_program(scope: Part | int) -> bool:
+def _fits_program(scope: Part | int, selection: Selection) -> bool:
     """Whether a program takes scopes of this tensor whole, or rows of so many scores."""
-    width, elements = (scope, 1) if isinstance(scope, int) else (scope.block.count, scope.element.count)
+    most = FUSED // 2 if selection.masked or selection.among_kept else FUSED  # a mask that is read takes registers too
+    width, elements = (scope, 1) if isinstance(scope, int) else (scope.block.trips, scope.element.trips)
     chunk = next_power_of_2(elements)
-    return chunk <= WHOLE and next_power_of_2(width) * chunk <= FUSED
+    return chunk <= WHOLE and next_power_of_2(width) * chunk <= most
 
 
 def _are_single(selection: Selection) -> bool:
     """Whether blocks are single elements of one dtype, whose keys can be read from the tensors themselves."""
-    parts = [part for part, *coupled in selection.parts if not coupled and part.element.count == 1]
+    parts = [part for part, *coupled in selection.parts if not coupled and part.element.trips == 1]
     return len(parts) == len(selection.parts) and len({part.values.dtype for part in parts}) == 1
 
 
@@ -130,7 +131,7 @@ def _select_whole(part: Part, selection: Selection) -> None:
     """Score, select and fill in one kernel."""
     if _kind(selection.keep) != "each":  # budgets go by the index of a scope
         part = part.in_memory_order()
-    width, elements = part.block.count, part.element.count
+    width, elements = part.block.trips, part.element.trips
     padded, chunk = next_power_of_2(width), next_power_of_2(elements)
     contiguous = width == padded and elements == chunk and part.is_contiguous
     apart = elements == 1 and padded <= APART and part.scope.values[0] == part.scope.mask[0] == 1
@@ -144,22 +145,24 @@ def _select_whole(part: Part, selection: Selection) -> None:
         contiguous=contiguous,
         apart=apart and not contiguous,
     )
-    held = 1024 if contiguous or apart else 512 if elements == chunk and not form.masked else 256
-    options = {"KEEP": _kind(selection.keep), "FORM": form, "num_warps": _warps(form.tile * padded * chunk, held)}
-    # no limit of registers: with one this kernel spills
-    fused_kernel[(cdiv(part.scope.count, form.tile),)](part, part.scope.count, selection.keep, **options)
+    taken = form.tile * padded * chunk
+    held = (1024 if contiguous or apart else 512 if elements == chunk else 256) // (2 if form.masked else 1)
+    options = {"KEEP": _kind(selection.keep), "FORM": form, "num_warps": _warps(taken, held)}
+    if options["num_warps"] == 16 and taken < FUSED:  # else the assembler stops at 64 registers; others spill with it
+        options["maxnreg"] = REGISTERS
+    fused_kernel[(cdiv(part.scope.trips, form.tile),)](part, part.scope.trips, selection.keep, **options)
 
 
 def _select_stored(selection: Selection) -> None:
     """Score blocks into rows, select among these, and fill the masks of the blocks."""
-    first, widths = selection.parts[0][0], [coupled[0].block.count for coupled in selection.parts]
-    rows, row, device = first.scope.count, sum(widths), first.values.device
+    first, widths = selection.parts[0][0], [coupled[0].block.trips for coupled in selection.parts]
+    rows, row, device = first.scope.trips, sum(widths), first.values.device
     scores = torch.empty(rows, row, dtype=torch.float32, device=device)
     kept = torch.empty(rows, row, dtype=torch.uint8, device=device)
     columns = list(zip(selection.parts, widths, scores.split(widths, 1), kept.split(widths, 1), strict=True))
     for coupled, width, own_scores, own_kept in columns:
         for at, part in enumerate(coupled):
-            single = len(coupled) == 1 and part.element.count == 1
+            single = len(coupled) == 1 and part.element.trips == 1
             form = _block_form(part, selection, part.values.element_size(), single)
             ends = {"FIRST": at == 0, "LAST": at == len(coupled) - 1}
             arguments = (part, rows * width, width, own_scores, own_kept, row)
@@ -167,15 +170,15 @@ def _select_stored(selection: Selection) -> None:
     one = Nest((1,), (0,), (0,))
     stored = Part(scores, kept, Nest((rows,), (row,), (row,)), Nest((row,), (1,), (1,)), one)
     among_stored = replace(selection, parts=((stored,),), masked=False)
-    if _fits_program(row):
+    if _fits_program(row, among_stored):
         _select_whole(stored, among_stored)
     else:
         _select_long([stored], among_stored)
     for coupled, width, _, own_kept in columns:
         for part in coupled:
             form = _block_form(part, selection, part.mask.element_size())
-            arguments = (part, rows * width, width, own_kept, row)
-            fill_kernel[(cdiv(rows * width, form.tile),)](*arguments, **_block_options(form))
+            grid = (cdiv(rows * width, form.tile),)
+            fill_kernel[grid](part, rows * width, width, own_kept, row, **_block_options(form))
 
 
 def _block_form(part: Part, selection: Selection, size: int, single: bool = False) -> Form:
@@ -185,13 +188,13 @@ def _block_form(part: Part, selection: Selection, size: int, single: bool = Fals
     # Where neighbours in memory are other blocks, not other elements, a tile takes enough blocks to use whole sectors.
     across = part.block.values[0] == 1 and part.element.values[0] != 1
     # Of a row of blocks of several rows a thread reads 16 bytes at a time.
-    held = TILE // 2 // size if part.element.count > inner else TILE
+    held = TILE // 2 // size if part.element.trips > inner else TILE
     return Form(
         **_scoring(part, selection, single=single),
         tile=max(held // chunk, SECTOR // size if across else 1),
-        elements=part.element.count,
+        elements=part.element.trips,
         chunk=chunk,
-        outer=part.element.count // inner,
+        outer=part.element.trips // inner,
         inner=inner,
     )
 
@@ -203,13 +206,13 @@ def _block_options(form: Form) -> dict[str, Any]:
 
 def _select_long(parts: Sequence[Part], selection: Selection) -> None:
     """Select in rows that no program takes whole, each of them over all parts."""
-    rows, widths, keep = parts[0].scope.count, [part.block.count for part in parts], selection.keep
+    rows, widths, keep = parts[0].scope.trips, [part.block.trips for part in parts], selection.keep
     narrow, kind = rows * sum(widths) >= NARROW, _kind(keep)
     length = min(cdiv(rows * sum(widths), TILE * PROGRAMS), cdiv(max(widths), TILE))  # tiles of a span
     ends = list(accumulate(cdiv(n, TILE * length) for n in widths))
     forms = [_row_form(part, selection, narrow) for part in parts]
     launches = [
-        (part, Spans(count=end - begin, length=length, first=begin, row_spans=ends[-1], width=n), form)
+        (part, Spans(per_row=end - begin, length=length, first=begin, row_spans=ends[-1], width=n), form)
         for part, begin, end, n, form in zip(parts, [0, *ends], ends, widths, forms, strict=False)
     ]
     zeros, empty = (
@@ -224,23 +227,23 @@ def _select_long(parts: Sequence[Part], selection: Selection) -> None:
     if narrow:
         _bracket(parts, forms, state, keep)
         for part, spans, form in launches:
-            grid, row_options = (rows * spans.count,), options | {"num_warps": form.row_warps}
+            grid, row_options = (rows * spans.per_row,), options | {"num_warps": form.row_warps}
             narrow_kernel[grid](part, spans, state, records, gathered, FORM=form, **row_options)
     for at in range(forms[0].digits):
         for part, spans, form in launches:
             arguments = (part, spans, state, records, gathered, counts, keep)
-            histogram_kernel[(rows * spans.count,)](*arguments, **budget, PASS=at, FORM=form, **options)
+            histogram_kernel[(rows * spans.per_row,)](*arguments, **budget, PASS=at, FORM=form, **options)
     for part, spans, form in launches:
         arguments = (part, spans, state, records, gathered, counts, keep)
-        tie_kernel[(rows * spans.count,)](*arguments, **budget, FORM=form, **options)
+        tie_kernel[(rows * spans.per_row,)](*arguments, **budget, FORM=form, **options)
     for part, spans, form in launches:
-        grid, row_options = (rows * spans.count,), options | {"num_warps": form.row_warps}
+        grid, row_options = (rows * spans.per_row,), options | {"num_warps": form.row_warps}
         mark_kernel[grid](part, spans, state, records, counts, keep, **budget, FORM=form, **row_options)
 
 
 def _bracket(parts: Sequence[Part], forms: Sequence[Form], state: Tensor, keep: int | Tensor) -> None:
     """Bracket each row's k-th key by samples, of which each part gives its share."""
-    rows, widths = len(state), [part.block.count for part in parts]
+    rows, widths = len(state), [part.block.trips for part in parts]
     most = min(SAMPLES, next_power_of_2(sum(widths) // 4))
     ends = list(accumulate(max(1, most * n // sum(widths)) for n in widths))
     capacity = next_power_of_2(ends[-1])
@@ -248,7 +251,7 @@ def _bracket(parts: Sequence[Part], forms: Sequence[Form], state: Tensor, keep: 
     for part, form, begin, end in zip(parts, forms, [0, *ends], ends, strict=False):
         grid = (rows * cdiv(end - begin, long_rows.SAMPLE_TILE.value),)
         options = {"CAPACITY": capacity, "FORM": form, "num_warps": 4, "maxnreg": REGISTERS}
-        sample_kernel[grid](part, part.block.count, samples, end - begin, begin, **options)
+        sample_kernel[grid](part, part.block.trips, samples, end - begin, begin, **options)
     options = {"KEEP": _kind(keep), "CAPACITY": capacity, "BITS": forms[0].bits, "num_warps": 8, "maxnreg": REGISTERS}
     bracket_kernel[(rows,)](samples, ends[-1], sum(widths), state, keep, **options)
 

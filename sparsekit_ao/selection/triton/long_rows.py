@@ -64,7 +64,7 @@ def mask_at(part, row, slot):
 @triton.jit
 def span_of(program, spans, FORM: tl.constexpr):
     """Row of a program, the number of its record, and the first slot of its span and the slot after the last."""
-    row, span = program // spans.count, program % spans.count
+    row, span = program // spans.per_row, program % spans.per_row
     begin = (span if FORM.big else span.to(tl.int32)) * (spans.length * FORM.tile)
     end = tl.minimum(begin + spans.length * FORM.tile, spans.width)
     return row, row * spans.row_spans + spans.first + span, begin, end

@@ -28,7 +28,7 @@ class Nest(NamedTuple):
     mask: Shape
 
     @property
-    def count(self) -> int:
+    def trips(self) -> int:
         """Trips of all loops together."""
         return prod(self.sizes)
 
