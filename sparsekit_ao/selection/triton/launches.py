@@ -115,7 +115,7 @@ def fill_masks(selection: Selection) -> None:
 
 def _fits_program(scope: Part | int, selection: Selection) -> bool:
     """Whether a program takes scopes of this tensor whole, or rows of so many scores."""
-    most = FUSED // 2 if selection.masked or selection.among_kept else FUSED  # a mask that is read takes registers too
+    most = FUSED // 2 if selection.masked or selection.within_mask else FUSED  # a mask that is read takes registers too
     width, elements = (scope, 1) if isinstance(scope, int) else (scope.block.trips, scope.element.trips)
     chunk = next_power_of_2(elements)
     return chunk <= WHOLE and next_power_of_2(width) * chunk <= most
