@@ -3,7 +3,6 @@
 from .squash import rebuilt_originals, refuse_unwritable, removed, write_zeros
 from .weight_mask import (
     WeightMask,
-    collector_paused,
     dense_state_dict,
     dense_weight,
     find_mask,

@@ -4,7 +4,6 @@ Masks are filled in place: a mask has one storage for its whole life. A gradient
 pass, so autograd saves a copy of the mask (see `select`), which a later `step` does not change.
 """
 
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -126,18 +125,6 @@ def parametrized_names(module: nn.Module) -> list[str]:
         return []
     found = module._modules.get("parametrizations")
     return list(found) if isinstance(found, nn.ModuleDict) else []
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: full collections would take half of the time of preparing some thousand layers."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def under_all_names(

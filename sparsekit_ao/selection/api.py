@@ -62,11 +62,6 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
     return backend.keep_rows(scores.detach(), keep, candidates)
 
 
-def keep_masks(rows: Sequence[tuple[Tensor, int | Tensor, Tensor | None]], *, impl: str = "auto") -> list[Tensor]:
-    """`keep_mask` of each (scores, keep, candidates)."""
-    return [keep_mask(scores, keep, candidates=candidates, impl=impl) for scores, keep, candidates in rows]
-
-
 @torch.no_grad()
 def update_masks(requests: Sequence[Request], *, impl: str = "auto") -> None:
     """Fill the masks of requests that do not depend on each other, in place; all were checked when they were made.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..structure import ScopeSpec, windows
+from ..structure import BlockSpec, ScopeCoupling, ScopeSpec, windows
 from ..structure.tiles import cut_parts, to_aligned
 from ..structure.windows import Blocks, Norm, Scopes, fill_mask
 from . import reference
@@ -48,9 +48,11 @@ def refusals(work: Request | Tensor) -> list[str]:
     """Return why this backend cannot take a request, or rows of scores."""
     if work.device.type != "cpu":
         return [f"it works on CPU tensors, got {work.device}"]
-    for mask in work.masks.values() if isinstance(work, Request) else ():
-        if mask.dtype not in _ONE:
-            return [f"masks are bool, uint8 or floats, got {mask.dtype}"]
+    if isinstance(work, Request):
+        for spec, mask in work.masks.items():
+            dtype = work.value_of(spec).dtype
+            if mask.dtype not in _ONE or dtype not in _INF:
+                return [f"it takes float values, and bool, uint8 or float masks, got {dtype} and {mask.dtype}"]
     return []
 
 
@@ -61,7 +63,7 @@ def run(requests: Sequence[Request]) -> None:
         scope = request.scope
         if isinstance(scope, ScopeSpec) and scope.has_single_elements and scope.numblk_per_scope() < LONG:
             chunks += _element_chunks(request, scope)
-        elif all(s.is_plain for s in request.scopes):
+        elif all(s.is_plain for s in request.scopes) and request.windows[0].window.numel():
             _fill_plain(request)
         else:
             reference.fill(request, block_scores, keep_rows)
@@ -122,30 +124,21 @@ def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[],
 
 def _fill_plain(request: Request) -> None:
     """Fill the masks of a request whose scopes each cut the grid of one window evenly."""
-    keep, norm, scopes = request.budget, request.norm, request.scopes
-    width = sum(math.prod(s.shape) for s in scopes)
-    is_long = width >= LONG and all(math.prod(s.scope_grid) == 1 for s in scopes)
-    if not width or not request.windows[0].window.numel():
-        return
-    if len(scopes) > 1 and (not is_long or len({m.window.dtype for m in request.windows}) > 1):
+    scopes, members = request.scopes, request.windows
+    is_joint = len(scopes) > 1
+    if is_joint and (any(math.prod(s.scope_grid) != 1 for s in scopes) or len({m.window.dtype for m in members}) > 1):
         reference.fill(request, block_scores, keep_rows)
-        return
-    as_mean = any(m.is_partial for m in request.windows)
-    if as_mean or any(b != 1 for m in request.windows for b in m.shape):
-        if request.within_mask or (len(scopes) == 1 and width < LONG and math.prod(scopes[0].scope_grid) < 2):
+    elif any(math.prod(m.shape) != 1 or m.is_partial for m in members):
+        if request.within_mask:
             reference.fill(request, block_scores, keep_rows)
         else:
-            _fill_blocks(request, as_mean, is_long)
-        return
-    magnitude = norm is not None
-    if is_long:
-        slots = [part for m in request.windows for part in _slots_of(m, magnitude, request)]
-        _keep_long(slots, int(keep))
-        return
-    s, m = scopes[0], request.windows[0]
-    for at, part in enumerate(_scope_parts(s, m)):
-        budget = int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep
-        _keep_long(list(_slots_of(part, magnitude, request)), budget)
+            _fill_blocks(request)
+    elif is_joint:
+        _keep_long([part for m in members for part in _slots_of(m, request)], int(request.budget))
+    else:
+        for at, part in enumerate(_scope_parts(scopes[0], members[0])):
+            keep = request.budget
+            _keep_long(list(_slots_of(part, request)), int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep)
 
 
 def _scope_parts(s: Scopes, m: Blocks) -> Iterator[Blocks]:
@@ -192,33 +185,22 @@ def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> N
         np.multiply(kept.view(np.uint8), mask.dtype.type(_ONE[dtype]), out=mask, casting="unsafe")
 
 
-def _fill_blocks(request: Request, as_mean: bool, is_long: bool) -> None:
+def _fill_blocks(request: Request) -> None:
     """Select among the scores of whole blocks as among single elements, then fill the blocks."""
-    kept_grids, requests = [], []
+    as_mean = any(m.is_partial for m in request.windows)
+    scopes, kept, values = [], {}, {}
     for s, m in zip(request.scopes, request.windows, strict=True):
         part = replace(m, under=m.mask) if request.masked else m
         scores = block_scores((part,), request.norm, m.window.ndim, as_mean)
-        kept = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
-        kept_grids.append(kept)
-        requests.append((s, Blocks(shape=(1,) * scores.ndim, values=scores, mask=kept)))
-    magnitude, keep = request.norm is not None, request.budget
-    if is_long:
-        _keep_long([part for _, m in requests for part in _slots_of(m, magnitude)], int(keep))
-    else:
-        (s, m) = requests[0]
-        assert m.values is not None
-        parts = cut_parts(m.values, s.shape, CHUNK)
-        if math.prod(s.shape) >= LONG:
-            for at, part in enumerate(_scope_parts(s, m)):
-                budget = int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep
-                _keep_long(list(_slots_of(part, magnitude)), budget)
-        else:
-            for place, _ in parts:
-                cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, s.shape, strict=True))
-                own = keep[place] if isinstance(keep, Tensor) else keep
-                _fill_chunk(_at(m, cut), s.shape, own, magnitude, False, False)
-    for m, kept in zip(request.windows, kept_grids, strict=True):
-        _expand(m, kept)
+        spec = BlockSpec(scores)
+        scopes.append(ScopeSpec(spec, s.shape))
+        kept[spec] = torch.empty_strided(scores.shape, scores.stride(), dtype=torch.bool, device="cpu")
+        values[scores] = scores
+    scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes)
+    norm = None if request.norm is None else 1  # norms of blocks are magnitudes
+    run([Request(scope=scope, masks=kept, keep=request.budget, values=values, norm=norm)])
+    for m, mask in zip(request.windows, kept.values(), strict=True):
+        _expand(m, mask)
 
 
 # keys and selection of rows
@@ -355,7 +337,7 @@ class _Slots:
         assert bits is not None
         return _keys(bits, self._dtype, self._magnitude, under=under, within=within).reshape(-1)
 
-    def sample(self, generator: np.random.Generator, stretch: int) -> Array:
+    def sample(self, generator: Any, stretch: int) -> Array:
         """One key from each stretch."""
         places = np.arange(0, self.size - stretch + 1, stretch)
         places += generator.integers(stretch, size=len(places))
@@ -382,14 +364,13 @@ class _Slots:
         _write(self._mask, kept, self._mask_dtype, self._within_mask)
 
 
-def _slots_of(m: Blocks, magnitude: bool, request: Request | None = None) -> Iterator[_Slots]:
+def _slots_of(m: Blocks, request: Request) -> Iterator[_Slots]:
     """A window of single elements as chunks of consecutive members."""
     assert m.values is not None and m.mask is not None
-    masked, within = (False, False) if request is None else (request.masked, request.within_mask)
     for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK):
-        mask = m.mask[place]
-        under, allowed = mask if masked else None, mask if within else None
-        yield _Slots(values, mask, magnitude, under=under, within=allowed, within_mask=within)
+        mask, is_within = m.mask[place], request.within_mask
+        under, within = mask if request.masked else None, mask if is_within else None
+        yield _Slots(values, mask, request.norm is not None, under=under, within=within, within_mask=is_within)
 
 
 def _keep_long(parts: Sequence[_Slots], keep: int) -> None:

@@ -95,7 +95,6 @@ class MaskSparsifier(BaseSparsifier):
         """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
         self.config = make_config(model, SUPPORTED_MODULES)
 
-    @masking.collector_paused()
     def prepare(
         self,
         model: nn.Module,

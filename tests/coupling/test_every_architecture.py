@@ -11,7 +11,6 @@ import hf_models
 import installed_models
 import pytest
 import torch
-from compact_models import close
 from discovered import fill
 from grids import EXHAUSTIVE
 from networks import NETWORKS

@@ -4,7 +4,6 @@
 """
 
 import copy
-import gc
 import io
 import pickle
 
@@ -279,21 +278,6 @@ def test_9_what_cannot_be_expressed_is_refused_and_nothing_changes():
     with pytest.raises(SparsityError, match="cannot squash the mask through _WeightNorm"):
         sparsifier.squash_mask()
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_prepare_leaves_the_garbage_collector_as_it_was(enabled):
-    before = gc.isenabled()
-    try:
-        gc.enable() if enabled else gc.disable()
-        sparsifier, model = ScopeSparsifier(), nn.Sequential(nn.Linear(4, 4))
-        with pytest.raises(SparsityError):
-            sparsifier.prepare(model, [{"tensor_fqn": "missing"}])
-        assert gc.isenabled() == enabled
-        sparsifier.prepare(model)
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable() if before else gc.disable()
 
 
 def test_stock_has_these_faults():
