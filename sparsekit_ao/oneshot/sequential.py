@@ -8,7 +8,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,20 +78,14 @@ class SequentialPass:
         self._model, self._data = model, data
         order, self.unreached, self._repeated = _order(model, data, targets)
         self.blocks = _chained_blocks(model, data, _find_blocks(model, order, blocks), order, blocks)
-        self.groups = self._grouped(order)
-        self._inputs: list[Arguments] = []
-        self._inputs_of = 0  # the block whose inputs these are
-
-    def _grouped(self, order: Sequence[tuple[Target, int]]) -> list[LayerGroup]:
-        """Blocks, and single layers (those that read one tensor together) before, between and after them."""
         block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
-        groups: dict[tuple[int | None, int], LayerGroup] = {}
+        groups: dict[tuple[int | None, int], list[Target]] = {}  # layers outside of blocks by the tensor that they read
         for target, read in order:
             block = block_of.get(id(target.module))
-            key = (block, read if block is None else 0)
-            before = groups[key].targets if key in groups else ()
-            groups[key] = LayerGroup(targets=(*before, target), block=block)
-        return list(groups.values())
+            groups.setdefault((block, read if block is None else 0), []).append(target)
+        self.groups = [LayerGroup(targets=tuple(group), block=block) for (block, _), group in groups.items()]
+        self._inputs: list[Arguments] = []
+        self._inputs_of = 0  # the block whose inputs these are
 
     def record(self) -> Iterator[tuple[LayerGroup, dict[str, Statistics]]]:
         """Yield every group with its statistics; what the caller changes in the model shows in the groups after it."""
@@ -114,15 +108,11 @@ class SequentialPass:
         """Run the model on all batches, up to the group's last layer if that is called only once."""
         modules = [t.adapter.module for t in group.targets if t.adapter is not None]
         can_stop = not any(id(m) in self._repeated for m in modules)
-        handle = modules[-1].register_forward_hook(_stop) if can_stop else None
-        try:
-            with Calibration(group.targets) as calibration:
-                for index, mask in enumerate(self._data.token_masks):
-                    calibration.token_mask = mask
-                    self._data.run(self._model, index)
-        finally:
-            if handle is not None:
-                handle.remove()
+        stop = modules[-1].register_forward_hook(_stop) if can_stop else nullcontext()
+        with stop, Calibration(group.targets) as calibration:
+            for index, mask in enumerate(self._data.token_masks):
+                calibration.token_mask = mask
+                self._data.run(self._model, index)
         return calibration.statistics
 
     def _go_to(self, block: int) -> None:
@@ -146,19 +136,18 @@ def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[N
     """Call functions `(module, args, kwargs)` before their modules."""
     with ExitStack() as stack:
         for module, hook in hooks:
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
 def _order(
     model: nn.Module, data: CalibrationData, targets: Sequence[Target]
 ) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
-    """Targets in the order of the forward pass, each with a number for the tensor that it reads.
-
-    A layer that the first batch does not reach (an expert, say) is looked for in the others.
+    """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
 
     Returns:
-        They, those not reached, and ids of the modules that a forward pass calls more than once.
+        The reached targets in that order, each with a number for the tensor that it reads; the targets that no batch
+        reaches; and ids of the modules that a forward pass calls more than once.
     """
     reached: dict[str, tuple[Target, int]] = {}
     calls: Counter[str] = Counter()
@@ -213,19 +202,11 @@ def _chained_blocks(
     order: Sequence[tuple[Target, int]],
     name: str | None,
 ) -> list[nn.Module]:
-    """The blocks, if their inputs can be computed from each other; else none of them.
-
-    On the first batch each one's input must be the output of the one before. Every batch must call each block once, in
-    order, and no layer may be part of several blocks, whose inputs are not known together.
-    """
-    in_order = list(range(len(blocks)))
+    """Return the blocks if their inputs can be computed from each other, else none of them."""
     uses = Counter(id(m) for block in blocks for m in block.modules())
     is_chain = bool(blocks) and not any(uses[id(target.module)] > 1 for target, _ in order)
-    if is_chain:
-        calls = _block_calls(model, data, blocks, 0)
-        is_chain = [k for k, _ in calls] == in_order and _is_chained(model, data, blocks, [a for _, a in calls])
-    for index in range(1, len(data.batches) if is_chain else 0):
-        is_chain = is_chain and [k for k, _ in _block_calls(model, data, blocks, index)] == in_order
+    for index in range(len(data.batches)):
+        is_chain = is_chain and _is_chained(model, data, blocks, index)
     if name is not None and not is_chain:
         raise SparsityError(
             f"one_shot: blocks={name!r} do not form a chain: each must be called once, in order, with the first output "
@@ -235,10 +216,11 @@ def _chained_blocks(
     return list(blocks) if is_chain else []
 
 
-def _block_calls(
-    model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], index: int
-) -> list[tuple[int, Arguments]]:
-    """The blocks that the forward pass of one batch calls, in order; of the first batch also their arguments."""
+def _is_chained(model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> bool:
+    """Whether a batch calls each block once, in order, and in the first batch each with the output of the one before.
+
+    All other arguments must be the same.
+    """
     calls: list[tuple[int, Arguments]] = []
 
     def hook(k: int) -> Callable[..., None]:
@@ -249,18 +231,15 @@ def _block_calls(
 
     with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
         data.run(model, index)
-    return calls
-
-
-def _is_chained(
-    model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[Arguments]
-) -> bool:
-    """Whether each block is called with the first output of the one before, and otherwise the same arguments."""
-    arguments, expected = _captured(model, data, blocks[0], 0), calls[0]
-    for k, block in enumerate(blocks[:-1]):
+    if [k for k, _ in calls] != list(range(len(blocks))):
+        return False
+    if index > 0:
+        return True
+    arguments, expected = _captured(model, data, blocks[0], 0), calls[0][1]
+    for block, (_, actual) in zip(blocks[:-1], calls[1:], strict=True):
         output = _output(block, arguments)
         arguments, expected = _next(arguments, output), _next(expected, output)
-        if not _are_same(expected, calls[k + 1]):
+        if not _are_same(expected, actual):
             return False
     return True
 
@@ -279,7 +258,7 @@ def _captured(model: nn.Module, data: CalibrationData, block: nn.Module, index: 
 
 
 def _output(block: nn.Module, arguments: Arguments) -> Any:
-    """What a block returns; it may change its arguments in place, such as a cache of keys and values."""
+    """Run a block on copies of its arguments, which it may change in place (a cache of keys and values, say)."""
     args, kwargs = _copied(arguments)
     return block(*args, **kwargs)
 

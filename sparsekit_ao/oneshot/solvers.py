@@ -66,17 +66,10 @@ def relative_error(weight: Tensor, gram: Tensor, solution: Tensor) -> float:
 def least_squares(
     weight: Tensor, gram: Tensor, mask: Tensor, steps: int = CG_STEPS, start: Tensor | None = None
 ) -> Tensor:
-    """The best kept weights for a mask: conjugate gradients on all rows at once, preconditioned by diag(G).
+    """Return the best kept weights for a mask, zero where it drops.
 
-    Starts at the masked weights, so that a singular G needs no damping: what the data does not determine stays.
-
-    Args:
-        weight, gram, mask: see the module.
-        steps: of conjugate gradients; each is one product with G.
-        start: weights to start at, by default the masked ones.
-
-    Returns:
-        V, zero where the mask drops.
+    Runs conjugate gradients on all rows at once, preconditioned by diag(G); each step is one product with G. They start
+    at the masked weights (or `start`), so that a singular G needs no damping: what the data does not determine stays.
 
     >>> w, g = torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])  # two equal inputs
     >>> least_squares(w, g, torch.tensor([[[True, False]]]))
@@ -104,14 +97,8 @@ def least_squares(
 def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
     """Mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831).
 
-    The projection is an exact selection, so that any structure can be given.
-
-    Args:
-        weight, gram, scopes: see the module.
-        steps: each is a product with a matrix of the size of G, and one projection.
-
-    Returns:
-        The mask of the last projection, and weights that are nearly the best for it.
+    The projection is an exact selection, so that any structure can be given. The weights are nearly the best for the
+    mask of the last projection.
     """
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
@@ -243,13 +230,12 @@ def sparsegpt(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tenso
             errors = torch.zeros_like(block)
             if m is None:
                 share = round(keep * stop / columns) - round(keep * start / columns)
-                kept[:, start:stop] = _highest((block / factor.diagonal()).square().reshape(1, -1), share).view_as(
-                    block
-                )
+                saliency = (block / factor.diagonal()).square()
+                kept[:, start:stop] = keep_mask(saliency.reshape(1, -1), share).view_as(block)
             for at in range(stop - start):
                 if m is not None and at % m == 0:
                     saliency = (block[:, at : at + m] / factor.diagonal()[at : at + m]).square()
-                    kept[:, start + at : start + at + m] = _highest(saliency, keep)
+                    kept[:, start + at : start + at + m] = keep_mask(saliency, keep)
                 pruned = block[:, at] * kept[:, start + at]
                 errors[:, at] = (block[:, at] - pruned) / factor[at, at]
                 block[:, at:] -= errors[:, at : at + 1] @ factor[at : at + 1, at:]
@@ -257,10 +243,6 @@ def sparsegpt(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tenso
             w[:, start:stop] = block
             w[:, stop:] -= errors @ upper[start:stop, stop:]
     return mask, solution
-
-
-def _highest(rows: Tensor, count: int) -> Tensor:
-    return torch.zeros_like(rows, dtype=torch.bool).scatter_(1, rows.topk(count, dim=1).indices, True)
 
 
 def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
