@@ -79,17 +79,17 @@ def fsdp_records(model: nn.Module | None) -> dict[int, Any]:
     Raises:
         SparsityError: this version of torch has no such records.
     """
-    found: dict[int, Any] = {}
+    records: dict[int, Any] = {}
     for _, module in _wrapped(model):
         try:
             groups = module._get_fsdp_state()._fsdp_param_groups
-            found |= {id(p.sharded_param): p for g in groups for p in g.fsdp_params if p._module_info}
+            records |= {id(p.sharded_param): p for g in groups for p in g.fsdp_params if p._module_info}
         except AttributeError as e:
             raise SparsityError(
                 f"squash_mask: cannot find fully_shard's records of its parameters in this version of torch ({e}). "
                 "Load the checkpoint into a model that is not sharded, and squash that one."
             ) from None
-    return found
+    return records
 
 
 def move_record(record: Any, module: nn.Module, name: str) -> None:

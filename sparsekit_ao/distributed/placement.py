@@ -63,8 +63,8 @@ def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
     """The dimensions of a mesh over which a tensor on (a part of) it is sharded; it is replicated over the others."""
     if not is_sharded(t):
         return ()
-    own = t.device_mesh
-    at = range(mesh.ndim) if own == mesh else [mesh.mesh_dim_names.index(n) for n in own.mesh_dim_names]
+    part = t.device_mesh
+    at = range(mesh.ndim) if part == mesh else [mesh.mesh_dim_names.index(n) for n in part.mesh_dim_names]
     return tuple(k for k, p in zip(at, t.placements, strict=True) if not p.is_replicate())
 
 

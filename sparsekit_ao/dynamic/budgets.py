@@ -46,19 +46,19 @@ class Budgets:
     @cached_property
     def sizes(self) -> list[int]:
         """Elements of one block of each pruning group, in units of their greatest common divisor."""
-        members = [c.scope.members() for c in self.pruning_groups]  # of equal blocks, or of blocks chosen together
-        sizes = [sum(m.block.numel_per_block() for m in of_one) // len(of_one) for of_one in members]
+        blocks = [[m.block.numel_per_block() for m in c.scope.members()] for c in self.pruning_groups]
+        sizes = [sum(numels) // len(numels) for numels in blocks]  # of equal blocks, or of blocks chosen together
         unit = math.gcd(*sizes) if sizes else 1
         return [n // unit for n in sizes]
 
     @cached_property
     def units(self) -> list[int]:
-        """What one more block in every scope of each pruning group takes, in the units of `sizes`."""
+        """Elements of one more block in every scope of each pruning group, in the units of `sizes`."""
         return [n * c.scope.numscp() for n, c in zip(self.sizes, self.pruning_groups, strict=True)]
 
     @cached_property
     def capacities(self) -> list[int]:
-        """What all blocks of each pruning group take, in the units of `sizes`."""
+        """Elements of all blocks of each pruning group, in the units of `sizes`."""
         return [u * c.scope.numblk_per_scope() for u, c in zip(self.units, self.pruning_groups, strict=True)]
 
     @property
@@ -70,10 +70,9 @@ class Budgets:
 
     def rows(self, k: int) -> Tensor:
         """Return the blocks that each scope of a pruning group is to keep, by its groups; int64 [scopes] on the CPU."""
-        pruning_group = self.pruning_groups[k]
-        budget = torch.as_tensor(pruning_group.budget(self.groups), device="cpu")
-        budget = budget.expand(pruning_group.scope.grid_shape)
-        return torch.minimum(budget, pruning_group.scope.blocks_per_scope()).reshape(-1)
+        scope, budget = self.pruning_groups[k].scope, self.pruning_groups[k].budget(self.groups)
+        budget = torch.as_tensor(budget, device="cpu").expand(scope.grid_shape)
+        return torch.minimum(budget, scope.blocks_per_scope()).reshape(-1)
 
     def set(self, k: int, nnz: int) -> None:
         """Write a budget into a pruning group's groups, as a count and as its level."""
@@ -176,7 +175,7 @@ def exchange(
 
 
 def _checked(densities: object, names: Iterable[str]) -> Mapping[str, float]:
-    """The densities of a distribution, which may be a user's function."""
+    """Return the densities of a distribution, which may be a user's function."""
     for name in names:
         density = densities.get(name) if isinstance(densities, Mapping) else None
         if not is_number(density) or not -1e-9 <= float(density) <= 1 + 1e-9:

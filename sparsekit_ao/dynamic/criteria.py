@@ -204,7 +204,7 @@ class Rule:
             raise SparsityError(f"rule {self.name!r}: needs are some of {NEEDS}, got {unknown[0]!r}")
 
     def share_of(self, slots: Slots) -> Any:
-        """What one tensor's part of the growth is proportional to."""
+        """Return the number to which one tensor's part of the growth is proportional."""
         return slots.mean_active(self.score(slots)) if self.share is None else self.share(slots)
 
 

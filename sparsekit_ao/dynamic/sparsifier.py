@@ -297,9 +297,8 @@ class DynamicSparsifier(BudgetSparsifier):
         momenta = self._capture.momenta() if is_pending and settings.needs_momentum else {}
         if is_pending and self._capture.is_ready(settings.needs_gradient, momenta):
             statistics = [self._statistics_of(g) for g in self.groups]
-            self.last_update = run_update(
-                self._budgets(self.groups), settings, self._capture, momenta, iteration, statistics
-            )
+            budgets = self._budgets(self.groups)
+            self.last_update = run_update(budgets, settings, self._capture, momenta, iteration, statistics)
             is_pending = False
         self._pending = is_pending
 

@@ -171,11 +171,8 @@ def make_settings(**arguments: Any) -> Settings:
     target, fraction = arguments["target"], arguments["update_fraction"]
     if arguments["state_init"] not in ("zero", "grad"):
         raise SparsityError(f"state_init must be 'zero' or 'grad', got {arguments['state_init']!r}")
-    functions = {
-        "target": "a schedule (iteration -> sparsity)",
-        "new_values": "a function (weight, generator) -> values",
-    }
-    for name, kind in functions.items():
+    kinds = ("a schedule (iteration -> sparsity)", "a function (weight, generator) -> values")
+    for name, kind in zip(("target", "new_values"), kinds, strict=True):
         if arguments[name] is not None and not callable(arguments[name]):
             raise SparsityError(f"{name} must be {kind} or None, got {arguments[name]!r}")
     if target is not None and arguments["update_every"] is None:
@@ -252,7 +249,7 @@ def run_update(
 def _choose(
     slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
-    """The new masks of every pruning group, and {pruning group that shares the budget: blocks of each scope}.
+    """Return new masks of every pruning group, and {pruning group that shares the budget: blocks of each scope}.
 
     `keep` is the budget of every scope, int64 [scopes] on the CPU for each pruning group.
     """
@@ -291,7 +288,7 @@ def _with_budgets(keep: Sequence[Tensor], nnz: Mapping[int, int]) -> list[Tensor
 
 
 def _stored(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
-    """Rows as masks, which are sharded like the weights, and the count of each scope."""
+    """Return rows as masks, which are sharded like the weights, and the count of each scope."""
     return slots.masks_of(rows), rows.sum(1)
 
 
@@ -347,10 +344,12 @@ def _prune_together(
         counts = allocate([float(r.sum()) for r in rows], count, scopes, totals, scopes)
         each = zip(scores, counts, scopes, active, strict=True)
         rows = [keep_mask(score, n // m, candidates=a) for score, n, m, a in each]
-    rows = [r.reshape(a.shape) for r, a in zip(rows, active, strict=True)]
-    limits = [torch.minimum(r.sum(1), n.to(r.device)) for r, n in zip(rows, keep, strict=True)]  # may be scheduled
-    limited = [keep_mask(score, n, candidates=r) for score, n, r in zip(scores, limits, rows, strict=True)]
-    return [_stored(s, r) for s, r in zip(slots, limited, strict=True)]
+    together = []
+    for s, score, row, budget in zip(slots, scores, rows, keep, strict=True):
+        candidates = row.reshape(s.shape)
+        limit = torch.minimum(candidates.sum(1), budget.to(row.device))  # budgets may be scheduled
+        together.append(_stored(s, keep_mask(score, limit, candidates=candidates)))
+    return together
 
 
 def _redistribute(
@@ -363,12 +362,8 @@ def _redistribute(
     """
     shared = budgets.shared
     units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
-    weights = [
-        _number(
-            rule.share_of(slots[k]), f"{slots[k].name}: rule {rule.name!r} must return one number for redistribution"
-        )
-        for k in shared
-    ]
+    requirement = f"rule {rule.name!r} must return one number for redistribution"
+    weights = [_number(rule.share_of(slots[k]), f"{slots[k].name}: {requirement}") for k in shared]
     remaining = [int(counts[k].sum()) * budgets.sizes[k] for k in shared]
     now = [int(keep[k].sum()) * budgets.sizes[k] for k in shared]
     if not any(math.isfinite(w) and w > 0 for w in weights):
@@ -384,14 +379,14 @@ def _redistribute(
 
 
 def _grow(slots: Slots, kept: Tensors, keep: Tensor, rule: Rule) -> Tensors:
-    """What a pruning group kept, and its highest inactive slots up to its budget."""
+    """Return masks of what a pruning group kept, and its highest inactive slots up to its budget."""
     rows = slots.rows_of(kept)
     grown = keep_mask(_scores(rule, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
     return slots.masks_of(rows | grown)
 
 
 def _scores(rule: Rule, slots: Slots) -> Tensor:
-    """A rule's scores of every slot, checked, since the rule may be a user's."""
+    """Return a rule's scores of every slot, checked, since the rule may be a user's."""
     scores = rule.score(slots)
     if not isinstance(scores, Tensor) or tuple(scores.shape) != slots.shape or not scores.is_floating_point():
         kind = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -406,7 +401,7 @@ def _value_at(schedule: Schedule, iteration: int, name: str) -> float:
 
 
 def _number(value: Any, requirement: str, when: str = "") -> float:
-    """A number, or a tensor of one, that a user's function returned; else an error that begins with `requirement`."""
+    """Return a user's number, or tensor of one number, as float; an error begins with `requirement`."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if not is_number(value):
@@ -448,7 +443,7 @@ def _apply(
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
-    """What the user's function returns for one weight."""
+    """Return the values that the user's function gives for one weight."""
     if settings.new_values is None:
         return None
     weight, fqn = original(group).detach(), group["tensor_fqn"]
