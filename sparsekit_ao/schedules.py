@@ -227,7 +227,8 @@ class ScheduleSL(BaseScheduler):
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
         _check_positive("interval", interval)
-        schedules = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule] * len(sparsifier.groups)
+        several = isinstance(schedule, (list, tuple))
+        schedules: list[Any] = list(schedule) if several else [schedule] * len(sparsifier.groups)
         _check_schedules("ScheduleSL: schedule", schedules)
         if len(schedules) != len(sparsifier.groups):
             raise SparsityError(

@@ -122,12 +122,9 @@ class Statistics:
 def loaded_statistics(
     saved: object, blanks: Mapping[str, Statistics], devices: Mapping[str, torch.device]
 ) -> dict[str, Statistics]:
-    """Check {tensor name: what `Statistics.saved` gives}, and copy it.
+    """Check {tensor name: what `Statistics.saved` gives}, and copy it to the devices.
 
-    Args:
-        saved: from a state dict.
-        blanks: statistics without sums, which are filled; of tensors that it does not have, nothing is loaded.
-        devices: where the sums are copied to.
+    `blanks` are statistics without sums, which are filled; nothing is loaded for tensors that it does not have.
     """
     prefix = "load_state_dict: "
     if not isinstance(saved, Mapping):

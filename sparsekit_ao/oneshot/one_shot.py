@@ -255,10 +255,10 @@ class _Pass:
         sequence = self._sequence(self._needs)
         _warn_of_unreached(sequence.unreached)
         unreached = {t.name for t in sequence.unreached if t.adapter is not None}
-        recorded = [t for group in sequence.groups for t in group.targets]
+        recorded = list(chain.from_iterable(sequence.groups.values()))
         names = {t.name for t in recorded}
         rest = [self.sparsifier._target(g, ()) for g in self.groups if g["tensor_fqn"] not in names]
-        layer_groups = ([self._layer(t, s.get(t.name)) for t in group.targets] for group, s in sequence.record())
+        layer_groups = ([self._layer(t, s.get(t.name)) for t in targets] for targets, s in sequence.record())
         with progress_bar(None, "one-shot", progress, unit="layer", total=len(self.groups)) as bar:
             for layers in chain(layer_groups, ([self._layer(t, None)] for t in rest)):
                 fresh = [layer for layer in layers if layer.target.name not in self.rows]

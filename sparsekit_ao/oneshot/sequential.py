@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ..calibration import Calibration, Statistics, Target, call
 from ..errors import SparsityError
 
-Forward = Callable[[nn.Module, Any], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -38,26 +37,13 @@ class CalibrationData:
     """
 
     batches: Sequence[Any]
-    forward: Forward | None
+    forward: Callable[[nn.Module, Any], Any] | None
     token_masks: Sequence[Tensor | None]
 
     def run(self, model: nn.Module, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""
         with suppress(_Stop):
             (self.forward or call)(model, self.batches[index])
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerGroup:
-    """Layers that are recorded together: those of a block, or those that read one tensor.
-
-    Attributes:
-        targets: their weights, in the order of the forward pass.
-        block: the index of the block that holds them, or None.
-    """
-
-    targets: tuple[Target, ...]
-    block: int | None
 
 
 class SequentialPass:
@@ -67,7 +53,8 @@ class SequentialPass:
         blocks: the name of the module list of repeated blocks; None finds it.
 
     Attributes:
-        groups: layers that are recorded together, in the order of the forward pass.
+        groups: weights that are recorded together, those of a block or those that read one tensor, in the order of the
+            forward pass; by the index of the block (None outside of blocks) and a number for the tensor.
         unreached: targets that no batch reaches.
         blocks: the repeated blocks; none where the model runs once for each layer.
     """
@@ -79,37 +66,36 @@ class SequentialPass:
         order, self.unreached, self._repeated = _order(model, data, targets)
         self.blocks = _chained_blocks(model, data, _find_blocks(model, order, blocks), order, blocks)
         block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
-        groups: dict[tuple[int | None, int], list[Target]] = {}  # layers outside of blocks by the tensor that they read
+        self.groups: dict[tuple[int | None, int], list[Target]] = {}
         for target, read in order:
             block = block_of.get(id(target.module))
-            groups.setdefault((block, read if block is None else 0), []).append(target)
-        self.groups = [LayerGroup(targets=tuple(group), block=block) for (block, _), group in groups.items()]
+            self.groups.setdefault((block, read if block is None else 0), []).append(target)
         self._inputs: list[Arguments] = []
         self._inputs_of = 0  # the block whose inputs these are
 
-    def record(self) -> Iterator[tuple[LayerGroup, dict[str, Statistics]]]:
+    def record(self) -> Iterator[tuple[list[Target], dict[str, Statistics]]]:
         """Yield every group with its statistics; what the caller changes in the model shows in the groups after it."""
-        for group in self.groups:
-            if group.block is None:
-                yield group, self._statistics_of_model(group)
+        for (block, _), targets in self.groups.items():
+            if block is None:
+                yield targets, self._statistics_of_model(targets)
                 continue
-            self._go_to(group.block)
-            with Calibration(group.targets) as calibration:
+            self._go_to(block)
+            with Calibration(targets) as calibration:
                 for arguments, mask in zip(self._inputs, self._data.token_masks, strict=True):
                     calibration.token_mask = mask
-                    _output(self.blocks[group.block], arguments)
-            yield group, calibration.statistics
-            if group.block + 1 < len(self.blocks):
-                self._go_to(group.block + 1)
+                    _output(self.blocks[block], arguments)
+            yield targets, calibration.statistics
+            if block + 1 < len(self.blocks):
+                self._go_to(block + 1)
             else:
                 self._inputs = []
 
-    def _statistics_of_model(self, group: LayerGroup) -> dict[str, Statistics]:
-        """Run the model on all batches, up to the group's last layer if that is called only once."""
-        modules = [t.adapter.module for t in group.targets if t.adapter is not None]
+    def _statistics_of_model(self, targets: Sequence[Target]) -> dict[str, Statistics]:
+        """Run the model on all batches, up to the last of these layers if that is called only once."""
+        modules = [t.adapter.module for t in targets if t.adapter is not None]
         can_stop = not any(id(m) in self._repeated for m in modules)
         stop = modules[-1].register_forward_hook(_stop) if can_stop else nullcontext()
-        with stop, Calibration(group.targets) as calibration:
+        with stop, Calibration(targets) as calibration:
             for index, mask in enumerate(self._data.token_masks):
                 calibration.token_mask = mask
                 self._data.run(self._model, index)
@@ -181,14 +167,13 @@ def _find_blocks(model: nn.Module, order: Sequence[tuple[Target, int]], name: st
     """The blocks of the ModuleList (or Sequential, if it is named) that holds most of the layers."""
     if name is not None:
         try:
-            named = model.get_submodule(name)
+            module = model.get_submodule(name)
         except AttributeError:
             raise SparsityError(f"one_shot: blocks={name!r} is no module of the model") from None
-        if not isinstance(named, (nn.ModuleList, nn.Sequential)):
-            raise SparsityError(
-                f"one_shot: blocks={name!r} is a {type(named).__name__}, not a ModuleList or Sequential"
-            )
-        return list(named)
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            kind = type(module).__name__
+            raise SparsityError(f"one_shot: blocks={name!r} is a {kind}, not a ModuleList or Sequential")
+        return list(module)
     layers = {id(t.module) for t, _ in order}
     lists = [(sum(id(x) in layers for x in m.modules()), m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     most = max((count for count, _ in lists), default=0)

@@ -155,16 +155,10 @@ def prune_chunks(
     chunks: list[tuple[int, int]],
     choose: Callable[[Tensor, Tensor, int, int], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Prune chunk after chunk, and compensate in the columns to the right.
+    """Prune chunk after chunk, and compensate in the columns to the right; return the mask and the weights.
 
-    Args:
-        weight: [outputs, inputs].
-        inverse: C = G^-1, [inputs, inputs].
-        chunks: see `column_chunks`.
-        choose: (weights, C, start, stop) of the columns of a chunk, as they are now -> its mask.
-
-    Returns:
-        The mask, and the compensated weights.
+    `weight` is [outputs, inputs], `inverse` C = G^-1, and `choose` gives the mask of a chunk from the present weights
+    and C of its columns, and their first and last index.
     """
     solution, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
     upper = torch.linalg.cholesky(inverse, upper=True)  # C of the columns from k on is upper[k:, k:]^T upper[k:, k:]
@@ -192,10 +186,7 @@ def prune_chunks(
 
 
 def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
-    """The finest cut of columns into contiguous chunks such that no scope crosses a cut.
-
-    Args:
-        labels: the scope of every element, int64 [outputs, inputs].
+    """Return the finest cut of columns into chunks that no scope crosses; `labels` are the scopes of all elements.
 
     >>> column_chunks(torch.tensor([[0, 0, 1, 1], [2, 2, 3, 3]]))
     [(0, 2), (2, 4)]
