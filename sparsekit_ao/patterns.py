@@ -1,8 +1,8 @@
 """Common structures by name, which adapt to the class of a module and the shape of its weight.
 
 A pattern is given in a config entry or as a sparsifier's default, as `pattern=` or unpacked (`**`), to the same effect.
-It finds which dimension of a weight holds outputs and which inputs: of Linear and convolutions, of transposed
-convolutions and transformers' `Conv1D` (stored transposed), and of packed experts `(experts, out, in)`.
+It finds which dimension of a weight holds outputs and which inputs, for Linear, convolutions, transposed convolutions
+and transformers' `Conv1D` (both stored transposed), and packed experts `(experts, out, in)`.
 
 >>> from sparsekit_ao import patterns
 >>> {"tensor_fqn": "fc.weight", **patterns.n_m(2, 4)}

@@ -2,7 +2,7 @@
 
 A score is a function `(weight, name) -> saliency`, or an object with `needs` (some of `calibration.NEEDS`), which is
 called as `(weight, statistics) -> saliency`. All tensors have the parameter's own shape, whatever view, axes or blocks
-the pattern takes; a block's score is the sum of its elements' saliencies (the mean where blocks differ in size). Names
+the pattern takes. A block's score is the sum of its elements' saliencies (the mean where blocks differ in size). Names
 work too: `score="wanda"`. Calibrate before `step` where a score needs statistics:
 
 >>> import sparsekit_ao

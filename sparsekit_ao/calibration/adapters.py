@@ -1,7 +1,7 @@
 """How a layer is a matrix that multiplies its inputs, for every kind of layer whose inputs are recorded.
 
-An adapter reshapes a weight to [groups, outputs, inputs] and back, and turns what a forward call of the module receives
-into rows [groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
+An adapter reshapes a weight to [groups, outputs, inputs] and back. It turns the input of a forward call into rows
+[groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

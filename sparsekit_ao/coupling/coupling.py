@@ -311,8 +311,8 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     """Return config dicts for one sparsifier of several couplings, so that one budget or schedule spans them all.
 
     Where couplings share a tensor (heads and the residual stream, in a query projection), its entry has `stages`, in
-    the order of the couplings, and its mask drops what any of them drops. A scheduler that writes `sparsity_level`
-    changes the level of every coupling.
+    the order of the couplings. Its mask drops what any of them drops. A scheduler that writes `sparsity_level` changes
+    the level of every coupling.
 
     Args:
         couplings: of different names.
@@ -372,8 +372,8 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
     Queries and keys of a rotary attention have pairs of numbers as units, values single ones. Where the forward has one
     size of a head for all, a pair goes with two single ones.
 
-    None if the couplings share a tensor, are not bound to the same layers, have numbers of units of which neither
-    divides the other, or have units in parts of a concatenation or in two dimensions of a tensor.
+    None if the couplings share a tensor, are bound to other layers, or have units in parts of a concatenation or in two
+    dimensions of a tensor. None too if neither number of units divides the other.
 
     >>> model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8)})
     >>> pairs, single = Coupling({"q.weight": "(d u) i"}, sizes={"d": 2}), Coupling({"v.weight": "u i"})

@@ -77,7 +77,7 @@ def box_of(t: Any) -> Box:
 def window_of(spec: BlockSpec, box: Box) -> Window | None:
     """The part of a block spec's view inside a box, where that is a window again; else None.
 
-    It is one where every dimension of the view steps along one dimension of the parameter, and the box cuts only the
+    It is one where every dimension of the view steps along one dimension of the parameter. The box may cut only the
     dimension of the largest step of each, between two steps.
 
     >>> import torch

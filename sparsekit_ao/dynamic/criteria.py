@@ -2,7 +2,7 @@
 
 A rule scores the blocks of one pruning group: it is a function of `Slots`, its blocks as rows [scopes, slots]. Pruning
 drops the lowest scores among active blocks, growth takes the highest among inactive ones (those pruned a moment ago
-included), and redistribution gives each tensor budget in proportion to the rule's share, one number.
+included). Redistribution gives each tensor budget in proportion to the rule's share, one number.
 """
 
 import math
@@ -225,8 +225,8 @@ def magnitude(criterion: Criterion = None) -> Rule:
 def global_magnitude(criterion: Criterion = None) -> Rule:
     """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
 
-    Where nothing grows back, or budgets follow a target, every scope keeps its largest block, and all scopes of a
-    tensor lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
+    Where nothing grows back, or budgets follow a target, every scope keeps its largest block. All scopes of a tensor
+    then lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
     """
     return _by_values("global", "weights", criterion, is_global=True)
 

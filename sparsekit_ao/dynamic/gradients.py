@@ -56,8 +56,8 @@ class StepHooks(ABC):
     def gradients_of(self, optimizer: Optimizer | None) -> list[tuple[TensorGroup, Tensor]]:
         """Return the groups that an optimizer trains (None: all) and that have gradients, with their parameters.
 
-        Parameters, masks and gradients are sharded as they are now: a trainer may shard a model and put new parameters
-        into the old optimizer without calling `attach`, and tensor parallel layers may leave partial sums.
+        Parameters, masks and gradients are sharded as they are now. A trainer may shard a model and put new parameters
+        into the old optimizer without calling `attach`; tensor parallel layers may leave partial sums.
         """
         pairs = [(group, original(group)) for group in self._trained(optimizer)]
         pairs = [(group, parameter) for group, parameter in pairs if parameter.grad is not None]

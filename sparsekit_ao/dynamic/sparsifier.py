@@ -47,8 +47,8 @@ class DynamicSparsifier(BudgetSparsifier):
     each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero, and
     grown ones start from zero, with zero optimizer state; one that is pruned and grown in the same update is unchanged.
 
-    A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the overall one, and
-    a tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
+    A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the overall one. A
+    tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
         sparsity_level: the overall fraction dropped, which `init` distributes over the tensors.

@@ -32,7 +32,8 @@ class StraightThrough(BudgetSparsifier):
             are trained (STE, arXiv 1308.3432). A level between 0 and `sparsity_level` is Top-KAST (arXiv 2106.03517):
             the backward mask keeps more blocks than the forward mask, by the same scores.
         decay: `decay * weight` is added to the gradient of weights that the forward mask drops, so that masks change
-            less (SR-STE, arXiv 2102.04010); once per step of the optimizer given to `attach`, after any clipping.
+            less (SR-STE, arXiv 2102.04010). It is added once per step of the optimizer given to `attach`, after any
+            clipping.
 
     Raises:
         SparsityError: a backward mask smaller than the forward one, a negative decay; see `ScopeSparsifier`.

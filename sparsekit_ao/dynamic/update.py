@@ -300,9 +300,9 @@ def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
 def _prune(slots: Slots, keep: Tensor, rule: Rule, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
     """Keep all but exactly floor(fraction * active) slots of a pruning group, and in no scope more than its budget.
 
-    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
-    short of the pruning group's number (2 of 4 loses none at 0.3), the rest are the smallest of the weakest one of each
-    scope. Unless scopes regrow to their budgets afterwards, all of them lose the same number.
+    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls short
+    of the pruning group's number (2 of 4 loses none at 0.3), more are pruned: the smallest among the weakest slots of
+    all scopes. Unless scopes regrow to their budgets afterwards, all of them lose the same number.
     """
     active, scores = slots.active, _scores(rule, slots)
     count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
@@ -321,8 +321,8 @@ def _prune_together(
 ) -> list[tuple[Tensors, Tensor]]:
     """Let pruning groups compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
 
-    The best slot of a pruning group always stays. With a target, or without growth, the best of every scope stays, and
-    every scope of a pruning group keeps the same number: the competition decides how many, its scores which.
+    The best slot of a pruning group always stays. With a target, or without growth, the best of every scope stays.
+    Every scope of a pruning group then keeps the same number: the competition decides how many, its scores which.
     """
     scores, active = [_scores(rule, s) for s in slots], [s.active for s in slots]
     totals, even = [int(a.sum()) for a in active], most is not None or not regrows

@@ -145,8 +145,8 @@ def one_shot(
         checkpoint: called after each finished block or layer, to save the state dicts of the model and the sparsifier.
             A pass that resumes from them gives the same bits as one that was never interrupted.
 
-    Tensors that are coupled or share a budget are pruned in two phases: their masks are chosen by the score before any
-    layer changes; then each layer is compensated by least squares when the pass reaches it. Inputs are recorded before
+    Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
+    layer changes. Then each layer is compensated by least squares when the pass reaches it. Inputs are recorded before
     the layers of the same block change, so the inputs of a layer that lost units make up for them.
 
     Returns:

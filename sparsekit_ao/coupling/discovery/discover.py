@@ -82,7 +82,7 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     Every operation makes axes of its operands and its result the same; a reshape splits and merges them. An axis that
     is not frozen can be pruned: its units can be removed as soon as their parameters are zero. Frozen are the
     dimensions of inputs and outputs, the axes that LayerNorm or softmax normalizes, what is read by index, and
-    everything that an unknown operation reads; the result lists which and where. Outputs are searched for in tuples,
+    everything that an unknown operation reads. The result lists which and where. Outputs are searched for in tuples,
     mappings and dataclasses; objects of other types (a cache, say) are listed but not inspected. Axes are named as in
     einops: `u` the unit, scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read
     it, keep the lines you want. Tied parameters have their first name.
