@@ -174,7 +174,7 @@ def one_shot(
     if not data_batches:
         raise SparsityError("one_shot: there are no batches; an iterator that was used up before gives none")
     token_masks = [token_mask_of(batch, token_mask, "one_shot") for batch in data_batches]
-    data = CalibrationData(batches=data_batches, forward=forward, token_masks=token_masks)
+    data = CalibrationData(model=model, batches=data_batches, forward=forward, token_masks=token_masks)
     with eval_mode(model), torch.no_grad():
         rows, count = _Pass(sparsifier, data, compensate, blocks, resume).run(progress, checkpoint)
     sparsifier._one_shot = None
@@ -297,9 +297,8 @@ class _Pass:
 
     def _sequence(self, needs: Callable[[int], Iterable[str]]) -> SequentialPass:
         """Return a pass over the layers that have something to record."""
-        assert self.sparsifier.model is not None
         targets = [self.sparsifier._target(g, needs(at)) for at, g in enumerate(self.groups)]
-        return SequentialPass(self.sparsifier.model, self.data, [t for t in targets if t.needs], self.blocks)
+        return SequentialPass(self.data, [t for t in targets if t.needs], self.blocks)
 
     def _statistics(self, name: str, recorded: Statistics | None) -> Statistics | None:
         """Return the statistics that this pass recorded, with gradients that the user collected before."""

@@ -28,22 +28,24 @@ class _Stop(BaseException):  # not caught by `except Exception` in the user's fo
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationData:
-    """The calibration data, and how the model runs on it.
+    """A model with its calibration data, and how it runs on them.
 
     Attributes:
+        model: to be pruned.
         batches: kept in a list, because the model runs on them several times.
         forward: `(model, batch) -> anything`, or None; see `calibration.call`.
         token_masks: the tokens that count in each batch, or None for all.
     """
 
+    model: nn.Module
     batches: Sequence[Any]
     forward: Callable[[nn.Module, Any], Any] | None
     token_masks: Sequence[Tensor | None]
 
-    def run(self, model: nn.Module, index: int) -> None:
+    def run(self, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""
         with suppress(_Stop):
-            (self.forward or call)(model, self.batches[index])
+            (self.forward or call)(self.model, self.batches[index])
 
 
 class SequentialPass:
@@ -59,12 +61,10 @@ class SequentialPass:
         blocks: the repeated blocks; none where the model runs once for each layer.
     """
 
-    def __init__(
-        self, model: nn.Module, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None
-    ) -> None:
-        self._model, self._data = model, data
-        order, self.unreached, self._repeated = _order(model, data, targets)
-        self.blocks = _chained_blocks(model, data, _find_blocks(model, order, blocks), order, blocks)
+    def __init__(self, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None) -> None:
+        self._data = data
+        order, self.unreached, self._repeated = _order(data, targets)
+        self.blocks = _chained_blocks(data, _find_blocks(data.model, order, blocks), order, blocks)
         block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
         self.groups: dict[tuple[int | None, int], list[Target]] = {}
         for target, read in order:
@@ -98,14 +98,14 @@ class SequentialPass:
         with stop, Calibration(targets) as calibration:
             for index, mask in enumerate(self._data.token_masks):
                 calibration.token_mask = mask
-                self._data.run(self._model, index)
+                self._data.run(index)
         return calibration.statistics
 
     def _go_to(self, block: int) -> None:
         """Make `_inputs` those of a block: from the blocks before it, or by running the model up to it."""
         if not self._inputs or self._inputs_of > block:
             counts = range(len(self._data.batches))
-            self._inputs = [_captured(self._model, self._data, self.blocks[block], index) for index in counts]
+            self._inputs = [_captured(self._data, self.blocks[block], index) for index in counts]
             self._inputs_of = block
         while self._inputs_of < block:
             before = self.blocks[self._inputs_of]
@@ -126,9 +126,7 @@ def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[N
         yield
 
 
-def _order(
-    model: nn.Module, data: CalibrationData, targets: Sequence[Target]
-) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
+def _order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
     """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
 
     Returns:
@@ -156,7 +154,7 @@ def _order(
     modules = [(t.adapter.module, hook(t)) for t in targets if t.adapter is not None]
     with _hooks(modules):
         for index in range(len(data.batches)):
-            data.run(model, index)
+            data.run(index)
             calls.clear()
             if len(reached) == len(modules):
                 break
@@ -181,7 +179,6 @@ def _find_blocks(model: nn.Module, order: Sequence[tuple[Target, int]], name: st
 
 
 def _chained_blocks(
-    model: nn.Module,
     data: CalibrationData,
     blocks: Sequence[nn.Module],
     order: Sequence[tuple[Target, int]],
@@ -191,7 +188,7 @@ def _chained_blocks(
     uses = Counter(id(m) for block in blocks for m in block.modules())
     is_chain = bool(blocks) and not any(uses[id(target.module)] > 1 for target, _ in order)
     for index in range(len(data.batches)):
-        is_chain = is_chain and _is_chained(model, data, blocks, index)
+        is_chain = is_chain and _is_chained(data, blocks, index)
     if name is not None and not is_chain:
         raise SparsityError(
             f"one_shot: blocks={name!r} do not form a chain: each must be called once, in order, with the first output "
@@ -201,7 +198,7 @@ def _chained_blocks(
     return list(blocks) if is_chain else []
 
 
-def _is_chained(model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> bool:
+def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> bool:
     """Whether a batch calls each block once, in order, and in the first batch each with the output of the one before.
 
     All other arguments must be the same.
@@ -215,12 +212,12 @@ def _is_chained(model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Mod
         return before
 
     with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
-        data.run(model, index)
+        data.run(index)
     if [k for k, _ in calls] != list(range(len(blocks))):
         return False
     if index > 0:
         return True
-    arguments, expected = _captured(model, data, blocks[0], 0), calls[0][1]
+    arguments, expected = _captured(data, blocks[0], 0), calls[0][1]
     for block, (_, actual) in zip(blocks[:-1], calls[1:], strict=True):
         output = _output(block, arguments)
         arguments, expected = _next(arguments, output), _next(expected, output)
@@ -229,7 +226,7 @@ def _is_chained(model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Mod
     return True
 
 
-def _captured(model: nn.Module, data: CalibrationData, block: nn.Module, index: int) -> Arguments:
+def _captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
     """What a block receives in the forward pass of one batch."""
     calls: list[Arguments] = []
 
@@ -238,7 +235,7 @@ def _captured(model: nn.Module, data: CalibrationData, block: nn.Module, index: 
         raise _Stop
 
     with _hooks([(block, before)]):
-        data.run(model, index)
+        data.run(index)
     return calls[0]
 
 
