@@ -227,8 +227,9 @@ class ScheduleSL(BaseScheduler):
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
         _check_positive("interval", interval)
-        several = isinstance(schedule, (list, tuple))
-        schedules: list[Any] = list(schedule) if several else [schedule] * len(sparsifier.groups)
+        schedules: list[Any] = (
+            [*schedule] if isinstance(schedule, (list, tuple)) else [schedule] * len(sparsifier.groups)
+        )
         _check_schedules("ScheduleSL: schedule", schedules)
         if len(schedules) != len(sparsifier.groups):
             raise SparsityError(

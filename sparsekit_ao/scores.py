@@ -9,7 +9,7 @@ work too: `score="wanda"`. Calibrate before `step` where a score needs statistic
 >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
 >>> sparsifier = sparsekit_ao.ScopeSparsifier(score="wanda", nnz=2, scope_shape=(1, 4))  # 2:4
 >>> sparsifier.prepare(model)
->>> sparsifier.calibrate([torch.eye(4) * torch.tensor([1.0, 100.0, 1.0, 100.0])])
+>>> sparsifier.calibrate([torch.eye(4) * torch.tensor([1.0, 1e6, 1.0, 1e6])])
 >>> sparsifier.step()
 >>> sparsifier.mask("0.weight").int()
 tensor([[0, 1, 0, 1],

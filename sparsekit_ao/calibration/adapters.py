@@ -80,8 +80,7 @@ class _Embedding(_TransposedLinear):
     has_gram = False
 
     def squares(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
-        has_mask = token_mask is not None and token_mask.shape == x.shape
-        tokens = x[token_mask.bool()] if has_mask else x.reshape(-1)  # type: ignore[union-attr]
+        tokens = x.reshape(-1) if token_mask is None or token_mask.shape != x.shape else x[token_mask.bool()]
         return torch.bincount(tokens, minlength=self.module.num_embeddings).float()[None], tokens.numel()
 
 

@@ -31,8 +31,8 @@ class Member:
     Attributes:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: False for what has no mask, because its entries are only removed: a buffer, a further dimension
-            of a parameter that has the unit (the columns of recurrent weights), and a member of a coupling with lists.
+        is_parameter: whether it has a mask. The entries of others are only removed: of a buffer, of a further dimension
+            with the unit (the columns of recurrent weights), and of a member of a coupling with lists.
         tied_to: the name of an earlier member that is the same tensor; empty if there is none.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))

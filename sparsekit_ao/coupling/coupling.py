@@ -142,7 +142,7 @@ class Coupling:
         """Return one coupling for each that `bind` returns, without stars; each may keep another number of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
-        >>> [one.members for one in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
+        >>> [c.members for c in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
         [{'0.weight': 'u i', '0.bias': 'u'}, {'1.weight': 'u i', '1.bias': 'u'}]
         """
         layers = []
@@ -334,7 +334,7 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     (4, 3, 12)
     """
     checked_model(model, "joint_entries")
-    if not isinstance(couplings, (list, tuple)) or not all(isinstance(one, Coupling) for one in couplings):
+    if not isinstance(couplings, (list, tuple)) or not all(isinstance(c, Coupling) for c in couplings):
         raise SparsityError(f"joint_entries: couplings must be a list of Coupling, got {type(couplings).__name__}")
     names = [coupling.name for coupling in couplings]
     if len(set(names)) < len(names):
@@ -399,8 +399,8 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
         return None
     if ours[0].grid[:-1] != theirs[0].grid[:-1]:
         first, second = (  # the same units in every scope
-            replace(one, scope="", sizes={**{axis: bound.sizes[axis] for axis in bound.scope}, **one.sizes})
-            for one, (bound, *_) in ((first, ours), (second, theirs))
+            replace(c, scope="", sizes={**{axis: bound.sizes[axis] for axis in bound.scope}, **c.sizes})
+            for c, (bound, *_) in ((first, ours), (second, theirs))
         )
     return _joined(first, second, int(each))
 
@@ -416,7 +416,7 @@ def _of_all_layers(coupling: Coupling) -> Coupling:
 
 def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:
     """Return the first coupling with the members of the second, of which `each` units make one."""
-    used = {axis for one in (first, second) for text in one.members.values() for d in dimensions_of(text) for axis in d}
+    used = {axis for c in (first, second) for text in c.members.values() for d in dimensions_of(text) for axis in d}
     fresh = (letter for letter in ascii_letters if letter not in used)
     scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))
     names = {axis: [scopes.get(axis) or next(fresh)] for axis in (*second.scope.split(), *second.sizes)}

@@ -7,6 +7,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -122,13 +123,8 @@ def _wrapped(model: nn.Module | None) -> list[tuple[str, Any]]:
 
 
 def _ancestors(module: str) -> list[str]:
-    """A module's name and those of the modules that contain it, outermost first.
-
-    >>> _ancestors("blocks.0")
-    ['', 'blocks', 'blocks.0']
-    """
-    parts = module.split(".") if module else []
-    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
+    """Return the names of the modules that contain a module, outermost first, and its own: '', 'blocks', 'blocks.0'."""
+    return ["", *(accumulate(module.split("."), "{}.{}".format) if module else ())]
 
 
 def _fsdp_class() -> type | None:

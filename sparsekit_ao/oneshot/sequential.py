@@ -55,8 +55,8 @@ class SequentialPass:
         blocks: the name of the module list of repeated blocks; None finds it.
 
     Attributes:
-        groups: weights that are recorded together, those of a block or those that read one tensor, in the order of the
-            forward pass; by the index of the block (None outside of blocks) and a number for the tensor.
+        groups: weights that are recorded together, in the order of the forward pass: those of a block, or those that
+            read one tensor. Keys are the index of the block (None outside of blocks) and a number for the tensor.
         unreached: targets that no batch reaches.
         blocks: the repeated blocks; none where the model runs once for each layer.
     """
@@ -130,8 +130,8 @@ def _order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple
     """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
 
     Returns:
-        The reached targets in that order, each with a number for the tensor that it reads; the targets that no batch
-        reaches; and ids of the modules that a forward pass calls more than once.
+        The reached targets in that order, each with a number for the tensor that it reads. The targets that no batch
+        reaches. The ids of the modules that a forward pass calls more than once.
     """
     reached: dict[str, tuple[Target, int]] = {}
     calls: Counter[str] = Counter()
@@ -227,7 +227,7 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module], index: int) 
 
 
 def _captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
-    """What a block receives in the forward pass of one batch."""
+    """Return what a block receives in the forward pass of one batch."""
     calls: list[Arguments] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Solvers on matrices: masks of a layer's weight, and kept weights that make up for the dropped ones.
 
-Everywhere W is [groups, outputs, inputs], G = X^T X of the layer's inputs [groups, inputs, inputs], a mask is bool in
-the shape of W, all float32 (or all float64). The error of V for W is tr((W - V) G (W - V)^T). A solver of `SOLVERS` is
-called as `(W, G, scopes) -> (mask, V)`; `least_squares` takes a mask instead of scopes.
+Everywhere W is [groups, outputs, inputs], and G = X^T X of the layer's inputs is [groups, inputs, inputs]; both are
+float32 (or both float64). A mask is bool in the shape of W. The error of V for W is tr((W - V) G (W - V)^T). A solver
+of `SOLVERS` is called as `(W, G, scopes) -> (mask, V)`; `least_squares` takes a mask instead of scopes.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ Solver = Callable[[Tensor, Tensor, MatrixScopes], tuple[Tensor, Tensor]]
 
 
 def relative_error(weight: Tensor, gram: Tensor, solution: Tensor) -> float:
-    """sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
+    """Return sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
 
     >>> w, g = torch.ones(1, 1, 4), torch.eye(4)[None]
     >>> relative_error(w, g, w * torch.tensor([1, 1, 0, 1]))
@@ -157,8 +157,8 @@ def prune_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Prune chunk after chunk, and compensate in the columns to the right; return the mask and the weights.
 
-    `weight` is [outputs, inputs], `inverse` C = G^-1, and `choose` gives the mask of a chunk from the present weights
-    and C of its columns, and their first and last index.
+    `weight` is [outputs, inputs] and `inverse` is C = G^-1. `choose` gives the mask of a chunk from the present weights
+    and C of its columns, and their range.
     """
     solution, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
     upper = torch.linalg.cholesky(inverse, upper=True)  # C of the columns from k on is upper[k:, k:]^T upper[k:, k:]
@@ -237,7 +237,7 @@ def sparsegpt(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tenso
 
 
 def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
-    """(n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
+    """Return (n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
     labels, m = scopes.scopes, scopes.blocks_per_scope
     if scopes.is_plain and int(scopes.blocks.max()) + 1 == scopes.blocks.numel():
         if scopes.keep.numel() == 1 and len(labels) == 1:
