@@ -30,8 +30,8 @@ def erdos_renyi(shapes: Shapes, density: float, fixed: Mapping[str, float] | Non
 
     Tensors whose density would exceed 1 become dense, and the others are scaled to keep the overall density.
 
-    >>> found = erdos_renyi({"wide": (100, 100), "narrow": (10, 10)}, 0.1)
-    >>> {name: round(d, 5) for name, d in found.items()}
+    >>> densities = erdos_renyi({"wide": (100, 100), "narrow": (10, 10)}, 0.1)
+    >>> {name: round(d, 5) for name, d in densities.items()}
     {'wide': 0.09182, 'narrow': 0.91818}
     """
     return power(shapes, density, fixed, kernel=False)
@@ -40,8 +40,8 @@ def erdos_renyi(shapes: Shapes, density: float, fixed: Mapping[str, float] | Non
 def erdos_renyi_kernel(shapes: Shapes, density: float, fixed: Mapping[str, float] | None = None) -> dict[str, float]:
     """Density in proportion to sum(shape) / prod(shape): kernel sizes count too (ERK of RigL, arXiv 1911.11134).
 
-    >>> found = erdos_renyi_kernel({"1": (300, 784), "2": (100, 300), "3": (10, 100)}, 0.1)
-    >>> {name: round(d, 5) for name, d in found.items()}
+    >>> densities = erdos_renyi_kernel({"1": (300, 784), "2": (100, 300), "3": (10, 100)}, 0.1)
+    >>> {name: round(d, 5) for name, d in densities.items()}
     {'1': 0.07957, '2': 0.23019, '3': 1.0}
     """
     return power(shapes, density, fixed)
@@ -71,8 +71,8 @@ def power(
     Raises:
         SparsityError: a density outside [0, 1], an unknown name, or an overall density that fixed ones make impossible.
 
-    >>> found = power({"wide": (100, 100), "narrow": (10, 10)}, 0.1, exponent=0.5)
-    >>> {name: round(d, 3) for name, d in found.items()}
+    >>> densities = power({"wide": (100, 100), "narrow": (10, 10)}, 0.1, exponent=0.5)
+    >>> {name: round(d, 3) for name, d in densities.items()}
     {'wide': 0.098, 'narrow': 0.31}
     """
     if not exponent >= 0:
@@ -81,17 +81,17 @@ def power(
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     _check(sizes, density, fixed)
     wanted = density * sum(sizes.values()) - sum(fixed[n] * sizes[n] for n in fixed)
-    found = dict(fixed)
+    densities = dict(fixed)
     ratios = {name: _ratio(shape, kernel) ** exponent for name, shape in shapes.items() if name not in fixed}
     while True:
-        left = [n for n in ratios if n not in found]
-        weight = sum(ratios[n] * sizes[n] for n in left)
-        scale = (wanted - sum(sizes[n] for n in ratios if n in found)) / weight if weight else 0.0
-        dense = [n for n in left if scale * ratios[n] > 1]
-        found.update(dict.fromkeys(dense, 1.0))
+        sparse = [n for n in ratios if n not in densities]
+        weight = sum(ratios[n] * sizes[n] for n in sparse)
+        scale = (wanted - sum(sizes[n] for n in ratios if n in densities)) / weight if weight else 0.0
+        dense = [n for n in sparse if scale * ratios[n] > 1]
+        densities.update(dict.fromkeys(dense, 1.0))
         if not dense:
-            found.update({n: max(scale * ratios[n], 0.0) for n in left})
-            return {name: found[name] for name in shapes}
+            densities.update({n: max(scale * ratios[n], 0.0) for n in sparse})
+            return {name: densities[name] for name in shapes}
 
 
 def shares(weights: Sequence[float], total: float, capacity: Sequence[float]) -> list[float]:
@@ -106,25 +106,21 @@ def shares(weights: Sequence[float], total: float, capacity: Sequence[float]) ->
     if total > sum(capacity) + 1e-6:
         raise SparsityError(f"shares: a total of {total} exceeds the sum of capacities, {sum(capacity)}")
     clean = [w if math.isfinite(w) and w > 0 else 0.0 for w in weights]
-    given = [0.0] * len(clean)
-    left = float(total)
-    while left > 1e-9:
-        open_ = [k for k in range(len(clean)) if given[k] < capacity[k] and clean[k] > 0]
-        if not open_:
-            clean = [float(c - g) for c, g in zip(capacity, given, strict=True)]
-            open_ = [k for k in range(len(clean)) if clean[k] > 0]
-            if not open_:
-                break
+    amounts, remaining = [0.0] * len(clean), float(total)
+    while remaining > 1e-9:
+        if not any(a < c and w > 0 for a, c, w in zip(amounts, capacity, clean, strict=True)):
+            clean = [float(c - a) for c, a in zip(capacity, amounts, strict=True)]
+        open_ = [k for k, w in enumerate(clean) if w > 0 and amounts[k] < capacity[k]]
         whole = sum(clean[k] for k in open_)
-        parts = {k: left * (clean[k] / whole) for k in open_}
-        full = [k for k in open_ if given[k] + parts[k] >= capacity[k]]
+        parts = {k: remaining * (clean[k] / whole) for k in open_}
+        full = [k for k in open_ if amounts[k] + parts[k] >= capacity[k]]
         for k in full or open_:
-            step = capacity[k] - given[k] if full else parts[k]
-            given[k] += step
-            left -= step
+            step = capacity[k] - amounts[k] if full else parts[k]
+            amounts[k] += step
+            remaining -= step
         if not full:
             break
-    return given
+    return amounts
 
 
 def allocate(

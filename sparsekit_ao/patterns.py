@@ -1,8 +1,8 @@
 """Common structures by name, which adapt to the class of a module and the shape of its weight.
 
 A pattern is given in a config entry or as a sparsifier's default, as `pattern=` or unpacked (`**`), to the same effect.
-It finds which dimension of a weight holds outputs and which inputs: of Linear and convolutions, of transposed
-convolutions and transformers' `Conv1D` (stored transposed), and of packed experts `(experts, out, in)`.
+It finds which dimension of a weight holds outputs and which inputs, for Linear, convolutions, transposed convolutions
+and transformers' `Conv1D` (both stored transposed), and packed experts `(experts, out, in)`.
 
 >>> from sparsekit_ao import patterns
 >>> {"tensor_fqn": "fc.weight", **patterns.n_m(2, 4)}
@@ -14,6 +14,7 @@ convolutions and transformers' `Conv1D` (stored transposed), and of packed exper
 import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -157,10 +158,10 @@ def n_m(n: int, m: int) -> Pattern:
     >>> n_m(2, 4).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (1, 1), 'scope_shape': (1, 4), 'nnz': 2}
     """
-    found = Pattern("n_m", (n, m))
+    pattern = Pattern("n_m", (n, m))
     if not 0 <= n <= m or m < 1:
         raise SparsityError(f"n_m keeps n of m, so 0 <= n <= m and m >= 1; got n={n}, m={m}")
-    return found
+    return pattern
 
 
 def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Pattern:
@@ -205,10 +206,10 @@ def heads(count: int, sparsity_level: float | None = None) -> Pattern:
     >>> heads(4).resolve(nn.Linear(8, 16), "weight")["block_shape"]  # of the view (4 heads, 4 rows, 8 inputs)
     (1, -1, -1)
     """
-    found = Pattern("heads", (count,), sparsity_level)
+    pattern = Pattern("heads", (count,), sparsity_level)
     if count < 1:
         raise SparsityError(f"heads needs at least one head, got {count}")
-    return found
+    return pattern
 
 
 def v_n_m(v: int, n: int, m: int) -> Pattern:
@@ -217,10 +218,10 @@ def v_n_m(v: int, n: int, m: int) -> Pattern:
     >>> v_n_m(2, 2, 8).resolve(nn.Linear(8, 4), "weight")["stages"][0]
     {'block_shape': (2, 1), 'scope_shape': (1, 8), 'nnz': 4}
     """
-    found = Pattern("v_n_m", (v, n, m))
+    pattern = Pattern("v_n_m", (v, n, m))
     if not 0 <= n <= 4 <= m:
         raise SparsityError(f"v_n_m keeps n of 4 of m columns, so 0 <= n <= 4 <= m; got n={n}, m={m}")
-    return found
+    return pattern
 
 
 @dataclass(frozen=True)
@@ -233,10 +234,6 @@ class SplitDimension:
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as (..., count, size of a part, ...)."""
         return weight.unflatten(self.dim, (self.count, -1))
-
-
-def _unstructured(_: _Dimensions, where: str) -> Keys:
-    return {"block_shape": (), "scope_shape": ()}
 
 
 def _n_m(d: _Dimensions, where: str, n: int, m: int) -> Keys:
@@ -263,20 +260,13 @@ def _blocks(d: _Dimensions, where: str, rows: int, columns: int) -> Keys:
     return {"block_shape": _inside_groups(d, where, d.tile(1, output=rows, input=columns)), "scope_shape": ()}
 
 
-def _rows(d: _Dimensions, where: str) -> Keys:
-    return _units(d, "output", "input")
-
-
-def _columns(d: _Dimensions, where: str) -> Keys:
-    d.needs_input(where)
-    return _units(d, "input", "output")
-
-
-def _units(d: _Dimensions, unit: str, other: str) -> Keys:
+def _units(unit: str, other: str, d: _Dimensions, where: str) -> Keys:
     """One block for each index of a dimension, over everything else; each group and each expert by itself.
 
     Dimension 0 of a convolution with groups holds the units of all groups one after another, dimension 1 one group's.
     """
+    if unit == "input":
+        d.needs_input(where)
     if d.groups > 1 and getattr(d, other) == 0:
         rest = " ".join(f"k{i}" for i in range(len(d.shape) - 2))
         return {"axes": f"(g a) u {rest}", "unit": "g u", "sizes": {"g": d.groups}}
@@ -311,12 +301,12 @@ def _v_n_m(d: _Dimensions, where: str, v: int, n: int, m: int) -> Keys:
 
 
 _KINDS: dict[str, Callable[..., Keys]] = {
-    "unstructured": _unstructured,
+    "unstructured": lambda d, where: {"block_shape": (), "scope_shape": ()},
     "n_m": _n_m,
     "blocks": _blocks,
-    "rows": _rows,
-    "columns": _columns,
-    "filters": _rows,
+    "rows": partial(_units, "output", "input"),
+    "columns": partial(_units, "input", "output"),
+    "filters": partial(_units, "output", "input"),
     "heads": _heads,
     "v_n_m": _v_n_m,
 }

@@ -100,8 +100,8 @@ def plot_layers(
     pruned = list(dict.fromkeys(name for name in names if name != "dense"))
     colors = {"dense": "0.8"} | {name: f"C{at % 10}" for at, name in enumerate(pruned)}
     for name in dict.fromkeys(names):
-        places = [k for k, own in enumerate(names) if own == name]
-        ax.barh(places, [report[k].density for k in places], color=colors[name], label=name)
+        rows = [k for k, row_name in enumerate(names) if row_name == name]
+        ax.barh(rows, [report[k].density for k in rows], color=colors[name], label=name)
     ax.set_yticks(range(len(report)), [row.tensor for row in report], fontsize="x-small")
     ax.set(xlim=(0, 1), ylim=(len(report) - 0.5, -0.5), xlabel="density")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="x-small")

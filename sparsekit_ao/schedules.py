@@ -171,8 +171,8 @@ def _check_positive(name: str, value: int) -> None:
         raise SparsityError(f"{name} must be an int >= 1, got {value!r}")
 
 
-def _check_numbers(**given: Any) -> None:
-    for name, value in given.items():
+def _check_numbers(**numbers: Any) -> None:
+    for name, value in numbers.items():
         if not is_number(value) or not math.isfinite(value):
             raise SparsityError(f"{name} of a schedule must be a finite number, got {value!r}")
 
@@ -227,7 +227,9 @@ class ScheduleSL(BaseScheduler):
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
         _check_positive("interval", interval)
-        schedules = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule] * len(sparsifier.groups)
+        schedules: list[Any] = (
+            [*schedule] if isinstance(schedule, (list, tuple)) else [schedule] * len(sparsifier.groups)
+        )
         _check_schedules("ScheduleSL: schedule", schedules)
         if len(schedules) != len(sparsifier.groups):
             raise SparsityError(
@@ -241,16 +243,14 @@ class ScheduleSL(BaseScheduler):
         """The levels of this step: new ones at a multiple of the interval, else the present ones."""
         if self.last_epoch % self.interval:
             return [group["sparsity_level"] for group in self.sparsifier.groups]
-        return [self._level(schedule) for schedule in self.schedules]
-
-    def _level(self, schedule: Any) -> float:
-        level = schedule(self.last_epoch)
-        if not is_number(level) or not math.isfinite(level):
-            raise SparsityError(
-                "ScheduleSL: a schedule must give a sparsity level, a number in [0, 1]; at step "
-                f"{self.last_epoch} it gave {level!r}"
-            )
-        return float(level)
+        levels = [schedule(self.last_epoch) for schedule in self.schedules]
+        for level in levels:
+            if not is_number(level) or not math.isfinite(level):
+                raise SparsityError(
+                    "ScheduleSL: a schedule must give a sparsity level, a number in [0, 1]; at step "
+                    f"{self.last_epoch} it gave {level!r}"
+                )
+        return list(map(float, levels))
 
     def step(self, epoch: int | None = None) -> None:
         """Advance one step; `sparsifier.step` updates masks only if it is a multiple of the interval."""
@@ -269,14 +269,11 @@ class ScheduleSL(BaseScheduler):
         for key, value in state_dict.items():
             if not _is_like(value, known[key]) or (key == "interval" and value < 1):
                 raise SparsityError(f"{where}{key!r} must be of the kind of {known[key]!r}, got {value!r}")
-        own = {k: list(v) if isinstance(v, list) else v for k, v in state_dict.items()}
-        levels = own["_last_sl"]
-        if len(levels) != len(self.sparsifier.groups):
-            raise SparsityError(
-                f"ScheduleSL.load_state_dict: saved for {len(levels)} groups, this has {len(self.sparsifier.groups)}"
-            )
-        self.__dict__.update(own)
-        for group, level in zip(self.sparsifier.groups, levels, strict=True):
+        levels, groups = list(state_dict["_last_sl"]), self.sparsifier.groups
+        if len(levels) != len(groups):
+            raise SparsityError(f"{where}saved for {len(levels)} groups, this has {len(groups)}")
+        self.__dict__.update({**state_dict, "_last_sl": levels})
+        for group, level in zip(groups, levels, strict=True):
             group["sparsity_level"] = level
         self.sparsifier.enable_mask_update = self.last_epoch % self.interval == 0
 

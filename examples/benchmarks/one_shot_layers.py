@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from sparsekit_ao import ScopeSparsifier, one_shot, patterns
 from sparsekit_ao.calibration import damped_gram
-from sparsekit_ao.oneshot import prune_layer, solvers
+from sparsekit_ao.oneshot import solvers
+from sparsekit_ao.oneshot.one_shot import DAMP, Layer, matrix_scopes
 
 sys.path.append(str(Path(__file__).parent.parent))  # for prune_minilm
 LAYERS = (
@@ -106,11 +107,11 @@ def obs_alone(sparsifier: ScopeSparsifier, x: Tensor) -> tuple[Tensor, float]:
     (group,) = sparsifier.groups
     target, weight = sparsifier._target(group, ()), sparsifier._dense(group)
     statistics = sparsifier.statistics[target.name]
-    components = sparsifier._planned(sparsifier.groups).components
-    layer = prune_layer.Layer(index=0, target=target, statistics=statistics, weight=weight, components=components)
+    pruning_groups = sparsifier._pruning_groups(sparsifier.groups)
+    layer = Layer(index=0, target=target, statistics=statistics, weight=weight, pruning_groups=pruning_groups)
     start = time.perf_counter()
-    gram = damped_gram(statistics.input_gram, prune_layer.DAMP)
-    scopes = prune_layer.matrix_scopes(sparsifier, layer, statistics)
+    gram = damped_gram(statistics.input_gram, DAMP)
+    scopes = matrix_scopes(sparsifier, layer, statistics)
     _, compensated = solvers.structured_obs(statistics.matrix(weight), gram, scopes)
     return statistics.from_matrix(compensated), time.perf_counter() - start
 

@@ -18,23 +18,3 @@ from .calibrate import (
     run_batches,
     token_mask_of,
 )
-
-__all__ = [
-    "GRADIENTS",
-    "INPUTS",
-    "NEEDS",
-    "Calibration",
-    "LayerAdapter",
-    "Statistics",
-    "Target",
-    "adapter_of",
-    "call",
-    "checked_batches",
-    "damped_gram",
-    "damped_inverse",
-    "eval_mode",
-    "loaded_statistics",
-    "progress_bar",
-    "run_batches",
-    "token_mask_of",
-]

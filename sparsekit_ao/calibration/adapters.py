@@ -1,7 +1,7 @@
 """How a layer is a matrix that multiplies its inputs, for every kind of layer whose inputs are recorded.
 
-An adapter reshapes a weight to [groups, outputs, inputs] and back, and turns what a forward call of the module receives
-into rows [groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
+An adapter reshapes a weight to [groups, outputs, inputs] and back. It turns the input of a forward call into rows
+[groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,12 +55,11 @@ class LayerAdapter:
 
     def gram(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
         """X^T X, float32 [groups, inputs, inputs], and the number of tokens."""
-        total, tokens = None, 0
-        for some_rows in self.rows(x, token_mask):
-            rows = some_rows.float()
-            total = rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
-            tokens += rows.shape[1]
-        assert total is not None
+        chunks = (rows.float() for rows in self.rows(x, token_mask))
+        rows = next(chunks)
+        total, tokens = rows.mT @ rows, rows.shape[1]
+        for rows in chunks:
+            total, tokens = torch.baddbmm(total, rows.mT, rows), tokens + rows.shape[1]
         return total, tokens
 
 
@@ -81,8 +80,7 @@ class _Embedding(_TransposedLinear):
     has_gram = False
 
     def squares(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
-        has_mask = token_mask is not None and token_mask.shape == x.shape
-        tokens = x[token_mask.bool()] if has_mask else x.reshape(-1)  # type: ignore[union-attr]
+        tokens = x.reshape(-1) if token_mask is None or token_mask.shape != x.shape else x[token_mask.bool()]
         return torch.bincount(tokens, minlength=self.module.num_embeddings).float()[None], tokens.numel()
 
 
@@ -100,14 +98,8 @@ class _Convolution(LayerAdapter):
     def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
         conv = self.module
         x = x if x.ndim == len(conv.kernel_size) + 2 else x[None]
-        if isinstance(conv.padding, str):
-            is_same = conv.padding == "same"
-            spans = [is_same * d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-            sides = [(span // 2, span - span // 2) for span in spans]
-        else:
-            sides = [(p, p) for p in conv.padding]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        padded = F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
+        padded = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
         yield from unfolded(padded, conv.kernel_size, conv.stride, conv.dilation, conv.groups)
 
 
@@ -161,17 +153,17 @@ class _Attention(LayerAdapter):
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         arguments = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-        read = [arguments[name] for name in ("query", "key", "value")]
+        tensors = [arguments[name] for name in ("query", "key", "value")]
         if self._name == "out_proj":
-            return self._heads(read[0], args, kwargs)
+            return self._heads(tensors[0], args, kwargs)
         if self._name != "in_proj_weight":
-            return read["qkv".index(self._name[0])]
-        if len({x.shape for x in read}) > 1:
+            return tensors["qkv".index(self._name[0])]
+        if len({x.shape for x in tensors}) > 1:
             raise SparsityError(
                 "nn.MultiheadAttention whose query and key differ in shape has no common statistics for "
                 "in_proj_weight; leave it out, or project the inputs by layers of your own"
             )
-        return torch.stack(read)
+        return torch.stack(tensors)
 
     @torch.no_grad()
     def _heads(self, query: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

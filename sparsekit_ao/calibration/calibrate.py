@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..distributed import full_tensor, has_process_group, is_sharded
 from ..errors import SparsityError
@@ -64,11 +63,10 @@ class Statistics:
     def input_square(self) -> Tensor:
         """Each weight's sum of squares of its input, G_jj; in the weight's shape."""
         if "input_gram" not in self.sums:
-            return self.from_matrix(self._sum("input_square")[:, None, :])
-        diagonal = self.sums["input_gram"].diagonal(dim1=1, dim2=2)
-        if "input_square" in self.sums:  # of other tokens: a calibration records one of the two
-            diagonal = diagonal + self.sums["input_square"]
-        return self.from_matrix(diagonal[:, None, :])
+            squares = self._sum("input_square")
+        else:  # a calibration records one of the two, so both are of different tokens
+            squares = self.sums["input_gram"].diagonal(dim1=1, dim2=2) + self.sums.get("input_square", 0)
+        return self.from_matrix(squares[:, None, :])
 
     @property
     def input_gram(self) -> Tensor:
@@ -124,29 +122,26 @@ class Statistics:
 def loaded_statistics(
     saved: object, blanks: Mapping[str, Statistics], devices: Mapping[str, torch.device]
 ) -> dict[str, Statistics]:
-    """Check {tensor name: what `Statistics.saved` gives}, and copy it.
+    """Check {tensor name: what `Statistics.saved` gives}, and copy it to the devices.
 
-    Args:
-        saved: from a state dict.
-        blanks: statistics without sums, which are filled; of tensors that it does not have, nothing is loaded.
-        devices: where the sums are copied to.
+    `blanks` are statistics without sums, which are filled; nothing is loaded for tensors that it does not have.
     """
     prefix = "load_state_dict: "
     if not isinstance(saved, Mapping):
         raise SparsityError(f"{prefix}'statistics' must be a dict, got {type(saved).__name__}")
     loaded = {}
     for name, entry in saved.items():
-        counts: list[Any] = [entry.get(k) for k in ("tokens", "passes")] if isinstance(entry, Mapping) else []
-        sums = entry.get("sums") if isinstance(entry, Mapping) else None
+        entry = entry if isinstance(entry, Mapping) else {}
+        counts: list[Any] = [entry.get(k) for k in ("tokens", "passes")]
+        sums = entry.get("sums")
         if not isinstance(sums, Mapping) or not all(type(n) is int and n >= 0 for n in counts):
             raise SparsityError(f"{prefix}{name}: statistics need counts 'tokens' and 'passes' and a dict 'sums'")
         blank = blanks.get(name)
         for need, value in sums.items():
             is_known = need in NEEDS and isinstance(value, Tensor) and value.is_floating_point()
             if not is_known or (blank is not None and tuple(value.shape) != blank.shapes().get(need)):
-                raise SparsityError(
-                    f"{prefix}{name}: statistics have an unknown entry, or one of a wrong shape: {need!r}"
-                )
+                text = f"statistics have an unknown entry, or one of a wrong shape: {need!r}"
+                raise SparsityError(f"{prefix}{name}: {text}")
         if blank is not None:
             blank.add({need: value.to(devices[name]) for need, value in sums.items()}, *counts)
             loaded[name] = blank
@@ -187,6 +182,10 @@ class Target:
     shape: tuple[int, ...]
     needs: tuple[str, ...]
     adapter: LayerAdapter | None
+
+    def blank(self) -> Statistics:
+        """Return statistics without sums."""
+        return Statistics(name=self.name, shape=self.shape, adapter=self.adapter)
 
     def check(self) -> None:
         """Raise where these statistics cannot be collected for this weight."""
@@ -230,7 +229,7 @@ class Calibration:
         self._targets, self._on_success = list(targets), on_success
         for target in self._targets:
             target.check()
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._last_read: tuple[Tensor, int, Tensor | None, dict[str, Any]] | None = None
 
     @property
@@ -240,27 +239,21 @@ class Calibration:
 
     def __enter__(self) -> Self:
         self.statistics = {}
-        try:
+        with ExitStack() as self._hooks:
             for target in self._targets:
                 self._observe(target)
-        except BaseException:
-            self._remove_hooks()
-            raise
+            self._hooks = self._hooks.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._remove_hooks()
+        self._hooks.close()
+        self._last_read = None
         if kind is None:
             if has_process_group():
                 self._sum_over_ranks()
             self._on_success(self.statistics)
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._last_read = [], None
 
     def _observe(self, target: Target) -> None:
         adapter = target.adapter
@@ -271,20 +264,19 @@ class Calibration:
                 with torch.no_grad():
                     self._take_inputs(target, adapter, adapter.inputs(args, kwargs), need)
 
-            self._handles.append(adapter.module.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.enter_context(adapter.module.register_forward_pre_hook(before, with_kwargs=True))
         needs = [n for n in target.needs if n in GRADIENTS]
         if needs:
             hook = target.parameter.register_hook(lambda g: self._take_gradient(target, g.detach(), needs))
-            self._handles.append(hook)
+            self._hooks.enter_context(hook)
 
     def _statistics_of(self, target: Target) -> Statistics:
         if target.name not in self.statistics:
-            blank = Statistics(name=target.name, shape=target.shape, adapter=target.adapter)
-            self.statistics[target.name] = blank
+            self.statistics[target.name] = target.blank()
         return self.statistics[target.name]
 
     def _take_inputs(self, target: Target, adapter: LayerAdapter, x: Tensor, need: str) -> None:
-        """Layers that read one tensor, one after the other, share its sums."""
+        """Add sums of a layer's input; layers that read one tensor, one after the other, share them."""
         if x.is_nested:
             raise SparsityError(
                 f"{target.name}: inputs of this layer are a nested tensor, of which nothing can be recorded; build "
@@ -348,28 +340,16 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def progress_bar(items: Iterable[Any] | None, name: str, progress: bool, *, unit: str, total: int | None = None) -> Any:
-    """The items with a tqdm bar on a terminal; without one where there is none, or `progress` is False."""
+    """Show a tqdm bar over the items on a terminal, unless `progress` is False."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(items, desc=name, unit=unit, total=total, disable=None if progress else True)
 
 
 def run_batches(
-    calibration: Calibration,
-    model: nn.Module,
-    batches: Iterable[Any],
-    forward: Forward | None,
-    token_mask: TokenMask,
+    calibration: Calibration, model: nn.Module, batches: Iterable[Any], forward: Forward | None, token_mask: TokenMask
 ) -> None:
-    """Run the model on every batch inside an entered calibration, in eval mode.
-
-    Args:
-        calibration: it records; with gradients, `forward` must return the loss.
-        model: the model.
-        batches: dicts are passed as keyword arguments, tuples and lists as positional ones.
-        forward: `(model, batch) -> anything` instead.
-        token_mask: a key of the batches or a function of a batch that gives the tokens that count.
-    """
+    """Run the model on every batch inside an entered calibration, in eval mode; see `ScopeSparsifier.calibrate`."""
     count = 0
     with eval_mode(model):
         for count, batch in enumerate(batches, 1):
@@ -433,7 +413,7 @@ def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | No
 
 
 def _backward(loss: Any, parameters: Sequence[Tensor], batch: int) -> None:
-    """Gradients reach the hooks; `.grad` stays as it is."""
+    """Compute gradients, which reach the hooks; `.grad` stays as it is."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise SparsityError(

@@ -99,10 +99,11 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
     heads, an equal number within each key head (scope `kv`), and `"kv_heads"` whole key heads with their queries. A
     decoder with an `lm_head` also has `"residual"`, its hidden size (exact where its norms are RMSNorms).
 
-    A mixture of experts has `"expert_units"`, hidden units inside of each expert, and `"experts"`, whole ones with
-    their rows of the router, whether they are packed or modules of a list (`discover` finds its heads and hidden size).
-    The latter are not exact: a router without a row never chooses a dropped expert, while one that is only zero may be
-    chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
+    A mixture of experts, packed or a list of modules, has `"expert_units"` and `"experts"` (`discover` finds its heads
+    and hidden size). The former are hidden units inside of each expert, the latter whole experts with their rows of the
+    router. Whole experts are not exact: a router without a row never chooses a dropped expert, while one that is only
+    zero may be chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the
+    difference.
 
     Integers that hold such a size (`num_attention_heads` of modules and config, say) are in the couplings' `attrs`, for
     `compact`. Couplings that share a tensor are prepared together by `joint_entries`. For other models, ResNets for

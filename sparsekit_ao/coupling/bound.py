@@ -31,8 +31,8 @@ class Member:
     Attributes:
         fqn: its name in the model.
         pattern: its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: False for what has no mask, because its entries are only removed: a buffer, a further dimension
-            of a parameter that has the unit (the columns of recurrent weights), and a member of a coupling with lists.
+        is_parameter: whether it has a mask. The entries of others are only removed: of a buffer, of a further dimension
+            with the unit (the columns of recurrent weights), and of a member of a coupling with lists.
         tied_to: the name of an earlier member that is the same tensor; empty if there is none.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
@@ -93,14 +93,8 @@ def solve_sizes(
 ) -> dict[str, int]:
     """Return the sizes of all shared axes: a dimension with one unknown axis gives its length, until nothing follows.
 
-    Args:
-        name: of the coupling, for errors.
-        tensors: (name, axes, shape) of every member.
-        shared: the axes of unit and scope.
-        known: sizes that are returned too.
-
-    Raises:
-        CouplingError: two members have different sizes of a shared axis.
+    `name` is the coupling's, for errors; `tensors` are (name, axes, shape) of every member; `shared` are the axes of
+    unit and scope; `known` sizes are returned too.
     """
     sizes = dict(known)
     source: dict[str, str] = {}
@@ -208,14 +202,7 @@ def match_lists(model: nn.Module, patterns: Sequence[str], where: str) -> dict[s
 def with_lists(
     bound: BoundCoupling, lists: Mapping[str, Matches], model: nn.Module, parameters: Mapping[str, Tensor]
 ) -> BoundCoupling:
-    """Return the coupling with its lists and the parameters of each unit.
-
-    Raises:
-        CouplingError: a list has another number of modules than the coupling has units, modules of two units share a
-            parameter, or a member has units in another order than a list.
-        SparsityError: there is no list for the values of the coupling's stars; two patterns match one list; a module
-            without parameters.
-    """
+    """Return the coupling with its lists and the parameters of each unit."""
     where = f"coupling {bound.name!r}: "
     for pattern, matches in lists.items():
         if bound.captured not in matches:

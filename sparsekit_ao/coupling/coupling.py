@@ -11,7 +11,6 @@ from string import ascii_letters
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..errors import SparsityError, checked_model
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
@@ -89,7 +88,7 @@ class Coupling:
                 raise SparsityError(f"Coupling: {key} must be a str, got {getattr(self, key)!r}")
         object.__setattr__(self, "name", self.name or str(next(iter(self.members))))
         check_attrs(self._where, self.attrs)
-        if not isinstance(self.lists, (list, tuple)) or not all(isinstance(one, str) for one in self.lists):
+        if not isinstance(self.lists, (list, tuple)) or not all(isinstance(name, str) for name in self.lists):
             raise SparsityError(f"{self._where}lists must be a list of names of nn.ModuleLists, got {self.lists!r}")
         object.__setattr__(self, "lists", tuple(self.lists))
         if not isinstance(self.sizes, Mapping):
@@ -100,7 +99,14 @@ class Coupling:
             raise SparsityError(f"{self._where}scores must be 'sum', 'mean' or 'consumers', got {self.scores!r}")
         if len(self.unit.split()) != 1 or self.unit in self.scope.split():
             raise SparsityError(f"{self._where}unit must be one axis that is not in scope, got {self.unit!r}")
-        self._check_sizes(sorted({axis for item in self.members.items() for axis in self._axes_of(*item)}))
+        known = sorted({axis for item in self.members.items() for axis in self._axes_of(*item)})
+        for axis, size in self.sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise SparsityError(f"{self._where}sizes[{axis!r}] must be a positive int, got {size!r}")
+            if axis not in known:
+                raise SparsityError(
+                    f"{self._where}unknown axis {axis!r} in sizes; the members' axes are {', '.join(known)}"
+                )
         self._check_stars()
 
     def __hash__(self) -> int:
@@ -117,7 +123,9 @@ class Coupling:
         >>> [(bound.name, bound.grid) for bound in Coupling({"*.weight": "u i", "*.bias": "u"}).bind(layers)]
         [('0.weight', (3,)), ('1.weight', (5,))]
         """
-        parameters, buffers = _tensors(checked_model(model, f"coupling {self.name!r}"))
+        parameters = dict(named_tensors(checked_model(model, f"coupling {self.name!r}")))
+        modules = [(p, module) for p, module in model.named_modules() if ".parametrizations." not in f".{p}."]
+        buffers = {name: b for p, module in modules for name, b in module.named_buffers(p, recurse=False)}
         tensors = parameters | buffers
         matches = {member: match_names(member, tensors) for member in self.members}
         for member in self.members:
@@ -134,7 +142,7 @@ class Coupling:
         """Return one coupling for each that `bind` returns, without stars; each may keep another number of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
-        >>> [one.members for one in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
+        >>> [c.members for c in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
         [{'0.weight': 'u i', '0.bias': 'u'}, {'1.weight': 'u i', '1.bias': 'u'}]
         """
         layers = []
@@ -205,15 +213,6 @@ class Coupling:
             )
         return names
 
-    def _check_sizes(self, known: list[str]) -> None:
-        for axis, size in self.sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise SparsityError(f"{self._where}sizes[{axis!r}] must be a positive int, got {size!r}")
-            if axis not in known:
-                raise SparsityError(
-                    f"{self._where}unknown axis {axis!r} in sizes; the members' axes are {', '.join(known)}"
-                )
-
     def _check_stars(self) -> None:
         first = next(iter(self.members))
         for pattern in (*self.members, *self.lists, *self.attrs):
@@ -279,17 +278,6 @@ def check_attrs(where: str, attrs: object) -> None:
         raise SparsityError(f"{where}attrs must be a dict {{name of an attribute: axes}} of strs, got {attrs!r}")
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return every parameter and every buffer by its name before `prepare`."""
-    modules = [
-        (prefix, module)
-        for prefix, module in model.named_modules()
-        if not isinstance(module, parametrize.ParametrizationList) and ".parametrizations." not in f".{prefix}."
-    ]
-    buffers = [item for prefix, module in modules for item in module.named_buffers(prefix, recurse=False)]
-    return dict(named_tensors(model)), dict(buffers)
-
-
 def _member_rows(bound: BoundCoupling) -> _Rows:
     """Return the parameters of a coupling: a unit is one block of them all."""
     rows = []
@@ -323,8 +311,8 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     """Return config dicts for one sparsifier of several couplings, so that one budget or schedule spans them all.
 
     Where couplings share a tensor (heads and the residual stream, in a query projection), its entry has `stages`, in
-    the order of the couplings, and its mask drops what any of them drops. A scheduler that writes `sparsity_level`
-    changes the level of every coupling.
+    the order of the couplings. Its mask drops what any of them drops. A scheduler that writes `sparsity_level` changes
+    the level of every coupling.
 
     Args:
         couplings: of different names.
@@ -346,7 +334,7 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     (4, 3, 12)
     """
     checked_model(model, "joint_entries")
-    if not isinstance(couplings, (list, tuple)) or not all(isinstance(one, Coupling) for one in couplings):
+    if not isinstance(couplings, (list, tuple)) or not all(isinstance(c, Coupling) for c in couplings):
         raise SparsityError(f"joint_entries: couplings must be a list of Coupling, got {type(couplings).__name__}")
     names = [coupling.name for coupling in couplings]
     if len(set(names)) < len(names):
@@ -369,46 +357,40 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
             free = next(stage for stage in itertools.count() if stage not in taken)
             for fqn, entry in zip(fqns, entries, strict=True):
                 stages.setdefault(fqn, {})[free] = entry
-    return [{"tensor_fqn": fqn, **_joined_stages(model, fqn, keys_of), **whole} for fqn, keys_of in stages.items()]
-
-
-def _joined_stages(model: nn.Module, fqn: str, stages: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the keys of one tensor's entry; all members of a coupling have it in the same stage."""
-    if set(stages) == {0}:
-        return stages[0]
-    # In a stage of none of its couplings, all of it is one block, which is kept.
-    whole = (-1,) * parameter_of(*owner_of(model, fqn)).ndim
-    kept = {"block_shape": whole, "nnz": 1, "norm": 2, "member_scores": "sum", "scope_coupling": None}
-    return {"stages": [stages.get(stage, kept) for stage in range(max(stages) + 1)]}
+    joint = []
+    for fqn, of_tensor in stages.items():  # in a stage of none of its couplings, all of it is one block, which is kept
+        shape = (-1,) * parameter_of(*owner_of(model, fqn)).ndim
+        kept = {"block_shape": shape, "nnz": 1, "norm": 2, "member_scores": "sum", "scope_coupling": None}
+        joined = {"stages": [of_tensor.get(stage, kept) for stage in range(max(of_tensor) + 1)]}
+        joint.append({"tensor_fqn": fqn, **(of_tensor[0] if set(of_tensor) == {0} else joined), **whole})
+    return joint
 
 
 def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Coupling | None:
     """Return one coupling whose unit is a unit of one and as many of the other as there are for it.
 
-    Queries and keys of a rotary attention have pairs of numbers as units, values single ones; where the forward has one
+    Queries and keys of a rotary attention have pairs of numbers as units, values single ones. Where the forward has one
     size of a head for all, a pair goes with two single ones.
 
-    Returns:
-        The coupling, with the attributes of both; None if they share a tensor, are not bound to the same layers, have
-        numbers of units of which neither divides the other, or have units in parts of a concatenation or in two
-        dimensions of a tensor.
+    None if the couplings share a tensor, are bound to other layers, or have units in parts of a concatenation or in two
+    dimensions of a tensor. None too if neither number of units divides the other.
 
     >>> model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8)})
     >>> pairs, single = Coupling({"q.weight": "(d u) i"}, sizes={"d": 2}), Coupling({"v.weight": "u i"})
     >>> merged_couplings(pairs, single, model).members
     {'q.weight': '(d u) i', 'v.weight': '(a u) i'}
     """
-    texts = [(axes, one.unit) for one in (first, second) for axes in one.members.values()]
+    texts = [(axes, coupling.unit) for coupling in (first, second) for axes in coupling.members.values()]
     if any("+" in axes or len(occurrences(axes, unit)) > 1 for axes, unit in texts):
         return None
-    if len({count_stars(next(iter(one.members))) for one in (first, second)}) > 1:
+    if count_stars(next(iter(first.members))) != count_stars(next(iter(second.members))):
         first, second = _of_all_layers(first), _of_all_layers(second)
     try:
         ours, theirs = first.bind(model), second.bind(model)
     except SparsityError:  # layers of different sizes
         return None
-    first_names, second_names = ({member.fqn for one in bounds for member in one.members} for bounds in (ours, theirs))
-    if [one.captured for one in ours] != [one.captured for one in theirs] or first_names & second_names:
+    first_names, second_names = ({m.fqn for bound in bounds for m in bound.members} for bounds in (ours, theirs))
+    if [bound.captured for bound in ours] != [bound.captured for bound in theirs] or first_names & second_names:
         return None
     if ours[0].grid[-1] > theirs[0].grid[-1]:
         first, second, ours, theirs = second, first, theirs, ours
@@ -416,7 +398,10 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
     if len(times) > 1 or not (each := times.pop()).is_integer():
         return None
     if ours[0].grid[:-1] != theirs[0].grid[:-1]:
-        first, second = (_without_scope(one, bound[0]) for one, bound in ((first, ours), (second, theirs)))
+        first, second = (  # the same units in every scope
+            replace(c, scope="", sizes={**{axis: bound.sizes[axis] for axis in bound.scope}, **c.sizes})
+            for c, (bound, *_) in ((first, ours), (second, theirs))
+        )
     return _joined(first, second, int(each))
 
 
@@ -429,14 +414,9 @@ def _of_all_layers(coupling: Coupling) -> Coupling:
     return replace(coupling, members=joined(coupling.members), attrs=joined(coupling.attrs))
 
 
-def _without_scope(coupling: Coupling, bound: BoundCoupling) -> Coupling:
-    """Return the coupling with the same units in every scope."""
-    return replace(coupling, scope="", sizes={**{axis: bound.sizes[axis] for axis in bound.scope}, **coupling.sizes})
-
-
 def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:
     """Return the first coupling with the members of the second, of which `each` units make one."""
-    used = {axis for one in (first, second) for text in one.members.values() for d in dimensions_of(text) for axis in d}
+    used = {axis for c in (first, second) for text in c.members.values() for d in dimensions_of(text) for axis in d}
     fresh = (letter for letter in ascii_letters if letter not in used)
     scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))
     names = {axis: [scopes.get(axis) or next(fresh)] for axis in (*second.scope.split(), *second.sizes)}

@@ -7,6 +7,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,17 +74,17 @@ def fsdp_records(model: nn.Module | None) -> dict[int, Any]:
     Raises:
         SparsityError: this version of torch has no such records.
     """
-    found: dict[int, Any] = {}
+    records: dict[int, Any] = {}
     for _, module in _wrapped(model):
         try:
             groups = module._get_fsdp_state()._fsdp_param_groups
-            found |= {id(p.sharded_param): p for g in groups for p in g.fsdp_params if p._module_info}
+            records |= {id(p.sharded_param): p for g in groups for p in g.fsdp_params if p._module_info}
         except AttributeError as e:
             raise SparsityError(
                 f"squash_mask: cannot find fully_shard's records of its parameters in this version of torch ({e}). "
                 "Load the checkpoint into a model that is not sharded, and squash that one."
             ) from None
-    return found
+    return records
 
 
 def move_record(record: Any, module: nn.Module, name: str) -> None:
@@ -116,13 +117,8 @@ def _wrapped(model: nn.Module | None) -> list[tuple[str, Any]]:
 
 
 def _ancestors(module: str) -> list[str]:
-    """A module's name and those of the modules that contain it, outermost first.
-
-    >>> _ancestors("blocks.0")
-    ['', 'blocks', 'blocks.0']
-    """
-    parts = module.split(".") if module else []
-    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
+    """Return the names of the modules that contain a module, outermost first, and its own: '', 'blocks', 'blocks.0'."""
+    return ["", *(accumulate(module.split("."), "{}.{}".format) if module else ())]
 
 
 def _fsdp_class() -> type | None:

@@ -69,8 +69,8 @@ def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
     """The dimensions of a mesh over which a tensor on (a part of) it is sharded; it is replicated over the others."""
     if not is_sharded(t):
         return ()
-    own = t.device_mesh
-    at = range(mesh.ndim) if own == mesh else [mesh.mesh_dim_names.index(n) for n in own.mesh_dim_names]
+    part = t.device_mesh
+    at = range(mesh.ndim) if part == mesh else [mesh.mesh_dim_names.index(n) for n in part.mesh_dim_names]
     return tuple(k for k, p in zip(at, t.placements, strict=True) if not p.is_replicate())
 
 
@@ -83,7 +83,7 @@ def box_of(t: Any) -> Box:
 def window_of(spec: BlockSpec, box: Box) -> Window | None:
     """The part of a block spec's view inside a box, where that is a window again; else None.
 
-    It is one where every dimension of the view steps along one dimension of the parameter, and the box cuts only the
+    It is one where every dimension of the view steps along one dimension of the parameter. The box may cut only the
     dimension of the largest step of each, between two steps.
 
     >>> import torch

@@ -85,7 +85,7 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
     agreed = iter(methods.tolist())
     bisected = []
     for request in requests:
-        own = [next(agreed) for _ in request.scope.members()]
+        methods_of = [next(agreed) for _ in request.scope.members()]
         values, scopes = [request.value_of(spec) for spec in request.scope.blocks()], request.scope.numscp()
         count_bytes = 8 * 2 * key_bits(_dtype_of(request)) * scopes  # with those of ties
         is_costly = scopes > FEW and count_bytes > sum(v.numel() * v.element_size() for v in values)
@@ -93,15 +93,15 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
             masks = {spec: local(mask) for spec, mask in request.masks.items()}
             on_rank = {spec.view.param: local(v) for spec, v in zip(request.scope.blocks(), values, strict=True)}
             selection.update_masks([replace(request, masks=masks, values=on_rank)])
-        elif own == [LOCAL]:
+        elif methods_of == [LOCAL]:
             _choose_locally(request)
-        elif is_costly or set(own) == {GATHERED}:
+        elif is_costly or set(methods_of) == {GATHERED}:
             masks, gathered = _gathered(request, request.scope.blocks())
             selection.update_masks([replace(request, masks=masks, values=gathered)])
             for spec, mask in masks.items():
                 fill(request.masks[spec], mask)
         else:
-            bisected.append((request, own))
+            bisected.append((request, methods_of))
     if bisected:
         _choose_by_bisection(mesh, dims, bisected)
 
@@ -125,13 +125,11 @@ def _choose_locally(request: Request) -> None:
     keep, values = request.keep, window.values
     placeholder = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
     spec = BlockSpec(placeholder, window.shape, edge="partial")
-    own = ScopeSpec(spec, member.shape)
-    scope = ScopeCoupling([own], [member.order]) if member.order else own
+    scope: Any = ScopeSpec(spec, member.shape)
+    scope = ScopeCoupling([scope], [member.order]) if member.order else scope
     if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
-        part = [
-            slice(at // g, -(-(at + n) // g)) for at, n, g in zip(start, spec.grid_shape, member.shape, strict=True)
-        ]
-        keep = keep[tuple(part)]
+        sizes = zip(start, spec.grid_shape, member.shape, strict=True)
+        keep = keep[tuple(slice(at // g, -(-(at + n) // g)) for at, n, g in sizes)]
     selection.update_masks([replace(request, scope=scope, masks={spec: window.mask}, values=values, keep=keep)])
 
 
@@ -264,7 +262,7 @@ def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_o
             s.keys = s.keys >= s.per_row(limits)
         return
     # ties are cut: those with the lowest indices over all ranks are kept
-    need = keep - sum_over_ranks(_per_scope(shards, [_count_rows(a) for a in above], keep))
+    need = keep - sum_over_ranks(_per_scope(shards, [a.sum(1) for a in above], keep))
     bits = width.bit_length() + 1
     dtype, lowest = torch.int32 if bits <= 32 else torch.int64, -(1 << (bits - 1))
     for s in shards:
@@ -291,11 +289,11 @@ def _kth_largest(
     for bit in range(bits - 1, -1, -1):
         trial = limits + (1 << bit) if bit < bits - 1 else torch.zeros_like(limits)  # 2^63 is too large to be added
         hits = [k >= s.per_row(trial) for s, k in zip(shards, keys, strict=True)]
-        own = [_count_rows(h) for h in hits]
-        counts = sum_over_ranks(left_out + _per_scope(shards, own, keep))
+        local_counts = [h.sum(1) for h in hits]
+        counts = sum_over_ranks(left_out + _per_scope(shards, local_counts, keep))
         is_enough = counts >= keep
         limits, reached = torch.where(is_enough, trial, limits), torch.where(is_enough, counts, reached)
-        for i, (s, h, n) in enumerate(zip(shards, hits, own, strict=True)):
+        for i, (s, h, n) in enumerate(zip(shards, hits, local_counts, strict=True)):
             if len(h) > 1:
                 continue
             is_above = bool(is_enough[s.scopes])  # on which side of the trial the limit is
@@ -303,11 +301,6 @@ def _kth_largest(
                 keys[i] = keys[i][h == is_above][None]
                 left_out[s.scopes] += n.to(keep.device) if s.is_counted and not is_above else 0
     return limits, reached
-
-
-def _count_rows(hits: Tensor) -> Tensor:
-    """How many of each row are True; of few rows one after the other, which takes a third of the time."""
-    return torch.stack([row.count_nonzero() for row in hits]) if len(hits) <= FEW else hits.sum(1)
 
 
 def _per_scope(shards: Sequence[_Shard], rows: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Budgets: how many blocks each scope keeps, as whole numbers.
 
-A component either has the budget of its config entry ("fixed"), or shares the overall budget with all others of that
-kind ("shared"): an overall sparsity level is distributed over them, with the same number of blocks in every scope of
-one component. Budgets are stored in the groups; this module computes, reads and writes them.
+A pruning group has the budget of its config entry ("fixed"), or shares the overall budget ("shared"). An overall level
+is distributed over those that share it, with the same number of blocks in every scope of one pruning group.
 """
 
 import math
@@ -32,71 +31,72 @@ def refuse_optimizer_as_level(level: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Budgets:
-    """The budgets of all components of a plan, in their groups; components are given by their index.
+    """The budgets of all pruning groups of a plan, in their groups; pruning groups are given by their index.
 
     Attributes:
-        components: of the plan.
+        pruning_groups: of the plan.
         groups: where the budgets are stored.
         densities: how an overall level is distributed; None where the masks were saved ones.
     """
 
-    components: Sequence[PruningGroup]
+    pruning_groups: Sequence[PruningGroup]
     groups: Sequence[TensorGroup]
     densities: Densities | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of one block of each component, in units of their greatest common divisor."""
-        members = [c.scope.members() for c in self.components]  # of equal blocks, or of blocks chosen together
-        sizes = [sum(m.block.numel_per_block() for m in of_one) // len(of_one) for of_one in members]
+        """Elements of one block of each pruning group, in units of their greatest common divisor."""
+        blocks = [[m.block.numel_per_block() for m in c.scope.members()] for c in self.pruning_groups]
+        sizes = [sum(numels) // len(numels) for numels in blocks]  # of equal blocks, or of blocks chosen together
         unit = math.gcd(*sizes) if sizes else 1
         return [n // unit for n in sizes]
 
     @cached_property
     def units(self) -> list[int]:
-        """What one more block in every scope of each component takes, in the units of `sizes`."""
-        return [n * c.scope.numscp() for n, c in zip(self.sizes, self.components, strict=True)]
+        """Elements of one more block in every scope of each pruning group, in the units of `sizes`."""
+        return [n * c.scope.numscp() for n, c in zip(self.sizes, self.pruning_groups, strict=True)]
 
     @cached_property
     def capacities(self) -> list[int]:
-        """What all blocks of each component take, in the units of `sizes`."""
-        return [u * c.scope.numblk_per_scope() for u, c in zip(self.units, self.components, strict=True)]
+        """Elements of all blocks of each pruning group, in the units of `sizes`."""
+        return [u * c.scope.numblk_per_scope() for u, c in zip(self.units, self.pruning_groups, strict=True)]
 
     @property
     def shared(self) -> list[int]:
-        """The components that share the overall budget: no entry of the config specifies theirs."""
-        return [k for k, c in enumerate(self.components) if not any(self.groups[at]["fixed"] for _, at in c.members)]
+        """The pruning groups that share the overall budget: no entry of the config specifies theirs."""
+        return [
+            k for k, c in enumerate(self.pruning_groups) if not any(self.groups[at]["fixed"] for _, at in c.members)
+        ]
 
     def rows(self, k: int) -> Tensor:
-        """Return the blocks that each scope of a component is to keep, by its groups; int64 [scopes] on the CPU."""
-        component = self.components[k]
-        budget = torch.as_tensor(component.budget(self.groups), device="cpu")
-        budget = budget.expand(component.scope.grid_shape)
-        return torch.minimum(budget, component.scope.blocks_per_scope()).reshape(-1)
+        """Return the blocks that each scope of a pruning group is to keep, by its groups; int64 [scopes] on the CPU."""
+        scope, budget = self.pruning_groups[k].scope, self.pruning_groups[k].budget(self.groups)
+        budget = torch.as_tensor(budget, device="cpu").expand(scope.grid_shape)
+        return torch.minimum(budget, scope.blocks_per_scope()).reshape(-1)
 
     def set(self, k: int, nnz: int) -> None:
-        """Write a budget into a component's groups, as a count and as its level."""
-        component = self.components[k]
-        level = component.scope.level_of(nnz)
-        for _, at in component.members:
+        """Write a budget into a pruning group's groups, as a count and as its level."""
+        pruning_group = self.pruning_groups[k]
+        level = pruning_group.scope.level_of(nnz)
+        for _, at in pruning_group.members:
             self.groups[at] |= {"nnz": nnz, "sparsity_level": level, "level_of_nnz": level}
 
     def ideals(self, level: float) -> tuple[dict[int, float], int]:
-        """Return {shared component: what it would keep at an overall sparsity}, and what all of them keep, exactly.
+        """Return {shared pruning group: what it would keep at an overall sparsity}, and what all of them keep, exactly.
 
-        Both are in the units of `sizes`; what fixed components keep is subtracted.
+        Both are in the units of `sizes`; what fixed pruning groups keep is subtracted.
         """
-        shared, components = set(self.shared), self.components
-        shapes = {self._fqn(at): tuple(s.view.param.shape) for c in components for s, at in c.members}
-        fixed = [c for k, c in enumerate(components) if k not in shared]
+        shared, pruning_groups = set(self.shared), self.pruning_groups
+        shapes = {self._fqn(at): tuple(s.view.param.shape) for c in pruning_groups for s, at in c.members}
+        fixed = [c for k, c in enumerate(pruning_groups) if k not in shared]
         fixed_densities = {
             self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups)) for c in fixed for _, at in c.members
         }
         assert self.densities is not None
         densities = _checked(self.densities(shapes, 1 - level, fixed_densities), shapes)
-        numels = [c.scope.numblk() * n for n, c in zip(self.sizes, components, strict=True)]
+        numels = [c.scope.numblk() * n for n, c in zip(self.sizes, pruning_groups, strict=True)]
         sum_kept, ideals = round((1 - level) * sum(numels)), {}
-        for k, c in enumerate(components):
+        for k, c in enumerate(pruning_groups):
             elements = {self._fqn(at): s.view.numel() for s, at in c.members}
             density = sum(densities[n] * e for n, e in elements.items()) / max(sum(elements.values()), 1)
             if k in shared:
@@ -108,7 +108,7 @@ class Budgets:
     def counts(
         self, level: float, low: Mapping[int, int] | None = None, high: Mapping[int, int] | None = None
     ) -> dict[int, int]:
-        """Return the blocks in each scope of every shared component, whose sum is the exact one, or just below.
+        """Return the blocks in each scope of every shared pruning group, whose sum is the exact one, or just below.
 
         `low` and `high` bound the blocks in each scope; by default one, so that no layer is empty, and all.
         """
@@ -131,12 +131,12 @@ class Budgets:
         return {k: n // u for k, n, u in zip(ideals, kept, unit, strict=True)}
 
     def refuse_uneven_scopes(self) -> None:
-        """Raise where scopes of a shared component differ in size: one more block in each is not the same for all."""
-        for component in (self.components[k] for k in self.shared):
-            if component.scope.is_partial and component.scope.numscp() > 1:
+        """Raise where scopes of a pruning group that shares the budget differ in size."""
+        for pruning_group in (self.pruning_groups[k] for k in self.shared):
+            if pruning_group.scope.is_partial and pruning_group.scope.numscp() > 1:
                 raise SparsityError(
-                    f"{component.label}: its scopes differ in size, so they cannot share one distributed budget. Give "
-                    "the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
+                    f"{pruning_group.label}: its scopes differ in size, so they cannot share one distributed budget. "
+                    "Give the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
                 )
 
     def refuse_without_exchange(self) -> None:
@@ -145,7 +145,7 @@ class Budgets:
         pairs = [(a, b) for a in range(len(units)) for b in range(a)]
         if pairs and all(math.lcm(units[a], units[b]) > min(capacity[a], capacity[b]) for a, b in pairs):
             raise SparsityError(
-                f"redistribute: {self.components[self.shared[0]].label} and the others have numbers of scopes and "
+                f"redistribute: {self.pruning_groups[self.shared[0]].label} and the others have numbers of scopes and "
                 f"block sizes with no common multiple that fits ({units} elements for one more block in every scope), "
                 "so no block could ever move; use redistribute=None, or other scopes"
             )
@@ -175,7 +175,7 @@ def exchange(
 
 
 def _checked(densities: object, names: Iterable[str]) -> Mapping[str, float]:
-    """The densities of a distribution, which may be a user's function."""
+    """Return the densities of a distribution, which may be a user's function."""
     for name in names:
         density = densities.get(name) if isinstance(densities, Mapping) else None
         if not is_number(density) or not -1e-9 <= float(density) <= 1 + 1e-9:

@@ -1,8 +1,8 @@
 """What decides in an update: which active blocks are pruned, which inactive ones grow, which tensors get more growth.
 
-A rule scores the blocks of one component: it is a function of `Slots`, its blocks as rows [scopes, slots]. Pruning
+A rule scores the blocks of one pruning group: it is a function of `Slots`, its blocks as rows [scopes, slots]. Pruning
 drops the lowest scores among active blocks, growth takes the highest among inactive ones (those pruned a moment ago
-included), and redistribution gives each tensor budget in proportion to the rule's share, one number.
+included). Redistribution gives each tensor budget in proportion to the rule's share, one number.
 """
 
 import math
@@ -27,19 +27,19 @@ from ..structure.windows import elements_of, fill_mask, from_scopes, kept_grid, 
 __all__ = ["NAMES", "NEEDS", "Rule", "by_score", "global_magnitude", "gradient", "magnitude", "momentum", "nonzero"]
 __all__ += ["parse_rule", "random"]
 
-Tensors = Mapping[BlockSpec, Tensor]  # one for each tensor of a component, in the parameter's shape
+Tensors = Mapping[BlockSpec, Tensor]  # one for each tensor of a pruning group, in the parameter's shape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slots:
-    """One component in one iteration: scopes that are chosen together, over one tensor or coupled ones.
+    """One pruning group in one iteration: scopes that are chosen together, over one tensor or coupled ones.
 
     This is the argument of every rule. Rows are [scopes, slots]; a slot is one block (coupled tensors contribute one
     block each). Where weights are sharded, every access gathers whole tensors (a collective operation), which are not
     kept; only masks that `masks_of` makes are sharded like their weights.
 
     Attributes:
-        component: the scopes and how their blocks are scored.
+        pruning_group: the scopes and how their blocks are scored.
         placed: {"weights", "masks", "gradients" or "momenta": tensors by block spec, as this rank holds them}.
         statistics: what `sparsifier.calibrate` recorded, by block spec.
         step: the training iteration.
@@ -53,7 +53,7 @@ class Slots:
     'rule'
     """
 
-    component: PruningGroup
+    pruning_group: PruningGroup
     placed: Mapping[str, Tensors]
     step: int = 0
     seed: int = 0
@@ -67,7 +67,7 @@ class Slots:
     @property
     def name(self) -> str:
         """The tensor's name, or the coupling's."""
-        return self.component.label
+        return self.pruning_group.label
 
     @property
     def device(self) -> torch.device:
@@ -77,12 +77,12 @@ class Slots:
     @property
     def shape(self) -> tuple[int, int]:
         """Scopes, and slots of each."""
-        return self.component.scope.numscp(), self.component.scope.numblk_per_scope()
+        return self.pruning_group.scope.numscp(), self.pruning_group.scope.numblk_per_scope()
 
     @property
     def block_size(self) -> float:
         """Elements of a block: of equal blocks, or on average of blocks that are chosen together."""
-        members = self.component.scope.members()
+        members = self.pruning_group.scope.members()
         return sum(m.block.numel_per_block() for m in members) / len(members)
 
     @property
@@ -93,7 +93,7 @@ class Slots:
     @property
     def real(self) -> Tensor:
         """Which slots hold a block: all but the padding of a partial scope; bool rows."""
-        real = real_slots(scope_windows(self.component.scope), self.device)
+        real = real_slots(scope_windows(self.pruning_group.scope), self.device)
         return torch.ones(self.shape, dtype=torch.bool, device=self.device) if real is None else real
 
     def scores(
@@ -111,9 +111,9 @@ class Slots:
             raise SparsityError(
                 f"{self.name}: a rule reads values that were not gathered; list them in its `needs` attribute"
             )
-        windows = scope_windows(self.component.scope, {spec.view.param: t for spec, t in values.items()})
+        windows = scope_windows(self.pruning_group.scope, {spec.view.param: t for spec, t in values.items()})
         mean = any(m.is_partial for w in windows for m in w.members) if as_mean is None else as_mean
-        chosen = None if signed else self.component.norm if norm is None else norm
+        chosen = None if signed else self.pruning_group.norm if norm is None else norm
         return torch.cat([scope_scores(w, chosen, mean) for w in windows], dim=1)
 
     def pooled(self, values: Tensors, fn: Callable[..., Tensor]) -> Tensor:
@@ -123,7 +123,7 @@ class Slots:
             SparsityError: some blocks are partial.
         """
         rows = []
-        for window in scope_windows(self.component.scope, {spec.view.param: t for spec, t in values.items()}):
+        for window in scope_windows(self.pruning_group.scope, {spec.view.param: t for spec, t in values.items()}):
             if any(m.is_partial for m in window.members):
                 raise SparsityError(f"{self.name}: a criterion by function needs whole blocks; give 'mean' or 'max'")
             elements = elements_of(window.members, len(window.shape), 0.0).abs()
@@ -145,12 +145,12 @@ class Slots:
 
     def rows_of(self, masks: Tensors) -> Tensor:
         """Return which slots some parameter-shaped masks keep; bool rows."""
-        windows = scope_windows(self.component.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
+        windows = scope_windows(self.pruning_group.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
         return torch.cat([to_scopes(kept_grid(w.members, len(w.shape)), w, False) for w in windows], dim=1)
 
     def masks_of(self, rows: Tensor) -> dict[BlockSpec, Tensor]:
         """Return bool masks from bool rows, sharded as the weights; elements outside a view are as in `masks`."""
-        scope, masks = self.component.scope, {spec: mask != 0 for spec, mask in self.masks.items()}
+        scope, masks = self.pruning_group.scope, {spec: mask != 0 for spec, mask in self.masks.items()}
         windows = scope_windows(scope, None, masks)
         for window, part in zip(windows, rows.split([math.prod(w.shape) for w in windows], dim=1), strict=True):
             fill_mask(window.members, from_scopes(part, window))
@@ -204,7 +204,7 @@ class Rule:
             raise SparsityError(f"rule {self.name!r}: needs are some of {NEEDS}, got {unknown[0]!r}")
 
     def share_of(self, slots: Slots) -> Any:
-        """What one tensor's part of the growth is proportional to."""
+        """Return the number to which one tensor's part of the growth is proportional."""
         return slots.mean_active(self.score(slots)) if self.share is None else self.share(slots)
 
 
@@ -225,8 +225,8 @@ def magnitude(criterion: Criterion = None) -> Rule:
 def global_magnitude(criterion: Criterion = None) -> Rule:
     """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
 
-    Where nothing grows back, or budgets follow a target, every scope keeps its largest block, and all scopes of a
-    tensor lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
+    Where nothing grows back, or budgets follow a target, every scope keeps its largest block. All scopes of a tensor
+    then lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
     """
     return _by_values("global", "weights", criterion, is_global=True)
 

@@ -7,7 +7,7 @@ masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import groups_trained_by, momentum_of, original, unwrap_optimizer
 from .dynamic_mask import mask_of
 
-Version = tuple[int, int]
+Snapshot = tuple[Any, int, int]
 
 ORDER = (
     "fully_shard replaces parameters by sharded ones: call prepare, then fully_shard, then make the optimizer, then "
@@ -56,17 +56,15 @@ class StepHooks(ABC):
     def gradients_of(self, optimizer: Optimizer | None) -> list[tuple[TensorGroup, Tensor]]:
         """Return the groups that an optimizer trains (None: all) and that have gradients, with their parameters.
 
-        Parameters, masks and gradients are sharded as they are now: a trainer may shard a model and put new parameters
-        into the old optimizer without calling `attach`, and tensor parallel layers may leave partial sums.
+        Parameters, masks and gradients are sharded as they are now. A trainer may shard a model and put new parameters
+        into the old optimizer without calling `attach`; tensor parallel layers may leave partial sums.
         """
-        found = []
-        for group in self._trained(optimizer):
-            parameter = original(group)
-            if parameter.grad is not None:
-                if not is_placed_like(parameter.grad, parameter):
-                    parameter.grad = placed_like(parameter.grad, parameter)
-                found.append((group, parameter))
-        return found
+        pairs = [(group, original(group)) for group in self._trained(optimizer)]
+        pairs = [(group, parameter) for group, parameter in pairs if parameter.grad is not None]
+        for _, parameter in pairs:
+            if not is_placed_like(parameter.grad, parameter):
+                parameter.grad = placed_like(parameter.grad, parameter)
+        return pairs
 
     def _trained(self, optimizer: Optimizer | None) -> Sequence[TensorGroup]:
         reshard(self.model)
@@ -151,13 +149,8 @@ class GradientCapture(StepHooks):
         self.masked = True
         self._restored = False  # a saved state says that the optimizers have stepped in this iteration
         self._used: set[str] = set()  # captured gradients that an optimizer has stepped with
-        self._reset_versions()
-
-    def _reset_versions(self) -> None:
-        self._before_open: dict[str, tuple[Any, Version]] = {}  # gradients from before masks were opened
-        self._before_closure: dict[
-            str, tuple[Tensor | None, Version | None]
-        ] = {}  # gradients when a closure was called
+        self._before_open: dict[str, Snapshot | None] = {}  # gradients from before masks were opened
+        self._before_closure: dict[str, Snapshot | None] = {}  # gradients when a closure was called
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Register the hooks on these optimizers instead of the present ones."""
@@ -194,8 +187,7 @@ class GradientCapture(StepHooks):
         if is_open == self.is_open:
             return
         if is_open:
-            gradients = [(g["tensor_fqn"], original(g).grad) for g in self.groups]
-            self._before_open = {n: (weakref.ref(g), _version(g)) for n, g in gradients if g is not None}
+            self._before_open = {g["tensor_fqn"]: _snapshot(original(g).grad) for g in self.groups}
         for group in self.groups:
             mask_of(group).set_open(is_open)
         self.is_open = is_open
@@ -235,8 +227,7 @@ class GradientCapture(StepHooks):
     def _on_closure(self, optimizer: Optimizer) -> None:
         """What was captured of the gradients that exist now stays valid unless the closure makes new ones."""
         for group in self._trained(optimizer) if self.is_open else ():
-            grad = original(group).grad
-            self._before_closure[group["tensor_fqn"]] = (grad, None if grad is None else _version(grad))
+            self._before_closure[group["tensor_fqn"]] = _snapshot(original(group).grad)
 
     def _open_gradients(self, optimizer: Optimizer | None) -> Iterator[tuple[str, Any, Tensor, Tensor | None]]:
         """Yield (name, parameter, mask, gradient captured before) of gradients while masks are open.
@@ -246,16 +237,15 @@ class GradientCapture(StepHooks):
         """
         for group in self._trained(optimizer) if self.is_open else ():
             name, grad = group["tensor_fqn"], original(group).grad
-            opened_at = self._before_open.get(name)
-            if grad is not None and opened_at is not None and opened_at[0]() is grad and opened_at[1] == _version(grad):
+            if _is_unchanged(grad, self._before_open.get(name)):
                 raise SparsityError(
                     f"{name}: its gradient was made before the masks were opened for the coming update. Call "
                     "sparsifier.step() after optimizer.step(), and backward before the next one."
                 )
         for group, parameter in self.gradients_of(optimizer) if self.is_open else ():
-            name, grad = group["tensor_fqn"], cast(Tensor, parameter.grad)
-            noted = self._before_closure.pop(name, None)
-            is_new = name in self._used or (noted is not None and not (noted[0] is grad and noted[1] == _version(grad)))
+            name, noted = group["tensor_fqn"], self._before_closure
+            is_new = name in self._used or (name in noted and not _is_unchanged(parameter.grad, noted[name]))
+            noted.pop(name, None)
             self._used.discard(name)
             before = None if is_new else self.gradients.get(name)
             yield name, parameter, local(mask_of(group).mask), None if before is None else local(before)
@@ -281,14 +271,16 @@ class GradientCapture(StepHooks):
         self._stepped[index] = skipped is None or not bool(skipped > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_before_open", "_before_closure")}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Continue as a copy, with hooks of its own on the copied optimizers."""
-        super().__setstate__(state)
-        self._reset_versions()
+        return {**super().__getstate__(), "_before_open": {}, "_before_closure": {}}
 
 
-def _version(grad: Tensor) -> Version:
-    """A number that changes when a gradient is changed in place, also through what this rank holds of it."""
-    return grad._version, local(grad)._version
+def _snapshot(grad: Tensor | None) -> Snapshot | None:
+    """Return a gradient with numbers that change when it is changed in place, also through this rank's part of it."""
+    return None if grad is None else (weakref.ref(grad), grad._version, local(grad)._version)
+
+
+def _is_unchanged(grad: Tensor | None, snapshot: Snapshot | None) -> bool:
+    """Whether a gradient exists and is the one of the snapshot, with the same values."""
+    if grad is None or snapshot is None or snapshot[0]() is not grad:
+        return False
+    return snapshot[1:] == (grad._version, local(grad)._version)

@@ -115,7 +115,7 @@ def initial_masks(
     """
     if init.masks is None and budgets.shared:
         if init.first_dense:
-            first = budgets.components[budgets.shared[0]]
+            first = budgets.pruning_groups[budgets.shared[0]]
             budgets.set(budgets.shared[0], first.scope.numblk_per_scope())
             for _, at in first.members:
                 budgets.groups[at]["fixed"] = True
@@ -124,17 +124,17 @@ def initial_masks(
         for k, nnz in budgets.counts(sparsity_level).items():
             budgets.set(k, nnz)
     masks: dict[str, Tensor] = {}
-    for k, component in enumerate(budgets.components):
-        is_meta = any(original(budgets.groups[at]).is_meta for _, at in component.members)
+    for k, pruning_group in enumerate(budgets.pruning_groups):
+        is_meta = any(original(budgets.groups[at]).is_meta for _, at in pruning_group.members)
         if init.masks is not None or not is_meta:
-            masks.update(component_masks(budgets, k, init, seed))
+            masks.update(group_masks(budgets, k, init, seed))
     return masks
 
 
-def component_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Tensor]:
-    """Return the initial masks of one component's groups; see `initial_masks`."""
-    component = budgets.components[k]
-    groups = {spec: budgets.groups[at] for spec, at in component.members}
+def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Tensor]:
+    """Return the initial masks of one pruning group's groups; see `initial_masks`."""
+    pruning_group = budgets.pruning_groups[k]
+    groups = {spec: budgets.groups[at] for spec, at in pruning_group.members}
     weights = {spec: original(g).detach() for spec, g in groups.items()}
     saved = None if init.masks is None else {s: _saved(g, weights[s], init.masks) for s, g in groups.items()}
     dense = {}  # masks that keep everything, not sharded; on the CPU for the meta device
@@ -142,7 +142,7 @@ def component_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str
         device = "cpu" if w.is_meta else w.device
         dense[spec] = torch.empty_strided(w.shape, w.stride(), dtype=torch.bool, device=device).fill_(True)
     slots = Slots(
-        component=component,
+        pruning_group=pruning_group,
         placed={"weights": dense, "masks": dense if saved is None else {s: t != 0 for s, t in saved.items()}},
         seed=seed,
     )
@@ -152,7 +152,7 @@ def component_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str
         is_weight = {s: t.is_floating_point() and bool(((t != 0) & (t != 1)).any()) for s, t in saved.items()}
         rows = _saved_rows(slots, init.shuffle, [spec for spec in saved if not is_weight[spec]])
         _take_budget(budgets, k, rows)
-        slots = Slots(component=component, placed={"weights": dense, "masks": dense})  # kept outside of a view
+        slots = Slots(pruning_group=pruning_group, placed={"weights": dense, "masks": dense})  # kept outside of a view
     masks = slots.masks_of(rows)
     return {
         g["tensor_fqn"]: masks[s] if weights[s].is_meta else placed_like(masks[s], weights[s])
@@ -201,8 +201,8 @@ def _saved_rows(slots: Slots, shuffle: bool, masks: Collection[BlockSpec]) -> Te
 
 
 def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
-    """Saved masks define the budget of a component that shares one; a fixed budget must agree with them."""
-    label, count = budgets.components[k].label, rows.sum(1).cpu()
+    """Saved masks define the budget of a pruning group that shares one; a fixed budget must agree with them."""
+    label, count = budgets.pruning_groups[k].label, rows.sum(1).cpu()
     if k not in budgets.shared:
         if not torch.equal(count, budgets.rows(k)):
             raise SparsityError(

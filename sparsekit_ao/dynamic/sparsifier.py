@@ -32,7 +32,7 @@ from ..sparsifiers.stages import checked_pattern
 from .budgets import Budgets, refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
 from .gradients import ORDER, GradientCapture
-from .inits import component_masks, initial_masks, parse_init, refuse_meta
+from .inits import group_masks, initial_masks, parse_init, refuse_meta
 from .update import NewValues, UpdateStatistics, make_settings, run_update, zero_dropped, zero_dropped_state
 
 #: what a checkpoint keeps besides masks and groups, and its kinds
@@ -47,8 +47,8 @@ class DynamicSparsifier(BudgetSparsifier):
     each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero, and
     grown ones start from zero, with zero optimizer state; one that is pruned and grown in the same update is unchanged.
 
-    A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the overall one, and
-    a tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
+    A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the overall one. A
+    tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
         sparsity_level: the overall fraction dropped, which `init` distributes over the tensors.
@@ -195,7 +195,7 @@ class DynamicSparsifier(BudgetSparsifier):
         super()._check_groups(groups)
 
     def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
-        return Budgets(components=self._pruning_groups(groups), groups=groups, densities=self.init.densities)
+        return Budgets(pruning_groups=self._pruning_groups(groups), groups=groups, densities=self.init.densities)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
         """Raise unless one of these trains each parameter and stores what updates read, and all train some."""
@@ -245,10 +245,10 @@ class DynamicSparsifier(BudgetSparsifier):
         waiting = {g["tensor_fqn"]: g for g in self.groups if not mask_of(g).is_initialized}
         refuse_meta([*waiting.values()], "Call to_empty and initialize the weights first, then attach(optimizer).")
         budgets = self._budgets(self.groups)
-        for k, component in enumerate(budgets.components):
-            names = [fqn for _, at in component.members if (fqn := self.groups[at]["tensor_fqn"]) in waiting]
+        for k, pruning_group in enumerate(budgets.pruning_groups):
+            names = [fqn for _, at in pruning_group.members if (fqn := self.groups[at]["tensor_fqn"]) in waiting]
             is_known = all(name in self._initial_masks for name in names)
-            masks = self._initial_masks if is_known else component_masks(budgets, k, self.init, self.settings.seed)
+            masks = self._initial_masks if is_known else group_masks(budgets, k, self.init, self.settings.seed)
             for name in names:
                 mask_of(waiting[name]).initialize(masks[name])
         zero_dropped([*waiting.values()])
@@ -297,9 +297,8 @@ class DynamicSparsifier(BudgetSparsifier):
         momenta = self._capture.momenta() if is_pending and settings.needs_momentum else {}
         if is_pending and self._capture.is_ready(settings.needs_gradient, momenta):
             statistics = [self._statistics_of(g) for g in self.groups]
-            self.last_update = run_update(
-                self._budgets(self.groups), settings, self._capture, momenta, iteration, statistics
-            )
+            budgets = self._budgets(self.groups)
+            self.last_update = run_update(budgets, settings, self._capture, momenta, iteration, statistics)
             is_pending = False
         self._pending = is_pending
 

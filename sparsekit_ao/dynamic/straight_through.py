@@ -32,7 +32,8 @@ class StraightThrough(BudgetSparsifier):
             are trained (STE, arXiv 1308.3432). A level between 0 and `sparsity_level` is Top-KAST (arXiv 2106.03517):
             the backward mask keeps more blocks than the forward mask, by the same scores.
         decay: `decay * weight` is added to the gradient of weights that the forward mask drops, so that masks change
-            less (SR-STE, arXiv 2102.04010); once per step of the optimizer given to `attach`, after any clipping.
+            less (SR-STE, arXiv 2102.04010). It is added once per step of the optimizer given to `attach`, after any
+            clipping.
 
     Raises:
         SparsityError: a backward mask smaller than the forward one, a negative decay; see `ScopeSparsifier`.
@@ -106,14 +107,14 @@ class StraightThrough(BudgetSparsifier):
         super()._check_groups(groups)
         if not self.backward_level:
             return
-        for component in self._pruning_groups(groups):
-            forward = torch.as_tensor(component.budget(groups), device="cpu")
-            backward = torch.as_tensor(component.scope.sparsity_to_nnz(self.backward_level), device="cpu")
-            if component.stage or bool((forward > backward).any()):
+        for pruning_group in self._pruning_groups(groups):
+            forward = torch.as_tensor(pruning_group.budget(groups), device="cpu")
+            backward = torch.as_tensor(pruning_group.scope.sparsity_to_nnz(self.backward_level), device="cpu")
+            if pruning_group.stage or bool((forward > backward).any()):
                 raise SparsityError(
-                    f"{component.label}: the backward mask must keep all that the forward mask keeps, in one stage, "
-                    f"but backward_level={self.backward_level:g} keeps {int(backward.min())} blocks in a scope and the "
-                    f"forward mask {int(forward.max())}; lower backward_level"
+                    f"{pruning_group.label}: the backward mask must keep all that the forward mask keeps, in one "
+                    f"stage, but backward_level={self.backward_level:g} keeps {int(backward.min())} blocks in a scope "
+                    f"and the forward mask {int(forward.max())}; lower backward_level"
                 )
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:

@@ -1,8 +1,8 @@
 """One update of masks: prune the lowest scores, redistribute budgets, grow the highest scores, write the result.
 
 `Settings` says when updates happen and by which rules. `run_update` computes all that may raise before it writes
-anything. Components of the plan are read one after the other, so that of sharded weights only one component is whole
-at a time; only tensors that compete with each other (prune="global") are read together.
+anything. Pruning groups are read one after the other, so that of sharded weights only one group is whole at a time.
+Tensors that compete with each other (prune="global") are read together.
 """
 
 import math
@@ -171,11 +171,8 @@ def make_settings(**arguments: Any) -> Settings:
     target, fraction = arguments["target"], arguments["update_fraction"]
     if arguments["state_init"] not in ("zero", "grad"):
         raise SparsityError(f"state_init must be 'zero' or 'grad', got {arguments['state_init']!r}")
-    functions = {
-        "target": "a schedule (iteration -> sparsity)",
-        "new_values": "a function (weight, generator) -> values",
-    }
-    for name, kind in functions.items():
+    kinds = ("a schedule (iteration -> sparsity)", "a function (weight, generator) -> values")
+    for name, kind in zip(("target", "new_values"), kinds, strict=True):
         if arguments[name] is not None and not callable(arguments[name]):
             raise SparsityError(f"{name} must be {kind} or None, got {arguments[name]!r}")
     if target is not None and arguments["update_every"] is None:
@@ -212,14 +209,14 @@ def run_update(
     iteration: int,
     statistics: Sequence[Statistics],
 ) -> UpdateStatistics:
-    """Choose new masks of all components and write them; if a rule raises, nothing has changed.
+    """Choose new masks of all pruning groups and write them; if a rule raises, nothing has changed.
 
     Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a rule needs them; there is one of
     `statistics` for each group.
     """
     fraction, slots = settings.fraction_at(iteration), []
-    for component in budgets.components:
-        leaves = {spec: budgets.groups[at] for spec, at in component.members}
+    for pruning_group in budgets.pruning_groups:
+        leaves = {spec: budgets.groups[at] for spec, at in pruning_group.members}
         dense = {s: (capture.gradients.get(g["tensor_fqn"]), momenta.get(g["tensor_fqn"])) for s, g in leaves.items()}
         placed = {
             "weights": {spec: original(g).detach() for spec, g in leaves.items()},
@@ -227,11 +224,13 @@ def run_update(
             "gradients": {spec: gradient for spec, (gradient, _) in dense.items() if gradient is not None},
             "momenta": {spec: momentum for spec, (_, momentum) in dense.items() if momentum is not None},
         }
-        recorded = {spec: statistics[at] for spec, at in component.members}
-        slots.append(Slots(component=component, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
+        recorded = {spec: statistics[at] for spec, at in pruning_group.members}
+        slots.append(
+            Slots(pruning_group=pruning_group, placed=placed, statistics=recorded, step=iteration, seed=settings.seed)
+        )
     keep = [budgets.rows(k) for k in range(len(slots))]
     masks, nnz = _choose(slots, keep, budgets, settings, iteration, fraction)
-    by_group = {at: new[spec] for c, new in zip(budgets.components, masks, strict=True) for spec, at in c.members}
+    by_group = {at: new[spec] for c, new in zip(budgets.pruning_groups, masks, strict=True) for spec, at in c.members}
     counts = _apply(budgets.groups, [by_group[at] for at in range(len(by_group))], settings, capture, iteration)
     for k, count in nnz.items():
         budgets.set(k, count)
@@ -250,13 +249,13 @@ def run_update(
 def _choose(
     slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
-    """The new masks of every component, and {component that shares the budget: blocks of each scope}.
+    """Return new masks of every pruning group, and {pruning group that shares the budget: blocks of each scope}.
 
-    `keep` is the budget of every scope, int64 [scopes] on the CPU for each component.
+    `keep` is the budget of every scope, int64 [scopes] on the CPU for each pruning group.
     """
     shared, regrows = budgets.shared, settings.grow is not None
     competing = shared if settings.prune.is_global else []
-    most = None  # blocks that all components may keep together, if they compete and there is a target
+    most = None  # blocks that all pruning groups may keep together, if they compete and there is a target
     if settings.target is not None and competing:
         most = budgets.ideals(settings.target_at(iteration))[1] // budgets.sizes[shared[0]]
     elif settings.target is not None:
@@ -289,7 +288,7 @@ def _with_budgets(keep: Sequence[Tensor], nnz: Mapping[int, int]) -> list[Tensor
 
 
 def _stored(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
-    """Rows as masks, which are sharded like the weights, and the count of each scope."""
+    """Return rows as masks, which are sharded like the weights, and the count of each scope."""
     return slots.masks_of(rows), rows.sum(1)
 
 
@@ -299,11 +298,11 @@ def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
 
 
 def _prune(slots: Slots, keep: Tensor, rule: Rule, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
-    """Keep all but exactly floor(fraction * active) slots of a component, and in no scope more than its budget.
+    """Keep all but exactly floor(fraction * active) slots of a pruning group, and in no scope more than its budget.
 
-    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls
-    short of the component's number (2 of 4 loses none at 0.3), the rest are the smallest of the weakest one of each
-    scope. Unless scopes regrow to their budgets afterwards, all of them lose the same number.
+    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls short
+    of the pruning group's number (2 of 4 loses none at 0.3), more are pruned: the smallest among the weakest slots of
+    all scopes. Unless scopes regrow to their budgets afterwards, all of them lose the same number.
     """
     active, scores = slots.active, _scores(rule, slots)
     count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
@@ -320,10 +319,10 @@ def _prune(slots: Slots, keep: Tensor, rule: Rule, fraction: float, regrows: boo
 def _prune_together(
     slots: Sequence[Slots], keep: Sequence[Tensor], rule: Rule, fraction: float, most: int | None, regrows: bool
 ) -> list[tuple[Tensors, Tensor]]:
-    """Let components compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
+    """Let pruning groups compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
 
-    The best slot of a component always stays. With a target, or without growth, the best of every scope stays, and
-    every scope of a component keeps the same number: the competition decides how many, its scores which.
+    The best slot of a pruning group always stays. With a target, or without growth, the best of every scope stays.
+    Every scope of a pruning group then keeps the same number: the competition decides how many, its scores which.
     """
     scores, active = [_scores(rule, s) for s in slots], [s.active for s in slots]
     totals, even = [int(a.sum()) for a in active], most is not None or not regrows
@@ -345,29 +344,26 @@ def _prune_together(
         counts = allocate([float(r.sum()) for r in rows], count, scopes, totals, scopes)
         each = zip(scores, counts, scopes, active, strict=True)
         rows = [keep_mask(score, n // m, candidates=a) for score, n, m, a in each]
-    rows = [r.reshape(a.shape) for r, a in zip(rows, active, strict=True)]
-    limits = [torch.minimum(r.sum(1), n.to(r.device)) for r, n in zip(rows, keep, strict=True)]  # may be scheduled
-    limited = [keep_mask(score, n, candidates=r) for score, n, r in zip(scores, limits, rows, strict=True)]
-    return [_stored(s, r) for s, r in zip(slots, limited, strict=True)]
+    together = []
+    for s, score, row, budget in zip(slots, scores, rows, keep, strict=True):
+        candidates = row.reshape(s.shape)
+        limit = torch.minimum(candidates.sum(1), budget.to(row.device))  # budgets may be scheduled
+        together.append(_stored(s, keep_mask(score, limit, candidates=candidates)))
+    return together
 
 
 def _redistribute(
     slots: Sequence[Slots], keep: Sequence[Tensor], counts: Sequence[Tensor], budgets: Budgets, rule: Rule
 ) -> list[Tensor]:
-    """Budgets after the pruned blocks are shared out anew over the components that share the budget; their sum stays.
+    """Return budgets after the pruned blocks are shared out anew over the groups that share the budget.
 
-    In proportion to the rule's share; `counts` are what pruning left in each scope. Where one more block in every
-    scope costs the same in all these components, the largest remainders are rounded up; else blocks are moved in whole
-    exchanges (`exchange`).
+    Growth is in proportion to the rule's share; `counts` are what pruning left in each scope. The largest remainders
+    are rounded up where one more block in every scope costs the same in all groups; else whole exchanges are made.
     """
     shared = budgets.shared
     units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
-    weights = [
-        _number(
-            rule.share_of(slots[k]), f"{slots[k].name}: rule {rule.name!r} must return one number for redistribution"
-        )
-        for k in shared
-    ]
+    requirement = f"rule {rule.name!r} must return one number for redistribution"
+    weights = [_number(rule.share_of(slots[k]), f"{slots[k].name}: {requirement}") for k in shared]
     remaining = [int(counts[k].sum()) * budgets.sizes[k] for k in shared]
     now = [int(keep[k].sum()) * budgets.sizes[k] for k in shared]
     if not any(math.isfinite(w) and w > 0 for w in weights):
@@ -383,14 +379,14 @@ def _redistribute(
 
 
 def _grow(slots: Slots, kept: Tensors, keep: Tensor, rule: Rule) -> Tensors:
-    """What a component kept, and its highest inactive slots up to its budget."""
+    """Return masks of what a pruning group kept, and its highest inactive slots up to its budget."""
     rows = slots.rows_of(kept)
     grown = keep_mask(_scores(rule, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
     return slots.masks_of(rows | grown)
 
 
 def _scores(rule: Rule, slots: Slots) -> Tensor:
-    """A rule's scores of every slot, checked, since the rule may be a user's."""
+    """Return a rule's scores of every slot, checked, since the rule may be a user's."""
     scores = rule.score(slots)
     if not isinstance(scores, Tensor) or tuple(scores.shape) != slots.shape or not scores.is_floating_point():
         kind = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -405,7 +401,7 @@ def _value_at(schedule: Schedule, iteration: int, name: str) -> float:
 
 
 def _number(value: Any, requirement: str, when: str = "") -> float:
-    """A number, or a tensor of one, that a user's function returned; else an error that begins with `requirement`."""
+    """Return a user's number, or tensor of one number, as float; an error begins with `requirement`."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if not is_number(value):
@@ -447,7 +443,7 @@ def _apply(
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
-    """What the user's function returns for one weight."""
+    """Return the values that the user's function gives for one weight."""
     if settings.new_values is None:
         return None
     weight, fqn = original(group).detach(), group["tensor_fqn"]

@@ -68,8 +68,8 @@ class SparsifierCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The sparsifier's and the schedulers' state, and the number of steps."""
-        own = [s.state_dict() for s in self.schedulers]
-        return {"sparsifier": self.sparsifier.state_dict(), "schedulers": own, "steps": self._steps}
+        schedulers = [s.state_dict() for s in self.schedulers]
+        return {"sparsifier": self.sparsifier.state_dict(), "schedulers": schedulers, "steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

@@ -117,7 +117,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
             )
         self.sparsifier.attach(kwargs["optimizer"])
         if state.global_step:
-            self._load(self._saved(state.stateful_callbacks.get(type(self).__name__)))
+            self._load(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step the sparsifier and its schedulers."""
@@ -136,7 +136,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         if not best or not path.exists():
             return
         last = [g.get("sparsity_level") for g in self.sparsifier.groups]
-        self._load(self._saved(TrainerState.load_from_json(str(path)).stateful_callbacks.get(type(self).__name__)))
+        self._load(TrainerState.load_from_json(str(path)))
         for group, level in zip(self.sparsifier.groups, last, strict=True):
             if group.get("sparsity_level") != level:
                 warnings.warn(
@@ -153,31 +153,27 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
         saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}
-        return {
-            "args": {},
-            "attributes": {"sparsifier": saved, "schedulers": [s.state_dict() for s in self.schedulers]},
-        }
+        schedulers = [s.state_dict() for s in self.schedulers]
+        return {"args": {}, "attributes": {"sparsifier": saved, "schedulers": schedulers}}
 
-    def _saved(self, found: Any) -> dict[str, Any]:
-        """This callback's part of a checkpoint, which lists several where the trainer has several of this class."""
-        if isinstance(found, list):
+    def _load(self, trainer_state: Any) -> None:
+        """Restore the state from a checkpoint's; the trainer has loaded the model by now, masks included."""
+        entry = trainer_state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(entry, list):  # the trainer has several callbacks of this class
             names = {g["tensor_fqn"] for g in self.sparsifier.groups}
-            own = [s for s in found if {g["tensor_fqn"] for g in s["attributes"]["sparsifier"]["groups"]} == names]
-            if len(own) != 1:
+            same = [s for s in entry if {g["tensor_fqn"] for g in s["attributes"]["sparsifier"]["groups"]} == names]
+            if len(same) != 1:
                 raise SparsityError(
-                    f"SparsifierCallback: of {len(found)} sparsifiers in the checkpoint {len(own)} have the tensors of "
-                    "this one, but exactly 1 is required; prepare one model with names that differ"
+                    f"SparsifierCallback: of {len(entry)} sparsifiers in the checkpoint {len(same)} have the tensors "
+                    "of this one, but exactly 1 is required; prepare one model with names that differ"
                 )
-            found = own[0]
-        if not found or not found["attributes"]:
+            entry = same[0]
+        if not entry or not entry["attributes"]:
             raise SparsityError(
                 "SparsifierCallback: the checkpoint that training resumes from has no sparsifier; to begin with its "
                 "weights, load them by model.load_state_dict and train without resume_from_checkpoint"
             )
-        return found["attributes"]
-
-    def _load(self, saved: dict[str, Any]) -> None:
-        """Restore the state; the trainer has loaded the model by now, masks included."""
+        saved = entry["attributes"]
         masks = {fqn: {"mask": s["mask"].clone()} for fqn, s in self.sparsifier.state.items()}
         self.sparsifier.load_state_dict({**saved["sparsifier"], "state": masks})
         for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):

@@ -2,24 +2,111 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import masking
-from ..calibration import GRADIENTS, Statistics, Target, checked_batches, eval_mode, progress_bar, token_mask_of
+from ..calibration import (
+    GRADIENTS,
+    INPUTS,
+    Statistics,
+    Target,
+    checked_batches,
+    damped_gram,
+    eval_mode,
+    progress_bar,
+    token_mask_of,
+)
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..scores import needs_of
-from ..sparsifiers.groups import PruningGroup, connected
-from ..sparsifiers.scope import ScopeSparsifier
-from .prune_layer import METHODS, Layer, fill_masks, prune_layer
-from .report import LayerRow, OneShotReport
+from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
+from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
+from ..tables import Table, aligned
 from .sequential import CalibrationData, SequentialPass
+from .solvers import CG_STEPS, FEW_STEPS, SOLVERS, MatrixScopes, least_squares, relative_error
+
+METHODS = (None, "least_squares", *SOLVERS)
+DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
+Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One layer.
+
+    Attributes:
+        tensor: its name.
+        before: relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN without inputs.
+        after: the same with compensated weights.
+        density: the fraction of elements that the mask keeps.
+        seconds: spent on this layer, its share of recording not included.
+        note: what was special, or "".
+
+    >>> LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2).after
+    0.1
+    """
+
+    tensor: str
+    before: float
+    after: float
+    density: float
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneShotReport(Table[LayerRow]):
+    """Rows as data; `str()` of it is a table, `plot` a picture.
+
+    Attributes:
+        rows: one per layer, in the order of the forward pass.
+        seconds: of the whole pass, recording included.
+        blocks: repeated blocks that were walked one by one; 0 where the model ran once for each layer.
+
+    >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
+    >>> print(OneShotReport(rows=rows, seconds=0.25))
+    tensor     error before   after  density  seconds  note
+    fc.weight        0.3000  0.1000   0.5000     0.20
+    1 layers in 0.2 s, no blocks: the model ran once for each layer
+    """
+
+    seconds: float
+    blocks: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
+        return {**{f"output_error/{r.tensor}": r.after for r in self.rows}, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        lines = [("tensor", "error before", "after", "density", "seconds", "note")]
+        for r in self.rows:
+            numbers = (f"{r.before:.4f}", f"{r.after:.4f}", f"{r.density:.4f}", f"{r.seconds:.2f}")
+            lines.append((r.tensor, *numbers, r.note))
+        how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
+        table = [line.rstrip() for line in aligned(lines, right=range(1, 5))]
+        return "\n".join([*table, f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"])
+
+    def plot(self, path: str | Path) -> None:
+        """Save a picture of the errors before and after, layer by layer; needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 1.5 + 0.25 * len(self.rows)), layout="constrained")
+        axes = figure.add_subplot()
+        at = range(len(self.rows))
+        axes.barh(at, [r.before for r in self.rows], color="lightgray", label="mask alone")
+        axes.barh(at, [r.after for r in self.rows], height=0.5, label="compensated")
+        axes.set_yticks(at, [r.tensor for r in self.rows], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("relative output error")
+        axes.legend()
+        figure.savefig(path, dpi=150)
 
 
 def one_shot(
@@ -58,8 +145,8 @@ def one_shot(
         checkpoint: called after each finished block or layer, to save the state dicts of the model and the sparsifier.
             A pass that resumes from them gives the same bits as one that was never interrupted.
 
-    Tensors that are coupled or share a budget are pruned in two phases: their masks are chosen by the score before any
-    layer changes; then each layer is compensated by least squares when the pass reaches it. Inputs are recorded before
+    Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
+    layer changes. Then each layer is compensated by least squares when the pass reaches it. Inputs are recorded before
     the layers of the same block change, so the inputs of a layer that lost units make up for them.
 
     Returns:
@@ -87,7 +174,7 @@ def one_shot(
     if not data_batches:
         raise SparsityError("one_shot: there are no batches; an iterator that was used up before gives none")
     token_masks = [token_mask_of(batch, token_mask, "one_shot") for batch in data_batches]
-    data = CalibrationData(batches=data_batches, forward=forward, token_masks=token_masks)
+    data = CalibrationData(model=model, batches=data_batches, forward=forward, token_masks=token_masks)
     with eval_mode(model), torch.no_grad():
         rows, count = _Pass(sparsifier, data, compensate, blocks, resume).run(progress, checkpoint)
     sparsifier._one_shot = None
@@ -113,32 +200,54 @@ def _check(sparsifier: object, method: str | None) -> None:
             raise SparsityError(f"one_shot: {fqn} has weights that are not finite, or no values (meta device)")
 
 
+@dataclass(kw_only=True, eq=False)
+class Layer:
+    """One tensor on its way through the pass.
+
+    Attributes:
+        index: of its group.
+        target: its name, module and parameter.
+        statistics: recorded in this pass, and gradients that the user collected before; None if no batch reached it.
+        weight: the dense weight in float32 (float64 if it is float64).
+        pruning_groups: those of this tensor alone, stage by stage; none where its mask is chosen before.
+        mask, compensated, seconds: its mask and new weight, once they are computed, and the time that both took.
+    """
+
+    index: int
+    target: Target
+    statistics: Statistics | None
+    weight: Tensor
+    pruning_groups: Sequence[PruningGroup]
+    mask: Tensor | None = None
+    compensated: Tensor | None = None
+    seconds: float = 0.0
+
+    @property
+    def gram(self) -> Tensor | None:
+        """G of its inputs, or None where there is none."""
+        return None if self.statistics is None else self.statistics.sums.get("input_gram")
+
+
 class _Pass:
     """One pass: which tensors share a choice, which masks are chosen, and which layers are finished."""
 
     def __init__(
-        self,
-        sparsifier: ScopeSparsifier,
-        data: CalibrationData,
-        method: str | None,
-        blocks: str | None,
-        resume: bool,
+        self, sparsifier: ScopeSparsifier, data: CalibrationData, method: str | None, blocks: str | None, resume: bool
     ) -> None:
         self.sparsifier, self.data, self.method, self.blocks = sparsifier, data, method, blocks
         self.groups = sparsifier.groups
         self.index = {g["tensor_fqn"]: i for i, g in enumerate(self.groups)}
-        pruning_groups = sparsifier._pruning_groups(self.groups)
-        all_coupled = connected(pruning_groups, len(self.groups))
-        shared = {id(c) for coupled in all_coupled if any(len(c.members) > 1 for c in coupled) for c in coupled}
-        self.pruning_groups = pruning_groups
-        self.shared = [c for c in pruning_groups if id(c) in shared]  # of coupled tensors, or with a shared budget
-        self.single = [[c for c in all_coupled[i] if id(c) not in shared] for i in range(len(self.groups))]
+        self.pruning_groups = sparsifier._pruning_groups(self.groups)
+        coupled = connected(self.pruning_groups, len(self.groups))
+        shared = {id(c) for together in coupled if any(len(c.members) > 1 for c in together) for c in together}
+        self.shared = [c for c in self.pruning_groups if id(c) in shared]  # of coupled tensors, or a shared budget
+        self.single = [[c for c in coupled[i] if id(c) not in shared] for i in range(len(self.groups))]
         saved = sparsifier._one_shot if resume else None
         self.progress = {"rows": {}, "masks": {}} if saved is None else saved
         self.rows, self.masks = self.progress["rows"], self.progress["masks"]  # of finished layers; of shared choices
 
     def run(self, progress: bool, checkpoint: Callable[[], None] | None) -> tuple[tuple[LayerRow, ...], int]:
-        """Rows of all layers, and the number of blocks."""
+        """Return the rows of all layers, and the number of blocks."""
         self._check_gradients()
         if self.shared and not self.masks and not self.rows:
             self.masks.update(self._shared_masks())
@@ -146,10 +255,10 @@ class _Pass:
         sequence = self._sequence(self._needs)
         _warn_of_unreached(sequence.unreached)
         unreached = {t.name for t in sequence.unreached if t.adapter is not None}
-        recorded = [t for group in sequence.groups for t in group.targets]
+        recorded = list(chain.from_iterable(sequence.groups.values()))
         names = {t.name for t in recorded}
         rest = [self.sparsifier._target(g, ()) for g in self.groups if g["tensor_fqn"] not in names]
-        layer_groups = ([self._layer(t, s.get(t.name)) for t in group.targets] for group, s in sequence.record())
+        layer_groups = ([self._layer(t, s.get(t.name)) for t in targets] for targets, s in sequence.record())
         with progress_bar(None, "one-shot", progress, unit="layer", total=len(self.groups)) as bar:
             for layers in chain(layer_groups, ([self._layer(t, None)] for t in rest)):
                 fresh = [layer for layer in layers if layer.target.name not in self.rows]
@@ -157,8 +266,7 @@ class _Pass:
                     for layer in fresh:
                         prune_layer(self.sparsifier, layer, self.method)
                     for layer in fresh:
-                        row = _row(layer, layer.target.name in unreached)
-                        _write(self.sparsifier, layer)
+                        row = _finish(self.sparsifier, layer, layer.target.name in unreached)
                         self.rows[layer.target.name] = asdict(row)
                 bar.update(len(layers))
                 if fresh and checkpoint is not None:
@@ -169,7 +277,7 @@ class _Pass:
         """Raise if gradients that a score needs were not recorded before."""
         for pruning_group in self.pruning_groups:
             needs = [n for n in needs_of(pruning_group.score) if n in GRADIENTS]
-            for _, at in pruning_group.scored(self._collected) if needs else ():
+            for _, at in pruning_group.scored(self._collected):
                 missing = self._collected(at).missing(needs)
                 if missing:
                     raise SparsityError(
@@ -178,31 +286,29 @@ class _Pass:
                     )
 
     def _collected(self, at: int) -> Statistics:
-        """What the user collected before."""
+        """Return the statistics that the user collected before."""
         return self.sparsifier._statistics_of(self.groups[at])
 
     def _needs(self, at: int) -> Iterable[str]:
-        """What is recorded for a tensor: G, for compensation and the report, and what its own scores need."""
+        """Return the statistics to record: G, for compensation and the report, and those that its scores need."""
         adapter = self.sparsifier._adapter(self.groups[at])
         scores = [n for c in self.single[at] for n in needs_of(c.score) if n not in GRADIENTS]
         return [*scores, "input_gram"] if adapter is not None and adapter.has_gram else scores
 
     def _sequence(self, needs: Callable[[int], Iterable[str]]) -> SequentialPass:
-        """A pass over the layers that have something to record."""
-        assert self.sparsifier.model is not None
+        """Return a pass over the layers that have something to record."""
         targets = [self.sparsifier._target(g, needs(at)) for at, g in enumerate(self.groups)]
-        return SequentialPass(self.sparsifier.model, self.data, [t for t in targets if t.needs], self.blocks)
+        return SequentialPass(self.data, [t for t in targets if t.needs], self.blocks)
 
     def _statistics(self, name: str, recorded: Statistics | None) -> Statistics | None:
-        """What this pass recorded for a tensor, and gradients that the user collected before."""
+        """Return the statistics that this pass recorded, with gradients that the user collected before."""
         before = self._collected(self.index[name])
         gradients = {need: total for need, total in before.sums.items() if need in GRADIENTS}
-        if not gradients:
-            return recorded
-        statistics = recorded or Statistics(name=name, shape=before.shape, adapter=before.adapter)
-        statistics.sums.update(gradients)
-        statistics.passes = before.passes
-        return statistics
+        if gradients:
+            recorded = recorded or Statistics(name=name, shape=before.shape, adapter=before.adapter)
+            recorded.sums.update(gradients)
+            recorded.passes = before.passes
+        return recorded
 
     def _layer(self, target: Target, recorded: Statistics | None) -> Layer:
         at = self.index[target.name]
@@ -217,7 +323,7 @@ class _Pass:
         )
 
     def _shared_masks(self) -> dict[str, Tensor]:
-        """Masks of the tensors that are coupled or share a budget, from the dense model; nothing is changed."""
+        """Choose masks of the tensors that are coupled or share a budget, from the dense model."""
         needs: dict[int, set[str]] = {at: set() for at in range(len(self.groups))}
         for pruning_group in self.shared:
             for _, at in pruning_group.scored(self._collected):
@@ -245,38 +351,115 @@ class _Pass:
         return self.sparsifier._dense(self.groups[at])
 
 
-def _warn_of_unreached(targets: Iterable[Target]) -> None:
-    without_adapter, unreached = [t for t in targets if t.adapter is None], [t.name for t in targets if t.adapter]
+def _warn_of_unreached(targets: Sequence[Target]) -> None:
     how = "pruned without statistics (by magnitude where the score needs inputs)"
-    if without_adapter:
+    if without_adapter := [t for t in targets if t.adapter is None]:
         kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
         names = ", ".join(t.name for t in without_adapter)
         warnings.warn(f"one_shot: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=4)
-    if unreached:
-        text = f"one_shot: no batch reached {', '.join(unreached)}; they are {how}, not compensated"
-        warnings.warn(text, stacklevel=4)
+    if unreached := ", ".join(t.name for t in targets if t.adapter is not None):
+        warnings.warn(f"one_shot: no batch reached {unreached}; they are {how}, not compensated", stacklevel=4)
 
 
-def _row(layer: Layer, is_unreached: bool) -> LayerRow:
-    assert layer.mask is not None
-    before, after = layer.errors()
-    note = ""
-    if is_unreached:
-        note = "not reached by any batch"
-    elif layer.gram is None:
-        note = "no inputs recorded: not compensated"
-    elif layer.statistics is not None and layer.statistics.tokens < layer.gram.shape[1]:
-        note = f"{layer.statistics.tokens} tokens for {layer.gram.shape[1]} inputs"
-    density, name = float(layer.mask.float().mean()), layer.target.name
-    return LayerRow(tensor=name, before=before, after=after, density=density, seconds=layer.seconds, note=note)
+def prune_layer(sparsifier: BudgetSparsifier, layer: Layer, method: str | None) -> None:
+    """Choose the mask of a layer, unless it has one, and compute its compensated weight."""
+    start, statistics, solution = time.perf_counter(), layer.statistics, None
+    if method is None or statistics is None or layer.gram is None:
+        layer.mask = _mask_by_score(sparsifier, layer) if layer.mask is None else layer.mask
+    else:
+        weight, gram = statistics.matrix(layer.weight), damped_gram(layer.gram.to(layer.weight.dtype), DAMP)
+        if layer.mask is None and method in SOLVERS:
+            mask, solution = SOLVERS[method](weight, gram, matrix_scopes(sparsifier, layer, statistics))
+            layer.mask = statistics.from_matrix(mask)
+        elif layer.mask is None:
+            layer.mask = _mask_by_score(sparsifier, layer)
+        if method != "sparsegpt":  # which has compensated already
+            first, steps = (solution, FEW_STEPS) if method == "admm" and solution is not None else (None, CG_STEPS)
+            solution = least_squares(weight, gram, statistics.matrix(layer.mask), steps, first)
+    if statistics is None or solution is None:
+        layer.compensated = layer.weight * layer.mask
+    else:
+        layer.compensated = statistics.from_matrix(solution)
+    layer.seconds = time.perf_counter() - start
 
 
-def _write(sparsifier: ScopeSparsifier, layer: Layer) -> None:
-    """Write mask and weight of a layer; both are computed before either is changed."""
-    parameter, mask = layer.target.parameter, sparsifier._live_mask(sparsifier.groups[layer.index])
-    assert layer.mask is not None and layer.compensated is not None
-    weight = torch.where(layer.mask, layer.compensated, 0).to(parameter.dtype)
-    if not bool(torch.isfinite(weight).all()):
+def fill_masks(
+    sparsifier: BudgetSparsifier, pruning_groups: Sequence[PruningGroup], values: Values, masks: Mapping[int, Tensor]
+) -> None:
+    """Choose the masks of pruning_groups among values, earlier stages first; masks by the groups' indices."""
+    for pruning_group in sorted(pruning_groups, key=lambda c: c.stage):
+        scored, norm = values(pruning_group)
+        keep = pruning_group.budget(sparsifier.groups)
+        update_masks([(pruning_group, pruning_group.request(masks, keep, scored, norm))])
+
+
+def _mask_by_score(sparsifier: BudgetSparsifier, layer: Layer) -> Tensor:
+    """Choose a mask by the layer's scores, or by magnitude if they need inputs and no batch reached it."""
+    target = layer.target
+    statistics = layer.statistics or target.blank()
+
+    def values(pruning_group: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
+        if any(n in INPUTS for n in statistics.missing(needs_of(pruning_group.score))):
+            return {spec.view.param: layer.weight for spec, _ in pruning_group.members}, 2
+        saliencies = pruning_group.values(lambda _: layer.weight, lambda _: statistics)
+        return saliencies, pruning_group.norm_of(saliencies.values())
+
+    return _mask_of(sparsifier, layer, values)
+
+
+def _mask_of(sparsifier: BudgetSparsifier, layer: Layer, values: Values) -> Tensor:
+    mask = torch.ones_like(layer.weight, dtype=torch.bool)
+    fill_masks(sparsifier, layer.pruning_groups, values, {layer.index: mask})
+    return mask
+
+
+def matrix_scopes(sparsifier: BudgetSparsifier, layer: Layer, statistics: Statistics) -> MatrixScopes:
+    """Return the scopes of a layer's elements, as solvers take them."""
+
+    def project(saliency: Tensor, norm: float | None) -> Tensor:
+        values = statistics.from_matrix(saliency)
+        return statistics.matrix(
+            _mask_of(sparsifier, layer, lambda c: ({spec.view.param: values for spec, _ in c.members}, norm))
+        )
+
+    pruning_group = layer.pruning_groups[-1]
+    scope, (spec, _) = pruning_group.scope, pruning_group.members[0]
+    blocks = labels_of(spec)
+    block_grid = [-(-s // b) for s, b in zip(spec.view.shape, spec.shape, strict=True)]
+    ids = torch.arange(spec.numblk(), device="cpu")
+    scope_of_block = torch.zeros_like(ids)
+    for at, count, size in zip(torch.unravel_index(ids, block_grid), block_grid, scope.members()[0].shape, strict=True):
+        scope_of_block = scope_of_block * -(-count // size) + at // size
+    scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
+    keep = torch.as_tensor(pruning_group.budget(sparsifier.groups), dtype=torch.int64)
+    device, covers = layer.weight.device, bool((blocks >= 0).all())  # a view may leave elements out
+    return MatrixScopes(
+        name=layer.target.name,
+        project=project,
+        scopes=statistics.matrix(scopes.to(device)),
+        blocks=statistics.matrix(blocks.to(device)),
+        keep=keep.to(device).expand(scope.grid_shape).reshape(-1),
+        blocks_per_scope=scope.numblk_per_scope(),
+        is_plain=covers and not scope.is_partial and len(layer.pruning_groups) == 1,
+    )
+
+
+def _finish(sparsifier: ScopeSparsifier, layer: Layer, is_unreached: bool) -> LayerRow:
+    """Write mask and weight of a layer, both of which are computed before either is changed, and report on it."""
+    parameter, mask, weight = layer.target.parameter, layer.mask, layer.compensated
+    assert mask is not None and weight is not None
+    before = after = float("nan")
+    note = "not reached by any batch" if is_unreached else "no inputs recorded: not compensated"
+    if layer.gram is not None and layer.statistics is not None:
+        dense, gram = layer.statistics.matrix(layer.weight), layer.gram.to(layer.weight.dtype)
+        before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
+        after = relative_error(dense, gram, layer.statistics.matrix(weight))
+        tokens, inputs = layer.statistics.tokens, gram.shape[1]
+        note = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+    compensated = torch.where(mask, weight, 0).to(parameter.dtype)
+    if not bool(torch.isfinite(compensated).all()):
         raise SparsityError(f"one_shot: {layer.target.name}: the compensated weights are not finite")
-    parameter.copy_(weight)
-    mask.copy_(layer.mask)
+    parameter.copy_(compensated)
+    sparsifier._live_mask(sparsifier.groups[layer.index]).copy_(mask)
+    density, name = float(mask.float().mean()), layer.target.name
+    return LayerRow(tensor=name, before=before, after=after, density=density, seconds=layer.seconds, note=note)

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ..calibration import Calibration, Statistics, Target, call
 from ..errors import SparsityError
 
-Forward = Callable[[nn.Module, Any], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -29,35 +28,24 @@ class _Stop(BaseException):  # not caught by `except Exception` in the user's fo
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationData:
-    """The calibration data, and how the model runs on it.
+    """A model with its calibration data, and how it runs on them.
 
     Attributes:
+        model: to be pruned.
         batches: kept in a list, because the model runs on them several times.
         forward: `(model, batch) -> anything`, or None; see `calibration.call`.
         token_masks: the tokens that count in each batch, or None for all.
     """
 
+    model: nn.Module
     batches: Sequence[Any]
-    forward: Forward | None
+    forward: Callable[[nn.Module, Any], Any] | None
     token_masks: Sequence[Tensor | None]
 
-    def run(self, model: nn.Module, index: int) -> None:
+    def run(self, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""
         with suppress(_Stop):
-            (self.forward or call)(model, self.batches[index])
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerGroup:
-    """Layers that are recorded together: those of a block, or those that read one tensor.
-
-    Attributes:
-        targets: their weights, in the order of the forward pass.
-        block: the index of the block that holds them, or None.
-    """
-
-    targets: tuple[Target, ...]
-    block: int | None
+            (self.forward or call)(self.model, self.batches[index])
 
 
 class SequentialPass:
@@ -67,69 +55,57 @@ class SequentialPass:
         blocks: the name of the module list of repeated blocks; None finds it.
 
     Attributes:
-        groups: layers that are recorded together, in the order of the forward pass.
+        groups: weights that are recorded together, in the order of the forward pass: those of a block, or those that
+            read one tensor. Keys are the index of the block (None outside of blocks) and a number for the tensor.
         unreached: targets that no batch reaches.
         blocks: the repeated blocks; none where the model runs once for each layer.
     """
 
-    def __init__(
-        self, model: nn.Module, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None
-    ) -> None:
-        self._model, self._data = model, data
-        order, self.unreached, self._repeated = _order(model, data, targets)
-        self.blocks = _chained_blocks(model, data, _find_blocks(model, order, blocks), order, blocks)
-        self.groups = self._grouped(order)
+    def __init__(self, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None) -> None:
+        self._data = data
+        order, self.unreached, self._repeated = _order(data, targets)
+        self.blocks = _chained_blocks(data, _find_blocks(data.model, order, blocks), order, blocks)
+        block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
+        self.groups: dict[tuple[int | None, int], list[Target]] = {}
+        for target, read in order:
+            block = block_of.get(id(target.module))
+            self.groups.setdefault((block, read if block is None else 0), []).append(target)
         self._inputs: list[Arguments] = []
         self._inputs_of = 0  # the block whose inputs these are
 
-    def _grouped(self, order: Sequence[tuple[Target, int]]) -> list[LayerGroup]:
-        """Blocks, and single layers (those that read one tensor together) before, between and after them."""
-        block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
-        groups: dict[tuple[int | None, int], LayerGroup] = {}
-        for target, read in order:
-            block = block_of.get(id(target.module))
-            key = (block, read if block is None else 0)
-            before = groups[key].targets if key in groups else ()
-            groups[key] = LayerGroup(targets=(*before, target), block=block)
-        return list(groups.values())
-
-    def record(self) -> Iterator[tuple[LayerGroup, dict[str, Statistics]]]:
+    def record(self) -> Iterator[tuple[list[Target], dict[str, Statistics]]]:
         """Yield every group with its statistics; what the caller changes in the model shows in the groups after it."""
-        for group in self.groups:
-            if group.block is None:
-                yield group, self._statistics_of_model(group)
+        for (block, _), targets in self.groups.items():
+            if block is None:
+                yield targets, self._statistics_of_model(targets)
                 continue
-            self._go_to(group.block)
-            with Calibration(group.targets) as calibration:
+            self._go_to(block)
+            with Calibration(targets) as calibration:
                 for arguments, mask in zip(self._inputs, self._data.token_masks, strict=True):
                     calibration.token_mask = mask
-                    _output(self.blocks[group.block], arguments)
-            yield group, calibration.statistics
-            if group.block + 1 < len(self.blocks):
-                self._go_to(group.block + 1)
+                    _output(self.blocks[block], arguments)
+            yield targets, calibration.statistics
+            if block + 1 < len(self.blocks):
+                self._go_to(block + 1)
             else:
                 self._inputs = []
 
-    def _statistics_of_model(self, group: LayerGroup) -> dict[str, Statistics]:
-        """Run the model on all batches, up to the group's last layer if that is called only once."""
-        modules = [t.adapter.module for t in group.targets if t.adapter is not None]
+    def _statistics_of_model(self, targets: Sequence[Target]) -> dict[str, Statistics]:
+        """Run the model on all batches, up to the last of these layers if that is called only once."""
+        modules = [t.adapter.module for t in targets if t.adapter is not None]
         can_stop = not any(id(m) in self._repeated for m in modules)
-        handle = modules[-1].register_forward_hook(_stop) if can_stop else None
-        try:
-            with Calibration(group.targets) as calibration:
-                for index, mask in enumerate(self._data.token_masks):
-                    calibration.token_mask = mask
-                    self._data.run(self._model, index)
-        finally:
-            if handle is not None:
-                handle.remove()
+        stop = modules[-1].register_forward_hook(_stop) if can_stop else nullcontext()
+        with stop, Calibration(targets) as calibration:
+            for index, mask in enumerate(self._data.token_masks):
+                calibration.token_mask = mask
+                self._data.run(index)
         return calibration.statistics
 
     def _go_to(self, block: int) -> None:
         """Make `_inputs` those of a block: from the blocks before it, or by running the model up to it."""
         if not self._inputs or self._inputs_of > block:
             counts = range(len(self._data.batches))
-            self._inputs = [_captured(self._model, self._data, self.blocks[block], index) for index in counts]
+            self._inputs = [_captured(self._data, self.blocks[block], index) for index in counts]
             self._inputs_of = block
         while self._inputs_of < block:
             before = self.blocks[self._inputs_of]
@@ -146,19 +122,16 @@ def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[N
     """Call functions `(module, args, kwargs)` before their modules."""
     with ExitStack() as stack:
         for module, hook in hooks:
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
-def _order(
-    model: nn.Module, data: CalibrationData, targets: Sequence[Target]
-) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
-    """Targets in the order of the forward pass, each with a number for the tensor that it reads.
-
-    A layer that the first batch does not reach (an expert, say) is looked for in the others.
+def _order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
+    """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
 
     Returns:
-        They, those not reached, and ids of the modules that a forward pass calls more than once.
+        The reached targets in that order, each with a number for the tensor that it reads. The targets that no batch
+        reaches. The ids of the modules that a forward pass calls more than once.
     """
     reached: dict[str, tuple[Target, int]] = {}
     calls: Counter[str] = Counter()
@@ -181,7 +154,7 @@ def _order(
     modules = [(t.adapter.module, hook(t)) for t in targets if t.adapter is not None]
     with _hooks(modules):
         for index in range(len(data.batches)):
-            data.run(model, index)
+            data.run(index)
             calls.clear()
             if len(reached) == len(modules):
                 break
@@ -192,14 +165,13 @@ def _find_blocks(model: nn.Module, order: Sequence[tuple[Target, int]], name: st
     """The blocks of the ModuleList (or Sequential, if it is named) that holds most of the layers."""
     if name is not None:
         try:
-            named = model.get_submodule(name)
+            module = model.get_submodule(name)
         except AttributeError:
             raise SparsityError(f"one_shot: blocks={name!r} is no module of the model") from None
-        if not isinstance(named, (nn.ModuleList, nn.Sequential)):
-            raise SparsityError(
-                f"one_shot: blocks={name!r} is a {type(named).__name__}, not a ModuleList or Sequential"
-            )
-        return list(named)
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            kind = type(module).__name__
+            raise SparsityError(f"one_shot: blocks={name!r} is a {kind}, not a ModuleList or Sequential")
+        return list(module)
     layers = {id(t.module) for t, _ in order}
     lists = [(sum(id(x) in layers for x in m.modules()), m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     most = max((count for count, _ in lists), default=0)
@@ -207,25 +179,16 @@ def _find_blocks(model: nn.Module, order: Sequence[tuple[Target, int]], name: st
 
 
 def _chained_blocks(
-    model: nn.Module,
     data: CalibrationData,
     blocks: Sequence[nn.Module],
     order: Sequence[tuple[Target, int]],
     name: str | None,
 ) -> list[nn.Module]:
-    """The blocks, if their inputs can be computed from each other; else none of them.
-
-    On the first batch each one's input must be the output of the one before. Every batch must call each block once, in
-    order, and no layer may be part of several blocks, whose inputs are not known together.
-    """
-    in_order = list(range(len(blocks)))
+    """Return the blocks if their inputs can be computed from each other, else none of them."""
     uses = Counter(id(m) for block in blocks for m in block.modules())
     is_chain = bool(blocks) and not any(uses[id(target.module)] > 1 for target, _ in order)
-    if is_chain:
-        calls = _block_calls(model, data, blocks, 0)
-        is_chain = [k for k, _ in calls] == in_order and _is_chained(model, data, blocks, [a for _, a in calls])
-    for index in range(1, len(data.batches) if is_chain else 0):
-        is_chain = is_chain and [k for k, _ in _block_calls(model, data, blocks, index)] == in_order
+    for index in range(len(data.batches)):
+        is_chain = is_chain and _is_chained(data, blocks, index)
     if name is not None and not is_chain:
         raise SparsityError(
             f"one_shot: blocks={name!r} do not form a chain: each must be called once, in order, with the first output "
@@ -235,10 +198,11 @@ def _chained_blocks(
     return list(blocks) if is_chain else []
 
 
-def _block_calls(
-    model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], index: int
-) -> list[tuple[int, Arguments]]:
-    """The blocks that the forward pass of one batch calls, in order; of the first batch also their arguments."""
+def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> bool:
+    """Whether a batch calls each block once, in order, and in the first batch each with the output of the one before.
+
+    All other arguments must be the same.
+    """
     calls: list[tuple[int, Arguments]] = []
 
     def hook(k: int) -> Callable[..., None]:
@@ -248,25 +212,22 @@ def _block_calls(
         return before
 
     with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
-        data.run(model, index)
-    return calls
-
-
-def _is_chained(
-    model: nn.Module, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[Arguments]
-) -> bool:
-    """Whether each block is called with the first output of the one before, and otherwise the same arguments."""
-    arguments, expected = _captured(model, data, blocks[0], 0), calls[0]
-    for k, block in enumerate(blocks[:-1]):
+        data.run(index)
+    if [k for k, _ in calls] != list(range(len(blocks))):
+        return False
+    if index > 0:
+        return True
+    arguments, expected = _captured(data, blocks[0], 0), calls[0][1]
+    for block, (_, actual) in zip(blocks[:-1], calls[1:], strict=True):
         output = _output(block, arguments)
         arguments, expected = _next(arguments, output), _next(expected, output)
-        if not _are_same(expected, calls[k + 1]):
+        if not _are_same(expected, actual):
             return False
     return True
 
 
-def _captured(model: nn.Module, data: CalibrationData, block: nn.Module, index: int) -> Arguments:
-    """What a block receives in the forward pass of one batch."""
+def _captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
+    """Return what a block receives in the forward pass of one batch."""
     calls: list[Arguments] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -274,12 +235,12 @@ def _captured(model: nn.Module, data: CalibrationData, block: nn.Module, index: 
         raise _Stop
 
     with _hooks([(block, before)]):
-        data.run(model, index)
+        data.run(index)
     return calls[0]
 
 
 def _output(block: nn.Module, arguments: Arguments) -> Any:
-    """What a block returns; it may change its arguments in place, such as a cache of keys and values."""
+    """Run a block on copies of its arguments, which it may change in place (a cache of keys and values, say)."""
     args, kwargs = _copied(arguments)
     return block(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Solvers on matrices: masks of a layer's weight, and kept weights that make up for the dropped ones.
 
-Everywhere W is [groups, outputs, inputs], G = X^T X of the layer's inputs [groups, inputs, inputs], a mask is bool in
-the shape of W, all float32 (or all float64). The error of V for W is tr((W - V) G (W - V)^T). A solver of `SOLVERS` is
-called as `(W, G, scopes) -> (mask, V)`; `least_squares` takes a mask instead of scopes.
+Everywhere W is [groups, outputs, inputs], and G = X^T X of the layer's inputs is [groups, inputs, inputs]; both are
+float32 (or both float64). A mask is bool in the shape of W. The error of V for W is tr((W - V) G (W - V)^T). A solver
+of `SOLVERS` is called as `(W, G, scopes) -> (mask, V)`; `least_squares` takes a mask instead of scopes.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ Solver = Callable[[Tensor, Tensor, MatrixScopes], tuple[Tensor, Tensor]]
 
 
 def relative_error(weight: Tensor, gram: Tensor, solution: Tensor) -> float:
-    """sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
+    """Return sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
 
     >>> w, g = torch.ones(1, 1, 4), torch.eye(4)[None]
     >>> relative_error(w, g, w * torch.tensor([1, 1, 0, 1]))
@@ -66,17 +66,10 @@ def relative_error(weight: Tensor, gram: Tensor, solution: Tensor) -> float:
 def least_squares(
     weight: Tensor, gram: Tensor, mask: Tensor, steps: int = CG_STEPS, start: Tensor | None = None
 ) -> Tensor:
-    """The best kept weights for a mask: conjugate gradients on all rows at once, preconditioned by diag(G).
+    """Return the best kept weights for a mask, zero where it drops.
 
-    Starts at the masked weights, so that a singular G needs no damping: what the data does not determine stays.
-
-    Args:
-        weight, gram, mask: see the module.
-        steps: of conjugate gradients; each is one product with G.
-        start: weights to start at, by default the masked ones.
-
-    Returns:
-        V, zero where the mask drops.
+    Runs conjugate gradients on all rows at once, preconditioned by diag(G); each step is one product with G. They start
+    at the masked weights (or `start`), so that a singular G needs no damping: what the data does not determine stays.
 
     >>> w, g = torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])  # two equal inputs
     >>> least_squares(w, g, torch.tensor([[[True, False]]]))
@@ -104,14 +97,8 @@ def least_squares(
 def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
     """Mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831).
 
-    The projection is an exact selection, so that any structure can be given.
-
-    Args:
-        weight, gram, scopes: see the module.
-        steps: each is a product with a matrix of the size of G, and one projection.
-
-    Returns:
-        The mask of the last projection, and weights that are nearly the best for it.
+    The projection is an exact selection, so that any structure can be given. The weights are nearly the best for the
+    mask of the last projection.
     """
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
@@ -168,16 +155,10 @@ def prune_chunks(
     chunks: list[tuple[int, int]],
     choose: Callable[[Tensor, Tensor, int, int], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Prune chunk after chunk, and compensate in the columns to the right.
+    """Prune chunk after chunk, and compensate in the columns to the right; return the mask and the weights.
 
-    Args:
-        weight: [outputs, inputs].
-        inverse: C = G^-1, [inputs, inputs].
-        chunks: see `column_chunks`.
-        choose: (weights, C, start, stop) of the columns of a chunk, as they are now -> its mask.
-
-    Returns:
-        The mask, and the compensated weights.
+    `weight` is [outputs, inputs] and `inverse` is C = G^-1. `choose` gives the mask of a chunk from the present weights
+    and C of its columns, and their range.
     """
     solution, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
     upper = torch.linalg.cholesky(inverse, upper=True)  # C of the columns from k on is upper[k:, k:]^T upper[k:, k:]
@@ -205,10 +186,7 @@ def prune_chunks(
 
 
 def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
-    """The finest cut of columns into contiguous chunks such that no scope crosses a cut.
-
-    Args:
-        labels: the scope of every element, int64 [outputs, inputs].
+    """Return the finest cut of columns into chunks that no scope crosses; `labels` are the scopes of all elements.
 
     >>> column_chunks(torch.tensor([[0, 0, 1, 1], [2, 2, 3, 3]]))
     [(0, 2), (2, 4)]
@@ -243,13 +221,12 @@ def sparsegpt(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tenso
             errors = torch.zeros_like(block)
             if m is None:
                 share = round(keep * stop / columns) - round(keep * start / columns)
-                kept[:, start:stop] = _highest((block / factor.diagonal()).square().reshape(1, -1), share).view_as(
-                    block
-                )
+                saliency = (block / factor.diagonal()).square()
+                kept[:, start:stop] = keep_mask(saliency.reshape(1, -1), share).view_as(block)
             for at in range(stop - start):
                 if m is not None and at % m == 0:
                     saliency = (block[:, at : at + m] / factor.diagonal()[at : at + m]).square()
-                    kept[:, start + at : start + at + m] = _highest(saliency, keep)
+                    kept[:, start + at : start + at + m] = keep_mask(saliency, keep)
                 pruned = block[:, at] * kept[:, start + at]
                 errors[:, at] = (block[:, at] - pruned) / factor[at, at]
                 block[:, at:] -= errors[:, at : at + 1] @ factor[at : at + 1, at:]
@@ -259,12 +236,8 @@ def sparsegpt(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tenso
     return mask, solution
 
 
-def _highest(rows: Tensor, count: int) -> Tensor:
-    return torch.zeros_like(rows, dtype=torch.bool).scatter_(1, rows.topk(count, dim=1).indices, True)
-
-
 def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
-    """(n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
+    """Return (n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
     labels, m = scopes.scopes, scopes.blocks_per_scope
     if scopes.is_plain and int(scopes.blocks.max()) + 1 == scopes.blocks.numel():
         if scopes.keep.numel() == 1 and len(labels) == 1:

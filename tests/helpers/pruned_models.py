@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier
-from sparsekit_ao.oneshot.prune_layer import Layer
+from sparsekit_ao.oneshot.one_shot import Layer
 from sparsekit_ao.sparsifiers.groups import connected
 
 STRUCTURES = {

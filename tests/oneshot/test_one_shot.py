@@ -16,7 +16,7 @@ from torch import nn
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, one_shot, patterns, removal
 from sparsekit_ao.calibration import Statistics, calibrate
 from sparsekit_ao.oneshot import sequential
-from sparsekit_ao.oneshot.prune_layer import prune_layer
+from sparsekit_ao.oneshot.one_shot import prune_layer
 
 METHODS = [(method, structure) for method in ("admm", "obs", "least_squares", None) for structure in STRUCTURES]
 

@@ -8,7 +8,7 @@ from pruned_models import STRUCTURES, correlated, layer_of, prepared
 from torch import nn
 
 from sparsekit_ao import SparsityError
-from sparsekit_ao.oneshot.prune_layer import matrix_scopes
+from sparsekit_ao.oneshot.one_shot import matrix_scopes
 from sparsekit_ao.oneshot.solvers import (
     SOLVERS,
     admm,

@@ -1,10 +1,10 @@
 """Rules: how each operation relates the axes of its tensors. `RULES` has one for each operator that is followed.
 
-Elementwise operations make the axes of their operands the same; whether the result is zero where an operand is
-(relu(0) = 0 and 0 * x = 0, but not sigmoid(0) and 0 + x) is found by running them on a few numbers. A sum over a factor
-is unchanged without the units whose terms are zero, so at least one operand must be zero there; what normalizes or
-ranks all entries along an axis (softmax, LayerNorm, sorting) freezes it. Other operations move or select elements;
-which entries an index reads depends on values, so nothing may be removed from an indexed axis.
+Elementwise operations make the axes of their operands the same. The result may be zero where an operand is (relu(0) = 0
+and 0 * x = 0, but not sigmoid(0) and 0 + x), as a run on a few numbers shows. A sum over a factor is unchanged without
+the units whose terms are zero, so at least one operand must be zero there. An operation that normalizes or ranks all
+entries along an axis (softmax, LayerNorm, sorting) freezes it. Other operations move or select elements; which entries
+an index reads depends on values, so nothing may be removed from an indexed axis.
 """
 
 import functools
@@ -30,7 +30,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def pointwise(op: Operation) -> Label:
-    """Any elementwise operation of tensors that broadcast."""
+    """Follow any elementwise operation of tensors that broadcast."""
     is_zero = functools.cache(lambda zeros: any(zeros) and _is_zero(op, zeros))
     return combined([op.label_of(t) for t in op.tensors], op.why, is_zero)
 
@@ -46,19 +46,14 @@ def combined(labels: Sequence[Label], why: str, is_zero: Callable[[tuple[bool, .
 
 
 def _combined(axes: Sequence[Axis], is_zero: Callable[[tuple[bool, ...]], bool], why: str) -> Axis:
-    """One axis of the result; an operand of size 1 is constant along it, hence not zero at single units."""
-    present = [axis for axis in axes if axis]
-    if not present:
-        return ()
-    unify(present, why)
-    rows = [leaves(axis) if axis else None for axis in axes]
-    first = next(row for row in rows if row is not None)
-    if any(row is not None and len(row) != len(first) for row in rows):  # frozen: its factors do not line up
+    """Return one axis of the result; an operand of size 1 is constant along it, hence not zero at single units."""
+    unify([axis for axis in axes if axis], why)
+    rows = [leaves(axis) for axis in axes]
+    first = next(filter(None, rows), ())
+    if any(row and len(row) != len(first) for row in rows):  # frozen: its factors do not line up
         return tuple(AxisFactor(part.factor) for part in first)
-    return tuple(
-        AxisFactor(part.factor, is_zero(tuple(row is not None and row[k].zero for row in rows)))
-        for k, part in enumerate(first)
-    )
+    zeros = [tuple(bool(row) and row[k].zero for row in rows) for k in range(len(first))]
+    return tuple(AxisFactor(part.factor, is_zero(zero)) for part, zero in zip(first, zeros, strict=True))
 
 
 def _is_zero(op: Operation, zeros: tuple[bool, ...]) -> bool:
@@ -266,15 +261,12 @@ def _reshape(op: Operation) -> Label:
     return op.fixed(*shape) if axes is None else axes
 
 
-def _permute(op: Operation) -> Label:
-    label = op.label("self")
-    return tuple(label[d] for d in op.dims("dims", len(label)))
-
-
 def _transpose(op: Operation) -> Label:
-    """Two dimensions exchanged; `t` exchanges those of a matrix."""
+    """Dimensions in another order: `permute`; or two of them exchanged, for `t` those of a matrix."""
     label = list(op.label("self"))
-    if len(label) > 1:
+    if op.name == "permute":
+        label = [label[d] for d in op.dims("dims", len(label))]
+    elif len(label) > 1:
         a, b = (op.dim(f"dim{k}", len(label)) for k in (0, 1)) if op.name == "transpose" else (0, 1)
         label[a], label[b] = label[b], label[a]
     return tuple(label)
@@ -288,23 +280,16 @@ def _expand(op: Operation) -> Label:
     return tuple(axis if axis and op.name == "expand" else fixed(n, "") + axis for axis, n in pairs)
 
 
-def _slice(op: Operation) -> Label:
-    label, shape = list(op.label("self")), op["self"].shape
+def _slice(op: Operation) -> list[Label]:
+    """A range of a dimension, or ranges one after the other (`split`, `chunk`)."""
+    label = op.label("self")
     dim = op.dim("dim", len(label))
-    start, step = op["start"] or 0, op["step"] or 1
-    start = max(start + shape[dim], 0) if start < 0 else start
-    label[dim] = _sliced(op, label[dim], shape[dim], (start, op.outs[0].shape[dim], step))
-    return tuple(label)
-
-
-def _split(op: Operation) -> list[Label]:
-    label, size = op.label("self"), op["self"].shape
-    dim, start, labels = op.dim("dim", len(label)), 0, []
+    size, start, labels = op["self"].shape[dim], op["start"] or 0, []
+    start = max(start + size, 0) if start < 0 else start
     for out in op.outs:
-        n = out.shape[dim]
-        axis = _sliced(op, label[dim], size[dim], (start, n, 1))
+        axis = _sliced(op, label[dim], size, (start, out.shape[dim], op["step"] or 1))
         labels.append((*label[:dim], axis, *label[dim + 1 :]))
-        start += n
+        start += out.shape[dim]
     return labels
 
 
@@ -323,15 +308,12 @@ def _sliced(op: Operation, axis: Axis, size: int, window: tuple[int, int, int]) 
     return op.fixed(length // inner_size)[0] + inner
 
 
-def _select(op: Operation) -> Label:
+def _select(op: Operation) -> list[Label]:
+    """One index of a dimension, or each of them (`unbind`)."""
     label = op.label("self")
     dim = op.dim("dim", len(label))
     op.freeze(label[dim])
-    return label[:dim] + label[dim + 1 :]
-
-
-def _unbind(op: Operation) -> list[Label]:
-    return [_select(op)] * len(op.outs)
+    return [label[:dim] + label[dim + 1 :]] * len(op.outs)
 
 
 def _concatenate(op: Operation) -> Label:
@@ -392,17 +374,11 @@ def _embedding(op: Operation) -> Label:
 
 
 def _index_select(op: Operation) -> Label:
-    label = list(op.label("self"))
-    dim = op.dim("dim", len(label))
-    op.freeze(label[dim], what="read by index")
-    (label[dim],) = op.fixed(op.outs[0].shape[dim])
-    return tuple(label)
-
-
-def _gather(op: Operation) -> Label:
-    """An index for every entry: nothing may be removed from any dimension."""
-    op.freeze(*op.label("self"), what="read by index")
-    return op.fixed(*op.outs[0].shape)
+    """Entries of one dimension by index; of `gather` every entry, so nothing may be removed from any dimension."""
+    label, shape = op.label("self"), op.outs[0].shape
+    dims = [op.dim("dim", len(label))] if op.name == "index_select" else range(len(label))
+    op.freeze(*(label[d] for d in dims), what="read by index")
+    return tuple(op.fixed(shape[d])[0] if d in dims else axis for d, axis in enumerate(label))
 
 
 def _index(op: Operation) -> Label:
@@ -432,19 +408,15 @@ _OPERATORS: dict[AxisRule, str] = {
     _like: "zeros_like ones_like full_like empty_like rand_like randn_like",
     filled: "zeros ones full new_zeros new_ones new_full",
     _reshape: "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten",
-    _permute: "permute",
-    _transpose: "transpose t",
+    _transpose: "permute transpose t",
     _expand: "expand repeat",
-    _slice: "slice",
-    _split: "split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk",
-    _select: "select",
-    _unbind: "unbind",
+    _slice: "slice split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk",
+    _select: "select unbind",
     _concatenate: "cat",
     _stack: "stack",
     _pad: "constant_pad_nd",
     _embedding: "embedding",
-    _index_select: "index_select",
-    _gather: "gather",
+    _index_select: "index_select gather",
     _index: "index _unsafe_index",
 }
 RULES = {name: rule for rule, names in _OPERATORS.items() for name in names.split()}

@@ -7,7 +7,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -82,7 +82,7 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     Every operation makes axes of its operands and its result the same; a reshape splits and merges them. An axis that
     is not frozen can be pruned: its units can be removed as soon as their parameters are zero. Frozen are the
     dimensions of inputs and outputs, the axes that LayerNorm or softmax normalizes, what is read by index, and
-    everything that an unknown operation reads; the result lists which and where. Outputs are searched for in tuples,
+    everything that an unknown operation reads. The result lists which and where. Outputs are searched for in tuples,
     mappings and dataclasses; objects of other types (a cache, say) are listed but not inspected. Axes are named as in
     einops: `u` the unit, scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read
     it, keep the lines you want. Tied parameters have their first name.
@@ -126,24 +126,22 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     )
 
 
-def _coupling_lines(coupling: Coupling, count: int, units: int) -> Iterator[str]:
-    yield f"    # {count} coupling{'s' * (count > 1)} of {units} units"
-    yield "    Coupling("
-    yield "        {"
-    for name, axes in coupling.members.items():
-        yield f'            "{name}": "{axes}",'
-    yield "        },"
-    if coupling.scope:
-        yield f'        scope="{coupling.scope}",'
-    if coupling.sizes:
-        sizes = ", ".join(f'"{axis}": {size}' for axis, size in coupling.sizes.items())
-        yield f"        sizes={{{sizes}}},"
-    if coupling.name != next(iter(coupling.members)):
-        yield f'        name="{coupling.name}",'
-    if coupling.attrs:
-        attrs = ", ".join(f'"{path}": "{axes}"' for path, axes in coupling.attrs.items())
-        yield f"        attrs={{{attrs}}},"
-    yield "    ),"
+def _coupling_lines(coupling: Coupling, count: int, units: int) -> list[str]:
+    name = coupling.name if coupling.name != next(iter(coupling.members)) else ""
+    sizes = ", ".join(f'"{axis}": {size}' for axis, size in coupling.sizes.items())
+    attrs = ", ".join(f'"{path}": "{axes}"' for path, axes in coupling.attrs.items())
+    return [
+        f"    # {count} coupling{'s' * (count > 1)} of {units} units",
+        "    Coupling(",
+        "        {",
+        *(f'            "{member}": "{axes}",' for member, axes in coupling.members.items()),
+        "        },",
+        *([f'        scope="{coupling.scope}",'] if coupling.scope else []),
+        *([f"        sizes={{{sizes}}},"] if sizes else []),
+        *([f'        name="{name}",'] if name else []),
+        *([f"        attrs={{{attrs}}},"] if attrs else []),
+        "    ),",
+    ]
 
 
 def _frozen_line(frozen: FrozenAxis, count: int) -> str:

@@ -161,10 +161,10 @@ def concatenated(axes: Sequence[Axis]) -> Axis:
 
 def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
     """Make the parts of two concatenations of one size the same; undivided ones are cut where the other has an end."""
-    ends = [set(itertools.accumulate(math.prod(f.size for f in piece) for piece in one.pieces)) for one in (a, b)]
-    for one in (a, b):
+    ends = [set(itertools.accumulate(math.prod(f.size for f in piece) for piece in whole.pieces)) for whole in (a, b)]
+    for whole in (a, b):
         start = 0
-        for piece in one.pieces:
+        for piece in whole.pieces:
             size = math.prod(factor.size for factor in piece)
             inside = sorted(end - start for end in ends[0] | ends[1] if start < end <= start + size)
             if len(inside) > 1 and len(piece) > 1:

@@ -168,7 +168,8 @@ class Trace(TorchDispatchMode):
         before = self.label_of(op.tensors[0]) if op.func._schema.is_mutable else None
         labels = rule(op) if rule else self._not_understood(op)
         labels = labels if isinstance(labels, list) else [labels]
-        if any(_shape(label) != out.shape for out, label in zip(op.outs, labels, strict=False)):
+        shapes = [tuple(math.prod(part.factor.size for part in leaves(axis)) for axis in label) for label in labels]
+        if any(shape != out.shape for out, shape in zip(op.outs, shapes, strict=False)):
             labels = self._not_understood(op)  # an overload that the rule was not written for
         for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
@@ -234,10 +235,6 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
         recorded.follow(args or kwargs, output)  # one of both is empty
         recorded.opaque = opaque_in("output", output)
     return recorded
-
-
-def _shape(label: Label) -> tuple[int, ...]:
-    return tuple(math.prod(part.factor.size for part in leaves(axis)) for axis in label)
 
 
 @contextlib.contextmanager

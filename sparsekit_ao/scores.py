@@ -1,4 +1,20 @@
-"""The built-in scores, each a frozen dataclass that is called with a weight and its statistics; and calls of scores."""
+"""Scores: how much every weight matters, from the weight and from statistics of calibration data.
+
+A score is a function `(weight, name) -> saliency`, or an object with `needs` (some of `calibration.NEEDS`), which is
+called as `(weight, statistics) -> saliency`. All tensors have the parameter's own shape, whatever view, axes or blocks
+the pattern takes. A block's score is the sum of its elements' saliencies (the mean where blocks differ in size). Names
+work too: `score="wanda"`. Calibrate before `step` where a score needs statistics:
+
+>>> import sparsekit_ao
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
+>>> sparsifier = sparsekit_ao.ScopeSparsifier(score="wanda", nnz=2, scope_shape=(1, 4))  # 2:4
+>>> sparsifier.prepare(model)
+>>> sparsifier.calibrate([torch.eye(4) * torch.tensor([1.0, 1e6, 1.0, 1e6])])
+>>> sparsifier.step()
+>>> sparsifier.mask("0.weight").int()
+tensor([[0, 1, 0, 1],
+        [0, 1, 0, 1]], dtype=torch.int32)
+"""
 
 import hashlib
 import inspect
@@ -9,8 +25,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..calibration import NEEDS, Statistics, damped_inverse
-from ..errors import SparsityError
+from .calibration import NEEDS, Statistics, damped_inverse
+from .errors import SparsityError
+
+__all__ = [
+    "NAMES",
+    "Score",
+    "fisher",
+    "lamp",
+    "magnitude",
+    "movement",
+    "obd",
+    "obs",
+    "obs_block",
+    "random",
+    "ria",
+    "saliency_of",
+    "scale",
+    "taylor",
+    "wanda",
+]
 
 Score = Callable[[Tensor, Any], Tensor]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,7 +71,7 @@ class BuiltInScore:
     uses_blocks: ClassVar[bool] = False
 
     def __call__(self, weight: Tensor, statistics: Statistics) -> Tensor:
-        """Saliencies in the weight's shape."""
+        """Return saliencies in the weight's shape."""
         return self._saliency(weight, statistics)
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
@@ -276,18 +310,8 @@ class movement(BuiltInScore):
 
 #: scores by name
 NAMES: dict[str, Score] = {
-    "magnitude": magnitude(),
-    "random": random(),
-    "scale": scale(),
-    "lamp": lamp(),
-    "wanda": wanda(),
-    "ria": ria(),
-    "obd": obd(),
-    "obs": obs(),
-    "obs_block": obs_block(),
-    "taylor": taylor(),
-    "fisher": fisher(),
-    "movement": movement(),
+    score.__name__: score()
+    for score in (magnitude, random, scale, lamp, wanda, ria, obd, obs, obs_block, taylor, fisher, movement)
 }
 
 
@@ -325,9 +349,10 @@ def parse_score(value: object, where: str) -> Score | None:
     except TypeError:
         text = f"{where}score must be a function (weight, name) -> saliency, got one of {inspect.signature(value)}"
         raise SparsityError(text) from None
-    if isinstance(getattr(value, "needs", ()), str):
-        raise SparsityError(f"{where}score: needs must be a tuple of names, got {value.needs!r}")  # type: ignore[attr-defined]
-    for need in needs_of(value):
+    needs = getattr(value, "needs", ())
+    if isinstance(needs, str):
+        raise SparsityError(f"{where}score: needs must be a tuple of names, got {needs!r}")
+    for need in needs:
         if need not in NEEDS:
             raise SparsityError(f"{where}score: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
     return value
