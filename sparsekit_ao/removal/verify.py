@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,8 +112,10 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool 
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
     model, inputs = (copy.deepcopy(model) if copied else model).eval(), copy.deepcopy(inputs)
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
-    args, kwargs = inputs if dtype is None else _as_dtype(inputs, dtype)
-    model = model if dtype is None else model.to(dtype)
+    if dtype is not None:
+        model = model.to(dtype)
+        inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    args, kwargs = inputs
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     with seeded(tensors), FlopCounterMode(display=False) as count:
         output = model(*args, **kwargs)
@@ -130,14 +132,6 @@ def seeded(tensors: list[Tensor]) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
         yield
-
-
-def _as_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs
-    if isinstance(inputs, Mapping):
-        return {key: _as_dtype(value, dtype) for key, value in inputs.items()}
-    return tuple(_as_dtype(v, dtype) for v in inputs) if isinstance(inputs, (tuple, list)) else inputs
 
 
 def output_difference(wanted: Outputs, outputs: Outputs) -> float:
