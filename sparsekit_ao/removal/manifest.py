@@ -23,10 +23,9 @@ from .sizes import Change, apply_changes, check_old_values
 VERSION = 1
 
 
-def make_manifest(
-    removals: Sequence[Removal], changes: Sequence[Change], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
-    """Plain data of a compaction: couplings with their kept units, dense shapes, attributes."""
+def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> dict[str, Any]:
+    """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes."""
+    tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.coupling.members])
     return {
         "version": VERSION,
         "groups": [
@@ -44,7 +43,7 @@ def make_manifest(
             }
             for removal in removals
         ],
-        "tensors": {name: list(shape) for name, shape in shapes.items()},
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
     }
 
