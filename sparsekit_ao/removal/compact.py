@@ -1,7 +1,4 @@
-"""compact: make a masked model smaller and dense, with the same outputs; and its report.
-
-Couplings are bound -> dropped units removed from a copy -> sizes updated, norms folded -> both models run and compared.
-"""
+"""compact: make a masked model smaller and dense, with the same outputs; and its report."""
 
 import copy
 import json
@@ -143,18 +140,16 @@ def compact(
     """Remove the dropped units of couplings from every member, and check that outputs do not change.
 
     A unit is dropped where all weights of the coupling hold only zeros, as they do after pruning by `Coupling.entries`
-    and `squash_mask`; one that is a module of a list, where all its parameters do. In any case, the masked and the
-    compacted model are run on the example inputs and compared.
+    and `squash_mask`; a unit that is a module of a list, where all its parameters do.
 
     Args:
         model: squashed; neither it nor the inputs change, since copies run.
         couplings: one or several; a tensor may be in several.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
             are, so use typical ones: sequences of more than one token, values that are not zero, attention masks with
-            zeros. Tensors are compared in tuples, mappings and dataclasses of the output; other objects (a cache, say)
-            are reported.
-        multiple_of: the number of units kept in a scope is rounded up to a multiple (or to all) by keeping some dropped
-            ones; a number, or {name of a coupling: number} for some. At least one unit is kept.
+            zeros. Outputs are compared in tuples, mappings and dataclasses; other objects (a cache) are reported.
+        multiple_of: a number, or {name of a coupling: number}. The number of units kept in a scope is rounded up to a
+            multiple, or to all, by keeping some dropped ones. At least one unit is kept.
         attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one coupling that
             has these axes.
         tolerance: largest difference of an output tensor, relative to the largest of its values that differ; integers

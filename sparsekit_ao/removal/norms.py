@@ -1,8 +1,7 @@
 """Norms over a pruned axis: an RMSNorm is folded, a LayerNorm is reported as not exact.
 
 If m of n values are kept and the others are zero, the mean square over m values is n / m times that over n: with eps
-times n / m and the weight times sqrt(n / m) the output is the same. A LayerNorm subtracts a mean, so it has no such
-correction.
+times n / m and the weight times sqrt(n / m) the output is the same.
 """
 
 import copy
@@ -22,11 +21,7 @@ CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "lay
 
 
 def fold_norms(model: nn.Module, small: nn.Module, removals: Sequence[Removal]) -> tuple[list[Change], list[str]]:
-    """Change weights and eps of the smaller model's RMSNorms over a pruned axis, in place, and its config's eps.
-
-    Returns:
-        The changes of eps, and descriptions of what is not exact.
-    """
+    """Fold the smaller model's RMSNorms over a pruned axis, in place; the changes of eps, and what is not exact."""
     notes = [
         f"{name}: a GroupNorm whose groups lose channels has statistics of fewer values"
         for (name, dense), smaller in zip(model.named_modules(), small.modules(), strict=True)

@@ -1,8 +1,4 @@
-"""removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs.
-
-Integers that hold a removed size are found on the way: for a coupling whose removal fails, those of `candidate_attrs`
-are changed too, and the fewest that make outputs equal are listed in its `attrs`.
-"""
+"""removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
 
 import copy
 import itertools
@@ -129,13 +125,7 @@ def _sorted(
 
 
 class Trials:
-    """Compactions of one masked model, each by some of its couplings.
-
-    Args:
-        masked: units of all couplings are zero in it.
-        inputs, multiple_of, tolerance: as for `compact`.
-        done: called after each compaction.
-    """
+    """Compactions of a model in which units of all couplings are zero; `done` is called after each."""
 
     def __init__(
         self,

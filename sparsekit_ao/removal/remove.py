@@ -1,9 +1,6 @@
 """Units that a coupling holds as zeros, and their removal from tensors, torch.nn's layers and lists of modules.
 
-A unit is dropped where every weight of the coupling (its parameters of two or more dimensions) is exactly zero. Among
-them are the tensors that read the unit, so whatever a bias or a norm still writes there is multiplied by zero. To keep
-a unit of zeros is always exact; so a scope with fewer other units keeps some, to have as many as the others. A unit
-that is a module of a list is dropped where all its parameters are zero, biases too.
+To keep a unit of zeros is always exact, so a scope with fewer other units keeps some, to have as many as the others.
 """
 
 import math
@@ -62,12 +59,7 @@ class Removal:
 
 
 def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, source: int = 0) -> Removal:
-    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all).
-
-    Raises:
-        CouplingError: scopes keep different numbers.
-        SparsityError: multiple_of is no positive int; no member is a parameter; a tensor still has a mask.
-    """
+    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all)."""
     where = f"coupling {coupling.name!r}: "
     check_multiple(multiple_of, where)
     names = [*(member.fqn for member in coupling.members), *(fqn for names in coupling.listed for fqn in names)]
@@ -127,11 +119,9 @@ def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
 
 
 def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
-    """Remove the dropped units from every member, in place; sizes held by torch.nn's layers are updated.
+    """Remove the dropped units from every member, in place, and update sizes that torch.nn's layers hold.
 
-    Raises:
-        CouplingError: what couplings keep of one tensor is not rectangular.
-        SparsityError: a grouped convolution that loses parts of its groups.
+    An error is raised before anything changes.
     """
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # of each tensor, by its id
     tensors: dict[int, Tensor] = {}
@@ -238,9 +228,6 @@ def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: 
 def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> dict[str, Any]:
     """Return the integers of a torch.nn layer, by attribute, as its new tensor has them; {} for other modules.
 
-    The module has its old attributes. A SparsityError if a grouped layer would lose parts of its groups, or an
-    embedding rows.
-
     >>> sizes_of(torch.nn.Linear(4, 8), "weight", torch.zeros(5, 4), [])
     {'out_features': 5, 'in_features': 4}
     """
@@ -306,10 +293,7 @@ def _remaining_groups(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _Kep
 
 
 def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
-    """Raise unless all lists of the couplings are in the model, each once and with a module for each unit.
-
-    Errors begin with `where`.
-    """
+    """Raise unless all lists of the couplings are in the model, each once and with a module for each unit."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for removal in removals:
@@ -330,20 +314,15 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     # All lists are looked up first, since one list may be in a module of another.
     lists = [(model.get_submodule(path), removal) for removal in removals for path in removal.coupling.lists]
     for modules, removal in lists:
-        for at in reversed(_dropped(removal)):
+        for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]  # type: ignore[operator]
 
 
 def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:
     """Leave out the removals whose members are all in modules that others drop."""
-    paths = [(path, removal) for removal in removals for path in removal.coupling.lists]
-    prefixes = tuple(f"{path}.{at}." for path, removal in paths for at in _dropped(removal))
+    paths = [(path, removal.keep.flatten()) for removal in removals for path in removal.coupling.lists]
+    prefixes = tuple(f"{path}.{at}." for path, keep in paths for at, kept in enumerate(keep.tolist()) if not kept)
     return [r for r in removals if not all(m.fqn.startswith(prefixes) for m in r.coupling.members)]
-
-
-def _dropped(removal: Removal) -> list[int]:
-    dropped: list[int] = (~removal.keep.reshape(-1)).nonzero()[:, 0].tolist()
-    return dropped
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):

@@ -40,10 +40,9 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
-    Couplings are discovered, and those from which `compact` cannot remove units are left out (see `removable`). Of
-    several that divide one dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned
-    that remove most parameters, or the first, so that a dimension loses `ratio` of its length once. The report lists
-    what is left out, with the reason.
+    Couplings from which `compact` cannot remove units are left out (see `removable`). Of several that divide one
+    dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned that remove most
+    parameters, or the first. The report lists what is left out, with the reason.
 
     With `cost="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
     what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of

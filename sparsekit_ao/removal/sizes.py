@@ -1,12 +1,6 @@
-"""Integers outside of torch.nn's layers that hold a removed size: `num_heads` of a module, fields of a config.
-
-Those that a coupling lists in `attrs` are changed. Others that seem to hold one are reported, or tried
-(`candidate_attrs`), or, in a transformers config, changed where a model constructed from it then is the smaller one
-(`fit_config`).
-"""
+"""Integers outside of torch.nn's layers that hold a removed size: `num_heads` of a module, fields of a config."""
 
 import copy
-import functools
 import itertools
 import math
 import re
@@ -44,11 +38,7 @@ def undone(changes: Sequence[Change]) -> list[Change]:
 
 
 def assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
-    """The couplings, with every attribute added to the one that has its axes.
-
-    Raises:
-        SparsityError: no coupling has them, or several.
-    """
+    """Add every attribute to the coupling that has its axes; a SparsityError if none or several have them."""
     assigned = list(couplings)
     check_attrs("", attrs)
     for path, axes in attrs.items():
@@ -71,14 +61,10 @@ def assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> lis
 
 
 def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
-    """New values of all attributes that the couplings list.
+    """Find the new values of all attributes that the couplings list; a SparsityError if some do not fit.
 
     Couplings that share a tensor each shrink a factor of their own. Those that share none and list the same axes are
     layers that hold the same number: they must agree, and it shrinks once.
-
-    Raises:
-        SparsityError: there is no such attribute, it holds another number, layers need different ones, or several
-            couplings of one tensor count the same factor of it.
     """
     changes: dict[tuple[int, str], Change] = {}  # by the object and the attribute
     counted: dict[tuple[int, str], list[tuple[Removal, str]]] = {}
@@ -120,11 +106,7 @@ def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: R
 
 
 def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
-    """Check that every attribute is an integer of a module, or of a module's config, of the value that it had.
-
-    Raises:
-        SparsityError: there is no such attribute, it is none that can be set, or it has another value.
-    """
+    """Check that every attribute is one of a module or a config that can be set, and has the value that it had."""
     for change in changes:
         for full, holder, name in _holders(model, change.path, "cut_to: "):
             is_config = change.path.rpartition(".")[0].endswith("config")
@@ -224,8 +206,10 @@ def _parsed(name: str) -> tuple[str, int | None]:
 
 
 def _reached(model: nn.Module, path: str) -> Any:
-    names = path.split(".") if path else []
-    return functools.reduce(lambda holder, name: getattr(holder, name, None), names, model)
+    holder: Any = model
+    for name in path.split(".") if path else ():
+        holder = getattr(holder, name, None)
+    return holder
 
 
 def _is_fixed(holder: object, name: str) -> bool:
@@ -264,7 +248,7 @@ def _holds(model: nn.Module, bound: BoundCoupling, path: str, axes: str) -> bool
 
 
 def _products(bound: BoundCoupling) -> dict[int, str]:
-    """{product of the unit axis and some others: these axes}, for each product those of the fewest axes."""
+    """Return {product of the unit axis and some others: these axes}, for each product those of the fewest axes."""
     others = [axis for axis, size in bound.sizes.items() if axis != bound.unit and size > 1][:_AXES]
     products: dict[int, str] = {}
     for count in range(len(others) + 1):

@@ -40,10 +40,9 @@ class Comparison:
 class Reference:
     """The masked model and its outputs on the example inputs, with the FLOPs of one forward.
 
-    Copies are run, so neither models nor inputs change. Models of 16-bit floats are run as float32 copies, because
-    their rounding would hide errors. Even that of float32 may grow through many layers, so a difference above the
-    tolerance is computed again in float64, if the masked model itself differs about as much from its own float64 copy.
-    `opaque` describes objects in the output that are not inspected.
+    Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
+    hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
+    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected.
 
     Raises:
         SparsityError: it does not run, or returns no tensor, only zeros, or a nan.
@@ -154,7 +153,7 @@ def _relative(wanted: Tensor, output: Tensor) -> float:
 
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Absolute values of `a` where it differs from `b`, 0 elsewhere."""
+    """The absolute values of `a` where it differs from `b`, 0 elsewhere."""
     return torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
 
 
