@@ -1,8 +1,4 @@
-"""Hugging Face models and adapters: `save_pretrained`, `load_pretrained` and `load_masks`, and `merge_lora`.
-
-A masked model that transformers saves cannot be loaded: its tensors have other names, so `from_pretrained` initializes
-the weights anew. And LoRA adapters are dense, so merging one into a pruned weight fills its zeros.
-"""
+"""Hugging Face models and adapters: `save_pretrained`, `load_pretrained` and `load_masks`, and `merge_lora`."""
 
 import inspect
 import json
@@ -32,23 +28,22 @@ Masks = MaskSparsifier | Mapping[str, Tensor]
 
 
 def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
-    """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it.
+    """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it; it does not change.
 
-    Of a masked or squashed one, writes what `model.save_pretrained` writes, with masked values under their plain names,
-    and `masks.safetensors`, one bit for each element. Of a compacted one, what `model.save_pretrained` writes; where
-    its config does not describe it, the dense model's config and `manifest.json`, which `load_pretrained` reads. The
-    model does not change.
+    Of a masked or squashed one, masked values are written under their plain names, with `masks.safetensors` beside
+    them, one bit for each element. Where the config of a compacted one does not describe it, the dense model's config
+    and `manifest.json` are written, which `load_pretrained` reads.
 
     Args:
-        model: a transformers model (or anything with `save_pretrained(path, state_dict=...)`).
+        model: of transformers, or with another `save_pretrained(path, state_dict=...)`.
         sparsifier: that masks it, before or after `squash_mask`; or {name: mask}; or the report of `shrink` or
             `compact`.
         path: folder.
         kwargs: for `model.save_pretrained`.
 
     Returns:
-        A `Conversion`: bytes of the masked tensors, which are saved dense, and of the file of masks; of a compacted
-        model, bytes of the dense one and of the files, and the line that loads it (in `notes`).
+        A `Conversion` with the bytes of the masked tensors and of the file of masks; of a compacted model, those of the
+        dense one and of the files, and the line that loads it.
 
     Raises:
         SparsityError: no such method; adapters are still unmerged; the model has no tensor of a mask's name and shape,
@@ -89,8 +84,6 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
     masks = {name: mask for name, _, _, mask in _masked_tensors([model], sparsifier, "save_pretrained")}
     values = dense_state_dict(model)
     for name, mask in masks.items():
-        if name not in values:
-            raise SparsityError(f"save_pretrained: the state dict of the model has no tensor {name}")
         wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
         if len(wrong):
             raise SparsityError(
@@ -121,13 +114,11 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
     name, is_written = type(model).__name__, report.not_in_config == ""
     changes = [Change(**change) for change in report.manifest["attributes"]]
     of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
-    if not is_written:
-        apply_changes(model, undone(of_config))
+    apply_changes(model, [] if is_written else undone(of_config))
     try:
         model.save_pretrained(folder, **kwargs)
     finally:
-        if not is_written:
-            apply_changes(model, of_config)
+        apply_changes(model, [] if is_written else of_config)
     (folder / MANIFEST).unlink(missing_ok=True)
     note = f"{name}.from_pretrained loads it"
     if not is_written:
@@ -227,9 +218,9 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
 def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     """Merge LoRA adapters into a pruned model and apply its masks again.
 
-    peft's `merge_and_unload` adds a dense product to each weight: all zeros are lost, or, while masks are registered,
-    the adapter is lost. With this function, the merged weight is masked; the part of the adapter that a mask drops is
-    reported, because the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
+    peft's `merge_and_unload` adds a dense product to each weight, so zeros are lost, or, while masks are registered,
+    the adapter. Here, the merged weight is masked, and the part of the adapter that a mask drops is reported, because
+    the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
 
     Args:
         model: of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
@@ -257,8 +248,8 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
             )
         if getattr(layer, "disable_adapters", False):
             raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
-        for name, parameter in layer.named_parameters():
-            if not name.startswith("base_layer.") and not bool(parameter.isfinite().all()):
+        for name, tensor in layer.named_parameters():
+            if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
                 raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
     tensors = _masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
     registered = {
@@ -288,7 +279,7 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
                 parameter.copy_(torch.where(mask, parameter, hidden))
             with installed([(module, key, registered[name]) for name, module, key, _ in tensors if name in registered]):
                 pass
-    size = sum(tensor.nbytes for tensor in before.values())
+    size = sum(values.nbytes for values in before.values())
     report = Conversion(
         target="merge_lora",
         converted=tuple(shares),

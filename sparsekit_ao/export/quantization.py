@@ -147,9 +147,8 @@ def _outputs(
 def _largest_difference(wanted: Sequence[Outputs], outputs: Sequence[Outputs]) -> float:
     if not any(wanted):
         raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
-    for place, tensor in (pair for batch in wanted for pair in batch):
-        if bool(tensor.isnan().any()):
-            raise SparsityError(f"quantize: {place} of the model contains nan on these batches, and nan equals nothing")
+    if nan := [place for batch in wanted for place, tensor in batch if bool(tensor.isnan().any())]:
+        raise SparsityError(f"quantize: {nan[0]} of the model contains nan on these batches, and nan equals nothing")
     largest = max(output_difference(a, b) for a, b in zip(wanted, outputs, strict=True) if a or b)
     if largest == float("inf"):
         raise SparsityError(
@@ -183,8 +182,7 @@ def _check_packed(layers: Sequence[Layer], converted: nn.Module) -> None:
     """Weights that are packed as 2:4 must have been 2:4, also those that nobody pruned."""
     for layer in layers:
         is_packed = "sparse" in type(getattr(*owner_of(converted, layer.fqn))).__name__.lower()
-        refusals = two_four_refusals(layer) if is_packed else []
-        if refusals:
+        if is_packed and (refusals := two_four_refusals(layer)):
             raise SparsityError(
                 f"quantize: this config packs {layer.fqn} as 2:4 as well, which {refusals[0]}. Name only 2:4 layers, "
                 "by torchao's FqnToConfig."

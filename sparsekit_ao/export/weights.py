@@ -104,9 +104,7 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport(Table[LayerRow]):
-    """Rows as data, one for each weight of the model; `str()` of it is a table.
-
-    `to_csv()` writes it, and `sparsekit_ao.plot.plot_layers` draws it.
+    """A row for each weight of the model; `str()` of it is a table, and `plot.plot_layers` draws it.
 
     >>> report = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)))
     >>> [row.tensor for row in report]
@@ -137,8 +135,8 @@ class Conversion:
         converted: names of the tensors that are stored, or run, sparse.
         left: {tensor: why} of all other weights.
         before, after: bytes of what was converted; of the whole files where files are written.
-        difference: largest difference of an output on the user's inputs, relative to the largest value that differs;
-            None where no model is run, because values are equal bit for bit.
+        difference: largest difference of an output, relative to the largest value that differs; None where values are
+            equal bit for bit.
         notes: what else a user must know.
 
     >>> print(Conversion(target="pack_2_4", converted=("0.weight",), left={}, before=200, after=120))
@@ -226,11 +224,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
 def layers_of(model: nn.Module) -> list[Layer]:
     """Return every parameter of two or more dimensions, and every masked one, in the order of the model's modules.
 
-    A parameter that several modules share is listed once, with all its names.
-
-    Raises:
-        SparsityError: a weight has no values yet, as in lazy modules or on the meta device; or it is sharded,
-            quantized, or sparse already.
+    A shared one is listed once, with all its names. A SparsityError if one has no values, is sharded, or no plain one.
     """
     layers: dict[Hashable, Layer] = {}
     for path, module in checked_model(model, "export").named_modules(remove_duplicate=False):
@@ -352,11 +346,11 @@ def two_four_refusals(layer: Layer) -> list[str]:
     counts = kept.unflatten(1, (-1, 4)).sum(2)
     if (at := _first(counts > 2)) is None:
         return []
-    start, is_turned = 4 * at[1], kept.shape[0] % 4 == 0 and bool((kept.unflatten(0, (-1, 4)).sum(1) <= 2).all())
-    text = f"needs at most 2 nonzeros in every 4 along dimension 1, got {int(counts[at])} at [{at[0]}, "
-    text += f"{start}:{start + 4}]"
+    place = f"[{at[0]}, {4 * at[1]}:{4 * at[1] + 4}]"
+    text = f"needs at most 2 nonzeros in every 4 along dimension 1, got {int(counts[at])} at {place}"
     if _density(kept) > DENSE:
         return [f"{text}: the weight is dense"]
+    is_turned = kept.shape[0] % 4 == 0 and bool((kept.unflatten(0, (-1, 4)).sum(1) <= 2).all())
     return [f"{text}; it is 2:4 along dimension 0" if is_turned else text]
 
 
@@ -365,9 +359,8 @@ def pack_refusals(layer: Layer) -> list[str]:
     refusals = linear_refusals(layer, MULTIPLES)
     if not isinstance(layer.module, nn.Linear) or layer.weight.dtype not in MULTIPLES:
         return refusals
-    pairs = enumerate(zip(layer.weight.shape, MULTIPLES[layer.weight.dtype], strict=True))
-    wrong = [(k, n, size) for k, (n, size) in pairs if n == 0 or n % size]
-    refusals += [f"needs dimension {k} to be a multiple of {size}, got {n}" for k, n, size in wrong]
+    for k, (n, size) in enumerate(zip(layer.weight.shape, MULTIPLES[layer.weight.dtype], strict=True)):
+        refusals += [f"needs dimension {k} to be a multiple of {size}, got {n}"] if n == 0 or n % size else []
     return refusals + two_four_refusals(layer)
 
 
@@ -401,9 +394,8 @@ def _patterns_of(layer: Layer, kept: Tensor) -> list[str]:
         return []
     names = [p.kind for p in (patterns.rows(), patterns.columns()) if _satisfies(layer, kept, p)]
     names += [f"{n}:{m}" for n, m in _N_M if _satisfies(layer, kept, patterns.n_m(n, m), most=n)][:1]
-    if not names:
-        names = [f"{a}x{b} blocks" for a, b in _BLOCKS if _satisfies(layer, kept, patterns.blocks(a, b))][:1]
-    return names or ["unstructured"]
+    blocks = (f"{a}x{b} blocks" for a, b in _BLOCKS if _satisfies(layer, kept, patterns.blocks(a, b)))
+    return names or [next(blocks, "unstructured")]
 
 
 def _satisfies(layer: Layer, kept: Tensor, pattern: patterns.Pattern, most: int | None = None) -> bool:

@@ -247,15 +247,20 @@ def find_removals(
     model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
 ) -> list[Removal]:
     """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`."""
-    names = [coupling.name for coupling in couplings]
-    for name in multiple_of if isinstance(multiple_of, Mapping) else ():
-        if name not in names:
-            raise SparsityError(f"multiple_of names {name!r}, but the couplings are {', '.join(map(repr, names))}")
+    check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
     removals = []
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
         removals += [find_removal(model, bound, multiple, source) for bound in coupling.bind(model)]
     return outside_dropped(removals)
+
+
+def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
+    """Raise if one of the arguments is a mapping with the name of another coupling."""
+    for key, name in ((key, name) for key, value in arguments.items() if isinstance(value, Mapping) for name in value):
+        if name not in names:
+            known = ", ".join(map(repr, names)) or "none"
+            raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}")
 
 
 def without_units(model: nn.Module, removals: Sequence[Removal]) -> tuple[nn.Module, list[Change], list[str]]:

@@ -78,20 +78,10 @@ def counts_within(
 ) -> dict[str, int]:
     """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
-    Units are dropped one by one: next is always the one by which the lost importance of its coupling, relative to the
-    kept one, increases least for the square root of the cost that it saves. The root keeps costly couplings from being
-    cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less (a unit, or a multiple of units)
-    the model would cost more.
-
-    Args:
-        model: not changed.
-        couplings: of one layer, or of layers that keep equal numbers.
-        importances: of their units; they add up.
-        cost, ratio: function of a model, and the fraction of its value that is saved, at least.
-        multiples, limits: by coupling, units that are dropped at once, and the largest fraction that is dropped.
-
-    Raises:
-        SparsityError: with all that may be dropped, the model costs more.
+    Units are dropped one by one (or `multiples` of them): next is always the one by which the lost importance of its
+    coupling, relative to the kept one, increases least for the square root of the cost that it saves. The root keeps
+    costly couplings from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the
+    model would cost more. `limits` are the largest fractions that are dropped; importances add up.
     """
     bounds = {coupling.name: coupling.bind(model) for coupling in couplings}
     full = {name: bindings[0].grid[-1] for name, bindings in bounds.items()}

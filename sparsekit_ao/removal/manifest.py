@@ -1,7 +1,4 @@
-"""The manifest: which units of which tensors were kept, as plain data; `cut_to` applies it in another process.
-
-It contains numbers and names, no weights: those are saved as a state dict.
-"""
+"""The manifest: which units of which tensors were kept, as plain data without weights; `cut_to` applies it."""
 
 import json
 import math
@@ -94,16 +91,14 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
 
 
 def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    try:
-        tensors = plain_tensors(model, list(shapes))
-        now = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    except AttributeError as e:
-        raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
     for name, shape in shapes.items():
-        if now[name] != tuple(shape):
+        try:
+            now = tuple(plain_tensors(model, [name])[name].shape)
+        except AttributeError as e:
+            raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
+        if now != tuple(shape):
             raise SparsityError(
-                f"cut_to: {name} is {now[name]}, but the dense model's was {tuple(shape)}; pass a model with the dense "
-                "shapes"
+                f"cut_to: {name} is {now}, but the dense model's was {tuple(shape)}; pass a model with the dense shapes"
             )
 
 

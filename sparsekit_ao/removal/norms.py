@@ -36,9 +36,7 @@ def fold_norms(model: nn.Module, small: nn.Module, removals: Sequence[Removal]) 
             if name == "weight" and getattr(module, name).ndim == 1 and _takes_statistics(module):
                 keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
                 kept[member.fqn] = kept[member.fqn] & keep if member.fqn in kept else keep
-    changes: list[Change] = []
-    for fqn, keep in kept.items():
-        changes += _fold(model, small, fqn, keep, notes)
+    changes = [change for fqn, keep in kept.items() for change in _fold(model, small, fqn, keep, notes)]
     if changes and hasattr(small, "config"):
         changes += _change_config(model, small, changes, notes)
     return changes, notes

@@ -38,19 +38,17 @@ def removable(
     """Find the couplings that `compact` can remove from a model, with the integers that this changes.
 
     Random units are made zero in a copy of the model, removed from another one, and the outputs of both compared. Where
-    they differ, or the smaller model does not run, each coupling is tried by itself, with integers near its tensors
-    changed that equal a removed size (`num_heads`, `config.hidden_size`, entries of tuples). Couplings that fail
-    because the forward has one number for both (the size of a head, of queries and of values) are merged. Prune
-    what is returned by `joint_entries`, then call `compact`.
+    they differ, each coupling is tried by itself, with integers near its tensors changed that equal a removed size
+    (`num_heads`, `config.hidden_size`, entries of tuples). Couplings that fail because the forward has one number for
+    both (the size of a head, of queries and of values) are merged. Prune the result by `joint_entries`, then `compact`.
 
     Args:
         model: not changed; copies run.
-        example_inputs: as for `compact`.
+        example_inputs, multiple_of, tolerance: as for `compact`.
         couplings: to be tried; None takes what `discover` finds.
         ratio: fraction of the units of every coupling that is removed in the trial.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
             tensor are left out.
-        multiple_of, tolerance: as for `compact`.
 
     Returns:
         As `discover`; `left_out` has the couplings that cannot be removed, with the reason. All names differ.
@@ -93,11 +91,10 @@ def removable(
         )
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name))
-    bindings_of_good = [coupling.bind(model) for coupling in good]
     return replace(
         discovery,
         couplings=tuple(good),
-        counts=tuple((len(bindings), bindings[0].grid[-1]) for bindings in bindings_of_good),
+        counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
         left_out=(*left_out, *((coupling.name, why) for coupling, why in failing.items())),
     )
 
@@ -131,12 +128,11 @@ class Trials:
         self,
         masked: nn.Module,
         inputs: Any,
-        multiple_of: int | Mapping[str, int] = 1,
-        tolerance: float = 1e-5,
+        multiple_of: int | Mapping[str, int],
+        tolerance: float,
         done: Callable[[], object] = lambda: None,
     ) -> None:
-        self._done = done
-        self._masked, self._multiple_of, self._tolerance = masked, multiple_of, tolerance
+        self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self._reference = Reference(masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:

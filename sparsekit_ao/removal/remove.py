@@ -125,15 +125,14 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     """
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # of each tensor, by its id
     tensors: dict[int, Tensor] = {}
-    for removal in removals:
-        for member in removal.coupling.members:
-            tensor = plain_tensors(model, [member.fqn])[member.fqn]
-            tensors[id(tensor)] = tensor
-            tensor_cuts, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
-            kept = kept_elements(member, removal, shape)
-            if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in tensor_cuts):
-                tensor_cuts.append((member, removal))  # two names of one tensor count once
-    items = shown(list(cuts.items()), "compact", sum(tensors[key].numel() for key in cuts))
+    for removal, member in ((r, member) for r in removals for member in r.coupling.members):
+        tensor = plain_tensors(model, [member.fqn])[member.fqn]
+        tensors[id(tensor)] = tensor
+        tensor_cuts, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
+        kept = kept_elements(member, removal, shape)
+        if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in tensor_cuts):
+            tensor_cuts.append((member, removal))  # two names of one tensor count once
+    items = shown(list(cuts.items()), "compact", sum(tensor.numel() for tensor in tensors.values()))
     smaller = {key: _smaller(tensors[key], tensor_cuts) for key, tensor_cuts in items}
     places = [
         (module, registered, name, id(tensor))
@@ -180,11 +179,9 @@ def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
         data = member.pattern.undo(units.reshape(*removal.keep.shape[:-1], removal.kept, *units.shape[1:]))
     else:
         data = _without_all(tensor.detach(), cuts, shape)
-    memory_format = torch.contiguous_format
-    for last in {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.ndim, []):
-        if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
-            memory_format = last
-    data = data.contiguous(memory_format=memory_format)
+    last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
+    is_last = tensor.ndim in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+    data = data.contiguous(memory_format=last if is_last else torch.contiguous_format)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
@@ -326,10 +323,7 @@ def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` of `num_heads * head_dim` hidden numbers, where it requires `embed_dim`.
-
-    `compact` makes it of one that loses heads. Arguments, outputs and names of tensors are those of the original.
-    """
+    """`torch.nn.MultiheadAttention` that lost heads: `num_heads * head_dim` may differ from `embed_dim`."""
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level
-from .compact import Compaction, find_removals, verified
+from .compact import Compaction, check_names, find_removals, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import Trials, removable, with_own_names
 from .remove import Removal, zero_units
@@ -44,27 +44,25 @@ def shrink(
     dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned that remove most
     parameters, or the first. The report lists what is left out, with the reason.
 
-    With `cost="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
-    what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of
-    its own; where the model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the
-    config can hold them. Importances count relative to those of their coupling.
+    With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did, exactly to
+    one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of its own; where the
+    model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can hold
+    them.
 
     Args:
         model: not changed.
-        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; see `compact`.
+        example_inputs, tolerance: as for `compact`.
         ratio: fraction of the units of every coupling that is dropped in each scope; or {name of a coupling: fraction},
             and nothing of others; or the fraction of the cost that is saved.
         score: one of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
-        exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
-            tensor are left out.
+        exclude: as for `removable`.
         cost: what `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
             function of a model that returns its cost (a measured time, say).
         couplings: those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
         max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
         multiple_of: as for `compact`; by default dimensions of 16-bit weights stay multiples of 8.
-        tolerance: as for `compact`.
 
     Returns:
         The smaller model, and a `Compaction`. Where nothing can be removed it is a copy.
@@ -97,7 +95,8 @@ def shrink(
         multiple_of=1 if multiple_of is None else multiple_of,
         tolerance=tolerance,
     )
-    _check_names(discovery, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
+    known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
+    check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
     multiples = {c.name: _number(multiple_of, c.name, 1) or multiple_for(model, c) for c in discovery.couplings}
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
     always = cost_of is not None and not hasattr(model, "config")
@@ -164,14 +163,6 @@ def _scored(
         return scores[ids(names), bound.grid[-1]].pop(0)
 
     return {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
-
-
-def _check_names(discovery: Discovery, **arguments: Any) -> None:
-    known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    for key, name in ((key, name) for key, value in arguments.items() if isinstance(value, Mapping) for name in value):
-        if name not in known:
-            names = ", ".join(map(repr, known)) or "none"
-            raise SparsityError(f"shrink: {key} names {name!r}, but the couplings are {names}")
 
 
 def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:

@@ -219,10 +219,9 @@ def _is_fixed(holder: object, name: str) -> bool:
 
 
 def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
-    """Attributes that equal the number of units, or its product with other sizes of the coupling, nearest first.
+    """Find attributes that equal the number of units, or its product with other sizes of the coupling, nearest first.
 
-    Returns:
-        {path: axes}, as in `Coupling(attrs=)`; each has that value for every binding of the coupling.
+    Returns {path: axes}, as in `Coupling(attrs=)`; each has that value for every binding of the coupling.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -264,13 +263,8 @@ def _integers_around(
     """(path, value, depth) of integers around members: those of their modules first, of configs last.
 
     The depth is 1 for modules that hold members, 2 for those around these, and so on; 0 for configs, and for children
-    without tensors (a GroupNorm without weights).
-
-    Args:
-        model: that has the integers.
-        members: names of tensors, or patterns with stars, as the paths then have.
-        fqns: names of the tensors that the members stand for in one layer.
-        captured: what the stars stand for in this layer.
+    without tensors (a GroupNorm without weights). Members, and so paths, may have stars, which stand for `captured` in
+    the layer whose tensors are named by `fqns`.
     """
     layer_sizes: dict[int, set[str]] = {}  # of the modules that hold members, by id; `remove_units` sets these
     for fqn in fqns:
@@ -331,10 +325,8 @@ def fit_config(
 ) -> tuple[list[Change], str]:
     """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
-    Tried are the fields that hold a removed size and still have the dense model's value.
-
-    Returns:
-        The changes; and how a model constructed from the config differs ("" if it does not).
+    Tried are the fields that hold a removed size and still have the dense model's value. Returns the changes, and how
+    a model constructed from the config differs ("" if it does not).
     """
     now = dict(_config_sizes(small))
     candidates = {  # {(path, new value): old value}
@@ -346,14 +338,13 @@ def fit_config(
     }
     wrong, changes = _misfits(small), list[Change]()
     for (path, kept), value in candidates.items() if wrong else ():
-        change = Change(path=path, was=value, now=kept)
-        apply_changes(small, [change])
+        changes.append(Change(path=path, was=value, now=kept))
+        apply_changes(small, changes[-1:])
         fewer = _misfits(small)
         if len(fewer) < len(wrong):
             wrong = fewer
-            changes.append(change)
         else:
-            apply_changes(small, undone([change]))
+            apply_changes(small, undone([changes.pop()]))
     problem = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
     if problem:
         apply_changes(small, undone(changes))

@@ -23,8 +23,7 @@ class Comparison:
     """A compacted model against the masked one; `flops` are those of one forward.
 
     `difference` is the largest of an output tensor, relative to the largest value that differs; inf where shapes or
-    integers differ, or a value is nan or inf in one of the models only. `in_float64` is the same of float64 copies,
-    where `difference` is above the tolerance, but within the rounding error of the masked model itself.
+    integers differ, or a value is nan or inf in one of the models only. `in_float64` is that of float64 copies, if any.
     """
 
     difference: float
