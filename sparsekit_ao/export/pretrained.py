@@ -1,15 +1,11 @@
-"""Hugging Face models and adapters: `save_pretrained`, `load_pretrained` and `load_masks`, and `merge_lora`.
-
-A masked model that transformers saves cannot be loaded: its tensors have other names, so `from_pretrained` initializes
-the weights anew. And LoRA adapters are dense, so merging one into a pruned weight fills its zeros.
-"""
+"""Hugging Face models and adapters: `save_pretrained`, `load_pretrained` and `load_masks`, and `merge_lora`."""
 
 import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,23 +28,22 @@ Masks = MaskSparsifier | Mapping[str, Tensor]
 
 
 def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
-    """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it.
+    """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it; it does not change.
 
-    Of a masked or squashed one, writes what `model.save_pretrained` writes, with masked values under their plain names,
-    and `masks.safetensors`, one bit for each element. Of a compacted one, what `model.save_pretrained` writes; where
-    its config does not describe it, the dense model's config and `manifest.json`, which `load_pretrained` reads. The
-    model does not change.
+    Of a masked or squashed one, masked values are written under their plain names, with `masks.safetensors` beside
+    them, one bit for each element. Where the config of a compacted one does not describe it, the dense model's config
+    and `manifest.json` are written, which `load_pretrained` reads.
 
     Args:
-        model: a transformers model (or anything with `save_pretrained(path, state_dict=...)`).
+        model: of transformers, or with another `save_pretrained(path, state_dict=...)`.
         sparsifier: that masks it, before or after `squash_mask`; or {name: mask}; or the report of `shrink` or
             `compact`.
         path: folder.
         kwargs: for `model.save_pretrained`.
 
     Returns:
-        A `Conversion`: bytes of the masked tensors, which are saved dense, and of the file of masks; of a compacted
-        model, bytes of the dense one and of the files, and the line that loads it (in `notes`).
+        A `Conversion` with the bytes of the masked tensors and of the file of masks; of a compacted model, those of the
+        dense one and of the files, and the line that loads it.
 
     Raises:
         SparsityError: no such method; adapters are still unmerged; the model has no tensor of a mask's name and shape,
@@ -86,11 +81,9 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
 def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> Conversion:
     from safetensors.torch import load_file, save_file
 
-    masks = {masked.name: masked.mask for masked in _masked_tensors([model], sparsifier, "save_pretrained")}
+    masks = {name: mask for name, _, _, mask in _masked_tensors([model], sparsifier, "save_pretrained")}
     values = dense_state_dict(model)
     for name, mask in masks.items():
-        if name not in values:
-            raise SparsityError(f"save_pretrained: the state dict of the model has no tensor {name}")
         wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
         if len(wrong):
             raise SparsityError(
@@ -101,21 +94,18 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
     shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
     bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
     save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
-    missing = set(masks)
     for file in sorted(folder.glob("*.safetensors")):
         written = load_file(file) if file.name != MASKS else {}
         for name in written.keys() & masks.keys():
-            missing.discard(name)
             if not same_bits(written[name], values[name]):
                 raise SparsityError(f"save_pretrained: {file.name} does not hold the masked values of {name}")
-    notes = [f"{name} has no tensor of this name in a safetensors file, so it is not compared" for name in missing]
     return Conversion(
         target="save_pretrained",
         converted=tuple(masks),
         left={},
         before=sum(values[name].nbytes for name in masks),
         after=(folder / MASKS).stat().st_size,
-        notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros", *sorted(notes)),
+        notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros",),
     )
 
 
@@ -124,13 +114,11 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
     name, is_written = type(model).__name__, report.not_in_config == ""
     changes = [Change(**change) for change in report.manifest["attributes"]]
     of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
-    if not is_written:
-        apply_changes(model, undone(of_config))
+    apply_changes(model, [] if is_written else undone(of_config))
     try:
         model.save_pretrained(folder, **kwargs)
     finally:
-        if not is_written:
-            apply_changes(model, of_config)
+        apply_changes(model, [] if is_written else of_config)
     (folder / MANIFEST).unlink(missing_ok=True)
     note = f"{name}.from_pretrained loads it"
     if not is_written:
@@ -230,9 +218,9 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
 def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     """Merge LoRA adapters into a pruned model and apply its masks again.
 
-    peft's `merge_and_unload` adds a dense product to each weight: all zeros are lost, or, while masks are registered,
-    the adapter is lost. With this function, the merged weight is masked; the part of the adapter that a mask drops is
-    reported, because the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
+    peft's `merge_and_unload` adds a dense product to each weight, so zeros are lost, or, while masks are registered,
+    the adapter. Here, the merged weight is masked, and the part of the adapter that a mask drops is reported, because
+    the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
 
     Args:
         model: of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
@@ -252,44 +240,50 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     """
     if not _adapted(model) or not callable(getattr(model, "merge_and_unload", None)):
         raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")
-    _check_adapters(model)
+    for layer in _adapted(model):
+        kind = type(layer).__name__
+        if getattr(layer, "merged_adapters", ()):
+            raise SparsityError(
+                f"merge_lora: an adapter is merged into a {kind} already; call model.unmerge_adapter() first"
+            )
+        if getattr(layer, "disable_adapters", False):
+            raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
+        for name, tensor in layer.named_parameters():
+            if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
+                raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
     tensors = _masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
-    registered = {t.name: mask for t in tensors if (mask := find_mask(t.module, t.tensor_name)) is not None}
-    renamed = [name for name in registered if not _is_in(model.get_base_model(), name)]
-    if renamed:
+    registered = {
+        name: weight_mask for name, module, key, _ in tensors if (weight_mask := find_mask(module, key)) is not None
+    }
+    if renamed := [name for name in registered if _owner(model.get_base_model(), name) is None]:
         raise SparsityError(
             f"merge_lora: without adapters, {renamed[0]} has another name; call sparsifier.squash_mask() first"
         )
     idle = sorted(set(getattr(model, "peft_config", ())) - set(model.active_adapters))
-    before = {t.name: parameter_of(t.module, t.tensor_name).detach().clone() for t in tensors}
-    dropped: dict[str, float | None] = {}
+    before = {name: parameter_of(module, key).detach().clone() for name, module, key, _ in tensors}
+    shares: dict[str, float] = {}
     with torch.no_grad():
-        for t in tensors:
-            if t.name in registered:  # by whose norms some adapters (DoRA) scale the product
-                remove_mask(t.module, t.tensor_name)
-                parameter_of(t.module, t.tensor_name).copy_(select(before[t.name], t.mask))
+        for name, module, key, mask in tensors:
+            if name in registered:
+                remove_mask(module, key)
+            parameter_of(module, key).copy_(select(before[name], mask))  # by whose norms DoRA scales the product
         try:
             merged: nn.Module = model.merge_and_unload()
-            for t in tensors:
-                parameter = parameter_of(t.module, t.tensor_name)
-                start = select(before[t.name], t.mask) if t.name in registered else before[t.name]
-                norm = float((parameter - start).float().norm())
-                dropped[t.name] = float(select(parameter, ~t.mask).float().norm()) / norm if norm else None
-                if t.name not in registered:
-                    parameter.copy_(select(parameter, t.mask))
         finally:
-            for t in tensors:
-                if t.name in registered:  # what its mask hides is added again
-                    parameter = parameter_of(t.module, t.tensor_name)
-                    parameter.copy_(torch.where(t.mask, parameter, parameter + before[t.name]))
-            with installed([(t.module, t.tensor_name, registered[t.name]) for t in tensors if t.name in registered]):
+            for name, module, key, mask in tensors:
+                parameter: Tensor = parameter_of(module, key)
+                norm = float((parameter - select(before[name], mask)).float().norm())
+                if norm:
+                    shares[name] = float(select(parameter, ~mask).float().norm()) / norm
+                hidden = parameter + before[name] if name in registered else torch.zeros_like(parameter)
+                parameter.copy_(torch.where(mask, parameter, hidden))
+            with installed([(module, key, registered[name]) for name, module, key, _ in tensors if name in registered]):
                 pass
-    shares = {name: share for name, share in dropped.items() if share is not None}
-    size = sum(tensor.nbytes for tensor in before.values())
+    size = sum(values.nbytes for values in before.values())
     report = Conversion(
         target="merge_lora",
         converted=tuple(shares),
-        left={name: "no adapter changes it" for name in dropped if name not in shares},
+        left={name: "no adapter changes it" for name in before if name not in shares},
         before=size,
         after=size,
         difference=max(shares.values(), default=0.0),
@@ -306,33 +300,10 @@ def _adapted(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if getattr(m, "adapter_layer_names", ())]
 
 
-def _check_adapters(model: nn.Module) -> None:
-    for layer in _adapted(model):
-        kind = type(layer).__name__
-        if getattr(layer, "merged_adapters", ()):
-            raise SparsityError(
-                f"merge_lora: an adapter is merged into a {kind} already; call model.unmerge_adapter() first"
-            )
-        if getattr(layer, "disable_adapters", False):
-            raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
-        for name in layer.adapter_layer_names:  # type: ignore[union-attr]
-            adapters = getattr(layer, name, None)
-            for key, parameter in adapters.named_parameters() if isinstance(adapters, nn.Module) else ():
-                if not bool(parameter.isfinite().all()):
-                    raise SparsityError(f"merge_lora: {name}.{key} of a {kind} is not finite (nan or inf)")
-
-
-class _Masked(NamedTuple):
-    """A tensor of a model and its mask."""
-
-    name: str
-    module: nn.Module
-    tensor_name: str
-    mask: Tensor
-
-
-def _masked_tensors(models: Sequence[nn.Module], sparsifier: Masks, target: str) -> list[_Masked]:
-    """Every tensor that has a mask, by the first of the models that has its name; adapters are looked through."""
+def _masked_tensors(
+    models: Sequence[nn.Module], sparsifier: Masks, target: str
+) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """(name, module, name in it, mask) of every masked tensor, in the first of the models that has its name."""
     if isinstance(sparsifier, MaskSparsifier):
         masks = {name: s["mask"] for name, s in sparsifier.state.items() if s.get("mask") is not None}
     elif isinstance(sparsifier, Mapping):
@@ -344,34 +315,28 @@ def _masked_tensors(models: Sequence[nn.Module], sparsifier: Masks, target: str)
         raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")
     tensors = []
     for name, mask in masks.items():
-        module, tensor_name = _owner(models, name, target)
-        parameter = parameter_of(module, tensor_name)
-        if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
-            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
-        tensors.append(_Masked(name, module, tensor_name, (mask.detach() != 0).to(parameter.device)))
-    return tensors
-
-
-def _owner(models: Sequence[nn.Module], name: str, target: str) -> tuple[nn.Module, str]:
-    for model in models:
-        if not _is_in(model, name):
-            continue
-        module, tensor_name = owner_of(model, name)
+        module, key = next(filter(None, (_owner(model, name) for model in models)), (None, ""))
+        if module is None:
+            raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
         if hasattr(module, "modules_to_save"):
             raise SparsityError(
                 f"{target}: {name} is in modules_to_save, so peft replaces it by a copy without its mask. Pass the "
                 "other masks as {name: mask}, and prune this weight again afterwards."
             )
-        module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
-        if module._parameters.get(tensor_name) is not None or parametrize.is_parametrized(module, tensor_name):
-            return module, tensor_name
-    raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
+        parameter = parameter_of(module, key)
+        if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
+        tensors.append((name, module, key, (mask.detach() != 0).to(parameter.device)))
+    return tensors
 
 
-def _is_in(model: nn.Module, name: str) -> bool:
-    """Whether there is a module of which a tensor could have this name."""
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The module that holds a tensor, and the tensor's name in it; adapters are looked through."""
     try:
-        return isinstance(owner_of(model, name)[0], nn.Module)
+        module, key = owner_of(model, name)
     except AttributeError:
-        return False
+        return None
+    module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
+    is_tensor = module._parameters.get(key) is not None or parametrize.is_parametrized(module, key)
+    return (module, key) if is_tensor or hasattr(module, "modules_to_save") else None

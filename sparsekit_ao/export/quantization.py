@@ -18,6 +18,7 @@ from ..calibration import Calibration, call, run_batches
 from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
 from ..removal.verify import Outputs, output_difference, seeded
+from ..sparsifiers.names import owner_of
 from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -65,8 +66,7 @@ def quantize(
         raise SparsityError("quantize: there are no batches; an iterator that was used up before gives none")
     from torchao.quantization import quantize_
 
-    paths = {layer.fqn: layer.path for layer in layers}
-    outputs, called = _outputs(model, batches, forward, paths)
+    outputs, called = _outputs(model, batches, forward, layers)
     try:
         converted = copy.deepcopy(model)
     except Exception as e:
@@ -77,25 +77,24 @@ def quantize(
         raise SparsityError(f"quantize: torchao refuses this model with {type(config).__name__}: {e}") from e
     _check_zeros(layers, converted)
     all_layers = layers_of(model)
-    quantized = {a.fqn: a for a in all_layers if _is_quantized(_tensor(converted, a.fqn))}
+    quantized = {a.fqn: a for a in all_layers if _is_quantized(getattr(*owner_of(converted, a.fqn)))}
     _check_packed(list(quantized.values()), converted)
     try:
-        new_outputs, called_again = _outputs(converted, batches, forward, paths)
+        new_outputs, called_again = _outputs(converted, batches, forward, layers)
     except Exception as e:
         raise SparsityError(f"quantize: the converted model does not run: {e}") from e
-    lost = [name for name in paths if name in called - called_again]
-    if lost:
+    if lost := [layer.fqn for layer in layers if layer.fqn in called - called_again]:
         raise SparsityError(
             f"quantize: a copy of the model still calls the original module of {lost[0]}, as closures and compiled "
             "models do. Pass the model before torch.compile, and call layers as attributes of their module."
         )
-    uncalled = [name for name in paths if name not in called]
+    uncalled = [layer.fqn for layer in layers if layer.fqn not in called]
     report = Conversion(
         target="quantize",
         converted=tuple(quantized),
         left={a.fqn: "torchao does not quantize it with this config" for a in all_layers if a.fqn not in quantized},
         before=sum(layer.weight.nbytes for layer in quantized.values()),
-        after=sum(_bytes(_tensor(converted, name)) for name in quantized),
+        after=sum(_bytes(getattr(*owner_of(converted, name))) for name in quantized),
         difference=_largest_difference(outputs, new_outputs),
         notes=tuple(f"{name}: no batch calls its module, so it may not be compared" for name in uncalled),
     )
@@ -103,18 +102,17 @@ def quantize(
 
 
 def _check_order(model: nn.Module, config: Any) -> None:
-    step = getattr(config, "step", None)
-    step = None if step is None else str(getattr(step, "value", step)).lower()
+    step = getattr(config, "step", None)  # of a QATConfig
     masked = next((layer.fqn for layer in layers_of(model) if layer.masked), None)
     if masked is not None:
-        order = (
-            "torchao.quantize_ with QATConfig(step='prepare'), sparsifier.prepare, training, sparsifier.squash_mask, "
-            "quantize with QATConfig(step='convert')"
-            if step is not None
-            else "sparsifier.prepare, step, squash_mask, then quantize"
-        )
+        order = "sparsifier.prepare, step, squash_mask, then quantize"
+        if step is not None:
+            order = (
+                "torchao.quantize_ with QATConfig(step='prepare'), sparsifier.prepare, training, "
+                "sparsifier.squash_mask, quantize with QATConfig(step='convert')"
+            )
         raise SparsityError(f"quantize: {masked} still has its mask. The order that works: {order}.")
-    if step == "prepare":
+    if str(getattr(step, "value", step)).lower() == "prepare":
         raise SparsityError(
             "quantize: QATConfig(step='prepare') changes layers for training, so call torchao.quantize_ itself, before "
             "sparsifier.prepare; after training call squash_mask, then quantize with step='convert'"
@@ -128,14 +126,10 @@ def _sparse_kernel_refusals(layer: Layer) -> list[str]:
 
 
 def _outputs(
-    model: nn.Module, batches: Sequence[Any], forward: Forward | None, paths: Mapping[str, str]
+    model: nn.Module, batches: Sequence[Any], forward: Forward | None, layers: Sequence[Layer]
 ) -> tuple[list[Outputs], set[str]]:
-    """The tensors that a model returns for each batch in eval mode, and the names whose modules were called.
-
-    It runs with one seed and on copies of the batches, in case that it writes to its inputs.
-    """
-    outputs: list[Outputs] = []
-    called: set[str] = set()
+    """The tensors that a model returns for copies of each batch in eval mode, and the names of the layers called."""
+    outputs, called = list[Outputs](), set[str]()
 
     def run(model: nn.Module, batch: Any) -> None:
         result = call(model, batch) if forward is None else forward(model, batch)
@@ -143,9 +137,9 @@ def _outputs(
 
     copies = (_pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch) for batch in batches)
     with ExitStack() as hooks, seeded([*model.parameters(), *model.buffers()]):
-        for name, path in paths.items():
-            handle = model.get_submodule(path).register_forward_pre_hook(lambda *_, name=name: called.add(name))
-            hooks.callback(handle.remove)
+        for layer in layers:
+            hook = lambda *_, name=layer.fqn: called.add(name)  # noqa: E731
+            hooks.callback(model.get_submodule(layer.path).register_forward_pre_hook(hook).remove)
         run_batches(Calibration(()), model, copies, run, None)
     return outputs, called
 
@@ -153,9 +147,8 @@ def _outputs(
 def _largest_difference(wanted: Sequence[Outputs], outputs: Sequence[Outputs]) -> float:
     if not any(wanted):
         raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
-    for place, tensor in (pair for batch in wanted for pair in batch):
-        if bool(tensor.isnan().any()):
-            raise SparsityError(f"quantize: {place} of the model contains nan on these batches, and nan equals nothing")
+    if nan := [place for batch in wanted for place, tensor in batch if bool(tensor.isnan().any())]:
+        raise SparsityError(f"quantize: {nan[0]} of the model contains nan on these batches, and nan equals nothing")
     largest = max(output_difference(a, b) for a, b in zip(wanted, outputs, strict=True) if a or b)
     if largest == float("inf"):
         raise SparsityError(
@@ -165,19 +158,13 @@ def _largest_difference(wanted: Sequence[Outputs], outputs: Sequence[Outputs]) -
     return largest
 
 
-def _tensor(model: nn.Module, fqn: str) -> Tensor:
-    path, _, name = fqn.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), name)
-    return tensor
-
-
 def _is_quantized(tensor: Tensor) -> bool:
     return hasattr(tensor, "dequantize") and type(tensor) not in (Tensor, nn.Parameter)
 
 
 def _check_zeros(layers: Sequence[Layer], converted: nn.Module) -> None:
     for layer in layers:
-        tensor = _tensor(converted, layer.fqn)
+        tensor = getattr(*owner_of(converted, layer.fqn))
         if not _is_quantized(tensor):
             raise SparsityError(
                 f"quantize: torchao left {layer.fqn} of shape {tuple(layer.weight.shape)} as it is with this "
@@ -194,9 +181,8 @@ def _check_zeros(layers: Sequence[Layer], converted: nn.Module) -> None:
 def _check_packed(layers: Sequence[Layer], converted: nn.Module) -> None:
     """Weights that are packed as 2:4 must have been 2:4, also those that nobody pruned."""
     for layer in layers:
-        is_packed = "sparse" in type(_tensor(converted, layer.fqn)).__name__.lower()
-        refusals = two_four_refusals(layer) if is_packed else []
-        if refusals:
+        is_packed = "sparse" in type(getattr(*owner_of(converted, layer.fqn))).__name__.lower()
+        if is_packed and (refusals := two_four_refusals(layer)):
             raise SparsityError(
                 f"quantize: this config packs {layer.fqn} as 2:4 as well, which {refusals[0]}. Name only 2:4 layers, "
                 "by torchao's FqnToConfig."

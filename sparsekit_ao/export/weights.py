@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
@@ -37,12 +36,12 @@ class Layer:
     """One weight of a model.
 
     Attributes:
-        path: of the module, as in `model.named_modules()`.
-        module: that holds the weight.
-        tensor_name: of the weight in the module.
-        masked: whether it has a mask, this library's or torch.ao's, that is, was not squashed yet.
-        names: every name of the weight in the model's state dict after `squash_mask`, the first one first; several if
-            it is tied (one parameter, or several in the same memory), or its module is used in several places.
+        path: name of the module in `model.named_modules()`.
+        module: module that holds the weight.
+        tensor_name: name of the weight in the module.
+        masked: whether it has a mask, this library's or torch.ao's.
+        names: every name of the weight in the model's state dict after `squash_mask`; several if it is tied, or its
+            module is used in several places.
     """
 
     path: str
@@ -74,10 +73,9 @@ class LayerRow:
     """One weight.
 
     Attributes:
-        tensor: its name.
-        kind: the class of its module.
-        shape: of the weight.
-        dtype: of the weight, without "torch.".
+        tensor: name of the weight.
+        kind: class of its module.
+        shape, dtype: shape, and dtype without "torch.".
         masked: whether its mask is still there.
         density: the fraction that is not zero; 1 for an empty weight.
         patterns: the structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured";
@@ -106,9 +104,7 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport(Table[LayerRow]):
-    """Rows as data, one for each weight of the model; `str()` of it is a table.
-
-    `to_csv()` writes it, and `sparsekit_ao.plot.plot_layers` draws it.
+    """A row for each weight of the model; `str()` of it is a table, and `plot.plot_layers` draws it.
 
     >>> report = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)))
     >>> [row.tensor for row in report]
@@ -139,8 +135,8 @@ class Conversion:
         converted: names of the tensors that are stored, or run, sparse.
         left: {tensor: why} of all other weights.
         before, after: bytes of what was converted; of the whole files where files are written.
-        difference: largest difference of an output on the user's inputs, relative to the largest value that differs;
-            None where no model is run, because values are equal bit for bit.
+        difference: largest difference of an output, relative to the largest value that differs; None where values are
+            equal bit for bit.
         notes: what else a user must know.
 
     >>> print(Conversion(target="pack_2_4", converted=("0.weight",), left={}, before=200, after=120))
@@ -165,9 +161,7 @@ class Conversion:
 
 
 def report(model: nn.Module) -> LayerReport:
-    """Return which patterns the weights of a model satisfy, and which functions of `export` take them.
-
-    Works on masked and on squashed models, and changes nothing.
+    """Return which patterns the weights of a model satisfy, masked or squashed, and which functions take them.
 
     Args:
         model: with weights of two or more dimensions, all of which are listed; tied ones once.
@@ -183,30 +177,28 @@ def report(model: nn.Module) -> LayerReport:
     >>> [(row.tensor, row.density, row.patterns, "pack_2_4" in row.taken_by) for row in export.report(model)]
     [('0.weight', 0.5, ('2:4',), True), ('1.weight', 1.0, (), False)]
     """
-    rows = []
-    for layer in layers_of(model):
-        weight, kept = layer.weight, layer.kept
-        rows.append(
-            LayerRow(
-                tensor=layer.fqn,
-                kind=_kind(layer.module),
-                shape=tuple(weight.shape),
-                dtype=_short(weight.dtype),
-                masked=layer.masked,
-                density=_density(kept),
-                patterns=tuple(_patterns_of(layer, kept)),
-                targets={target: tuple(refusals(layer)) for target, refusals in REFUSALS.items()},
-            )
+    rows = [
+        LayerRow(
+            tensor=layer.fqn,
+            kind=_kind(layer.module),
+            shape=tuple(kept.shape),
+            dtype=_short(layer.weight.dtype),
+            masked=layer.masked,
+            density=_density(kept),
+            patterns=tuple(_patterns_of(layer, kept)),
+            targets={target: tuple(refusals(layer)) for target, refusals in REFUSALS.items()},
         )
+        for layer, kept in ((layer, layer.kept) for layer in layers_of(model))
+    ]
     return LayerReport(rows=tuple(rows))
 
 
 def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -> list[Layer]:
-    """Check that a function of `export` takes the weights of a model; works before `squash_mask`, and changes nothing.
+    """Check that a function of `export` takes the weights of a masked or squashed model, which does not change.
 
     Args:
         model: masked, or squashed.
-        target: the name of the function: "pack_2_4" or "quantize".
+        target: "pack_2_4" or "quantize".
         tensors: names, globs or `re:` expressions of weights. None is every masked weight; in a model without masks,
             every weight of which at least a tenth is zero.
 
@@ -217,12 +209,11 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
         SparsityError: some are not taken: with tensor, rule and first place that breaks it; there is no such target or
             tensor, or nothing to check.
 
-    >>> from sparsekit_ao import ScopeSparsifier, export, patterns
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32)).half()
-    >>> sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
+    >>> sparsifier = sparsekit_ao.ScopeSparsifier(pattern=sparsekit_ao.patterns.n_m(2, 4))
     >>> sparsifier.prepare(model)
     >>> sparsifier.step()
-    >>> [layer.fqn for layer in export.check(model, "pack_2_4")]
+    >>> [layer.fqn for layer in sparsekit_ao.export.check(model, "pack_2_4")]
     ['0.weight']
     """
     if target not in REFUSALS:
@@ -233,11 +224,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
 def layers_of(model: nn.Module) -> list[Layer]:
     """Return every parameter of two or more dimensions, and every masked one, in the order of the model's modules.
 
-    A parameter that several modules share is listed once, with all its names.
-
-    Raises:
-        SparsityError: a weight has no values yet, as in lazy modules or on the meta device; or it is sharded,
-            quantized, or sparse already.
+    A shared one is listed once, with all its names. A SparsityError if one has no values, is sharded, or no plain one.
     """
     layers: dict[Hashable, Layer] = {}
     for path, module in checked_model(model, "export").named_modules(remove_duplicate=False):
@@ -279,10 +266,6 @@ def checked_layers(
         model, tensors: as for `check`.
         target: first word of error messages.
         refusals: returns why the target does not take a layer.
-
-    Raises:
-        SparsityError: with the layers that are not taken, and the reasons; an entry of `tensors` names no weight, or
-            nothing is chosen.
     """
     layers = layers_of(model)
     if tensors is None:
@@ -290,7 +273,10 @@ def checked_layers(
         chosen = [a for a in layers if (a.masked if any_masked else 1 - _density(a.kept) >= ZEROS)]
         why = "not masked" if any_masked else f"less than {ZEROS:.0%} of it is zero"
     else:
-        chosen, why = _named(layers, [tensors] if isinstance(tensors, str) else tensors, target), "not in `tensors`"
+        why, chosen = "not in `tensors`", []
+        for rule in [tensors] if isinstance(tensors, str) else tensors:
+            chosen += _named(layers, rule, f"{target}: ")
+        chosen = [layer for layer in layers if layer in chosen]
     if not chosen and tensors is not None:
         raise SparsityError(f"{target}: tensors is empty; name weights, or leave it out to take the pruned ones")
     if not chosen:
@@ -305,19 +291,16 @@ def checked_layers(
     return chosen, {layer.fqn: why for layer in layers if layer not in chosen}
 
 
-def _named(layers: Sequence[Layer], rules: Sequence[str], target: str) -> list[Layer]:
-    every = [name for layer in layers for name in layer.names]
-    chosen: list[Layer] = []
-    for rule in rules:
-        if not isinstance(rule, str):
-            raise SparsityError(f"{target}: tensors takes names, globs or re: expressions, got {type(rule).__name__}")
-        matches = matcher(rule, f"{target}: ")
-        named = [a for a in layers if any(map(matches, (*a.names, f"{a.path}.{a.tensor_name}")))]
-        if not named:
-            hint = f" The weights are {', '.join(every[:5]) or 'none'}{', ...' if len(every) > 5 else ''}."
-            raise SparsityError(f"{target}: {rule!r} names no weight of the model.{hint}")
-        chosen += named
-    return [layer for layer in layers if layer in chosen]
+def _named(layers: Sequence[Layer], rule: object, where: str) -> list[Layer]:
+    if not isinstance(rule, str):
+        raise SparsityError(f"{where}tensors takes names, globs or re: expressions, got {type(rule).__name__}")
+    matches = matcher(rule, where)
+    named = [a for a in layers if any(map(matches, (*a.names, f"{a.path}.{a.tensor_name}")))]
+    if not named:
+        names = [name for layer in layers for name in layer.names]
+        known = f"{', '.join(names[:5]) or 'none'}{', ...' if len(names) > 5 else ''}"
+        raise SparsityError(f"{where}{rule!r} names no weight of the model. The weights are {known}.")
+    return named
 
 
 def _refuse_special(fqn: str, parameter: Tensor) -> None:
@@ -350,8 +333,7 @@ def linear_refusals(layer: Layer, dtypes: Iterable[torch.dtype] = FLOATS) -> lis
     if layer.names[1:]:
         shared = ", ".join(layer.names[1:])
         refusals.append(f"needs a weight of its own, but it is shared with {shared}; untie them first")
-    at = _first(~weight.isfinite())
-    if at is not None:
+    if (at := _first(~weight.isfinite())) is not None:
         refusals.append(f"needs finite values, got {float(weight[at])} at {list(at)}")
     return refusals
 
@@ -362,11 +344,10 @@ def two_four_refusals(layer: Layer) -> list[str]:
     if kept.shape[1] % 4:
         return [f"needs dimension 1 in groups of 4, got shape {tuple(kept.shape)}"]
     counts = kept.unflatten(1, (-1, 4)).sum(2)
-    at = _first(counts > 2)
-    if at is None:
+    if (at := _first(counts > 2)) is None:
         return []
-    text = f"needs at most 2 nonzeros in every 4 along dimension 1, got {int(counts[at])} at [{at[0]}, "
-    text += f"{4 * at[1]}:{4 * at[1] + 4}]"
+    place = f"[{at[0]}, {4 * at[1]}:{4 * at[1] + 4}]"
+    text = f"needs at most 2 nonzeros in every 4 along dimension 1, got {int(counts[at])} at {place}"
     if _density(kept) > DENSE:
         return [f"{text}: the weight is dense"]
     is_turned = kept.shape[0] % 4 == 0 and bool((kept.unflatten(0, (-1, 4)).sum(1) <= 2).all())
@@ -378,9 +359,8 @@ def pack_refusals(layer: Layer) -> list[str]:
     refusals = linear_refusals(layer, MULTIPLES)
     if not isinstance(layer.module, nn.Linear) or layer.weight.dtype not in MULTIPLES:
         return refusals
-    pairs = enumerate(zip(layer.weight.shape, MULTIPLES[layer.weight.dtype], strict=True))
-    wrong = [(k, n, size) for k, (n, size) in pairs if n == 0 or n % size]
-    refusals += [f"needs dimension {k} to be a multiple of {size}, got {n}" for k, n, size in wrong]
+    for k, (n, size) in enumerate(zip(layer.weight.shape, MULTIPLES[layer.weight.dtype], strict=True)):
+        refusals += [f"needs dimension {k} to be a multiple of {size}, got {n}"] if n == 0 or n % size else []
     return refusals + two_four_refusals(layer)
 
 
@@ -389,10 +369,8 @@ REFUSALS: Mapping[str, Callable[[Layer], list[str]]] = {"pack_2_4": pack_refusal
 
 def _first(wrong: Tensor) -> tuple[int, ...] | None:
     """The index of the first True, or None."""
-    if not bool(wrong.any()):
-        return None
-    at = int(wrong.flatten().to(torch.uint8).argmax())
-    return tuple(int(i) for i in np.unravel_index(at, wrong.shape))
+    at = torch.unravel_index(wrong.flatten().to(torch.uint8).argmax(), wrong.shape) if bool(wrong.any()) else None
+    return None if at is None else tuple(map(int, at))
 
 
 def _density(kept: Tensor) -> float:
@@ -416,9 +394,8 @@ def _patterns_of(layer: Layer, kept: Tensor) -> list[str]:
         return []
     names = [p.kind for p in (patterns.rows(), patterns.columns()) if _satisfies(layer, kept, p)]
     names += [f"{n}:{m}" for n, m in _N_M if _satisfies(layer, kept, patterns.n_m(n, m), most=n)][:1]
-    if not names:
-        names = [f"{a}x{b} blocks" for a, b in _BLOCKS if _satisfies(layer, kept, patterns.blocks(a, b))][:1]
-    return names or ["unstructured"]
+    blocks = (f"{a}x{b} blocks" for a, b in _BLOCKS if _satisfies(layer, kept, patterns.blocks(a, b)))
+    return names or [next(blocks, "unstructured")]
 
 
 def _satisfies(layer: Layer, kept: Tensor, pattern: patterns.Pattern, most: int | None = None) -> bool:

@@ -1,7 +1,4 @@
-"""compact: make a masked model smaller and dense, with the same outputs; and its report.
-
-Couplings are bound -> dropped units removed from a copy -> sizes updated, norms folded -> both models run and compared.
-"""
+"""compact: make a masked model smaller and dense, with the same outputs; and its report."""
 
 import copy
 import json
@@ -18,15 +15,7 @@ from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
 from .norms import fold_norms
-from .remove import (
-    Removal,
-    check_lists,
-    drop_modules,
-    find_removal,
-    outside_dropped,
-    plain_tensors,
-    remove_units,
-)
+from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference
 
@@ -39,8 +28,8 @@ class Size:
 
     Attributes:
         parameters: elements of all parameters; a shared one counts once.
-        bytes: of parameters and buffers.
-        flops: of one forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
+        bytes: bytes of parameters and buffers.
+        flops: FLOPs of a forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
 
     >>> Size(parameters=10, bytes=40, flops=16).bytes
     40
@@ -56,7 +45,7 @@ class KeptUnits:
     """How many units of one coupling are kept.
 
     Attributes:
-        name: of the coupling.
+        name: name of the coupling.
         kept, of: units of a scope after and before.
         scopes: number of independent sets of units.
         partly: kept units, over all scopes, where some members hold only zeros, but not all.
@@ -151,18 +140,16 @@ def compact(
     """Remove the dropped units of couplings from every member, and check that outputs do not change.
 
     A unit is dropped where all weights of the coupling hold only zeros, as they do after pruning by `Coupling.entries`
-    and `squash_mask`; one that is a module of a list, where all its parameters do. In any case, the masked and the
-    compacted model are run on the example inputs and compared.
+    and `squash_mask`; a unit that is a module of a list, where all its parameters do.
 
     Args:
         model: squashed; neither it nor the inputs change, since copies run.
         couplings: one or several; a tensor may be in several.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
             are, so use typical ones: sequences of more than one token, values that are not zero, attention masks with
-            zeros. Tensors are compared in tuples, mappings and dataclasses of the output; other objects (a cache, say)
-            are reported.
-        multiple_of: the number of units kept in a scope is rounded up to a multiple (or to all) by keeping some dropped
-            ones; a number, or {name of a coupling: number} for some. At least one unit is kept.
+            zeros. Outputs are compared in tuples, mappings and dataclasses; other objects (a cache) are reported.
+        multiple_of: a number, or {name of a coupling: number}. The number of units kept in a scope is rounded up to a
+            multiple, or to all, by keeping some dropped ones. At least one unit is kept.
         attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one coupling that
             has these axes.
         tolerance: largest difference of an output tensor, relative to the largest of its values that differ; integers
@@ -199,7 +186,7 @@ def compact(
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"tolerance must be a number >= 0, got {tolerance!r}")
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
-    if not isinstance(listed, Sequence) or not listed or not all(isinstance(one, Coupling) for one in listed):
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
     removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
     return verified(model, removals, example_inputs, tolerance)
@@ -209,15 +196,25 @@ def verified(
     model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float, *, with_config: bool = False
 ) -> tuple[nn.Module, Compaction]:
     """Return a model without some units, if it gives the same outputs; see `compact` and `fit_config`."""
-    smaller = without_units(model, removals)
+    small, changes, notes = without_units(model, removals)
     reference = Reference(model, example_inputs)
-    comparison = compared(reference, smaller.model, tolerance)
+    comparison = compared(reference, small, tolerance)
     if isinstance(comparison, str):
-        raise _error(model, reference, tolerance, smaller, removals, comparison)
-    changes, not_in_config = smaller.changes, None
+        lines = []
+        for removal in (removal for removal in removals if not removal.is_empty):
+            alone = compared(reference, without_units(model, [removal])[0], tolerance, discarded=True)
+            lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
+        lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
+        lines += [f"not exact: {note}" for note in notes]
+        lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]
+        raise SparsityError(
+            f"the compacted model {comparison}. Look for a missing member, a wrong axis, an attribute that holds a "
+            "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
+        )
+    not_in_config = None
     if with_config and has_config(model):
-        of_config, not_in_config = fit_config(model, smaller.model, removals, reference, tolerance)
-        changes = [*changes, *of_config]
+        config_changes, not_in_config = fit_config(model, small, removals, reference, tolerance)
+        changes = [*changes, *config_changes]
     rows = [
         KeptUnits(
             name=removal.coupling.name,
@@ -228,30 +225,29 @@ def verified(
         )
         for removal in removals
     ]
+    numbers = re.compile(r"(?<![^.])\d+(?![^.])")  # of repeated layers, which become stars
+    integers = [c for c in changes if isinstance(c.was, int) and c.was != c.now]
     report = Compaction(
         couplings=tuple(rows),
         before=_size(model, reference.flops),
-        after=_size(smaller.model, comparison.flops),
+        after=_size(small, comparison.flops),
         difference=comparison.difference,
         in_float64=comparison.in_float64,
-        notes=tuple(smaller.notes),
+        notes=tuple(notes),
         not_compared=tuple(reference.opaque),
-        unlisted=tuple(unlisted_sizes(smaller.model, removals, changes)),
-        changed=_as_text(changes),
+        unlisted=tuple(unlisted_sizes(small, removals, changes)),
+        changed=tuple(dict.fromkeys(f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers)),
         not_in_config=not_in_config,
-        manifest=make_manifest(removals, changes, smaller.shapes),
+        manifest=make_manifest(model, removals, changes),
     )
-    return smaller.model, report
+    return small, report
 
 
 def find_removals(
     model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
 ) -> list[Removal]:
     """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`."""
-    names = [coupling.name for coupling in couplings]
-    for name in multiple_of if isinstance(multiple_of, Mapping) else ():
-        if name not in names:
-            raise SparsityError(f"multiple_of names {name!r}, but the couplings are {', '.join(map(repr, names))}")
+    check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
     removals = []
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
@@ -259,27 +255,27 @@ def find_removals(
     return outside_dropped(removals)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Smaller:
-    """A copy of a model without some units, before it is verified."""
-
-    model: nn.Module
-    changes: list[Change]  # of attributes
-    notes: list[str]  # what is not exact
-    shapes: dict[str, tuple[int, ...]]  # of the couplings' tensors in the dense model
+def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
+    """Raise if one of the arguments is a mapping with the name of another coupling."""
+    for key, name in ((key, name) for key, value in arguments.items() if isinstance(value, Mapping) for name in value):
+        if name not in names:
+            known = ", ".join(map(repr, names)) or "none"
+            raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}")
 
 
-def without_units(model: nn.Module, removals: Sequence[Removal]) -> Smaller:
-    """Return a copy of a masked model without some units; an error where they cannot be removed."""
+def without_units(model: nn.Module, removals: Sequence[Removal]) -> tuple[nn.Module, list[Change], list[str]]:
+    """Return a copy of a masked model without some units, changes of its attributes, and notes on what is not exact.
+
+    Raises:
+        SparsityError: they cannot be removed.
+    """
     check_lists(model, removals, "")
     changes, small = find_changes(model, removals), copy.deepcopy(model)
     remove_units(small, removals)
     apply_changes(small, changes)
     folded, notes = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
-    fqns = [m.fqn for removal in removals for m in removal.coupling.members]
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in plain_tensors(model, fqns).items()}
-    return Smaller(model=small, changes=changes + folded, notes=notes, shapes=shapes)
+    return small, changes + folded, notes
 
 
 def compared(reference: Reference, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison | str:
@@ -293,36 +289,6 @@ def compared(reference: Reference, small: nn.Module, tolerance: float, *, discar
     if comparison.decisive == float("inf"):
         return "gives other outputs: other shapes, integers, inf or nan"
     return f"gives other outputs: a relative difference of {comparison.difference:.1e}"
-
-
-def _error(
-    model: nn.Module,
-    reference: Reference,
-    tolerance: float,
-    smaller: Smaller,
-    removals: Sequence[Removal],
-    problem: str,
-) -> SparsityError:
-    """The error for a smaller model with other outputs, with the couplings that cause it by themselves."""
-    lines = []
-    for removal in removals:
-        if not removal.is_empty:
-            alone = compared(reference, without_units(model, [removal]).model, tolerance, discarded=True)
-            lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
-    lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
-    lines += [f"not exact: {note}" for note in smaller.notes]
-    lines += [UNLISTED + text for text in unlisted_sizes(smaller.model, removals, smaller.changes)]
-    return SparsityError(
-        f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a removed "
-        "size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
-    )
-
-
-def _as_text(changes: Sequence[Change]) -> tuple[str, ...]:
-    """The changed integers, those of repeated layers once, with stars for their numbers."""
-    numbers = re.compile(r"(?<![^.])\d+(?![^.])")
-    integers = [c for c in changes if isinstance(c.was, int) and c.was != c.now]
-    return tuple(dict.fromkeys(f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers))
 
 
 def _size(model: nn.Module, flops: int) -> Size:

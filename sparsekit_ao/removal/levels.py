@@ -1,42 +1,38 @@
-"""How many units each coupling keeps: so many of each, or the least important ones dropped down to a cost of the model.
-
-Costs are numbers of a whole model without some units: FLOPs, parameters, or what a function returns.
-"""
+"""How many units each coupling keeps: a fraction of its own, or as many as a cost of the whole model allows."""
 
 import bisect
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..coupling import BoundCoupling, Coupling
+from ..coupling import Coupling
 from ..errors import SparsityError
-from ..selection import keep_mask
 from ..structure import sparsity_to_nnz
 from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes
 from .verify import count_flops
 
+T = TypeVar("T")
 Cost = Callable[[nn.Module], float]
 Rows = Mapping[str, Sequence[Tensor]]  # {coupling: for each of its layers, numbers of units [scopes, units]}
 
 
 def cost_function(cost: str | Cost, inputs: Any) -> Cost:
     """Return the cost of a model as a function: "flops" of a forward on the inputs, "parameters", or one itself."""
-    if callable(cost):
-        return cost
-    costs: dict[str, Cost] = {
+    costs: dict[Any, Cost] = {
         "flops": lambda model: count_flops(model, inputs),
         "parameters": lambda model: sum(p.numel() for p in model.parameters()),
     }
-    if cost not in costs:
+    if not callable(cost) and cost not in costs:
         raise SparsityError(
             f"shrink: cost must be 'units', 'flops', 'parameters' or a function of a model, got {cost!r}"
         )
-    return costs[cost]
+    return cost if callable(cost) else costs[cost]
 
 
 def multiple_for(model: nn.Module, coupling: Coupling) -> int:
@@ -48,14 +44,15 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
     (1, 8)
     """
     multiple = 1
-    for bound in coupling.bind(model):
-        tensors = plain_tensors(model, [member.fqn for member in bound.members])
-        for member in bound.members:
-            tensor = tensors[member.fqn]
-            if tensor.ndim > 1 and tensor.is_floating_point() and tensor.element_size() == 2:
-                lengths, axes = member.pattern.lengths(tuple(tensor.shape)), member.pattern.dimensions
-                inner = [axis for axis in axes[member.pattern.dimension_of(coupling.unit)] if axis != coupling.unit]
-                multiple = max(multiple, 8 // math.gcd(8, math.prod(lengths[axis] for axis in inner)))
+    for member in (member for bound in coupling.bind(model) for member in bound.members):
+        tensor, pattern = plain_tensors(model, [member.fqn])[member.fqn], member.pattern
+        if tensor.ndim > 1 and tensor.is_floating_point() and tensor.element_size() == 2:
+            lengths, axes = (
+                pattern.lengths(tuple(tensor.shape)),
+                pattern.dimensions[pattern.dimension_of(coupling.unit)],
+            )
+            inner = math.prod(lengths[axis] for axis in axes if axis != coupling.unit)
+            multiple = max(multiple, 8 // math.gcd(8, inner))
     return multiple
 
 
@@ -64,9 +61,8 @@ def counts_at_levels(
 ) -> dict[str, int]:
     """Return {coupling: kept units of a scope} where each drops a fraction of its own, rounded to multiples."""
     return {
-        one.name: rounded(sparsity_to_nnz(levels[one.name], units, "shrink: ratio: "), units, multiples[one.name])
-        for one in couplings
-        for units in (one.bind(model)[0].grid[-1],)
+        name: rounded(sparsity_to_nnz(levels[name], units, "shrink: ratio: "), units, multiples[name])
+        for name, units in ((coupling.name, coupling.bind(model)[0].grid[-1]) for coupling in couplings)
     }
 
 
@@ -82,29 +78,28 @@ def counts_within(
 ) -> dict[str, int]:
     """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
-    Units are dropped one by one: next is always the one by which the lost importance of its coupling, relative to the
-    kept one, increases least for the square root of the cost that it saves. The root keeps costly couplings from being
-    cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less (a unit, or a multiple of units)
-    the model would cost more.
-
-    Args:
-        model: not changed.
-        couplings: of one layer, or of layers that keep equal numbers.
-        importances: of their units; they add up.
-        cost, ratio: function of a model, and the fraction of its value that is saved, at least.
-        multiples, limits: by coupling, units that are dropped at once, and the largest fraction that is dropped.
-
-    Raises:
-        SparsityError: with all that may be dropped, the model costs more.
+    Units are dropped one by one (or `multiples` of them): next is always the one by which the lost importance of its
+    coupling, relative to the kept one, increases least for the square root of the cost that it saves. The root keeps
+    costly couplings from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the
+    model would cost more. `limits` are the largest fractions that are dropped; importances add up.
     """
-    bounds = {one.name: one.bind(model) for one in couplings}
+    bounds = {coupling.name: coupling.bind(model) for coupling in couplings}
     full = {name: bindings[0].grid[-1] for name, bindings in bounds.items()}
 
     def cost_at(counts: Mapping[str, int]) -> float:
-        return cost(_without(model, couplings, bounds, counts))
+        """The cost without the last units of each coupling; outputs of this model mean nothing."""
+        removals = []
+        for source, (name, bindings) in enumerate(bounds.items()):
+            for bound in bindings:
+                keep = torch.arange(bound.grid[-1]) < counts.get(name, bound.grid[-1])
+                removals.append(Removal(coupling=bound, keep=keep.expand(bound.grid), source=source))
+        small = copy.deepcopy(model)
+        remove_units(small, removals)
+        apply_changes(small, find_changes(model, removals))
+        return cost(small)
 
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
-    for names in _tied(couplings):
+    for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # by one integer
         units, multiple = full[names[0]], max(multiples[name] for name in names)
         least = rounded(max(sparsity_to_nnz(limits[name], units, "max_sparsity: ") for name in names), units, multiple)
         if least == units or any(full[name] != units for name in names):
@@ -112,7 +107,8 @@ def counts_within(
         half = max(least, rounded(units // 2, units - multiple, multiple))
         saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
         kept_share = _kept_shares([row for name in names for row in importances[name]])
-        for kept, before in _multiples_down(units, least, multiple):
+        numbers = [units, *range((units - 1) // multiple * multiple, least, -multiple), least]
+        for before, kept in itertools.pairwise(numbers):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)
             steps.append((lost / math.sqrt(saved) if saved > 0 else math.inf, names, kept))
     steps.sort(key=lambda step: step[0])  # stable, so that a coupling drops its units one after the other
@@ -131,56 +127,25 @@ def counts_within(
     return counts(taken)
 
 
-def kept_units(bound: BoundCoupling, rows: Tensor, kept: int) -> Removal:
-    """Return the units of a layer with the highest scores in each scope, as a removal of the others."""
-    keep = keep_mask(rows.reshape(-1, bound.grid[-1]), kept).cpu()
-    return Removal(coupling=bound, keep=keep.reshape(bound.grid))
-
-
-def _without(
-    model: nn.Module,
-    couplings: Sequence[Coupling],
-    bounds: Mapping[str, Sequence[BoundCoupling]],
-    counts: Mapping[str, int],
-) -> nn.Module:
-    """A copy without the last units of each coupling, whose outputs mean nothing."""
-    removals = [
-        Removal(coupling=bound, keep=(torch.arange(units) < counts.get(one.name, units)).expand(bound.grid), source=k)
-        for k, one in enumerate(couplings)
-        for bound in bounds[one.name]
-        for units in (bound.grid[-1],)
-    ]
-    small = copy.deepcopy(model)
-    remove_units(small, removals)
-    apply_changes(small, find_changes(model, removals))
-    return small
-
-
 def _kept_shares(rows: Sequence[Tensor]) -> list[float]:
     """The share of the importance of a coupling that its k most important units have, for k = 1, 2, ..."""
-    scores = torch.cat([one.double().cpu().reshape(-1, one.shape[-1]) for one in rows])
+    scores = torch.cat([row.double().cpu().reshape(-1, row.shape[-1]) for row in rows])
     scores = scores - scores.amin(1, keepdim=True).clamp(max=0)  # saliencies may be negative
     sums = scores.sort(1, descending=True).values.cumsum(1)
     shares: list[float] = (sums / sums[:, -1:]).nan_to_num(1.0).mean(0).clamp(min=1e-12).tolist()
     return shares
 
 
-def _multiples_down(units: int, least: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """(kept units, those kept before) of every step."""
-    before = units
-    while before > least:
-        kept = max((before - 1) // multiple * multiple, least)
-        yield kept, before
-        before = kept
+def connected(keys: Mapping[T, Iterable[Hashable]]) -> list[list[T]]:
+    """Return names in groups: in one group those that have a key in common, also by way of others.
 
-
-def _tied(couplings: Sequence[Coupling]) -> list[list[str]]:
-    """Names of couplings, together those that change one integer of the model, and so keep equal numbers."""
-    ties: list[tuple[set[tuple[str, str]], list[str]]] = []
-    for coupling in couplings:
-        attrs, names = set(coupling.attrs.items()), [coupling.name]
-        for other in [tie for tie in ties if tie[0] & attrs]:
-            ties.remove(other)
-            attrs, names = attrs | other[0], other[1] + names
-        ties.append((attrs, names))
-    return [names for _, names in ties]
+    >>> connected({"a": [1], "b": [2], "c": [1, 3], "d": [3]})
+    [['b'], ['a', 'c', 'd']]
+    """
+    groups: list[tuple[set[Hashable], list[T]]] = []
+    for name, name_keys in keys.items():
+        merged = [group for group in groups if not group[0].isdisjoint(name_keys)]
+        groups = [group for group in groups if group not in merged]
+        names = [other for _, others in merged for other in others]
+        groups.append((set(name_keys).union(*(group_keys for group_keys, _ in merged)), [*names, name]))
+    return [names for _, names in groups]

@@ -1,9 +1,5 @@
-"""The manifest: which units of which tensors were kept, as plain data; `cut_to` applies it in another process.
+"""The manifest: which units of which tensors were kept, as plain data without weights; `cut_to` applies it."""
 
-It contains numbers and names, no weights: those are saved as a state dict.
-"""
-
-import itertools
 import json
 import math
 import re
@@ -12,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
@@ -24,10 +20,9 @@ from .sizes import Change, apply_changes, check_old_values
 VERSION = 1
 
 
-def make_manifest(
-    removals: Sequence[Removal], changes: Sequence[Change], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
-    """Plain data of a compaction: couplings with their kept units, dense shapes, attributes."""
+def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> dict[str, Any]:
+    """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes."""
+    tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.coupling.members])
     return {
         "version": VERSION,
         "groups": [
@@ -40,15 +35,12 @@ def make_manifest(
                     {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)}
                     for m in removal.coupling.members
                 ],
-                "kept": removal.keep.reshape(-1, removal.scope_units)
-                .nonzero()[:, 1]
-                .reshape(-1, removal.kept)
-                .tolist(),
-                **({"lists": list(removal.coupling.lists)} if removal.coupling.lists else {}),
+                "kept": removal.keep.nonzero()[:, -1].reshape(-1, removal.kept).tolist(),
+                "lists": list(removal.coupling.lists),
             }
             for removal in removals
         ],
-        "tensors": {name: list(shape) for name, shape in shapes.items()},
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
     }
 
@@ -79,86 +71,48 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     """
     data = manifest if isinstance(manifest, Mapping) else json.loads(Path(manifest).read_text())
     version = data.get("version") if isinstance(data, Mapping) else data
-    if not isinstance(data, Mapping) or not _is_size(version) or version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise SparsityError(f"cut_to: the manifest has version {version!r}, this library reads {VERSION}")
-    for key, form in _FIELDS.items():
-        if key not in data or not _fits(data[key], form):
-            raise SparsityError(f"cut_to: the manifest's {key!r} is missing or not what `compact` writes")
-    _check_shapes(fresh_model, data["tensors"])
-    changes = [Change(**change) for change in data["attributes"]]
-    check_old_values(fresh_model, changes)
-    removals = [_removal(coupling, data["tensors"]) for coupling in data["groups"]]
-    check_lists(fresh_model, removals, "cut_to: ")
+    try:
+        _check_shapes(fresh_model, data["tensors"])
+        changes = [Change(**change) for change in data["attributes"]]
+        _check_changes(changes)
+        check_old_values(fresh_model, changes)
+        removals = [_removal(coupling, data["tensors"]) for coupling in data["groups"]]
+        check_lists(fresh_model, removals, "cut_to: ")
+    except SparsityError:
+        raise
+    except Exception as e:  # whatever data raise that `compact` did not write
+        raise SparsityError(f"cut_to: the manifest is not what `compact` writes: {type(e).__name__}: {e}") from e
     remove_units(fresh_model, removals)
     apply_changes(fresh_model, changes)
     drop_modules(fresh_model, removals)
     return fresh_model
 
 
-def _is_size(value: object, least: int = 1) -> bool:
-    return type(value) is int and value >= least
-
-
-def _fits(value: Any, form: Any) -> bool:
-    """Whether data have a form: a type, a test, a list of a form, a dict of forms, or {str: form} for any keys."""
-    if isinstance(form, list):
-        return isinstance(value, list) and all(_fits(entry, form[0]) for entry in value)
-    if isinstance(form, dict) and isinstance(value, Mapping):
-        forms = {key: form[str] for key in value if type(key) is str} if str in form else form
-        return value.keys() == forms.keys() and all(_fits(value[key], forms[key]) for key in forms)
-    return isinstance(value, form) if isinstance(form, type) else callable(form) and form(value)
-
-
-def _is_attribute(value: Any) -> bool:
-    """Whether this is {path, was, now}: names joined by dots, none with a leading underscore, and sizes, or an eps."""
-    if not _fits(value, {"path": str, "was": object, "now": object}):
-        return False
-    path, was, now = value["path"], value["was"], value["now"]
-    names = re.sub(r"\[\d+\]$", "", path).split(".")  # an entry of a tuple: shape[1]
-    plain = all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in names)
-    if plain and names[-1] in (*EPS_NAMES, *CONFIG_EPS):
-        return isinstance(now, float) and 0 < now < math.inf and (was is None or isinstance(was, float))
-    return plain and _is_size(now) and _is_size(was) and now <= was
-
-
-def _is_coupling(value: Any) -> bool:
-    data = {"lists": [], **value} if isinstance(value, Mapping) else value
-    if not _fits(data, _COUPLING) or not data["members"] or not data["kept"]:
-        return False
-    sizes, axes, rows = data["sizes"], [*data["scope"], data["unit"]], data["kept"]
-    if not set(axes) <= sizes.keys() or len(set(axes)) < len(axes) or len({len(row) for row in rows}) > 1:
-        return False
-    increasing = all(row and all(a < b for a, b in itertools.pairwise(row)) for row in rows)
-    return increasing and len(rows) == math.prod(sizes[a] for a in axes[:-1]) and max(map(max, rows)) < sizes[axes[-1]]
-
-
-_SIZES = {str: _is_size}
-_COUPLING = {
-    "name": object,
-    "unit": str,
-    "scope": [str],
-    "sizes": _SIZES,
-    "members": [{"name": str, "axes": str, "sizes": _SIZES}],
-    "kept": [[lambda at: _is_size(at, 0)]],
-    "lists": [str],
-}
-# So that a manifest only removes units, which may be modules of lists, lowers integers and sets a norm's eps.
-_FIELDS = {"tensors": {str: [lambda n: _is_size(n, 0)]}, "attributes": [_is_attribute], "groups": [_is_coupling]}
-
-
 def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    try:
-        tensors = plain_tensors(model, list(shapes))
-    except AttributeError as e:
-        raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
     for name, shape in shapes.items():
-        if not isinstance(tensors[name], Tensor):
-            raise SparsityError(f"cut_to: the manifest is of another model ({name} is no tensor)")
-        if list(tensors[name].shape) != list(shape):
+        try:
+            now = tuple(plain_tensors(model, [name])[name].shape)
+        except AttributeError as e:
+            raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
+        if now != tuple(shape):
             raise SparsityError(
-                f"cut_to: {name} is {tuple(tensors[name].shape)}, but the dense model's was {tuple(shape)}; pass a "
-                "model with the dense shapes"
+                f"cut_to: {name} is {now}, but the dense model's was {tuple(shape)}; pass a model with the dense shapes"
             )
+
+
+def _check_changes(changes: Sequence[Change]) -> None:
+    """Check that changes only lower public integers, or set the eps of norms."""
+    for change in changes:
+        names = re.sub(r"\[\d+\]$", "", change.path).split(".")  # an entry of a tuple: shape[1]
+        is_public = all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in names)
+        if names[-1] in (*EPS_NAMES, *CONFIG_EPS):
+            is_valid = isinstance(change.now, float) and 0 < change.now < math.inf
+        else:
+            is_valid = type(change.now) is type(change.was) is int and 1 <= change.now <= change.was
+        if not (is_public and is_valid):
+            raise SparsityError(f"cut_to: {change.path!r} cannot be set to {change.now!r} by a manifest")
 
 
 def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Removal:
@@ -171,10 +125,6 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
         )
         for m in data["members"]
     )
-    for member in members:
-        lengths = member.pattern.lengths(tuple(shapes[member.fqn])) if member.fqn in shapes else {}
-        if any(lengths.get(axis) != data["sizes"][axis] for axis in (*scope, unit)):
-            raise SparsityError(f"{where}the sizes of its axes are not those of {member.fqn}")
     coupling = BoundCoupling(
         name=data["name"],
         captured=(),
@@ -185,6 +135,13 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
         attrs={},
         lists=tuple(data.get("lists", ())),
     )
-    keep = torch.zeros(len(data["kept"]), data["sizes"][unit], dtype=torch.bool, device="cpu")
-    keep.scatter_(1, torch.tensor(data["kept"], device="cpu"), True)
+    sizes = [size for axes in (data["sizes"], *(m["sizes"] for m in data["members"])) for size in axes.values()]
+    lengths = [member.pattern.lengths(tuple(shapes[member.fqn])) for member in members]
+    axes = {axis: data["sizes"][axis] for axis in (*scope, unit)}
+    if not members or not all(type(n) is int for n in sizes) or any(axes.items() - by.items() for by in lengths):
+        raise SparsityError(f"{where}the sizes of its axes are not those of its tensors")
+    kept = torch.tensor(data["kept"], device="cpu")
+    if not kept.numel() or bool((kept.diff() <= 0).any()):
+        raise SparsityError(f"{where}its kept units are not listed in order")
+    keep = torch.zeros(len(kept), axes[unit], dtype=torch.bool, device="cpu").scatter_(1, kept, True)
     return Removal(coupling=coupling, keep=keep.reshape(coupling.grid))

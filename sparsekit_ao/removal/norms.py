@@ -1,8 +1,7 @@
 """Norms over a pruned axis: an RMSNorm is folded, a LayerNorm is reported as not exact.
 
 If m of n values are kept and the others are zero, the mean square over m values is n / m times that over n: with eps
-times n / m and the weight times sqrt(n / m) the output is the same. A LayerNorm subtracts a mean, so it has no such
-correction.
+times n / m and the weight times sqrt(n / m) the output is the same.
 """
 
 import copy
@@ -22,11 +21,7 @@ CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "lay
 
 
 def fold_norms(model: nn.Module, small: nn.Module, removals: Sequence[Removal]) -> tuple[list[Change], list[str]]:
-    """Change weights and eps of the smaller model's RMSNorms over a pruned axis, in place, and its config's eps.
-
-    Returns:
-        The changes of eps, and descriptions of what is not exact.
-    """
+    """Fold the smaller model's RMSNorms over a pruned axis, in place; the changes of eps, and what is not exact."""
     notes = [
         f"{name}: a GroupNorm whose groups lose channels has statistics of fewer values"
         for (name, dense), smaller in zip(model.named_modules(), small.modules(), strict=True)
@@ -41,67 +36,68 @@ def fold_norms(model: nn.Module, small: nn.Module, removals: Sequence[Removal]) 
             if name == "weight" and getattr(module, name).ndim == 1 and _takes_statistics(module):
                 keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
                 kept[member.fqn] = kept[member.fqn] & keep if member.fqn in kept else keep
-    changes: list[Change] = []
-    for fqn, keep in kept.items():
-        change, note = _fold(model, small, fqn, keep)
-        changes += [] if change is None else [change]
-        notes += [note] if note else []
+    changes = [change for fqn, keep in kept.items() for change in _fold(model, small, fqn, keep, notes)]
     if changes and hasattr(small, "config"):
-        config_change, note = _change_config(model, small, changes)
-        changes += [] if config_change is None else [config_change]
-        notes += [note] if note else []
+        changes += _change_config(model, small, changes, notes)
     return changes, notes
 
 
-def _fold(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor) -> tuple[Change | None, str]:
-    """The change of the eps of a norm (None where it is no RMSNorm), and what is not exact.
+def _fold(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor, notes: list[str]) -> list[Change]:
+    """Return the change of the eps of an RMSNorm (of another norm none), and append to the notes what is not exact.
 
     Whether it is an RMSNorm is tested on random values, since its class may have any name. A weight may also be stored
     as its difference from one.
     """
     (dense, _), (smaller, _) = owner_of(model, fqn), owner_of(small, fqn)
-    weight = smaller.weight
-    assert isinstance(weight, nn.Parameter)
+    weight, name = smaller._parameters["weight"], type(dense).__name__
+    assert weight is not None
     if isinstance(dense, nn.LayerNorm):
-        return None, f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values"
+        notes.append(f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values")
+        return []
     eps_name = next(name for name in EPS_NAMES if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = keep.numel() / int(keep.sum())
     eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
     try:
-        wanted = _outputs(copy.deepcopy(dense), weight, keep, whole=True)[..., keep.to(weight.device)]
+        wanted = _outputs(copy.deepcopy(dense), weight, keep, whole=True)[..., keep.to(weight.device)].double()
     except Exception as e:
-        return None, f"{fqn}: a {type(dense).__name__} could not be tested, so it was not folded ({e})"
+        notes.append(f"{fqn}: a {name} could not be tested, so it was not folded ({e})")
+        return []
     for shift in (0.0, 1.0):
         scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
         trial = copy.deepcopy(smaller)
         trial.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
         setattr(trial, eps_name, eps)
-        if _matches(trial, wanted, weight, keep):
+        try:
+            output = _outputs(trial, weight, keep, whole=False)
+        except Exception:  # its size is stored elsewhere, too
+            continue
+        if torch.allclose(wanted, output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6):
             weight.data.copy_(scaled)
             setattr(smaller, eps_name, eps)
-            change = Change(path=f"{fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)
-            is_half = weight.dtype in (torch.float16, torch.bfloat16)
-            return change, f"{fqn}: its folded weight is rounded to {weight.dtype}" if is_half else ""
-    return None, f"{fqn}: a {type(dense).__name__} over a pruned axis has statistics of fewer values"
+            if weight.dtype in (torch.float16, torch.bfloat16):
+                notes.append(f"{fqn}: its folded weight is rounded to {weight.dtype}")
+            return [Change(path=f"{fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)]
+    notes.append(f"{fqn}: a {name} over a pruned axis has statistics of fewer values")
+    return []
 
 
-def _change_config(model: nn.Module, small: nn.Module, changes: Sequence[Change]) -> tuple[Change | None, str]:
-    """Set the eps of the config, which is what `save_pretrained` saves, if one number is right; or say why not."""
+def _change_config(model: nn.Module, small: nn.Module, changes: Sequence[Change], notes: list[str]) -> list[Change]:
+    """Set the eps of the config, which is what `save_pretrained` saves, if one number is right; else append a note."""
     config, olds = small.config, {change.was for change in changes}
-    fields = [name for name in CONFIG_EPS if isinstance(getattr(config, name, None), float)]
-    field = next((name for name in fields if {getattr(config, name)} == olds), None)
+    field = next((name for name in CONFIG_EPS if {getattr(config, name, None)} == olds != {None}), None)
     if field is not None:
         was = getattr(config, field)
         pairs = zip(model.modules(), small.modules(), strict=True)
         now = {getattr(s, e) for m, s in pairs for e in EPS_NAMES if vars(m).get(e) == was and _takes_statistics(m)}
         if len(now) == 1:
             setattr(config, field, now.pop())
-            return Change(path=f"config.{field}", was=was, now=getattr(config, field)), ""
+            return [Change(path=f"config.{field}", was=was, now=getattr(config, field))]
     where = f"config.{field}" if field is not None else "its config"
-    return None, (
+    notes.append(
         f"{where} cannot hold the different epsilons of folded norms, so save_pretrained loses them; use the manifest"
     )
+    return []
 
 
 def _takes_statistics(module: nn.Module) -> bool:
@@ -121,11 +117,3 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
     ]
     out: Tensor = norm(*(x if whole else x[..., keep.to(like.device)] for x in inputs))
     return out
-
-
-def _matches(norm: nn.Module, want: Tensor, like: Tensor, keep: Tensor) -> bool:
-    try:
-        output = _outputs(norm, like, keep, whole=False)
-    except Exception:  # its size is stored elsewhere, too
-        return False
-    return torch.allclose(want.double(), output.double(), rtol=8 * torch.finfo(want.dtype).eps, atol=1e-6)

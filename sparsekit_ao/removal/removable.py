@@ -1,14 +1,9 @@
-"""removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs.
-
-Integers that hold a removed size are found on the way: for a coupling whose removal fails, those of `candidate_attrs`
-are changed too, and the fewest that make outputs equal are listed in its `attrs`.
-"""
+"""removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
 
 import copy
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,19 +38,17 @@ def removable(
     """Find the couplings that `compact` can remove from a model, with the integers that this changes.
 
     Random units are made zero in a copy of the model, removed from another one, and the outputs of both compared. Where
-    they differ, or the smaller model does not run, each coupling is tried by itself, with integers near its tensors
-    changed that equal a removed size (`num_heads`, `config.hidden_size`, entries of tuples). Couplings that fail
-    because the forward has one number for both (the size of a head, of queries and of values) are merged. Prune
-    what is returned by `joint_entries`, then call `compact`.
+    they differ, each coupling is tried by itself, with integers near its tensors changed that equal a removed size
+    (`num_heads`, `config.hidden_size`, entries of tuples). Couplings that fail because the forward has one number for
+    both (the size of a head, of queries and of values) are merged. Prune the result by `joint_entries`, then `compact`.
 
     Args:
         model: not changed; copies run.
-        example_inputs: as for `compact`.
+        example_inputs, multiple_of, tolerance: as for `compact`.
         couplings: to be tried; None takes what `discover` finds.
         ratio: fraction of the units of every coupling that is removed in the trial.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
             tensor are left out.
-        multiple_of, tolerance: as for `compact`.
 
     Returns:
         As `discover`; `left_out` has the couplings that cannot be removed, with the reason. All names differ.
@@ -80,65 +73,66 @@ def removable(
         discovery = discover(model, example_inputs)
     else:
         discovery = Discovery(couplings=tuple(couplings), counts=(), frozen=())
-    tried, left_out = _tried(model, with_own_names(discovery.couplings), ratio, exclude)
+    excluded, tried, left_out = excluded_names(model, exclude, dict(named_tensors(model))), [], []
+    for coupling in with_own_names(discovery.couplings):
+        bindings = coupling.bind(model)
+        why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
+        if not why and coupling.lists:
+            why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
+        if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
+            why = f"a ratio of {ratio} drops none of its units: {bindings[0].grid[-1]} in each scope"
+        if why:
+            left_out.append((coupling.name, why))
+        else:
+            tried.append(coupling)
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
-        trials = functools.partial(
-            Trials, inputs=example_inputs, multiple_of=multiple_of, tolerance=tolerance, done=done
+        good, failing = _sorted(
+            model, tried, lambda cs: Trials(_zeroed(model, cs, ratio), example_inputs, multiple_of, tolerance, done)
         )
-        good, bad = _sorted(model, tried, ratio, trials)
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name))
-    bindings = [coupling.bind(model) for coupling in good]
     return replace(
         discovery,
         couplings=tuple(good),
-        counts=tuple((len(bound), bound[0].grid[-1]) for bound in bindings),
-        left_out=(*left_out, *((coupling.name, why) for coupling, why in bad.items())),
+        counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
+        left_out=(*left_out, *((coupling.name, why) for coupling, why in failing.items())),
     )
 
 
 def _sorted(
-    model: nn.Module, couplings: Sequence[Coupling], ratio: float, trials: Callable[[nn.Module], "Trials"]
+    model: nn.Module, couplings: Sequence[Coupling], trials: Callable[[Sequence[Coupling]], "Trials"]
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
     """The couplings that can be removed together, some with more `attrs` or merged; and why the others cannot."""
-    first = trials(zeroed(model, couplings, ratio))
-    good, bad = first.sort(couplings)
-    fitted: dict[Coupling, list[Coupling]] = {}  # with what each replaces
-    for coupling, parts in _merges(model, good, bad):
-        if not any(part in replaced for replaced in fitted.values() for part in parts):
-            one = trials(zeroed(model, [coupling], ratio)).fitted(coupling)
-            fitted |= {} if one is None else {one: parts}
-    for coupling in bad:
-        if not any(coupling in replaced for replaced in fitted.values()):
-            one = first.fitted(coupling, together=2)
-            fitted |= {} if one is None else {one: [coupling]}
+    first = trials(couplings)
+    good, failing = first.sort(couplings)
+    fitted, replaced = list[Coupling](), set[Coupling]()  # those that replace others, and these
+    for merged, parts in _merges(model, good, failing):
+        if replaced.isdisjoint(parts) and (fit := trials([merged]).fitted(merged)):
+            fitted.append(fit)
+            replaced.update(parts)
+    for coupling in failing:
+        if coupling not in replaced and (fit := first.fitted(coupling, together=2)):
+            fitted.append(fit)
+            replaced.add(coupling)
     if fitted:
-        replaced = [part for parts in fitted.values() for part in parts]
-        good = [*(one for one in good if one not in replaced), *fitted]
-        good, more = trials(zeroed(model, good, ratio)).sort(good)
-        bad = {one: why for one, why in bad.items() if one not in replaced} | more
-    return good, bad
+        good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
+        good, more = trials(good).sort(good)
+        failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | more
+    return good, failing
 
 
 class Trials:
-    """Compactions of one masked model, each by some of its couplings.
-
-    Args:
-        masked: units of all couplings are zero in it.
-        inputs, multiple_of, tolerance: as for `compact`.
-        done: called after each compaction.
-    """
+    """Compactions of a model in which units of all couplings are zero; `done` is called after each."""
 
     def __init__(
         self,
         masked: nn.Module,
         inputs: Any,
-        multiple_of: int | Mapping[str, int] = 1,
-        tolerance: float = 1e-5,
+        multiple_of: int | Mapping[str, int],
+        tolerance: float,
         done: Callable[[], object] = lambda: None,
     ) -> None:
-        self._done = done
-        self._masked, self._multiple_of, self._tolerance = masked, multiple_of, tolerance
+        self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self._reference = Reference(masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
@@ -147,26 +141,20 @@ class Trials:
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            smaller = without_units(self._masked, find_removals(self._masked, couplings, multiple))
+            small, _, _ = without_units(self._masked, find_removals(self._masked, couplings, multiple))
         except SparsityError as e:
             return str(e)
         finally:
             self._done()
-        comparison = compared(self._reference, smaller.model, self._tolerance, discarded=True)
+        comparison = compared(self._reference, small, self._tolerance, discarded=True)
         return comparison if isinstance(comparison, str) else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
         good, failing = self._split(list(couplings))
-        fitted, bad = [], {}
-        for coupling, why in failing.items():
-            one = self.fitted(coupling)
-            if one is None:
-                bad[coupling] = why
-            else:
-                fitted.append(one)
-        good, more = self._extended(good, fitted)
-        return good, bad | more
+        fits = {coupling: self.fitted(coupling) for coupling in failing}
+        good, more = self._extended(good, [fit for fit in fits.values() if fit is not None])
+        return good, {coupling: why for coupling, why in failing.items() if fits[coupling] is None} | more
 
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """The coupling with the fewest further `attrs` with which it can be removed; None if none were found.
@@ -184,11 +172,11 @@ class Trials:
         for paths in (list(axes), near) if together == 1 else ():
             if paths and not self.problem([with_attrs(paths)]):
                 for path in reversed(paths):  # the farthest first
-                    fewer = [one for one in paths if one != path]
+                    fewer = [other for other in paths if other != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
         sets = itertools.combinations(list(axes)[:_NEAREST], together)
-        return next((one for one in map(with_attrs, sets) if not self.problem([one])), None)
+        return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
@@ -196,25 +184,24 @@ class Trials:
         if not why or len(couplings) <= 1:  # without any, the model itself may not run
             return ([], dict.fromkeys(couplings, why)) if why else (couplings, {})
         half = len(couplings) // 2
-        (left, bad), (right, worse) = self._split(couplings[:half]), self._split(couplings[half:])
-        good, more = self._extended(left, right)
-        return good, bad | worse | more
+        (good, failing), (others, more) = self._split(couplings[:half]), self._split(couplings[half:])
+        good, contradicting = self._extended(good, others)
+        return good, failing | more | contradicting
 
     def _extended(self, good: list[Coupling], others: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Couplings that can be removed together, and others of which each can be by itself: all, or one by one."""
         if not good or not others or not self.problem([*good, *others]):
             return [*good, *others], {}
-        bad = {}
-        for one in others:
-            why = self.problem([*good, one])
-            if why:
-                bad[one] = f"together with others it {why}"
+        failing = {}
+        for coupling in others:
+            if why := self.problem([*good, coupling]):
+                failing[coupling] = f"together with others it {why}"
             else:
-                good = [*good, one]
-        return good, bad
+                good = [*good, coupling]
+        return good, failing
 
 
-def zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:
+def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:
     """A copy with random units of all couplings zero, always the same."""
     masked, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     for bound in (bound for coupling in couplings for bound in coupling.bind(masked)):
@@ -229,41 +216,20 @@ def _kept(bound: BoundCoupling, ratio: float) -> int:
 
 def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
     """Give couplings different names: those of equal ones get the axes of their first member, or a number."""
-    for suffix in (lambda one, at: f" {next(iter(one.members.values()))}", lambda one, at: f" #{at}"):
+    for suffix in (lambda coupling, at: f" {next(iter(coupling.members.values()))}", lambda coupling, at: f" #{at}"):
         counts = Counter(coupling.name for coupling in couplings)
         couplings = [
-            replace(one, name=one.name + suffix(one, at)) if counts[one.name] > 1 else one
-            for at, one in enumerate(couplings)
+            replace(c, name=c.name + suffix(c, at)) if counts[c.name] > 1 else c for at, c in enumerate(couplings)
         ]
     return list(couplings)
 
 
-def _tried(
-    model: nn.Module, couplings: Sequence[Coupling], ratio: float, exclude: Sequence[str | type]
-) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """The couplings to be tried, and (name, reason) of the others."""
-    excluded = excluded_names(model, exclude, dict(named_tensors(model)))
-    tried, left_out = [], []
-    for coupling in couplings:
-        bindings = coupling.bind(model)
-        why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
-        if not why and coupling.lists:
-            why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
-        if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
-            why = f"a ratio of {ratio} drops none of its units: {bindings[0].grid[-1]} in each scope"
-        if why:
-            left_out.append((coupling.name, why))
-        else:
-            tried.append(coupling)
-    return tried, left_out
-
-
 def _merges(
-    model: nn.Module, good: Sequence[Coupling], bad: Mapping[Coupling, str]
+    model: nn.Module, good: Sequence[Coupling], failing: Iterable[Coupling]
 ) -> list[tuple[Coupling, list[Coupling]]]:
     """Merged couplings that may be removed although their parts cannot, since all have one attribute as candidate."""
     sharing: dict[str, list[Coupling]] = {}  # by the attribute
-    for coupling in bad:
+    for coupling in failing:
         for path in candidate_attrs(model, coupling):
             if "config" not in path.split("."):  # shared by all layers
                 sharing.setdefault(path.replace("**", "*"), []).append(coupling)

@@ -1,9 +1,6 @@
 """Units that a coupling holds as zeros, and their removal from tensors, torch.nn's layers and lists of modules.
 
-A unit is dropped where every weight of the coupling (its parameters of two or more dimensions) is exactly zero. Among
-them are the tensors that read the unit, so whatever a bias or a norm still writes there is multiplied by zero. To keep
-a unit of zeros is always exact; so a scope with fewer other units keeps some, to have as many as the others. A unit
-that is a module of a list is dropped where all its parameters are zero, biases too.
+To keep a unit of zeros is always exact, so a scope with fewer other units keeps some, to have as many as the others.
 """
 
 import math
@@ -31,10 +28,10 @@ _KeptOf = Sequence[tuple[AxisPattern, int]]  # axes of each coupling of a tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Removal:
-    """A coupling of one model, and which of its units are kept and removed.
+    """Which units of a coupling of one model are kept and removed.
 
     Attributes:
-        coupling: the coupling.
+        coupling: bound to the model.
         keep: bool, of the coupling's grid; the same number is True in each scope.
         source: index of the `Coupling` that it was bound from.
         partly: kept units of which some weights hold only zeros, over all scopes.
@@ -47,12 +44,12 @@ class Removal:
 
     @property
     def scope_units(self) -> int:
-        """Units of a scope."""
+        """The number of units of a scope."""
         return self.coupling.grid[-1]
 
     @property
     def kept(self) -> int:
-        """Kept units of a scope."""
+        """The number of kept units of a scope."""
         return int(self.keep.reshape(-1, self.scope_units)[0].sum())
 
     @property
@@ -62,16 +59,22 @@ class Removal:
 
 
 def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, source: int = 0) -> Removal:
-    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all).
-
-    Raises:
-        CouplingError: scopes keep different numbers.
-        SparsityError: multiple_of is no positive int; no member is a parameter; a tensor still has a mask.
-    """
+    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all)."""
     where = f"coupling {coupling.name!r}: "
     check_multiple(multiple_of, where)
-    zero = _zero_units_of_weights(model, coupling, where)
-    dropped, units = zero.all(0), coupling.grid[-1]
+    names = [*(member.fqn for member in coupling.members), *(fqn for names in coupling.listed for fqn in names)]
+    tensors, grid = plain_tensors(model, names), coupling.grid
+    if coupling.listed:  # units are modules of lists
+        zero = torch.tensor([[not any(tensors[fqn].any() for fqn in names) for names in coupling.listed]])
+        zero = zero.reshape(1, *grid)
+    else:
+        parameters = [m for m in coupling.members if m.is_parameter]
+        if not parameters:
+            raise SparsityError(f"{where}no member is a parameter, so there are no zeros that mark dropped units")
+        weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
+        views = [m.pattern(tensors[m.fqn].detach()) == 0 for m in weights]
+        zero = torch.stack([view.unsqueeze(-1).flatten(len(grid)).all(-1).cpu() for view in views])
+    dropped, units = zero.all(0), grid[-1]
     keep = ~dropped.reshape(-1, units)
     counts = keep.sum(1)
     most = int(counts.max())
@@ -86,7 +89,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, so
     wanted = rounded(most, units, multiple_of)
     keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
     partly = int((zero.any(0) & ~dropped).sum())
-    return Removal(coupling=coupling, keep=keep.reshape(coupling.grid), source=source, partly=partly)
+    return Removal(coupling=coupling, keep=keep.reshape(grid), source=source, partly=partly)
 
 
 def check_multiple(multiple_of: object, where: str) -> None:
@@ -104,58 +107,33 @@ def rounded(kept: int, units: int, multiple: int) -> int:
     return min(-(-max(kept, 1) // multiple) * multiple, units)
 
 
-def _zero_units_of_weights(model: nn.Module, coupling: BoundCoupling, where: str) -> Tensor:
-    """Which units are zero in each weight, [weights, *grid]; for modules of lists, in all of their parameters."""
-    names = [*(member.fqn for member in coupling.members), *(fqn for names in coupling.listed for fqn in names)]
-    tensors = plain_tensors(model, names)
-    if coupling.listed:
-        zero = [not any(tensors[fqn].any() for fqn in names) for names in coupling.listed]
-        return torch.tensor(zero).reshape(1, *coupling.grid)
-    parameters = [m for m in coupling.members if m.is_parameter]
-    weights = [m for m in parameters if tensors[m.fqn].ndim > 1] or parameters
-    if not weights:
-        raise SparsityError(f"{where}no member is a parameter, so there are no zeros that mark dropped units")
-    views, ndim = [m.pattern(tensors[m.fqn].detach()) for m in weights], len(coupling.grid)
-    return torch.stack([(view == 0).unsqueeze(-1).flatten(ndim).all(-1).cpu() for view in views])
-
-
 def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of these names.
-
-    Raises:
-        SparsityError: one is parametrized, so its mask is not yet applied to its values.
-    """
-    tensors = {}
+    """Return tensors by name; a SparsityError if one is parametrized, so that its mask is not applied to its values."""
     for fqn in fqns:
-        module, name = owner_of(model, fqn)
-        if parametrize.is_parametrized(module, name):
+        if parametrize.is_parametrized(*owner_of(model, fqn)):
             raise SparsityError(
                 f"{fqn} is still parametrized (masked, perhaps), so nothing can be removed from it; call squash_mask "
                 "first"
             )
-        tensors[fqn] = getattr(module, name)
-    return tensors
+    return {fqn: getattr(*owner_of(model, fqn)) for fqn in fqns}
 
 
 def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
-    """Remove the dropped units from every member, in place; sizes held by torch.nn's layers are updated.
+    """Remove the dropped units from every member, in place, and update sizes that torch.nn's layers hold.
 
-    Raises:
-        CouplingError: what couplings keep of one tensor is not rectangular.
-        SparsityError: a grouped convolution that loses parts of its groups.
+    An error is raised before anything changes.
     """
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # of each tensor, by its id
     tensors: dict[int, Tensor] = {}
-    for removal in removals:
-        for member in removal.coupling.members:
-            tensor = plain_tensors(model, [member.fqn])[member.fqn]
-            tensors[id(tensor)] = tensor
-            own, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
-            kept = kept_elements(member, removal, shape)
-            if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in own):
-                own.append((member, removal))  # two names of one tensor count once
-    items = shown(list(cuts.items()), "compact", sum(tensors[key].numel() for key in cuts))
-    smaller = {key: _smaller(tensors[key], own) for key, own in items}
+    for removal, member in ((r, member) for r in removals for member in r.coupling.members):
+        tensor = plain_tensors(model, [member.fqn])[member.fqn]
+        tensors[id(tensor)] = tensor
+        tensor_cuts, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
+        kept = kept_elements(member, removal, shape)
+        if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in tensor_cuts):
+            tensor_cuts.append((member, removal))  # two names of one tensor count once
+    items = shown(list(cuts.items()), "compact", sum(tensor.numel() for tensor in tensors.values()))
+    smaller = {key: _smaller(tensors[key], tensor_cuts) for key, tensor_cuts in items}
     places = [
         (module, registered, name, id(tensor))
         for module in model.modules()
@@ -177,10 +155,8 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
 
 def zero_units(model: nn.Module, removal: Removal) -> None:
     """Write zeros into the parameters of the units that a removal removes, in place."""
-    members = [member for member in removal.coupling.members if member.is_parameter]
-    tensors = plain_tensors(model, [member.fqn for member in members])
-    for member in members:
-        tensor = tensors[member.fqn]
+    for member in (member for member in removal.coupling.members if member.is_parameter):
+        tensor = plain_tensors(model, [member.fqn])[member.fqn]
         tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
 
 
@@ -203,9 +179,9 @@ def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
         data = member.pattern.undo(units.reshape(*removal.keep.shape[:-1], removal.kept, *units.shape[1:]))
     else:
         data = _without_all(tensor.detach(), cuts, shape)
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
-    keeps_last = last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
-    data = data.contiguous(memory_format=last if last is not None and keeps_last else torch.contiguous_format)
+    last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
+    is_last = tensor.ndim in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+    data = data.contiguous(memory_format=last if is_last else torch.contiguous_format)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
@@ -249,9 +225,6 @@ def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: 
 def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> dict[str, Any]:
     """Return the integers of a torch.nn layer, by attribute, as its new tensor has them; {} for other modules.
 
-    The module has its old attributes. A SparsityError if a grouped layer would lose parts of its groups, or an
-    embedding rows.
-
     >>> sizes_of(torch.nn.Linear(4, 8), "weight", torch.zeros(5, 4), [])
     {'out_features': 5, 'in_features': 4}
     """
@@ -261,13 +234,18 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> 
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return {"normalized_shape": shape}
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return _recurrent_sizes(module, name, shape)
+        if name in ("weight_ih_l0", "weight_ih"):
+            return {"input_size": shape[1]}
+        if name == "weight_hr_l0":
+            return {"proj_size": shape[0], "hidden_size": shape[1]}
+        is_hidden = name in ("weight_hh_l0", "weight_hh") and not getattr(module, "proj_size", 0)
+        return {"hidden_size": shape[1]} if is_hidden else {}
     if name != "weight":
         return {}
     if isinstance(module, nn.GroupNorm):
-        return {"num_groups": _groups_left(module, module.num_groups, kept_of), "num_channels": shape[0]}
+        return {"num_groups": _remaining_groups(module, module.num_groups, kept_of), "num_channels": shape[0]}
     if isinstance(module, _ConvNd):
-        groups = _groups_left(module, module.groups, kept_of)
+        groups = _remaining_groups(module, module.groups, kept_of)
         ends = (shape[0], shape[1] * groups) if module.transposed else (shape[1] * groups, shape[0])
         return {"groups": groups, **dict(zip(("in_channels", "out_channels"), ends, strict=True))}
     if isinstance(module, nn.Linear):
@@ -288,17 +266,7 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> 
     return {"num_embeddings": shape[0], "embedding_dim": shape[1]}
 
 
-def _recurrent_sizes(module: nn.RNNBase | nn.RNNCellBase, name: str, shape: Shape) -> dict[str, Any]:
-    if name in ("weight_ih_l0", "weight_ih"):
-        return {"input_size": shape[1]}
-    if name == "weight_hr_l0":
-        return {"proj_size": shape[0], "hidden_size": shape[1]}
-    if name in ("weight_hh_l0", "weight_hh") and not getattr(module, "proj_size", 0):
-        return {"hidden_size": shape[1]}
-    return {}
-
-
-def _groups_left(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _KeptOf) -> int:
+def _remaining_groups(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _KeptOf) -> int:
     """Groups of a layer whose first dimension is smaller: fewer of the same width, or as many of a smaller width."""
     remaining = groups
     for pattern, kept in kept_of:
@@ -322,10 +290,7 @@ def _groups_left(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _KeptOf) 
 
 
 def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
-    """Raise unless all lists of the couplings are in the model, each once and with a module for each unit.
-
-    Errors begin with `where`.
-    """
+    """Raise unless all lists of the couplings are in the model, each once and with a module for each unit."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for removal in removals:
@@ -346,27 +311,19 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     # All lists are looked up first, since one list may be in a module of another.
     lists = [(model.get_submodule(path), removal) for removal in removals for path in removal.coupling.lists]
     for modules, removal in lists:
-        for at in reversed(_dropped(removal)):
+        for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]  # type: ignore[operator]
 
 
 def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:
     """Leave out the removals whose members are all in modules that others drop."""
-    paths = [(path, removal) for removal in removals for path in removal.coupling.lists]
-    prefixes = tuple(f"{path}.{at}." for path, removal in paths for at in _dropped(removal))
-    return [one for one in removals if not all(m.fqn.startswith(prefixes) for m in one.coupling.members)]
-
-
-def _dropped(removal: Removal) -> list[int]:
-    dropped: list[int] = (~removal.keep.reshape(-1)).nonzero()[:, 0].tolist()
-    return dropped
+    paths = [(path, removal.keep.flatten()) for removal in removals for path in removal.coupling.lists]
+    prefixes = tuple(f"{path}.{at}." for path, keep in paths for at, kept in enumerate(keep.tolist()) if not kept)
+    return [r for r in removals if not all(m.fqn.startswith(prefixes) for m in r.coupling.members)]
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` of `num_heads * head_dim` hidden numbers, where it requires `embed_dim`.
-
-    `compact` makes it of one that loses heads. Arguments, outputs and names of tensors are those of the original.
-    """
+    """`torch.nn.MultiheadAttention` that lost heads: `num_heads * head_dim` may differ from `embed_dim`."""
 
     def forward(
         self,
@@ -385,74 +342,54 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
                 "is_causal needs attn_mask; torch.nn.Transformer.generate_square_subsequent_mask makes it"
             )
         is_batched = query.dim() == 3
-        if not is_batched:
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-        elif not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        q, k, v = self._projected(query, key, value)
-        mask = self._mask(attn_mask, key_padding_mask, q, k)
-        rate = self.dropout if self.training else 0.0
-        weights = None
+        q, k, v = (
+            x.unsqueeze(0) if not is_batched else x if self.batch_first else x.transpose(0, 1)
+            for x in (query, key, value)
+        )
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        in_weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
+        in_biases = (None,) * 3 if bias is None else bias.chunk(3)
+        q, k, v = (F.linear(*args) for args in zip((q, k, v), in_weights, in_biases, strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (torch.cat([x, b.expand(len(x), 1, -1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
+        if self.add_zero_attn:
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        if attn_mask is not None and attn_mask.ndim == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+        masks = [attn_mask, None if key_padding_mask is None else key_padding_mask[..., None, None, :]]
+        total = None  # of both masks, which is added to scores of (batch, heads, queries, keys)
+        for mask in (mask for mask in masks if mask is not None):
+            if mask.dtype == torch.bool:  # True is left out
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
+            mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # what was added to the keys is never left out
+            total = mask if total is None else total + mask
+        rate, weights = self.dropout if self.training else 0.0, None
         if need_weights:
             scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
-            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+            weights = F.dropout((scores if total is None else scores + total).softmax(-1), rate)
             out = weights @ v
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            out = F.scaled_dot_product_attention(q, k, v, mask, rate)
+            out = F.scaled_dot_product_attention(q, k, v, total, rate)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not is_batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Queries, keys and values of (batch, heads, tokens, size of a head)."""
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
-        else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        inputs = zip((query, key, value), weights, biases, strict=True)
-        q, k, v = (F.linear(x, weight, bias) for x, weight, bias in inputs)
-        if self.bias_k is not None and self.bias_v is not None:
-            k, v = (torch.cat([x, b.expand(len(x), 1, -1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
-        if self.add_zero_attn:
-            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        return [x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)]
-
-    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """Both masks as one that is added to scores of (batch, heads, queries, keys), or None."""
-        masks = [] if padding is None else [padding.view(-1, 1, 1, padding.shape[-1])]
-        if attn_mask is not None:
-            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.ndim == 3 else attn_mask)
-        total = None
-        for mask in masks:
-            if mask.dtype == torch.bool:  # True is left out
-                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
-            mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # what was added to the keys is never left out
-            total = mask if total is None else total + mask
-        return total
-
 
 def _fit_attention(module: nn.MultiheadAttention, where: str) -> None:
-    """Set the sizes of an attention module, in place, by its tensors, which lost heads or numbers of the embedding.
-
-    Raises:
-        SparsityError: it lost parts of heads.
-    """
+    """Set the sizes of an attention module, in place, by its tensors; a SparsityError if it lost parts of heads."""
     packed = module._parameters["in_proj_weight"]
-    query, key, value = (
-        (packed,) * 3 if packed is not None else [module._parameters[f"{n}_proj_weight"] for n in ("q", "k", "v")]
-    )
-    assert query is not None and key is not None and value is not None
-    rows = query.shape[0] if packed is None else query.shape[0] // 3
+    names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    weights = [module._parameters[name] for name in names] if packed is None else packed.chunk(3)
+    (rows, embed_dim), (_, kdim), (_, vdim) = (weight.shape for weight in weights if weight is not None)
     if rows % module.head_dim:
         raise SparsityError(
             f"{where}: {rows} rows are left of its queries, no multiple of the {module.head_dim} of a head. A "
             "MultiheadAttention can lose whole heads only; write its rows as '(three u d)', with d the size of a head."
         )
-    module.num_heads, module.embed_dim = rows // module.head_dim, query.shape[1]
-    module.kdim, module.vdim = key.shape[1], value.shape[1]
-    if rows != module.embed_dim and type(module) is nn.MultiheadAttention:
+    module.num_heads, module.embed_dim, module.kdim, module.vdim = rows // module.head_dim, embed_dim, kdim, vdim
+    if rows != embed_dim and type(module) is nn.MultiheadAttention:
         module.__class__ = PrunedMultiheadAttention
         module._qkv_same_embed_dim = False  # layers that hold it do not pass its tensors to a fused kernel then

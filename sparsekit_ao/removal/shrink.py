@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
+from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level
-from .compact import Compaction, find_removals, verified
-from .levels import Cost, cost_function, counts_at_levels, counts_within, kept_units, multiple_for
+from .compact import Compaction, check_names, find_removals, verified
+from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import Trials, removable, with_own_names
-from .remove import zero_units
+from .remove import Removal, zero_units
 
 T = TypeVar("T")
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
@@ -39,32 +40,29 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
-    Couplings are discovered, and those from which `compact` cannot remove units are left out (see `removable`). Of
-    several that divide one dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned
-    that remove most parameters, or the first, so that a dimension loses `ratio` of its length once. The report lists
-    what is left out, with the reason.
+    Couplings from which `compact` cannot remove units are left out (see `removable`). Of several that divide one
+    dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned that remove most
+    parameters, or the first. The report lists what is left out, with the reason.
 
-    With `cost="flops"` or another cost, units are dropped by importance and cost until the model costs `1 - ratio` of
-    what it did, exactly to one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of
-    its own; where the model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the
-    config can hold them. Importances count relative to those of their coupling.
+    With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did, exactly to
+    one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of its own; where the
+    model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can hold
+    them.
 
     Args:
         model: not changed.
-        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; see `compact`.
+        example_inputs, tolerance: as for `compact`.
         ratio: fraction of the units of every coupling that is dropped in each scope; or {name of a coupling: fraction},
             and nothing of others; or the fraction of the cost that is saved.
         score: one of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
-        exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
-            tensor are left out.
+        exclude: as for `removable`.
         cost: what `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
             function of a model that returns its cost (a measured time, say).
         couplings: those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
         max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
         multiple_of: as for `compact`; by default dimensions of 16-bit weights stay multiples of 8.
-        tolerance: as for `compact`.
 
     Returns:
         The smaller model, and a `Compaction`. Where nothing can be removed it is a copy.
@@ -84,7 +82,10 @@ def shrink(
     True
     """
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
-    trial_ratio = _checked_ratio(ratio, cost_of)
+    if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
+        raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
+    ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
+    trial_ratio = max(checked_level(level, "shrink: ratio: ") for level in ratios)
     discovery = removable(
         model,
         example_inputs,
@@ -94,14 +95,15 @@ def shrink(
         multiple_of=1 if multiple_of is None else multiple_of,
         tolerance=tolerance,
     )
-    _check_names(discovery, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
-    multiples = {one.name: _number(multiple_of, one.name, 1) or multiple_for(model, one) for one in discovery.couplings}
+    known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
+    check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
+    multiples = {c.name: _number(multiple_of, c.name, 1) or multiple_for(model, c) for c in discovery.couplings}
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
     always = cost_of is not None and not hasattr(model, "config")
     layers: list[tuple[Coupling, str]] = []  # a coupling for each layer, where layers keep numbers of their own
-    for one in chosen:
-        differ = len({bound.grid for bound in one.bind(model)}) > 1
-        layers += [(layer, one.name) for layer in (one.of_layers(model) if differ or always else [one])]
+    for coupling in chosen:
+        differ = len({bound.grid for bound in coupling.bind(model)}) > 1
+        layers += [(c, coupling.name) for c in (coupling.of_layers(model) if differ or always else [coupling])]
     chosen = with_own_names([layer for layer, _ in layers])
     names = {layer.name: name for layer, (_, name) in zip(chosen, layers, strict=True)}
     levels = {layer: _number(ratio, name, 0.0) for layer, name in names.items()}
@@ -109,23 +111,24 @@ def shrink(
     limits = {layer: _number(max_sparsity, name, 1.0) for layer, name in names.items()}
     while True:  # until what was pruned is what can be removed
         scores = _scored(model, chosen, example_inputs, score, forward)
-        rated = [one for one in chosen if any(bool(rows.any()) for rows in scores[one.name])]
-        left_out += [(one.name, "the score rates all of its units 0") for one in chosen if one not in rated]
+        rated = [c for c in chosen if any(bool(rows.any()) for rows in scores[c.name])]
+        left_out += [(c.name, "the score rates all of its units 0") for c in chosen if c not in rated]
         if cost_of is None:
             counts = counts_at_levels(model, rated, levels, multiples)
         else:
             power = 2 if score is None else 1  # squares of norms add up, and saliencies do
-            importances = {one.name: [rows**power for rows in scores[one.name]] for one in rated}
+            importances = {c.name: [rows**power for rows in scores[c.name]] for c in rated}
             counts = counts_within(model, rated, importances, cost_of, trial_ratio, multiples=multiples, limits=limits)
         masked = copy.deepcopy(model)
-        for one in rated:
-            for bound, rows in zip(one.bind(masked), scores[one.name], strict=True):
-                zero_units(masked, kept_units(bound, rows, counts[one.name]))
-        chosen, bad = Trials(masked, example_inputs, multiples, tolerance).sort(rated)
-        left_out += [(one.name, why) for one, why in bad.items()]
-        if not bad:
+        for coupling in rated:
+            for bound, rows in zip(coupling.bind(masked), scores[coupling.name], strict=True):
+                keep = keep_mask(rows.reshape(-1, bound.grid[-1]), counts[coupling.name]).cpu()
+                zero_units(masked, Removal(coupling=bound, keep=keep.reshape(bound.grid)))
+        chosen, failing = Trials(masked, example_inputs, multiples, tolerance).sort(rated)
+        left_out += [(coupling.name, why) for coupling, why in failing.items()]
+        if not failing:
             break
-    removals = find_removals(masked, chosen, {one.name: multiples[one.name] for one in chosen})
+    removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
     return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left_out))
 
@@ -147,36 +150,19 @@ def _scored(
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
         sparsifier.calibrate([inputs], forward)
+
+    def ids(names: Iterable[str]) -> frozenset[int]:
+        return frozenset(id(parameter_of(*owner_of(copied, name))) for name in names)
+
     scores: dict[tuple[frozenset[int], int], list[Tensor]] = {}
     for names, rows in sparsifier.block_scores():  # couplings of the same tensors are in the order of their stages
-        scores.setdefault((_ids(copied, names), rows.shape[-1]), []).append(rows)
+        scores.setdefault((ids(names), rows.shape[-1]), []).append(rows)
 
     def rows_of(bound: BoundCoupling) -> Tensor:
         names = [member.fqn for member in bound.members if member.is_parameter]
-        return scores[_ids(copied, names), bound.grid[-1]].pop(0)
+        return scores[ids(names), bound.grid[-1]].pop(0)
 
-    return {one.name: [rows_of(bound) for bound in one.bind(copied)] for one in couplings}
-
-
-def _ids(model: nn.Module, names: Iterable[str]) -> frozenset[int]:
-    return frozenset(id(parameter_of(*owner_of(model, name))) for name in names)
-
-
-def _checked_ratio(ratio: float | Mapping[str, float], cost: Cost | None) -> float:
-    """The fraction of units that is removed in trials; with a cost, the fraction of it."""
-    if isinstance(ratio, Mapping) and (cost is not None or not ratio):
-        raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
-    levels = ratio.values() if isinstance(ratio, Mapping) else [ratio]
-    return max(checked_level(level, "shrink: ratio: ") for level in levels)
-
-
-def _check_names(discovery: Discovery, **arguments: Any) -> None:
-    known = [*(one.name for one in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    for key, value in arguments.items():
-        for name in value if isinstance(value, Mapping) else ():
-            if name not in known:
-                names = ", ".join(map(repr, known)) or "none"
-                raise SparsityError(f"shrink: {key} names {name!r}, but the couplings are {names}")
+    return {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
 
 
 def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:
@@ -188,23 +174,29 @@ def _chosen(
     model: nn.Module, discovery: Discovery, ratio: float | Mapping[str, float], multiples: Mapping[str, int]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
-    levels = {one.name: _number(ratio, one.name, 0.0) for one in discovery.couplings}
+    levels = {coupling.name: _number(ratio, coupling.name, 0.0) for coupling in discovery.couplings}
     left_out = list(discovery.left_out)
     left_out += [(name, "the ratio of it is 0, or does not name it") for name, level in levels.items() if not level]
-    places = {one: _places(model, one) for one in discovery.couplings if levels[one.name]}
+    places = {coupling: _places(model, coupling) for coupling in discovery.couplings if levels[coupling.name]}
     kept = counts_at_levels(model, list(places), levels, multiples)
-    dropped = {one: 1 - kept[one.name] / one.bind(model)[0].grid[-1] for one in places}
+    dropped = {coupling: 1 - kept[coupling.name] / coupling.bind(model)[0].grid[-1] for coupling in places}
     chosen: list[Coupling] = []
-    for rivals in _rivals(places):
+    for rivals in connected(places):
+        sets = []
+        for first in rivals:
+            compatible = dict.fromkeys(places[first], first)  # {place: the coupling that divides it}
+            for coupling in rivals:
+                if compatible.keys().isdisjoint(places[coupling]):
+                    compatible |= dict.fromkeys(places[coupling], coupling)
+            sets.append(list(dict.fromkeys(compatible.values())))
         # Of a grouped convolution, fewer inputs and outputs in each group remove more than fewer groups.
-        sets = [_compatible([first, *rivals], places) for first in rivals]
         chosen += max(sets, key=lambda some: round(_removed_parameters(model, some, places, dropped)))
-    owner = {place: one.name for one in chosen for place in places[one]}
-    for one in places:
-        if one not in chosen:
-            shared = next(place for place in places[one] if place in owner)
-            left_out.append((one.name, f"it divides {shared[0]}[{shared[1]}] as {owner[shared]!r} does"))
-    return [one for one in places if one in chosen], left_out
+    owners = {place: coupling.name for coupling in chosen for place in places[coupling]}
+    for coupling in places:
+        if coupling not in chosen:
+            shared = next(place for place in places[coupling] if place in owners)
+            left_out.append((coupling.name, f"it divides {shared[0]}[{shared[1]}] as {owners[shared]!r} does"))
+    return [coupling for coupling in places if coupling in chosen], left_out
 
 
 def _places(model: nn.Module, coupling: Coupling) -> list[_Place]:
@@ -212,27 +204,6 @@ def _places(model: nn.Module, coupling: Coupling) -> list[_Place]:
     members = [member for bound in coupling.bind(model) for member in bound.members]
     divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
     return [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
-
-
-def _rivals(places: Mapping[Coupling, Sequence[_Place]]) -> list[list[Coupling]]:
-    """The couplings, together those that divide the same dimensions, also by way of others."""
-    sets: list[tuple[set[_Place], list[Coupling]]] = []
-    for coupling, divided in places.items():
-        touched = [one for one in sets if not one[0].isdisjoint(divided)]
-        sets = [one for one in sets if one not in touched]
-        rivals = [one for _, couplings in touched for one in couplings]
-        sets.append((set(divided).union(*(taken for taken, _ in touched)), [*rivals, coupling]))
-    return [rivals for _, rivals in sets]
-
-
-def _compatible(couplings: Sequence[Coupling], places: Mapping[Coupling, Sequence[_Place]]) -> list[Coupling]:
-    """Each coupling that divides no dimension of one before it."""
-    compatible, taken = list[Coupling](), set[_Place]()
-    for coupling in couplings:
-        if taken.isdisjoint(places[coupling]):
-            compatible.append(coupling)
-            taken.update(places[coupling])
-    return compatible
 
 
 def _removed_parameters(

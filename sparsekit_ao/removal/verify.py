@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,7 @@ class Comparison:
     """A compacted model against the masked one; `flops` are those of one forward.
 
     `difference` is the largest of an output tensor, relative to the largest value that differs; inf where shapes or
-    integers differ, or a value is nan or inf in one of the models only. `in_float64` is the same of float64 copies,
-    where `difference` is above the tolerance, but within the rounding error of the masked model itself.
+    integers differ, or a value is nan or inf in one of the models only. `in_float64` is that of float64 copies, if any.
     """
 
     difference: float
@@ -40,10 +39,9 @@ class Comparison:
 class Reference:
     """The masked model and its outputs on the example inputs, with the FLOPs of one forward.
 
-    Copies are run, so neither models nor inputs change. Models of 16-bit floats are run as float32 copies, because
-    their rounding would hide errors. Even that of float32 may grow through many layers, so a difference above the
-    tolerance is computed again in float64, if the masked model itself differs about as much from its own float64 copy.
-    `opaque` describes objects in the output that are not inspected.
+    Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
+    hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
+    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected.
 
     Raises:
         SparsityError: it does not run, or returns no tensor, only zeros, or a nan.
@@ -112,8 +110,10 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool 
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
     model, inputs = (copy.deepcopy(model) if copied else model).eval(), copy.deepcopy(inputs)
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
-    args, kwargs = inputs if dtype is None else _as_dtype(inputs, dtype)
-    model = model if dtype is None else model.to(dtype)
+    if dtype is not None:
+        model = model.to(dtype)
+        inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    args, kwargs = inputs
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     with seeded(tensors), FlopCounterMode(display=False) as count:
         output = model(*args, **kwargs)
@@ -130,14 +130,6 @@ def seeded(tensors: list[Tensor]) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
         yield
-
-
-def _as_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs
-    if isinstance(inputs, Mapping):
-        return {key: _as_dtype(value, dtype) for key, value in inputs.items()}
-    return tuple(_as_dtype(v, dtype) for v in inputs) if isinstance(inputs, (tuple, list)) else inputs
 
 
 def output_difference(wanted: Outputs, outputs: Outputs) -> float:
@@ -160,7 +152,7 @@ def _relative(wanted: Tensor, output: Tensor) -> float:
 
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Absolute values of `a` where it differs from `b`, 0 elsewhere."""
+    """The absolute values of `a` where it differs from `b`, 0 elsewhere."""
     return torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
 
 

@@ -58,18 +58,13 @@ STREAM = Coupling(
 )
 
 
+SIZES = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2}
+
+
 def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=4,
-        rms_norm_eps=1e-3,
-    )
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
     torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, **heads, intermediate_size=24, rms_norm_eps=1e-3)
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -134,26 +129,16 @@ EXPERTS = "model.layers.*.mlp.experts"
 
 
 def test_units_inside_every_expert_of_mixtral(tmp_path):
-    def mixtral():
-        config = transformers.MixtralConfig(
-            vocab_size=17,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-        torch.manual_seed(0)
-        return transformers.MixtralForCausalLM(config).eval()
-
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    torch.manual_seed(0)
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **heads, intermediate_size=16)).eval()
     units = Coupling(
         {f"{EXPERTS}.gate_up_proj": "e (two u) i", f"{EXPERTS}.down_proj": "e o u"},
         scope="e",
         sizes={"two": 2},
         attrs={"config.intermediate_size": "u"},
     )
-    model, x = pruned(mixtral(), [units], level=0.6), tokens()
+    model, x = pruned(mixtral, [units], level=0.6), tokens()
     # 7 of 16 units are left, but torch's grouped matmul wants rows of 16 bytes
     with pytest.raises(ValueError, match="by itself does not run: strides should be multiple of 16 bytes"):
         compact(model, units, x)
