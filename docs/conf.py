@@ -55,7 +55,9 @@ LINKS = {  # from files that are read in the repository, too, to their pages
     "export/README.md": "export.md",
     "triton/README.md": "triton.md",
     "sparsekit_ao/README.md": "inside/index.md",
+    "../CONTRIBUTING.md": "../contributing.md",
     "docs/concepts.md": "concepts.md",
+    "docs/export.md": "export.md",
 }
 
 

@@ -91,7 +91,7 @@ def prune(
     """A copy of the model, pruned in one pass; kept weights make up for the others."""
     model, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score="wanda", pattern=pattern)
     sparsifier.prepare(model, [{"tensor_fqn": ENCODER_LINEARS}])
-    one_shot(sparsifier, calibration, compensate=compensate, where="attention_mask")
+    one_shot(sparsifier, calibration, compensate=compensate, token_mask="attention_mask")
     sparsifier.squash_mask()
     return model, sparsifier
 

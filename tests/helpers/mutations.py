@@ -18,61 +18,59 @@ import torch._dynamo  # noqa: F401 (each fork would import it)
 from forks import begin, end
 
 ROOT = pathlib.Path(__file__).parents[2]
-PROXIMAL = ["test_proximal_operator.py", "test_algebra_literal.py"]
-ALGEBRA = ["test_properties.py", "test_axes.py"]
+PROXIMAL = ["test_proximal_operator.py", "test_by_hand.py"]
+STRUCTURE = ["test_properties.py", "test_axes.py"]
 SELECTION = ["test_properties.py", "test_kernels.py", "test_fuzz.py"]
 SPARSIFIERS = ["test_fuzz.py", "test_sparsifier.py", "test_config.py"]
 DYNAMIC = ["test_dynamic_counts.py", "test_dynamic_sparsifier.py"]
-EXPORT = ["test_compact.py", "test_foreign_input.py"]
+REMOVAL = ["test_compact.py", "test_foreign_input.py"]
 
 # (file, text, what replaces its first occurrence, test files)
 MUTATIONS = [
-    ("structure/budget.py", "blocks + 1e-9", "blocks - 1e-9", ALGEBRA),
-    ("structure/budget.py", "0 <= float(level) <= 1", "0 <= float(level) < 1", SPARSIFIERS),
-    ("structure/budget.py", "least <= low", "least < low", ALGEBRA),
-    ("structure/layout.py", "end > last", "end > last + 1", ALGEBRA),
+    ("structure/scopes.py", "blocks + 1e-9", "blocks - 1e-9", STRUCTURE),
+    ("structure/scopes.py", "0 <= float(level) <= 1", "0 <= float(level) < 1", SPARSIFIERS),
+    ("structure/scopes.py", "least <= low", "least < low", STRUCTURE),
+    ("structure/scopes.py", "any(g % n for m", "any(False for m", STRUCTURE),
+    ("structure/scopes.py", "(high + k_weight * low)", "(low + k_weight * high)", STRUCTURE),
+    ("structure/view.py", "end > last", "end > last + 1", STRUCTURE),
     (
-        "structure/layout.py",
+        "structure/view.py",
         "if d == 0:\n            return False",
         "if d == 0:\n            return True",
         ["test_fuzz.py"],
     ),
-    ("structure/layout.py", "if d <= end:", "if d < end:", ALGEBRA),
-    ("structure/layout.py", "return max(size, 1)", "return size", SPARSIFIERS),
+    ("structure/view.py", "if d <= end:", "if d < end:", STRUCTURE),
+    ("structure/view.py", "return max(size, 1)", "return size", SPARSIFIERS),
     ("structure/view.py", "inside.fill_(False)", "inside.fill_(True)", ["test_fuzz.py"]),
     ("structure/view.py", "n <= 1 or a == b", "n <= 2 or a == b", SPARSIFIERS),
-    ("structure/sparse_scope.py", "any(g % n for m", "any(False for m", ALGEBRA),
-    ("structure/sparse_scope.py", "(high + k_weight * low)", "(low + k_weight * high)", ALGEBRA),
     ("structure/thresholds.py", "norm > t, (norm - t) / norm", "norm >= t, (norm - t) / t", PROXIMAL),
     ("structure/thresholds.py", "force <= t", "force <= 2 * t", PROXIMAL),
     ("structure/thresholds.py", "most = _scaled(h, dim, eps)", "most = _scaled(h, dim)", PROXIMAL),
     ("structure/thresholds.py", "s + change).clamp_(min=0)", "s + change / 2).clamp_(min=0)", PROXIMAL),
     ("structure/axes.py", "1 if axis in self.scope else -1", "-1 if axis in self.scope else 1", ["test_axes.py"]),
-    ("selection/keys.py", "nan = _INF[scores.dtype] + 1", "nan = _INF[scores.dtype]", SELECTION),
-    ("selection/keys.py", "torch.where(bits < 0, -(bits & top), bits)", "torch.where(bits < 0, bits, bits)", SELECTION),
-    ("selection/reference.py", "stable=True", "stable=False", ["test_kernels.py", "test_rows.py"]),
-    ("selection/reference.py", "total / count if as_mean", "total if as_mean", SELECTION),
-    ("selection/reference.py", "interleaved.mul_(kept)", "interleaved.copy_(kept.expand_as(interleaved))", SELECTION),
-    ("selection/cpu/rows.py", "beaten[j] += wins", "beaten[j] -= wins", SELECTION),
-    ("selection/cpu/rows.py", "np.greater_equal(lanes[i]", "np.greater(lanes[i]", SELECTION),
-    ("selection/cpu/rows.py", "ties.cumsum(1) <= left", "ties.cumsum(1) < left", SELECTION),
-    ("selection/cpu/long.py", "undecided[None], keep - above", "undecided[None], keep", ["test_rows.py"]),
-    ("selection/cpu/long.py", "torch.gt(keys, most", "torch.ge(keys, most", ["test_rows.py"]),
-    ("selection/cpu/masks.py", "~part.mask, absent", "part.mask, absent", SELECTION),
-    ("selection/work.py", "keep.reshape(grid) if keep.ndim", "keep.expand(grid) if keep.ndim", ["test_fuzz.py"]),
+    ("structure/rule.py", "nan = _INF[scores.dtype] + 1", "nan = _INF[scores.dtype]", SELECTION),
+    ("structure/rule.py", "torch.where(bits < 0, -(bits & top), bits)", "torch.where(bits < 0, bits, bits)", SELECTION),
+    ("structure/rule.py", "descending=True, stable=True", "descending=True", ["test_kernels.py", "test_rows.py"]),
+    ("structure/windows.py", "total / count if isinstance", "total if isinstance", SELECTION),
+    ("structure/windows.py", "interleaved.mul_(kept)", "interleaved.copy_(kept.expand_as(interleaved))", SELECTION),
+    ("selection/cpu.py", "beaten[j] += wins", "beaten[j] -= wins", SELECTION),
+    ("selection/cpu.py", "np.greater_equal(lanes[i]", "np.greater(lanes[i]", SELECTION),
+    ("selection/cpu.py", "<= room[rows])", "< room[rows])", SELECTION),
+    ("selection/cpu.py", "room = keep - sum(part.above for part in parts)", "room = keep", ["test_rows.py"]),
+    ("selection/cpu.py", "self._kept = keys > high", "self._kept = keys >= high", ["test_rows.py"]),
+    ("selection/cpu.py", "within != 0, keys, np.iinfo(wide).min", "within != 0, keys, 0", SELECTION),
+    ("selection/cpu.py", "np.arange(first, first - width, -1", "np.arange(first - width, first", ["test_rows.py"]),
     ("selection/api.py", "low < 0 or high > members", "low < -1 or high > members", ["test_kernels.py"]),
-    ("selection/threads.py", "for at in range(self._count)", "for at in range(self._count)[::-1]", ["test_threads.py"]),
-    ("selection/threads.py", "self._todo.clear()\n            while", "while", ["test_threads.py"]),
-    ("sparsifiers/planned.py", "among_kept=component.stage > 0", "among_kept=component.stage > 1", ["test_fuzz.py"]),
+    ("sparsifiers/groups.py", "within_mask=self.stage > 0", "within_mask=self.stage > 1", ["test_fuzz.py"]),
+    ("sparsifiers/groups.py", "is_scheduled = any(", "is_scheduled = all(", ["test_fuzz.py"]),
+    ("sparsifiers/groups.py", "is not None and not is_scheduled:", "is not None:", SPARSIFIERS),
     (
-        "sparsifiers/planned.py",
-        "for stage in sorted(updates)",
-        "for stage in sorted(updates, reverse=True)",
+        "sparsifiers/scope.py",
+        "for stage in sorted(stages)",
+        "for stage in sorted(stages, reverse=True)",
         ["test_fuzz.py"],
     ),
-    ("sparsifiers/planned.py", ".fill_(True)", ".fill_(False)", ["test_fuzz.py"]),
-    ("sparsifiers/component.py", "any(_is_scheduled", "all(_is_scheduled", ["test_fuzz.py"]),
-    ("sparsifiers/component.py", "not scheduled:", "True:", SPARSIFIERS),
+    ("sparsifiers/scope.py", "(mask).fill_(True)", "(mask).fill_(False)", ["test_fuzz.py"]),
     ("sparsifiers/mask_check.py", "low != high", "low == high", ["test_fuzz.py"]),
     ("sparsifiers/mask_check.py", "kept > want", "kept > want + 1", SPARSIFIERS),
     ("sparsifiers/mask_check.py", "views[0] != views[1] or", "", ["test_fuzz.py"]),
@@ -102,9 +100,14 @@ MUTATIONS = [
     ("removal/manifest.py", "now <= was", "True", ["test_foreign_input.py"]),
     ("removal/manifest.py", 'not n.startswith("_")', "True", ["test_foreign_input.py"]),
     ("removal/manifest.py", "a < b for a, b", "True for a, b", ["test_foreign_input.py"]),
-    ("removal/attributes.py", "now // removal.of * removal.kept", "now // removal.of * removal.of", EXPORT),
-    ("removal/removal.py", "dropped, units = zero.all(0)", "dropped, units = zero.any(0)", EXPORT),
-    ("removal/removal.py", "shape[1] * groups, shape[0]", "shape[0], shape[1] * groups", EXPORT),
+    (
+        "removal/sizes.py",
+        "// removal.scope_units * removal.kept",
+        "// removal.scope_units * removal.scope_units",
+        REMOVAL,
+    ),
+    ("removal/remove.py", "dropped, units = zero.all(0)", "dropped, units = zero.any(0)", REMOVAL),
+    ("removal/remove.py", "else (shape[1] * groups, shape[0])", "else (shape[0], shape[1] * groups)", REMOVAL),
 ]
 
 

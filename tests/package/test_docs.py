@@ -5,6 +5,8 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import shutil
+import subprocess
 import types
 
 import gallery
@@ -88,3 +90,9 @@ def test_the_errors_that_are_explained_are_those_of_the_library():
     for message in explained:
         pattern = ".*".join(re.escape(part) for part in message.split("…") if part)
         assert re.search(pattern, known), message
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git applies them")
+@pytest.mark.parametrize("diff", re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL))
+def test_the_diffs_of_contributing_apply(diff):
+    subprocess.run(["git", "apply", "--check", "-"], input=diff, text=True, cwd=ROOT, check=True)

@@ -55,9 +55,17 @@ def test_there_are_no_import_circles():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
-@pytest.mark.xfail(strict=False, reason="the last names that occur twice are not yet gone")
+@pytest.mark.xfail(strict=False, reason="structure/proximal.py and oneshot/report.py are not yet renamed")
 def test_no_two_files_have_one_name():
     assert not [name for name, count in Counter(p.name for p in FILES).items() if count > 1]
+
+
+@pytest.mark.xfail(strict=False, reason="structure/proximal.py is not yet renamed")
+def test_every_mutation_has_its_place():
+    tree = ast.parse((ROOT / "tests/helpers/mutations.py").read_text())
+    (table,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "MUTATIONS"]
+    places = [[ast.literal_eval(part) for part in entry.elts[:2]] for entry in table.elts]
+    assert not [place for place in places if place[1] not in (PACKAGE / place[0]).read_text()]
 
 
 def test_no_absolute_imports_of_the_package_and_no_experimental_torch():
