@@ -26,7 +26,7 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class LocalWindow:
     """The part of a view inside a box.
 
     Attributes:
@@ -80,7 +80,7 @@ def box_of(t: Any) -> Box:
     return Box(start=tuple(chunk.offsets), size=tuple(chunk.sizes))
 
 
-def window_of(spec: BlockSpec, box: Box) -> Window | None:
+def window_of(spec: BlockSpec, box: Box) -> LocalWindow | None:
     """The part of a block spec's view inside a box, where that is a window again; else None.
 
     It is one where every dimension of the view steps along one dimension of the parameter. The box may cut only the
@@ -89,7 +89,7 @@ def window_of(spec: BlockSpec, box: Box) -> Window | None:
     >>> import torch
     >>> spec = BlockSpec(torch.zeros(4, 8), (1, 2))
     >>> window_of(spec, Box(start=(2, 0), size=(2, 8)))
-    Window(start=(2, 0), shape=(2, 8), steps=((0, 1), (1, 1)))
+    LocalWindow(start=(2, 0), shape=(2, 8), steps=((0, 1), (1, 1)))
     """
     view, full = spec.view, tuple(spec.view.param.shape)
     strides = row_major(full)
@@ -116,7 +116,7 @@ def window_of(spec: BlockSpec, box: Box) -> Window | None:
             return None
         step, j = largest
         start[j], shape[j] = at // step, size // step
-    return Window(start=tuple(start), shape=tuple(shape), steps=tuple(steps))
+    return LocalWindow(start=tuple(start), shape=tuple(shape), steps=tuple(steps))
 
 
 def method_of(member: ScopeMember, box: Box) -> int:

@@ -20,7 +20,7 @@ from ..selection import Request
 from ..structure import BlockSpec, ScopeCoupling, ScopeMember, ScopeSpec, block_windows
 from ..structure.rule import absent, key_bits, order_keys
 from ..structure.tiles import row_major
-from ..structure.windows import Blocks, Scopes, block_scores, fill_mask, from_scopes, to_scopes
+from ..structure.windows import ScopeWindows, Window, block_scores, fill_mask, from_scopes, to_scopes
 from .placement import (
     GATHERED,
     LOCAL,
@@ -146,7 +146,7 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tupl
             cuts = () if method == GATHERED else cuts_of(request.value_of(specs[0]), mesh)
             if cuts:
                 window, start = _local_window(request, specs[0])
-                windows: tuple[Blocks, ...] = (window,)
+                windows: tuple[Window, ...] = (window,)
             else:
                 masks, values = _gathered(request, specs)
                 copies += [(request.masks[spec], mask) for spec, mask in masks.items()]
@@ -169,7 +169,7 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tupl
     width = max(request.scope.numblk_per_scope() for request, _ in requests)
     _select(shards, torch.cat(budgets), key_bits(dtype), width, sum_over_ranks)
     for s in shards:
-        fill_mask(s.windows, from_scopes(s.keys, s.layout)[s.inside], among_kept=s.among_kept)
+        fill_mask(s.windows, from_scopes(s.keys, s.layout)[s.inside], within_mask=s.within_mask)
     for mask, filled in copies:
         fill(mask, filled)
 
@@ -187,7 +187,7 @@ class _Shard:
         windows: on values and masks.
         layout: how the padded block grid is cut into rows.
         inside: the block grid without its padding.
-        among_kept: as in the request.
+        within_mask: as in the request.
     """
 
     keys: Tensor
@@ -195,10 +195,10 @@ class _Shard:
     indices: Sequence[Tensor]
     first_index: int = 0
     is_counted: bool = True
-    windows: Sequence[Blocks]
-    layout: Scopes
+    windows: Sequence[Window]
+    layout: ScopeWindows
     inside: tuple[slice, ...]
-    among_kept: bool
+    within_mask: bool
 
     def per_row(self, numbers: Tensor) -> Tensor:
         """Numbers of all scopes as those of each row, to be compared with its keys."""
@@ -206,7 +206,7 @@ class _Shard:
 
 
 def _shard_of(
-    request: Request, member: ScopeMember, windows: Sequence[Blocks], start: Sequence[int], dtype: torch.dtype
+    request: Request, member: ScopeMember, windows: Sequence[Window], start: Sequence[int], dtype: torch.dtype
 ) -> _Shard:
     """The keys of a member's blocks; scopes and indices are counted from the member's first ones.
 
@@ -232,7 +232,7 @@ def _shard_of(
     if any(padding):
         padded = keys.new_full([a + n for a, n in zip(padding, keys.shape, strict=True)], absent(dtype))
         padded[inside] = keys
-    layout = Scopes(members=(Blocks(shape=(1,) * keys.ndim, values=padded),), shape=tuple(shape))
+    layout = ScopeWindows(members=(Window(shape=(1,) * keys.ndim, values=padded),), shape=tuple(shape))
     return _Shard(
         keys=to_scopes(padded, layout, absent(dtype)),
         scopes=scopes.reshape(-1),
@@ -240,7 +240,7 @@ def _shard_of(
         windows=windows,
         layout=layout,
         inside=inside,
-        among_kept=request.within_mask,
+        within_mask=request.within_mask,
     )
 
 
@@ -312,7 +312,7 @@ def _per_scope(shards: Sequence[_Shard], rows: Sequence[Tensor], like: Tensor) -
     return counts
 
 
-def _keys(windows: Sequence[Blocks], request: Request, member: ScopeMember, dtype: torch.dtype) -> Tensor:
+def _keys(windows: Sequence[Window], request: Request, member: ScopeMember, dtype: torch.dtype) -> Tensor:
     """Keys of the scores of a member's blocks on this rank, of the block grid's shape."""
     ndim, scored = member.block.grid_ndim, windows
     if request.within_mask or request.masked:
@@ -343,10 +343,10 @@ def _gathered(request: Request, specs: Sequence[BlockSpec]) -> tuple[dict[BlockS
     return masks, {spec.view.param: full_tensor(request.value_of(spec)) for spec in specs}
 
 
-def _local_window(request: Request, spec: BlockSpec) -> tuple[Blocks, tuple[int, ...]]:
+def _local_window(request: Request, spec: BlockSpec) -> tuple[Window, tuple[int, ...]]:
     """A block spec's part on this rank, and where it starts in the block grid."""
     window = window_of(spec, box_of(request.value_of(spec)))
     assert window is not None
     values, mask = window.on(local(request.value_of(spec))), window.on(local(request.masks[spec]))
     start = tuple(at // b for at, b in zip(window.start, spec.shape, strict=True))
-    return Blocks(shape=spec.shape, values=values, mask=mask), start
+    return Window(shape=spec.shape, values=values, mask=mask), start

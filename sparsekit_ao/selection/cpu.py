@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..structure import BlockSpec, ScopeCoupling, ScopeSpec, windows
 from ..structure.tiles import cut_parts, to_aligned
-from ..structure.windows import Blocks, Norm, Scopes, fill_mask
+from ..structure.windows import Norm, ScopeWindows, Window, fill_mask
 from . import reference
 from .request import Request
 
@@ -96,7 +96,7 @@ def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates:
     np.copyto(_ints(out[part]), kept if allowed is None else kept & (allowed != 0))
 
 
-def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
+def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """As `windows.block_scores`, a part of the blocks at a time: the same bits, since no sum crosses a part."""
     first = members[0]
     if len(members) > 1 or first.window.numel() <= SCORES:
@@ -141,14 +141,14 @@ def _fill_plain(request: Request) -> None:
             _keep_long(list(_slots_of(part, request)), int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep)
 
 
-def _scope_parts(s: Scopes, m: Blocks) -> Iterator[Blocks]:
+def _scope_parts(s: ScopeWindows, m: Window) -> Iterator[Window]:
     """The windows of single scopes, in the order of the scope grid."""
     for at in np.ndindex(*s.scope_grid):
         yield _at(m, tuple(slice(k * n, (k + 1) * n) for k, n in zip(at, s.shape, strict=True)))
 
 
 def _fill_chunk(
-    m: Blocks, shape: tuple[int, ...], keep: int | Tensor, magnitude: bool, within_mask: bool, masked: bool
+    m: Window, shape: tuple[int, ...], keep: int | Tensor, magnitude: bool, within_mask: bool, masked: bool
 ) -> None:
     """Select among the single elements of whole scopes."""
     assert m.values is not None and m.mask is not None
@@ -364,7 +364,7 @@ class _Slots:
         _write(self._mask, kept, self._mask_dtype, self._within_mask)
 
 
-def _slots_of(m: Blocks, request: Request) -> Iterator[_Slots]:
+def _slots_of(m: Window, request: Request) -> Iterator[_Slots]:
     """A window of single elements as chunks of consecutive members."""
     assert m.values is not None and m.mask is not None
     for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK):
@@ -434,7 +434,7 @@ def _keep_between(parts: Sequence[_Slots], keep: int, low: int, high: int) -> bo
 # parts and threads
 
 
-def _places(whole: Blocks) -> Iterator[tuple[slice, ...]]:
+def _places(whole: Window) -> Iterator[tuple[slice, ...]]:
     """Parts of a window's grid, SCORES elements if they can be; smaller last blocks are parts of their own."""
     counts = [s // b for s, b in zip(whole.window.shape, whole.shape, strict=True)]
     inner = whole.window[tuple(slice(0, c * b) for c, b in zip(counts, whole.shape, strict=True))]
@@ -446,14 +446,14 @@ def _places(whole: Blocks) -> Iterator[tuple[slice, ...]]:
             yield (*(slice(0, c) for c in before), slice(count, count + 1), *(slice(0, c) for c in after))
 
 
-def _at(whole: Blocks, place: tuple[slice, ...]) -> Blocks:
+def _at(whole: Window, place: tuple[slice, ...]) -> Window:
     """The blocks of a part of the grid."""
     inside = tuple(slice(p.start * b, p.stop * b) for p, b in zip(place, whole.shape, strict=True))
     values, mask, under = (None if t is None else t[inside] for t in (whole.values, whole.mask, whole.under))
     return replace(whole, values=values, mask=mask, under=under)
 
 
-def _expand(m: Blocks, kept: Tensor) -> None:
+def _expand(m: Window, kept: Tensor) -> None:
     """Write which blocks are kept to the mask, whole words at a time where the last dimension of blocks is words."""
     mask, word = m.mask, math.gcd(m.shape[-1], 8)
     assert mask is not None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..structure.rule import keep_rows
-from ..structure.windows import Blocks, block_scores, fill_mask, from_scopes, kept_grid, real_slots, to_scopes
+from ..structure.windows import Window, block_scores, fill_mask, from_scopes, kept_grid, real_slots, to_scopes
 from .request import Request
 
 __all__ = ["keep_rows", "name", "refusals", "run"]
@@ -46,8 +46,8 @@ def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., T
         candidates = torch.cat([to_scopes(kept_grid(s.members, len(s.shape)), s, False) for s in scopes], dim=1)
     chosen = select(torch.cat(rows, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
     for s, mask in zip(scopes, chosen.split([math.prod(s.shape) for s in scopes], dim=1), strict=True):
-        fill_mask(s.members, from_scopes(mask, s), among_kept=request.within_mask)
+        fill_mask(s.members, from_scopes(mask, s), within_mask=request.within_mask)
 
 
-def _under_mask(m: Blocks) -> Blocks:
+def _under_mask(m: Window) -> Window:
     return replace(m, under=m.mask if m.under is None else m.under)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..structure import BlockSpec, Budget, SparseScope, scope_windows
 from ..structure.thresholds import Values
-from ..structure.windows import Blocks, Norm, Scopes
+from ..structure.windows import Norm, ScopeWindows, Window
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,12 +42,12 @@ class Request:
         return param if self.values is None else self.values if isinstance(self.values, Tensor) else self.values[param]
 
     @cached_property
-    def scopes(self) -> tuple[Scopes, ...]:
+    def scopes(self) -> tuple[ScopeWindows, ...]:
         """The windows of each member of the scope on the values and masks."""
         return tuple(scope_windows(self.scope, self.values, self.masks))
 
     @cached_property
-    def windows(self) -> tuple[Blocks, ...]:
+    def windows(self) -> tuple[Window, ...]:
         """The windows of all members."""
         return tuple(m for s in self.scopes for m in s.members)
 

@@ -11,7 +11,7 @@ from ..distributed import full_tensor
 from ..errors import SparsityError
 from ..structure import BlockSpec, scope_windows
 from ..structure.tiles import pad_to, split, to_aligned
-from ..structure.windows import Blocks, Scopes, fill_mask, kept_flags, kept_grid
+from ..structure.windows import ScopeWindows, Window, fill_mask, kept_flags, kept_grid
 from .config import TensorGroup
 from .groups import PruningGroup, elements_of, labels_of
 from .progress import shown
@@ -91,7 +91,7 @@ def _broken_blocks(
                 yield f"{spec.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
 
 
-def _agree(scopes: Scopes) -> list[bool]:
+def _agree(scopes: ScopeWindows) -> list[bool]:
     """Whether each of coupled members keeps every block of which another one keeps anything."""
     if len(scopes.members) == 1:
         return [True]
@@ -100,12 +100,12 @@ def _agree(scopes: Scopes) -> list[bool]:
     return [torch.equal(one, together) for one in kept]
 
 
-def _are_whole(m: Blocks) -> bool:
+def _are_whole(m: Window) -> bool:
     """Whether the mask keeps all elements of each block or none."""
     return all(n == 1 for n in m.shape) or torch.equal(kept_flags(m, every=True), kept_flags(m))
 
 
-def _kept_counts(scopes: Scopes) -> Tensor:
+def _kept_counts(scopes: ScopeWindows) -> Tensor:
     """Blocks of each scope of which the masks keep any element: int64, of the aligned scope grid's shape."""
     flags = kept_grid(scopes.members, len(scopes.shape))
     tiles = split(pad_to(flags, scopes.shape, False), scopes.shape)
@@ -113,7 +113,7 @@ def _kept_counts(scopes: Scopes) -> Tensor:
     return counts.permute(scopes.order) if scopes.order else counts
 
 
-def _are_whole_but(member: Blocks, spec: BlockSpec, before: Sequence[BlockSpec]) -> bool:
+def _are_whole_but(member: Window, spec: BlockSpec, before: Sequence[BlockSpec]) -> bool:
     """Whether blocks are kept whole or dropped whole, but for those that blocks of earlier stages cut."""
     assert member.mask is not None
     whole = member.mask.clone()

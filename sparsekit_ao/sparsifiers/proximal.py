@@ -18,7 +18,7 @@ from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
 from ..masking import WeightMask
 from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
-from ..structure.windows import Scopes, block_scores, fill_mask, kept_grid, to_scopes
+from ..structure.windows import ScopeWindows, block_scores, fill_mask, kept_grid, to_scopes
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
 from .groups import PruningGroup, stage_budgets
@@ -401,7 +401,7 @@ def _shrink_blocks(
     windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
     metric = block_windows(block, {s.view.param: diagonals[s] for s in specs}) if diagonals else windows
     shrunk = [replace(m, mask=h.values if diagonals else None) for m, h in zip(windows, metric, strict=True)]
-    soft_threshold_windows([Scopes(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
+    soft_threshold_windows([ScopeWindows(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
     values = [replace(m, mask=None) for m in windows]
     fill_mask(windows, block_scores(values, math.inf, block.grid_ndim, False) != 0)
     for spec, m in zip(specs, windows, strict=True):

@@ -17,7 +17,7 @@ from ..errors import CouplingError, SparsityError
 from .thresholds import Thresholded, Values, zero_below
 from .tiles import Shape, aligned_grid, from_aligned, grid_of
 from .view import View, is_dense, resolve_tile
-from .windows import Blocks, Scopes, block_scores, elements_of, fill_mask
+from .windows import ScopeWindows, Window, block_scores, elements_of, fill_mask
 
 
 class SparseBlock(Thresholded):
@@ -129,12 +129,12 @@ class SparseBlock(Thresholded):
         scored = None if values is None else [self._one_each(block_windows(self, values))]
         zero_below(self._live(), self._thresholds(thresholds), scored=scored)
 
-    def _live(self, conditioners: Values = None) -> list[Scopes]:
+    def _live(self, conditioners: Values = None) -> list[ScopeWindows]:
         return [self._one_each(live_windows(self, conditioners))]
 
-    def _one_each(self, windows: tuple[Blocks, ...]) -> Scopes:
+    def _one_each(self, windows: tuple[Window, ...]) -> ScopeWindows:
         """Scopes of one block each."""
-        return Scopes(members=windows, shape=(1,) * self.grid_ndim)
+        return ScopeWindows(members=windows, shape=(1,) * self.grid_ndim)
 
     def _elements(self, values: Values, fill: float) -> Tensor:
         """(*grid, elements of the block over all members), padded by `fill`."""
@@ -284,7 +284,7 @@ def aligned_members(
 
 def block_windows(
     block: SparseBlock, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
-) -> tuple[Blocks, ...]:
+) -> tuple[Window, ...]:
     """A block's members as `selection` takes them: windows on the values, and on the masks ({block: mask}) if given.
 
     Raises:
@@ -299,11 +299,11 @@ def block_windows(
             raise SparsityError(f"{spec._where()}values hold no tensor for this parameter")
         found = param if values is None else values if isinstance(values, Tensor) else values[param]
         mask = None if masks is None else spec.view.window(masks[spec])
-        out.append(Blocks(shape=spec.shape, values=spec.view.window(found), mask=mask, order=order))
+        out.append(Window(shape=spec.shape, values=spec.view.window(found), mask=mask, order=order))
     return tuple(out)
 
 
-def live_windows(block: SparseBlock, conditioners: Values = None) -> tuple[Blocks, ...]:
+def live_windows(block: SparseBlock, conditioners: Values = None) -> tuple[Window, ...]:
     """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
     for spec in block.blocks():
         _ = spec.data  # raises where a parameter's strides have changed since its view was made

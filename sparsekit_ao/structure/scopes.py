@@ -27,7 +27,7 @@ from .rule import KEY_DTYPES, keep_rows
 from .thresholds import Thresholded, Values, zero_below
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
 from .view import View, resolve_tile
-from .windows import Norm, Scopes, from_scopes, real_slots, scope_scores, to_scopes
+from .windows import Norm, ScopeWindows, from_scopes, real_slots, scope_scores, to_scopes
 
 Budget = int | Tensor
 
@@ -312,10 +312,11 @@ class SparseScope(Thresholded):
         smallest = torch.where(number, rows, float("inf")).amin(1)
         return torch.where(number.any(1), smallest, float("nan"))
 
-    def _live(self, conditioners: Values = None) -> list[Scopes]:
+    def _live(self, conditioners: Values = None) -> list[ScopeWindows]:
         self._check_values(conditioners)
         return [
-            Scopes(members=live_windows(m.block, conditioners), shape=m.shape, order=m.order) for m in self.members()
+            ScopeWindows(members=live_windows(m.block, conditioners), shape=m.shape, order=m.order)
+            for m in self.members()
         ]
 
     def _check_values(self, values: Values) -> None:
@@ -325,17 +326,17 @@ class SparseScope(Thresholded):
 
 def scope_windows(
     scope: SparseScope, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
-) -> list[Scopes]:
+) -> list[ScopeWindows]:
     """A scope's members as `selection` takes them; see `block_windows`."""
     if isinstance(values, Tensor):
         scope._check_values(values)
     windows = []
     for m in scope.members():
-        windows.append(Scopes(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
+        windows.append(ScopeWindows(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
     return windows
 
 
-def write_back(windows: Sequence[Scopes], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
+def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
     """Copy windows of `scope_windows(scope, ..., masks)`, filled, to masks of other strides than their parameter's.
 
     For those the windows are copies.

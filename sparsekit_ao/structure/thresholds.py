@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import SparsityError, is_number
 from .tiles import Shape, crop, tile_volumes, tiles_of, to_aligned
-from .windows import Blocks, Scopes, block_scores, elements_of, fill_mask, from_scopes
+from .windows import ScopeWindows, Window, block_scores, elements_of, fill_mask, from_scopes
 
 PART = 1 << 16  # elements that are computed together, so that their intermediate values stay in cache
 SHORT = 16  # shorter blocks are computed as columns, so that operations run along the blocks
@@ -31,7 +31,7 @@ class Thresholded(ABC):
     _grid_name = "grid"
 
     @abstractmethod
-    def _live(self, conditioners: Values = None) -> list[Scopes]:
+    def _live(self, conditioners: Values = None) -> list[ScopeWindows]:
         """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
 
     @torch.no_grad()
@@ -97,7 +97,9 @@ class Thresholded(ABC):
         return f"{self.name}: " if self.name else ""
 
 
-def zero_below(scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: Sequence[Scopes] | None = None) -> None:
+def zero_below(
+    scopes: Sequence[ScopeWindows], thresholds: Tensor | float, *, scored: Sequence[ScopeWindows] | None = None
+) -> None:
     """Zero the blocks whose 2-norm is strictly below their scope's threshold (equal stays), in place.
 
     Args:
@@ -120,7 +122,7 @@ def zero_below(scopes: Sequence[Scopes], thresholds: Tensor | float, *, scored: 
 
 
 def soft_threshold_windows(
-    scopes: Sequence[Scopes],
+    scopes: Sequence[ScopeWindows],
     thresholds: Tensor | float,
     *,
     scale: bool = False,
@@ -293,7 +295,7 @@ def _column(numbers: Tensor) -> Tensor:
     return numbers[:, None] if numbers.ndim else numbers
 
 
-def _block_thresholds(thresholds: Tensor | float, scopes: Scopes, scale: bool) -> Tensor:
+def _block_thresholds(thresholds: Tensor | float, scopes: ScopeWindows, scale: bool) -> Tensor:
     """A threshold for each block of the aligned grid, or one without dimensions for all."""
     members = scopes.members
     like = torch.empty((), dtype=torch.float64, device=members[0].window.device)
@@ -310,19 +312,19 @@ def _block_thresholds(thresholds: Tensor | float, scopes: Scopes, scale: bool) -
     return t * math.sqrt(sum(math.prod(m.shape) for m in members))
 
 
-def _dtype(members: Sequence[Blocks]) -> torch.dtype:
+def _dtype(members: Sequence[Window]) -> torch.dtype:
     """How exact the results are: float64 if one of the members is, else float32."""
     return torch.float64 if any(m.window.dtype == torch.float64 for m in members) else torch.float32
 
 
-def _per_block(thresholds: Tensor | float, scopes: Scopes, like: Tensor) -> Tensor:
+def _per_block(thresholds: Tensor | float, scopes: ScopeWindows, like: Tensor) -> Tensor:
     """One value a scope as one value a block, of the block grid's shape; with the dtype and device of `like`."""
     t = torch.as_tensor(thresholds, dtype=like.dtype, device=like.device)
     rows = t.reshape(t.numel(), 1).expand(math.prod(scopes.scope_grid), math.prod(scopes.shape))
     return from_scopes(rows, scopes)
 
 
-def _write_blocks(members: Sequence[Blocks], blocks: Tensor, grid: Shape) -> None:
+def _write_blocks(members: Sequence[Window], blocks: Tensor, grid: Shape) -> None:
     """Write blocks [blocks, elements over all members] of an aligned grid to the windows' values."""
     rows, start = blocks.view(*grid, blocks.shape[1]), 0
     for m in members:

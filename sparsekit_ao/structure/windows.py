@@ -28,7 +28,7 @@ SMALL = 1 << 14  # ... unless the tensor is so small that the number of operatio
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Blocks:
+class Window:
     """One strided window cut into blocks: what backends are given.
 
     Attributes:
@@ -36,7 +36,7 @@ class Blocks:
         values: the window on the values that are scored, or None.
         mask: the window on the mask that is filled (True = keep), or None.
         order: aligned grid dimension k is this grid's dimension order[k]; () is the identity.
-        under: the window on the mask that an `Update` with `masked` scores the values under; None: `mask` itself, else
+        under: the window on the mask that a `Request` with `masked` scores the values under; None: `mask` itself, else
             another tensor of the same strides.
     """
 
@@ -65,7 +65,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Scopes:
+class ScopeWindows:
     """Blocks that are kept or dropped together (`members`, on one aligned grid), cut into scopes.
 
     Attributes:
@@ -74,7 +74,7 @@ class Scopes:
         order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
     """
 
-    members: tuple[Blocks, ...]
+    members: tuple[Window, ...]
     shape: Shape
     order: Shape = field(default=())
 
@@ -98,7 +98,7 @@ class Scopes:
         return not any(g % k for g, k in zip(first.grid, self.shape, strict=True))
 
 
-def to_scopes(grid: Tensor, scopes: Scopes, fill: float | bool) -> Tensor:
+def to_scopes(grid: Tensor, scopes: ScopeWindows, fill: float | bool) -> Tensor:
     """The aligned grid as rows [scopes, blocks of a scope]; slots beyond a partial scope hold `fill`."""
     n = grid.ndim
     tiles = split(pad_to(grid, scopes.shape, fill), scopes.shape)
@@ -107,7 +107,7 @@ def to_scopes(grid: Tensor, scopes: Scopes, fill: float | bool) -> Tensor:
     return rows.reshape(math.prod(tiles.shape[k] for k in outer), math.prod(scopes.shape))
 
 
-def from_scopes(rows: Tensor, scopes: Scopes) -> Tensor:
+def from_scopes(rows: Tensor, scopes: ScopeWindows) -> Tensor:
     """The inverse of `to_scopes`, without the padding."""
     grid, n = scopes.grid, len(scopes.shape)
     own = grid_of(grid, scopes.shape)
@@ -118,7 +118,7 @@ def from_scopes(rows: Tensor, scopes: Scopes) -> Tensor:
     return crop(whole, grid)
 
 
-def real_slots(scopes: Sequence[Scopes], device: torch.device | None = None) -> Tensor | None:
+def real_slots(scopes: Sequence[ScopeWindows], device: torch.device | None = None) -> Tensor | None:
     """Which slots of the scopes' joined rows hold a block; None if all do, because no scope is partial.
 
     On the windows' own device unless another is given.
@@ -129,7 +129,7 @@ def real_slots(scopes: Sequence[Scopes], device: torch.device | None = None) -> 
     return torch.cat([to_scopes(torch.ones(s.grid, dtype=torch.bool, device=device), s, False) for s in scopes], dim=1)
 
 
-def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
+def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """Return one score for each block of the aligned grid: the norm of the union of the members' blocks.
 
     A block's sum is taken in one fixed order (a halving tree along each dimension), so it does not depend on chunks,
@@ -163,12 +163,12 @@ def block_scores(members: Sequence[Blocks], norm: Norm, ndim: int, as_mean: bool
     return _root(total) if norm == 2 else total
 
 
-def scope_scores(scopes: Scopes, norm: Norm = 2, as_mean: bool | None = None) -> Tensor:
+def scope_scores(scopes: ScopeWindows, norm: Norm = 2, as_mean: bool | None = None) -> Tensor:
     """Return block scores as rows [scopes, blocks of a scope]; slots beyond a partial scope hold 0."""
     return to_scopes(block_scores(scopes.members, norm, len(scopes.shape), as_mean), scopes, 0.0)
 
 
-def scored(m: Blocks) -> Tensor:
+def scored(m: Window) -> Tensor:
     """The values of a window, 0 where the mask that they are scored under drops them."""
     if m.under is None or m.values is None:
         return m.window
@@ -177,10 +177,10 @@ def scored(m: Blocks) -> Tensor:
     return torch.where(m.under != 0, m.values, 0)
 
 
-def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = False) -> None:
+def fill_mask(members: Sequence[Window], keep: Tensor, *, within_mask: bool = False) -> None:
     """Write the keep grid (True = keep, of the aligned grid's shape) to every window's mask, in place.
 
-    With `among_kept`, blocks are only removed: what the masks drop already stays dropped.
+    With `within_mask`, blocks are only removed: what the masks drop already stays dropped.
     """
     for m in members:
         assert m.mask is not None, "fill_mask needs masks"
@@ -188,7 +188,7 @@ def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = Fal
         whole = pad_to(m.mask, m.shape, False)
         interleaved = split(whole, m.shape)
         kept = grid[tuple(i for _ in range(grid.ndim) for i in (slice(None), None))]
-        if among_kept:
+        if within_mask:
             interleaved.mul_(kept)
         else:
             interleaved.copy_(kept.expand_as(interleaved))
@@ -196,23 +196,23 @@ def fill_mask(members: Sequence[Blocks], keep: Tensor, *, among_kept: bool = Fal
             m.mask.copy_(crop(whole, m.mask.shape))
 
 
-def kept_flags(m: Blocks, *, every: bool = False) -> Tensor:
+def kept_flags(m: Window, *, every: bool = False) -> Tensor:
     """Return which blocks of a window the mask keeps any element of (with `every`: all elements of), as bool."""
     assert m.mask is not None, "masks are required"
     tiles = split(pad_to(m.mask != 0, m.shape, every), m.shape)
     return _fold(tiles, torch.logical_and if every else torch.logical_or)
 
 
-def kept_grid(members: Sequence[Blocks], ndim: int) -> Tensor:
+def kept_grid(members: Sequence[Window], ndim: int) -> Tensor:
     """Return which blocks of the aligned grid the masks keep any element of, as bool."""
     grids = [to_aligned(kept_flags(m), m.order, ndim) for m in members]
     return grids[0] if len(grids) == 1 else torch.stack(grids).any(0)
 
 
-def elements_of(members: Sequence[Blocks], ndim: int, fill: float) -> Tensor:
+def elements_of(members: Sequence[Window], ndim: int, fill: float) -> Tensor:
     """(*grid, elements of a block over all members) of an aligned grid of `ndim` dimensions; partial blocks padded.
 
-    >>> elements_of([Blocks(shape=(1, 2), values=torch.arange(6.0).reshape(2, 3))], 2, -1.0)[:, 1]
+    >>> elements_of([Window(shape=(1, 2), values=torch.arange(6.0).reshape(2, 3))], 2, -1.0)[:, 1]
     tensor([[ 2., -1.],
             [ 5., -1.]])
     """

@@ -43,7 +43,7 @@ def meta_like(w):
     return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
 
 
-def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None, masked=None):
+def compare(scope, tensors, placements, mesh, keep, *, norm=2, within_mask=None, masked=None):
     """Compare the masks of the scope over tensors (in the order of its block specs), sharded and not.
 
     With `masked`, a float mask, of the selected weight.
@@ -51,12 +51,12 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None, 
     from torch.distributed.tensor import distribute_tensor
 
     leaves = scope.blocks()
-    before = [torch.ones(w.shape, dtype=torch.bool) if among_kept is None else among_kept for w in tensors]
+    before = [torch.ones(w.shape, dtype=torch.bool) if within_mask is None else within_mask for w in tensors]
     want = dict(zip(leaves, (m.clone() for m in before), strict=True))
     values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
     if masked is not None:
         before, values = [masked], {k: torch.where(masked != 0, v, 0) for k, v in values.items()}
-    within = among_kept is not None
+    within = within_mask is not None
     selection.update_masks([Request(scope=scope, masks=want, keep=keep, values=values, norm=norm, within_mask=within)])
     put = [
         (lambda t, p=p: t.clone())
@@ -75,7 +75,7 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, among_kept=None, 
                 values=sharded,
                 keep=keep,
                 norm=norm,
-                within_mask=among_kept is not None,
+                within_mask=within_mask is not None,
                 masked=masked is not None,
             )
         ]
@@ -160,13 +160,13 @@ def odd_cases(mesh, placements, where):
         seen = View(meta_like(w), (48,), (2,), name="w")  # every second element; the others stay as they are
         compare(ScopeSpec(BlockSpec(seen)), [w], [placements], mesh, 11)
 
-    def among_kept():
+    def within_mask():
         w = weights("ties", (24, 16), torch.float32, 0)
         left = torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3
         for scope in ((), (1, 4), (24, 1)):
-            compare(ScopeSpec(BlockSpec(meta_like(w)), scope), [w], [placements], mesh, 3, among_kept=left)
+            compare(ScopeSpec(BlockSpec(meta_like(w)), scope), [w], [placements], mesh, 3, within_mask=left)
         everything = ScopeSpec(BlockSpec(meta_like(w)))
-        compare(everything, [w], [placements], mesh, 24 * 16, among_kept=left)
+        compare(everything, [w], [placements], mesh, 24 * 16, within_mask=left)
 
     def masked():
         w = weights("special", (24, 16), torch.float32, 0)
@@ -235,7 +235,7 @@ def odd_cases(mesh, placements, where):
         view,
         far_view,
         flat_view,
-        among_kept,
+        within_mask,
         masked,
         weight_norm,
         coupled,

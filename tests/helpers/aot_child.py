@@ -23,7 +23,7 @@ from sass import compiling, empty, usage
 
 from sparsekit_ao.selection import triton as gpu
 from sparsekit_ao.selection.triton import lowering
-from sparsekit_ao.structure.windows import Blocks, Scopes
+from sparsekit_ao.structure.windows import ScopeWindows, Window
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 COLUMNS = ("case", "kernel", "warps", "registers", "spills", "shared", "wide loads", "wide stores")
@@ -31,7 +31,7 @@ COLUMNS = ("case", "kernel", "warps", "registers", "spills", "shared", "wide loa
 
 def member(shape, block, dtype, order=(), stride=None, mask=torch.bool, start=0):
     values, mask = empty(shape, dtype, stride, start), empty(shape, mask, stride, start)
-    return Blocks(shape=block, values=values, mask=mask, order=order)
+    return Window(shape=block, values=values, mask=mask, order=order)
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def fill(groups, keep=1, big=False, **how):
 
 def update(shape, dtype, block, scope, norm=2, within_mask=False, big=False, **layout):
     """The update of one tensor."""
-    scopes = Scopes(members=(member(shape, block, dtype, **layout),), shape=scope)
+    scopes = ScopeWindows(members=(member(shape, block, dtype, **layout),), shape=scope)
     return fill([scopes], norm=norm, within_mask=within_mask, big=big)
 
 
@@ -60,12 +60,12 @@ def hidden_units(dtype, big=False, within_mask=False):
     """Rows of gate and up, columns of down, coupled."""
     members = [member((11008, 4096), (1, 4096), dtype) for _ in range(2)]
     members.append(member((4096, 11008), (4096, 1), dtype, (1, 0)))
-    return fill([Scopes(members=tuple(members), shape=(11008, 1))], big=big, within_mask=within_mask)
+    return fill([ScopeWindows(members=tuple(members), shape=(11008, 1))], big=big, within_mask=within_mask)
 
 
 def rows(dtype, width, big=False, within_mask=False):
     """Selection among scores of either sign, with a budget for each row."""
-    scopes = Scopes(members=(member((64, width), (1, 1), dtype),), shape=(1, width))
+    scopes = ScopeWindows(members=(member((64, width), (1, 1), dtype),), shape=(1, width))
     return fill([scopes], empty((64,), torch.int64), big=big, norm=None, within_mask=within_mask)
 
 

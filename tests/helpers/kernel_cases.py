@@ -9,7 +9,7 @@ import torch
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec
 from sparsekit_ao.selection import Request, update_masks
-from sparsekit_ao.structure.windows import Blocks, Scopes
+from sparsekit_ao.structure.windows import ScopeWindows, Window
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
@@ -91,7 +91,7 @@ def whole(tile, sizes):
 def as_scopes(values, mask, block, scope):
     block = whole(block, values.shape)
     grid = [-(-s // b) for s, b in zip(values.shape, block, strict=True)]
-    return Scopes(members=(Blocks(shape=block, values=values, mask=mask),), shape=whole(scope, grid))
+    return ScopeWindows(members=(Window(shape=block, values=values, mask=mask),), shape=whole(scope, grid))
 
 
 def as_request(scopes, keep, norm=2, *, within_mask=False, masked=False):

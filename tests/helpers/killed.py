@@ -42,7 +42,7 @@ def proximal():
     return {"model": model, "optimizer": optimizer, "sparsifier": sparsifier}
 
 
-class Blocks(nn.Module):
+class Window(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ class Blocks(nn.Module):
 
 def layers():
     """2:4 in the last layers, and the hidden units of the first block as a coupling."""
-    model, sparsifier = Blocks(), ScopeSparsifier(0.5)
+    model, sparsifier = Window(), ScopeSparsifier(0.5)
     pair = {"block_coupling": "hidden", "sparsity_level": 0.25}
     sparsifier.prepare(
         model,

@@ -13,7 +13,7 @@ import torch
 from sparsekit_ao import BlockSpec
 from sparsekit_ao.selection import cpu
 from sparsekit_ao.structure import windows
-from sparsekit_ao.structure.windows import Blocks, block_scores
+from sparsekit_ao.structure.windows import Window, block_scores
 
 CHILD = pathlib.Path(__file__).parent.parent / "helpers" / "bits_child.py"
 SETTINGS = [  # the second one without assert statements
@@ -53,8 +53,8 @@ def test_float64_norms_are_correctly_rounded():
     for norms in (
         BlockSpec(values, (1, 2)).norms(),
         BlockSpec(values.clone().requires_grad_(), (1, 2)).norms(),
-        block_scores([Blocks(shape=(1, 2), values=values)], 2, 2),
-        cpu.block_scores([Blocks(shape=(1, 2), values=values)], 2, 2),
+        block_scores([Window(shape=(1, 2), values=values)], 2, 2),
+        cpu.block_scores([Window(shape=(1, 2), values=values)], 2, 2),
         windows._root((values[:, 0::2] ** 2 + values[:, 1::2] ** 2).requires_grad_()),
     ):
         assert all(is_nearest(root, square) for root, square in zip(norms.reshape(-1).tolist(), squares, strict=True))

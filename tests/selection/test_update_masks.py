@@ -22,7 +22,7 @@ from kernel_cases import (
 
 from sparsekit_ao import BlockSpec, ScopeSpec, View
 from sparsekit_ao.selection import Request, cpu, keep_mask, update_masks
-from sparsekit_ao.structure.windows import Blocks, Scopes, block_scores, fill_mask, from_scopes, scope_scores
+from sparsekit_ao.structure.windows import ScopeWindows, Window, block_scores, fill_mask, from_scopes, scope_scores
 
 SIZES = {
     "usual": {},
@@ -210,10 +210,10 @@ def test_coupled_blocks(norm, mode):
     for at, shape in enumerate(shapes):
         values = torch.randint(-4, 5, shape, generator=generator(at)).to(FLOATS[at])
         mask = torch.rand(shape, generator=generator(at + 9)) < 0.7
-        members.append(Blocks(shape=blocks[at], values=values, mask=mask, order=orders[at]))
+        members.append(Window(shape=blocks[at], values=values, mask=mask, order=orders[at]))
     how = {mode: True} if mode else {}
     for scope, keep in (((6, 1), 2), ((3, 1), 1), ((3, 1), torch.tensor([[3], [2]])), ((4, 1), 2)):
-        masks = agree([Scopes(members=tuple(members), shape=scope)], keep, norm, **how)
+        masks = agree([ScopeWindows(members=tuple(members), shape=scope)], keep, norm, **how)
     if not mode:
         assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 4
 
@@ -311,7 +311,7 @@ def test_block_scores_do_not_depend_on_parts_or_layout(block, layout, dtype, nor
     resize(monkeypatch, SCORES=512)
     values, _ = plain_window((128, 144), dtype, layout)
     for order, ndim in (((), 2), ((1, 0), 2), ((2, 0, 1), 3)):
-        members = (Blocks(shape=block, values=values, order=order),)
+        members = (Window(shape=block, values=values, order=order),)
         whole = block_scores([replace(members[0], values=values.contiguous())], norm, ndim)
         assert torch.equal(block_scores(members, norm, ndim), whole)
         assert torch.equal(cpu.block_scores(members, norm, ndim), whole)
@@ -330,13 +330,13 @@ def test_block_scores_do_not_depend_on_parts_or_layout(block, layout, dtype, nor
 def test_block_scores_by_hand():
     for dtype in FLOATS:
         values = scores_like("bit patterns", 8, 64, dtype).nan_to_num(1.0, INF, -INF)
-        found = block_scores((Blocks(shape=(1, 1), values=values),), 2, 2)
+        found = block_scores((Window(shape=(1, 1), values=values),), 2, 2)
         assert torch.equal(found.double(), values.double().abs())  # exactly
     for dtype in (torch.float16, torch.bfloat16):
         values = torch.full((1, 4096), 255.0, dtype=dtype)  # the sum of squares is far above the largest float16
-        assert block_scores((Blocks(shape=(1, 4096), values=values),), 2, 2).item() == 255.0 * 64
+        assert block_scores((Window(shape=(1, 4096), values=values),), 2, 2).item() == 255.0 * 64
     values = torch.tensor([[1.0, 1.0, 4.0, -2.0, 1.5]])  # saliencies are signed, means where a block is partial
-    assert block_scores((Blocks(shape=(1, 2), values=values),), None, 2).tolist() == [[1.0, 1.0, 1.5]]
+    assert block_scores((Window(shape=(1, 2), values=values),), None, 2).tolist() == [[1.0, 1.0, 1.5]]
     bias = torch.tensor([2.0, -1.0])
-    members = (Blocks(shape=(1, 3), values=torch.tensor([[1.0, 2, 3], [-4, 5, 6]])), Blocks(shape=(1,), values=bias))
+    members = (Window(shape=(1, 3), values=torch.tensor([[1.0, 2, 3], [-4, 5, 6]])), Window(shape=(1,), values=bias))
     assert block_scores(members, None, 2).flatten().tolist() == [8.0, 6.0]
