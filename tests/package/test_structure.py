@@ -7,8 +7,6 @@ import re
 import tomllib
 from collections import Counter
 
-import pytest
-
 import sparsekit_ao
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -55,12 +53,10 @@ def test_there_are_no_import_circles():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
-@pytest.mark.xfail(strict=False, reason="structure/proximal.py and oneshot/report.py are not yet renamed")
 def test_no_two_files_have_one_name():
     assert not [name for name, count in Counter(p.name for p in FILES).items() if count > 1]
 
 
-@pytest.mark.xfail(strict=False, reason="structure/proximal.py is not yet renamed")
 def test_every_mutation_has_its_place():
     tree = ast.parse((ROOT / "tests/helpers/mutations.py").read_text())
     (table,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "MUTATIONS"]
