@@ -1,8 +1,4 @@
-"""A coupling bound to one model: its tensors by full name, and the number of units; and what `Coupling.bind` needs.
-
-`solve_sizes` finds the sizes of the axes that members share; `match_names` matches name patterns with stars;
-`with_lists` adds the modules of an `nn.ModuleList` that are units, such as experts.
-"""
+"""A coupling bound to one model: its tensors by full name, and the number of units; and what `Coupling.bind` needs."""
 
 import math
 import re

@@ -1,7 +1,6 @@
 """Coupling: which tensors are pruned together, as name patterns with stars and axes in einops notation.
 
-A `Coupling` refers to no model: `bind` matches it against one, `entries` and `joint_entries` return config dicts for a
-sparsifier.
+A `Coupling` refers to no model; `bind` matches it against one.
 """
 
 import itertools
@@ -175,7 +174,6 @@ class Coupling:
         return [entry for entries in self._entries(model, keys) for entry in entries]
 
     def _entries(self, model: nn.Module, keys: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the config dicts of each coupling that `bind` returns."""
         for key in keys:
             if key in (*_ENTRY_KEYS, *(_LIST_KEYS if self.lists else ())):
                 raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")

@@ -27,11 +27,7 @@ def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def opaque_in(place: str, value: Any) -> list[str]:
-    """Describe the objects that are not inspected; they may contain tensors.
-
-    >>> opaque_in("output", (torch.ones(1), None, iter([])))
-    ['output[2], a list_iterator']
-    """
+    """Describe the objects that are not inspected and may contain tensors: `output[2], a list_iterator`."""
     leaves = ((at, leaf) for at, leaf in _leaves(place, value) if not isinstance(leaf, (Tensor, *_PLAIN)))
     return [f"{at}, a {type(leaf).__name__}" for at, leaf in leaves]
 

@@ -47,11 +47,9 @@ class Init:
 
 
 def random(distribution: str | Densities = "uniform", *, first_dense: bool = False) -> Init:
-    """Random blocks, exact counts.
+    """Random blocks, exact counts; `first_dense` leaves the first tensor dense.
 
-    Args:
-        distribution: "uniform", "er", "erk" or a function such as `densities.power`.
-        first_dense: leave the first tensor dense.
+    `distribution` is "uniform", "er", "erk" or a function such as `densities.power`.
     """
     if isinstance(distribution, str) and distribution not in _DENSITIES:
         names = ", ".join(_DENSITIES)

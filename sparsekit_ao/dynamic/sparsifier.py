@@ -330,9 +330,8 @@ class DynamicSparsifier(BudgetSparsifier):
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
         """Masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
 
-        Args:
-            with_gradients: add an entry for the gradient of every tensor, which a state has that was saved between
-                an optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
+        `with_gradients` adds an entry for the gradient of every tensor, which a state has that was saved between an
+        optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
         """
         return {**super().state_dict(), "dynamic": self._progress(with_gradients)}
 

@@ -243,9 +243,6 @@ def run_update(
     )
 
 
-# which slots are kept
-
-
 def _choose(
     slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
@@ -405,9 +402,6 @@ def _number(value: Any, requirement: str, when: str = "") -> float:
     if not is_number(value):
         raise SparsityError(f"{requirement}, got {value!r}{when}")
     return float(value)
-
-
-# writing what was chosen
 
 
 def _apply(

@@ -137,15 +137,12 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
 
 
 def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Module:
-    """Load a compacted model that `save_pretrained(model, report, path)` wrote, whether or not its config describes it.
+    """Load a compacted model that `save_pretrained` wrote, in eval mode, whether or not its config describes it.
 
     Args:
         path: folder.
         model_class: class of the model, or an `AutoModel...` class.
         kwargs: for `from_pretrained`, where the config describes the model; else for its constructor.
-
-    Returns:
-        The model, in eval mode as after `from_pretrained`.
 
     Raises:
         SparsityError: weights are missing, or the manifest is of another model.
@@ -161,9 +158,7 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     config = AutoConfig.from_pretrained(folder)
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     model = cut_to(make(config, **kwargs), folder / MANIFEST)
-    values: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        values |= load_file(file)
+    values = {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     loaded = {id(tensors[name]) for name in values if name in tensors}
     missing = [name for name in model.state_dict() if name not in values and id(tensors[name]) not in loaded]

@@ -31,7 +31,7 @@ def quantize(
     tensors: Sequence[str] | None = None,
     forward: Forward | None = None,
 ) -> tuple[nn.Module, Conversion]:
-    """Quantize the Linear layers of a pruned model with `torchao.quantize_`, and check that zeros stay zeros.
+    """Return a copy whose Linear layers `torchao.quantize_` has quantized, and a `Conversion`; zeros stay zeros.
 
     Args:
         model: squashed; it does not change.
@@ -39,12 +39,8 @@ def quantize(
             CUDA (torchao by itself drops whatever is too much for 2:4 without a word).
         batches: typical inputs, on which both models are compared; dicts are passed as keyword arguments, tuples and
             lists as positional ones.
-        tensors: names, globs or `re:` expressions of weights that must be quantized. None is every weight of which at
-            least a tenth is zero. torchao quantizes the model's other Linear layers too.
+        tensors: weights that must be quantized, as for `export.check`. torchao quantizes other Linear layers too.
         forward: `(model, batch) -> output`, if the model is called in another manner.
-
-    Returns:
-        A quantized copy, and a `Conversion`.
 
     Raises:
         SparsityError: a weight is masked, shared, not finite or not of a Linear; torchao refuses, leaves one of these

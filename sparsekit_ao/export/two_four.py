@@ -21,8 +21,7 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
     Args:
         model: squashed; float16, bfloat16 or int8. float32 is refused, since torch's packing does not restore it.
         path: of the file, which is replaced if it exists.
-        tensors: names, globs or `re:` expressions of the weights to pack; None is every weight of which at least a
-            tenth is zero.
+        tensors: weights to pack, as for `export.check`.
 
     Raises:
         SparsityError: a weight cannot be packed (as `export.check` finds), or has a mask. No file is written.

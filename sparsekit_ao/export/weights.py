@@ -215,10 +215,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Return every parameter of two or more dimensions, and every masked one, in the order of the model's modules.
-
-    A shared one is listed once, with all its names. A SparsityError if one has no values, is sharded, or no plain one.
-    """
+    """Return every parameter of two or more dimensions, and every masked one, in order; a shared one once."""
     layers: dict[Hashable, Layer] = {}
     for path, module in checked_model(model, "export").named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
