@@ -81,8 +81,11 @@ def power(
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     _check(sizes, density, fixed)
     wanted = density * sum(sizes.values()) - sum(fixed[n] * sizes[n] for n in fixed)
-    densities = dict(fixed)
-    ratios = {name: _ratio(shape, kernel) ** exponent for name, shape in shapes.items() if name not in fixed}
+    densities, ratios = dict(fixed), {}
+    for name, shape in shapes.items():
+        if name not in fixed:
+            lengths = (*(shape if kernel else shape[:2]), *([1] * (len(shape) < 2)))
+            ratios[name] = (sum(lengths) / max(math.prod(lengths), 1)) ** exponent
     while True:
         sparse = [n for n in ratios if n not in densities]
         weight = sum(ratios[n] * sizes[n] for n in sparse)
@@ -142,7 +145,11 @@ def allocate(
     """
     if not sum(low) <= total <= sum(high):
         raise SparsityError(f"a budget of {total} is not possible; the tensors allow {sum(low)} to {sum(high)}")
-    near = _feasible(ideals, total, low, high)
+    near = [float(min(max(x, a), b)) for x, a, b in zip(ideals, low, high, strict=True)]
+    extra = sum(near) - total  # is taken from the others, or given to them, in proportion to what their bounds leave
+    capacity = [x - a if extra > 0 else b - x for x, a, b in zip(near, low, high, strict=True)]
+    moved = shares(near, min(abs(extra), sum(capacity)), capacity)
+    near = [x - m if extra > 0 else x + m for x, m in zip(near, moved, strict=True)]
     out = [math.floor(x / u + 1e-9) * u for x, u in zip(near, unit, strict=True)]
     while True:
         short = total - sum(out)
@@ -153,27 +160,11 @@ def allocate(
         out[best] += unit[best]
 
 
-def _feasible(ideals: Sequence[float], total: int, low: Sequence[int], high: Sequence[int]) -> list[float]:
-    """The ideals within their bounds; what that adds or removes is taken from or given to the others in proportion."""
-    near = [float(min(max(x, a), b)) for x, a, b in zip(ideals, low, high, strict=True)]
-    extra = sum(near) - total
-    capacity = [x - a if extra > 0 else b - x for x, a, b in zip(near, low, high, strict=True)]
-    moved = shares(near, min(abs(extra), sum(capacity)), capacity)
-    return [x - m if extra > 0 else x + m for x, m in zip(near, moved, strict=True)]
-
-
-def _ratio(shape: Sequence[int], kernel: bool) -> float:
-    sizes = tuple(shape) if kernel or len(shape) < 2 else tuple(shape[:2])
-    sizes = sizes if len(sizes) > 1 else (*sizes, 1)
-    return sum(sizes) / max(math.prod(sizes), 1)
-
-
 def _check(sizes: Mapping[str, int], density: float, fixed: Mapping[str, float]) -> None:
     for name, value in {"the overall density": density, **fixed}.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
             raise SparsityError(f"{name}: a density must be in [0, 1], got {value!r}")
-    unknown = sorted(set(fixed) - set(sizes))
-    if unknown:
+    if unknown := sorted(set(fixed) - set(sizes)):
         raise SparsityError(f"unknown tensor {unknown[0]!r} in fixed; the tensors are {sorted(sizes)}")
     total = sum(sizes.values())
     if not total:

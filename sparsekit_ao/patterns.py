@@ -74,8 +74,8 @@ class Pattern:
         Raises:
             SparsityError: the tensor has no such dimension, or the numbers do not fit it.
         """
-        found = getattr(module, tensor_name) if tensor is None else tensor
-        keys = _KINDS[self.kind](_dimensions(module, tuple(found.shape)), f"{where}{self}: ", *self.arguments)
+        weight = getattr(module, tensor_name) if tensor is None else tensor
+        keys = _KINDS[self.kind](_dimensions(module, tuple(weight.shape)), f"{where}{self}: ", *self.arguments)
         return keys if self.sparsity_level is None else {**keys, "sparsity_level": self.sparsity_level}
 
     def keys(self) -> Iterator[str]:
@@ -94,15 +94,7 @@ class Pattern:
 
 @dataclass(frozen=True, kw_only=True)
 class _Dimensions:
-    """Which dimension of a weight is what.
-
-    Attributes:
-        shape: the weight's shape.
-        output: the dimension of output units.
-        input: the dimension of inputs; None of a 1-D tensor.
-        experts: the dimension of independent matrices, or None.
-        groups: number of groups of a convolution; its inputs and outputs are divided into as many parts.
-    """
+    """Which dimension of a weight holds outputs, inputs (None of a 1-D tensor) and experts; groups of a convolution."""
 
     shape: tuple[int, ...]
     output: int
@@ -291,13 +283,9 @@ def _heads(d: _Dimensions, where: str, count: int) -> Keys:
 
 
 def _v_n_m(d: _Dimensions, where: str, v: int, n: int, m: int) -> Keys:
-    scope = _inputs(d, where, m)
-    return {
-        "stages": [
-            {"block_shape": _inside_groups(d, where, d.tile(1, output=v)), "scope_shape": scope, "nnz": 4},
-            {"block_shape": d.tile(1), "scope_shape": scope, "nnz": n},
-        ]
-    }
+    fine = _n_m(d, where, n, m)
+    rows = {**fine, "block_shape": _inside_groups(d, where, d.tile(1, output=v)), "nnz": 4}
+    return {"stages": [rows, fine]}
 
 
 _KINDS: dict[str, Callable[..., Keys]] = {

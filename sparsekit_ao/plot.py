@@ -23,16 +23,13 @@ _ROW_INCHES, _MOST_INCHES = 0.18, 40.0  # height of a layer in a plot of layers,
 def plot_mask(
     mask: Tensor, path: str | os.PathLike[str] | None = None, *, title: str = "", ax: "Axes | None" = None
 ) -> "Axes":
-    """Plot which elements a mask keeps (dark) and drops (white), one cell for each.
+    """Plot which elements a mask keeps (dark) and drops (white), one cell for each; return the axes.
 
     Args:
         mask: True or 1 is keep; of rank 1 or more, drawn as the matrix (dimension 0) x (all the others).
         path: where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
         title: a line above the shape and the fraction that the mask drops.
         ax: where to draw; a new figure if None. No window is opened and no global figure is registered.
-
-    Returns:
-        The axes.
 
     Raises:
         SparsityError: a mask without elements or without dimensions.
@@ -54,10 +51,8 @@ def plot_mask(
     rows, columns = kept.shape
     sparsity = 1 - int(kept.count_nonzero()) / kept.numel()
     ax.set_title(f"{title}\n{rows} x {columns}, sparsity {sparsity:.4f}".lstrip(), fontsize="small")
-    if path is not None:
-        # At least one pixel for each cell up to the highest resolution; the axes fill two thirds of the figure or more.
-        dpi = min(max(_DPI[0], math.ceil(1.5 * max(rows, columns) / _INCHES)), _DPI[1])
-        _save(ax, path, dpi)
+    # At least one pixel for each cell up to the highest resolution; the axes fill two thirds of the figure or more.
+    _save(ax, path, min(max(_DPI[0], math.ceil(1.5 * max(rows, columns) / _INCHES)), _DPI[1]))
     return ax
 
 
@@ -78,9 +73,6 @@ def plot_layers(
         report: of a model.
         path: where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
         ax: where to draw; a new figure, as high as the number of layers needs, if None.
-
-    Returns:
-        The axes.
 
     Raises:
         SparsityError: a report without rows.
@@ -111,6 +103,4 @@ def plot_layers(
 
 def _save(ax: "Axes", path: str | os.PathLike[str] | None, dpi: int) -> None:
     if path is not None:
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        figure.savefig(path, dpi=dpi)
+        ax.get_figure(root=True).savefig(path, dpi=dpi)  # type: ignore[union-attr]

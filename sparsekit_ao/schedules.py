@@ -46,9 +46,7 @@ def linear(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     >>> [linear(1.0, 0.0, 4)(t) for t in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    _check_numbers(start=start, end=end, begin=begin)
-    _check_positive("steps", steps)
-    return partial(_power, start, end, steps, begin, 1)
+    return _ramp(_power, start, end, steps, begin, exponent=1)
 
 
 def cosine(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
@@ -57,9 +55,7 @@ def cosine(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     >>> [round(cosine(0.3, 0.0, 10)(t), 4) for t in (1, 5, 10, 11)]
     [0.2927, 0.15, 0.0, 0.0]
     """
-    _check_numbers(start=start, end=end, begin=begin)
-    _check_positive("steps", steps)
-    return partial(_cosine, start, end, steps, begin)
+    return _ramp(_cosine, start, end, steps, begin)
 
 
 def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
@@ -71,9 +67,7 @@ def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
     >>> [round(s(t) - s(t - 100), 4) for t in (200, 300, 900, 1000)]
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
-    _check_numbers(start=start, end=end, begin=begin)
-    _check_positive("steps", steps)
-    return partial(_power, start, end, steps, begin, 3)
+    return _ramp(_power, start, end, steps, begin, exponent=3)
 
 
 def difference(schedule: Schedule, interval: int) -> Schedule:
@@ -145,7 +139,13 @@ def _constant(value: float, step: int) -> float:
     return value
 
 
-def _power(start: float, end: float, steps: int, begin: int, exponent: int, step: int) -> float:
+def _ramp(shape: Callable[..., float], start: float, end: float, steps: int, begin: int, **keys: int) -> Schedule:
+    _check_numbers(start=start, end=end, begin=begin)
+    _check_positive("steps", steps)
+    return partial(shape, start, end, steps, begin, **keys)
+
+
+def _power(start: float, end: float, steps: int, begin: int, step: int, *, exponent: int) -> float:
     return end + (start - end) * (1 - _progress(step - begin, steps)) ** exponent
 
 
@@ -227,16 +227,12 @@ class ScheduleSL(BaseScheduler):
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
         _check_positive("interval", interval)
-        schedules: list[Any] = (
-            [*schedule] if isinstance(schedule, (list, tuple)) else [schedule] * len(sparsifier.groups)
-        )
+        count = len(sparsifier.groups)
+        schedules: list[Any] = [*schedule] if isinstance(schedule, (list, tuple)) else [schedule] * count
         _check_schedules("ScheduleSL: schedule", schedules)
-        if len(schedules) != len(sparsifier.groups):
-            raise SparsityError(
-                f"ScheduleSL: {len(schedules)} schedules for {len(sparsifier.groups)} groups; give one, or one for each"
-            )
-        self.schedules = schedules
-        self.interval = interval
+        if len(schedules) != count:
+            raise SparsityError(f"ScheduleSL: {len(schedules)} schedules for {count} groups; give one, or one for each")
+        self.schedules, self.interval = schedules, interval
         super().__init__(sparsifier, last_epoch, verbose)
 
     def get_sl(self) -> list[float]:

@@ -369,8 +369,7 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
     Args:
         score: called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`; it must not change
             the weight.
-        weight: the dense weight, whole, detached.
-        name: its `tensor_fqn`.
+        weight, name: the dense weight, whole, detached, and its `tensor_fqn`.
         statistics: of this weight, if there are any.
 
     Returns:
@@ -385,8 +384,7 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
     """
     if hasattr(score, "needs"):
         statistics = statistics or Statistics(name=name, shape=tuple(weight.shape), adapter=None)
-        missing = statistics.missing(needs_of(score))
-        if missing:
+        if missing := statistics.missing(needs_of(score)):
             raise SparsityError(
                 f"{name}: {score} needs {', '.join(missing)}, and calibration data did not reach this layer or there "
                 "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"

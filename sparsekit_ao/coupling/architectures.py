@@ -1,6 +1,6 @@
 """for_model: the couplings of known transformers and mixtures of experts, by the names of their tensors.
 
-`LAYOUTS` is the table of families: a row says how the modules of a layer are named. To add a family, add a row.
+To add a family, add a row to the table `LAYOUTS`, which says how the modules of a layer are named.
 """
 
 import re
@@ -154,8 +154,7 @@ def for_model(model: nn.Module) -> dict[str, Coupling]:
 class _Stack:
     """The layers of one transformer: all have tensors of the same names and, but for widths of MLPs, shapes.
 
-    `prefix` is the beginning of the layers' names (`model.layers.`); `shapes` are those of the first layer, by name
-    relative to it.
+    `prefix` begins the layers' names (`model.layers.`); `shapes` are those of the first layer, by name in it.
     """
 
     def __init__(
@@ -211,10 +210,7 @@ class _Stack:
         return {"mlp": mlp} | self._heads() | self._residual()
 
     def _members(self, rows: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str]:
-        """Return the tensors of every layer with units along outputs (`rows`, with biases) or inputs (`columns`).
-
-        Both are {module: axes of its outputs, or inputs}.
-        """
+        """Return tensors of every layer; `rows` and `columns` are {module: axes of its outputs, or of its inputs}."""
         names: dict[str, str] = {}
         for module, axes in rows.items():
             names |= {f"{module}.weight": f"{axes} i", f"{module}.bias": axes}

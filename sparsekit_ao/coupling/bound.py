@@ -1,8 +1,4 @@
-"""A coupling bound to one model: its tensors by full name, and the number of units; and what `Coupling.bind` needs.
-
-`solve_sizes` finds the sizes of the axes that members share; `match_names` matches name patterns with stars;
-`with_lists` adds the modules of an `nn.ModuleList` that are units, such as experts.
-"""
+"""A coupling bound to one model: its tensors by full name, and the number of units; and what `Coupling.bind` needs."""
 
 import math
 import re
@@ -145,11 +141,7 @@ def occurrences(axes: str, unit: str) -> list[str]:
 
 
 def count_stars(pattern: str) -> int:
-    """Count the `*`s, each of which captures one part of a dotted name; a `**` matches any text and captures none.
-
-    >>> count_stars("layers.*.experts.*.w1.weight"), count_stars("layers.**.weight")
-    (2, 0)
-    """
+    """Count the `*`s, each of which captures one part of a dotted name; a `**` matches any text and captures none."""
     return _STAR.findall(pattern).count("*")
 
 
@@ -167,18 +159,14 @@ def match_names(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], lis
             "matching more could take very long"
         )
     regex = re.compile("".join(_MATCHES.get(text) or re.escape(text) for text in _STAR.split(pattern)))
-    matches: dict[tuple[str, ...], list[str]] = {}
+    matches: Matches = {}
     for match in filter(None, map(regex.fullmatch, names)):
         matches.setdefault(match.groups(), []).append(match[0])
     return matches
 
 
 def fill_stars(pattern: str, captured: Iterable[str]) -> str:
-    """Replace the `*`s of a pattern by what they captured.
-
-    >>> fill_stars("layers.*.up.weight", ("3",))
-    'layers.3.up.weight'
-    """
+    """Replace the `*`s of a pattern by what they captured: `layers.*.weight` and `("3",)` give `layers.3.weight`."""
     values = iter(captured)
     return _STAR.sub(lambda star: "**" if star[0] == "**" else next(values, "*"), pattern)
 
@@ -189,7 +177,7 @@ def is_list(module: nn.Module | None) -> bool:
 
 
 def match_lists(model: nn.Module, patterns: Sequence[str], where: str) -> dict[str, Matches]:
-    """Return the lists of modules that each pattern matches; errors begin with `where`."""
+    """Return the lists of modules that each pattern matches."""
     modules = model.named_modules(remove_duplicate=False) if patterns else ()
     names = [name for name, module in modules if is_list(module)]
     lists = {pattern: match_names(pattern, names) for pattern in patterns}

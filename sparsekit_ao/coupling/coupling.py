@@ -1,7 +1,6 @@
 """Coupling: which tensors are pruned together, as name patterns with stars and axes in einops notation.
 
-A `Coupling` refers to no model: `bind` matches it against one, `entries` and `joint_entries` return config dicts for a
-sparsifier.
+A `Coupling` refers to no model; `bind` matches it against one.
 """
 
 import itertools
@@ -28,7 +27,7 @@ from .bound import (
     with_lists,
 )
 
-_OWN_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
+_ENTRY_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 _LIST_KEYS = ("block_shape", "scope_coupling")
 _Rows = list[tuple[str, dict[str, Any]]]  # names of parameters, with the keys that say what is a block of each
 
@@ -104,10 +103,17 @@ class Coupling:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise SparsityError(f"{self._where}sizes[{axis!r}] must be a positive int, got {size!r}")
             if axis not in known:
+                axes = ", ".join(known)
+                raise SparsityError(f"{self._where}unknown axis {axis!r} in sizes; the members' axes are {axes}")
+        first = next(iter(self.members))
+        for pattern in (*self.members, *self.lists, *self.attrs):
+            count = count_stars(pattern)
+            if count != count_stars(first) and (pattern not in self.attrs or count):
                 raise SparsityError(
-                    f"{self._where}unknown axis {axis!r} in sizes; the members' axes are {', '.join(known)}"
+                    f"{self._where}{pattern!r} has {count} '*', but {first!r} has {count_stars(first)}. There is one "
+                    "coupling for each value of '*', so all members need the same number; write '**' where all that "
+                    "matches belongs to one coupling."
                 )
-        self._check_stars()
 
     def __hash__(self) -> int:
         return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name, self.lists))
@@ -128,14 +134,12 @@ class Coupling:
         buffers = {name: b for p, module in modules for name, b in module.named_buffers(p, recurse=False)}
         tensors = parameters | buffers
         matches = {member: match_names(member, tensors) for member in self.members}
-        for member in self.members:
-            if not matches[member]:
+        for member, names in matches.items():
+            if not names:
                 raise SparsityError(f"{self._where}{member!r} matches no parameter or buffer of the model")
         lists = match_lists(model, self.lists, self._where)
-        bounds = [
-            self._bind(captured, matches, tensors, parameters)
-            for captured in dict.fromkeys(captured for names in matches.values() for captured in names)
-        ]
+        values = dict.fromkeys(captured for names in matches.values() for captured in names)
+        bounds = [self._bind(captured, matches, tensors, parameters) for captured in values]
         return [with_lists(bound, lists, model, parameters) for bound in bounds] if lists else bounds
 
     def of_layers(self, model: nn.Module) -> list["Coupling"]:
@@ -148,16 +152,10 @@ class Coupling:
         layers = []
         for bound in self.bind(model):
             names = [member.fqn for member in bound.members]
-            matches = {member: match_names(member, names)[bound.captured] for member in self.members}
-            layers.append(
-                replace(
-                    self,
-                    members={fqn: axes for member, axes in self.members.items() for fqn in matches[member]},
-                    name=bound.name,
-                    attrs={fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()},
-                    lists=bound.lists,
-                )
-            )
+            pairs = [(match_names(member, names)[bound.captured], axes) for member, axes in self.members.items()]
+            members = {fqn: axes for fqns, axes in pairs for fqn in fqns}
+            attrs = {fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()}
+            layers.append(replace(self, members=members, name=bound.name, attrs=attrs, lists=bound.lists))
         return layers
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
@@ -176,9 +174,8 @@ class Coupling:
         return [entry for entries in self._entries(model, keys) for entry in entries]
 
     def _entries(self, model: nn.Module, keys: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the config dicts of each coupling that `bind` returns."""
         for key in keys:
-            if key in (*_OWN_KEYS, *(_LIST_KEYS if self.lists else ())):
+            if key in (*_ENTRY_KEYS, *(_LIST_KEYS if self.lists else ())):
                 raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")
         for bound in self.bind(model):
             blocks = _module_rows(bound, model) if bound.lists else {bound.name: _member_rows(bound)}
@@ -196,33 +193,18 @@ class Coupling:
         return f"coupling {self.name!r}: "
 
     def _axes_of(self, member: object, axes: object) -> list[str]:
-        """Return the axes of a member, checked."""
         if not isinstance(member, str) or not isinstance(axes, str):
             raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
         patterns = occurrences(axes, self.unit)
         names = [axis for text in patterns for dimension in dimensions_of(text, f"{member}: ") for axis in dimension]
         for axis in (*self.scope.split(), self.unit):
             if axis not in names:
-                raise SparsityError(
-                    f"{self._where}{member} {axes!r} lacks the axis {axis!r}; every member needs the unit axis and the "
-                    "scope axes"
-                )
+                need = "every member needs the unit axis and the scope axes"
+                raise SparsityError(f"{self._where}{member} {axes!r} lacks the axis {axis!r}; {need}")
         if len(patterns) > 1 and self.scope:
-            raise SparsityError(
-                f"{self._where}{member} {axes!r} has the unit axis twice, so the coupling can have no scope"
-            )
+            why = "has the unit axis twice, so the coupling can have no scope"
+            raise SparsityError(f"{self._where}{member} {axes!r} {why}")
         return names
-
-    def _check_stars(self) -> None:
-        first = next(iter(self.members))
-        for pattern in (*self.members, *self.lists, *self.attrs):
-            count = count_stars(pattern)
-            if count != count_stars(first) and (pattern not in self.attrs or count):
-                raise SparsityError(
-                    f"{self._where}{pattern!r} has {count} '*', but {first!r} has {count_stars(first)}. There is one "
-                    "coupling for each value of '*', so all members need the same number; write '**' where all that "
-                    "matches belongs to one coupling."
-                )
 
     def _bind(
         self,
@@ -232,7 +214,21 @@ class Coupling:
         parameters: Collection[str],
     ) -> BoundCoupling:
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
-        rows = list(self._rows(captured, matches))
+        rows, source = (
+            list[tuple[str, str, bool]](),
+            dict[str, str](),
+        )  # (name, axes, an earlier dimension has the unit)
+        for member, axes in self.members.items():
+            if captured not in matches[member]:
+                raise SparsityError(
+                    f"{self._where}{', '.join(captured) or 'the model'} has no tensor {fill_stars(member, captured)!r}."
+                    " Every member must exist for every value of *; leave the member out, or write two couplings."
+                )
+            for fqn in matches[member][captured]:
+                if fqn in source:
+                    raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
+                source[fqn] = member
+                rows += [(fqn, text, at > 0) for at, text in enumerate(occurrences(axes, self.unit))]
         scope = tuple(self.scope.split())
         shapes = [(fqn, axes, tuple(tensors[fqn].shape)) for fqn, axes, _ in rows]
         sizes = solve_sizes(name, shapes, {*scope, self.unit}, self.sizes)
@@ -254,22 +250,6 @@ class Coupling:
         return BoundCoupling(
             name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
         )
-
-    def _rows(self, captured: tuple[str, ...], matches: Mapping[str, Matches]) -> Iterator[tuple[str, str, bool]]:
-        """Yield (name, axes, whether an earlier dimension of the tensor has the unit too) of all tensors."""
-        source: dict[str, str] = {}
-        for member, axes in self.members.items():
-            if captured not in matches[member]:
-                raise SparsityError(
-                    f"{self._where}{', '.join(captured) or 'the model'} has no tensor {fill_stars(member, captured)!r}."
-                    " Every member must exist for every value of *; leave the member out, or write two couplings."
-                )
-            for fqn in matches[member][captured]:
-                if fqn in source:
-                    raise SparsityError(f"{self._where}{fqn} matches both {source[fqn]!r} and {member!r}")
-                source[fqn] = member
-                for at, text in enumerate(occurrences(axes, self.unit)):
-                    yield fqn, text, at > 0
 
 
 def check_attrs(where: str, attrs: object) -> None:
@@ -337,9 +317,9 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     if not isinstance(couplings, (list, tuple)) or not all(isinstance(c, Coupling) for c in couplings):
         raise SparsityError(f"joint_entries: couplings must be a list of Coupling, got {type(couplings).__name__}")
     names = [coupling.name for coupling in couplings]
-    if len(set(names)) < len(names):
-        name = next(name for name in names if names.count(name) > 1)
-        raise SparsityError(f"joint_entries: two couplings have the name {name!r}; give them names: Coupling(name=...)")
+    if twice := [name for name in names if names.count(name) > 1]:
+        advice = "give them names: Coupling(name=...)"
+        raise SparsityError(f"joint_entries: two couplings have the name {twice[0]!r}; {advice}")
     budgets = {key: value for key, value in keys.items() if isinstance(value, Mapping)}
     for key, value in budgets.items():
         for name in set(value) - set(names):
@@ -369,8 +349,7 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
 def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Coupling | None:
     """Return one coupling whose unit is a unit of one and as many of the other as there are for it.
 
-    Queries and keys of a rotary attention have pairs of numbers as units, values single ones. Where the forward has one
-    size of a head for all, a pair goes with two single ones.
+    So a pair of numbers of queries and keys in a rotary attention goes with two single ones of the values.
 
     None if the couplings share a tensor, are bound to other layers, or have units in parts of a concatenation or in two
     dimensions of a tensor. None too if neither number of units divides the other.
@@ -407,11 +386,11 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
 
 def _of_all_layers(coupling: Coupling) -> Coupling:
     """Return the coupling with the same units in all layers."""
-
-    def joined(texts: Mapping[str, str]) -> dict[str, str]:
-        return {text.replace("**", "*").replace("*", "**"): axes for text, axes in texts.items()}
-
-    return replace(coupling, members=joined(coupling.members), attrs=joined(coupling.attrs))
+    members, attrs = (
+        {text.replace("**", "*").replace("*", "**"): axes for text, axes in texts.items()}
+        for texts in (coupling.members, coupling.attrs)
+    )
+    return replace(coupling, members=members, attrs=attrs)
 
 
 def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:

@@ -15,31 +15,19 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, to
 
 
 def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a forward.
-
-    >>> arguments({"x": 1}), arguments([1, 2]), arguments(3)
-    (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
-    """
+    """Return the positional and keyword arguments of a forward."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
 def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor, with its place.
-
-    >>> [place for place, _ in tensors_in("output", {"a": [torch.ones(1)], "b": 3})]
-    ['output.a[0]']
-    """
+    """Yield every tensor, with its place: `output.a[0]`."""
     return ((at, leaf) for at, leaf in _leaves(place, value) if isinstance(leaf, Tensor))
 
 
 def opaque_in(place: str, value: Any) -> list[str]:
-    """Describe the objects that are not inspected; they may contain tensors.
-
-    >>> opaque_in("output", (torch.ones(1), None, iter([])))
-    ['output[2], a list_iterator']
-    """
+    """Describe the objects that are not inspected and may contain tensors: `output[2], a list_iterator`."""
     leaves = ((at, leaf) for at, leaf in _leaves(place, value) if not isinstance(leaf, (Tensor, *_PLAIN)))
     return [f"{at}, a {type(leaf).__name__}" for at, leaf in leaves]
 

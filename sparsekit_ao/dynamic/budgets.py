@@ -5,7 +5,7 @@ is distributed over those that share it, with the same number of blocks in every
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,9 +64,8 @@ class Budgets:
     @property
     def shared(self) -> list[int]:
         """The pruning groups that share the overall budget: no entry of the config specifies theirs."""
-        return [
-            k for k, c in enumerate(self.pruning_groups) if not any(self.groups[at]["fixed"] for _, at in c.members)
-        ]
+        fixed = [any(self.groups[at]["fixed"] for _, at in c.members) for c in self.pruning_groups]
+        return [k for k, is_fixed in enumerate(fixed) if not is_fixed]
 
     def rows(self, k: int) -> Tensor:
         """Return the blocks that each scope of a pruning group is to keep, by its groups; int64 [scopes] on the CPU."""
@@ -93,7 +92,11 @@ class Budgets:
             self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups)) for c in fixed for _, at in c.members
         }
         assert self.densities is not None
-        densities = _checked(self.densities(shapes, 1 - level, fixed_densities), shapes)
+        densities = self.densities(shapes, 1 - level, fixed_densities)
+        for name in shapes:  # the distribution may be a user's function
+            density = densities.get(name) if isinstance(densities, Mapping) else None
+            if not is_number(density) or not -1e-9 <= float(density) <= 1 + 1e-9:
+                raise SparsityError(f"{name}: init must give it a density in [0, 1], got {density!r}")
         numels = [c.scope.numblk() * n for n, c in zip(self.sizes, pruning_groups, strict=True)]
         sum_kept, ideals = round((1 - level) * sum(numels)), {}
         for k, c in enumerate(pruning_groups):
@@ -172,13 +175,3 @@ def exchange(
             out[giver] -= moved
             out[taker] += moved
     return out
-
-
-def _checked(densities: object, names: Iterable[str]) -> Mapping[str, float]:
-    """Return the densities of a distribution, which may be a user's function."""
-    for name in names:
-        density = densities.get(name) if isinstance(densities, Mapping) else None
-        if not is_number(density) or not -1e-9 <= float(density) <= 1 + 1e-9:
-            raise SparsityError(f"{name}: init must give it a density in [0, 1], got {density!r}")
-    assert isinstance(densities, Mapping)
-    return densities

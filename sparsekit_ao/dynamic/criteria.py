@@ -199,8 +199,7 @@ class Rule:
     share: Callable[[Slots], Any] | None = None
 
     def __post_init__(self) -> None:
-        unknown = [n for n in self.needs if n not in NEEDS]
-        if unknown:
+        if unknown := [n for n in self.needs if n not in NEEDS]:
             raise SparsityError(f"rule {self.name!r}: needs are some of {NEEDS}, got {unknown[0]!r}")
 
     def share_of(self, slots: Slots) -> Any:
@@ -273,9 +272,6 @@ def parse_rule(purpose: str, rule: object) -> Rule | None:
 
     Scores are those of `sparsekit_ao.scores`, by name or object; one of your own is given as `by_score(score)`. A
     function may carry a `needs` attribute. It returns rows; for redistribution, the share.
-
-    >>> parse_rule("prune", lambda slots: slots.random("prune")).needs
-    ()
     """
     names = NAMES[purpose]
     if rule is None or isinstance(rule, Rule):

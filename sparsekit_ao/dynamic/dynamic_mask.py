@@ -2,8 +2,7 @@
 
 Under `mask * weight` a dropped weight gets no gradient, but growth compares the gradients of dropped weights. So a
 `DynamicMask` can be opened: the forward pass stays masked, and `.grad` becomes the dense gradient, accumulated as any
-other (micro-batches, `no_sync`, gradient scaling, checkpointing). The module holds one weight's masks; which elements
-they keep is chosen elsewhere.
+other (micro-batches, `no_sync`, gradient scaling, checkpointing).
 """
 
 from typing import Any
@@ -46,8 +45,7 @@ class DynamicMask(WeightMask):
         backward = torch.ones_like(mask, dtype=torch.bool) if with_backward_mask else None
         self.register_buffer("backward_mask", backward)
         self.register_buffer("opened", torch.zeros((), dtype=torch.bool, device=mask.device), persistent=False)
-        self.is_open = False
-        self.is_initialized = is_initialized
+        self.is_open, self.is_initialized = False, is_initialized
 
     def set_open(self, is_open: bool) -> None:
         """From the next forward pass on, let gradients reach every element (True) or the kept ones alone."""
@@ -72,8 +70,10 @@ class DynamicMask(WeightMask):
         if not torch.is_grad_enabled():
             return marked(select(x, mask))
         backward = None if self.backward_mask is None or self.is_open else placed_like(self.backward_mask, x)
-        if torch.compiler.is_compiling():
-            return _compilable(x, mask != 0, self.opened if backward is None else backward)
+        if torch.compiler.is_compiling():  # as `_TwoMasks`, in plain operations that a compiler fuses
+            reached = (self.opened if backward is None else backward) & (mask == 0) & x.isfinite()
+            dropped = torch.where(reached, x, 0)
+            return torch.where(mask != 0, x, 0) + (dropped - dropped.detach())  # plus zero, whose gradient is not zero
         if backward is None and not self.is_open:
             return marked(select(x, mask))
         # autograd saves a copy, so that masks may be written before the backward pass
@@ -104,15 +104,6 @@ class DynamicMask(WeightMask):
         """As `WeightMask`; a loaded mask is initialized."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.is_initialized |= f"{prefix}mask" in state_dict and not self.mask.is_meta
-
-
-def _compilable(x: Tensor, mask: Tensor, backward: Tensor) -> Tensor:
-    """As `_TwoMasks`, in plain operations that a compiler fuses; a dropped weight that is not finite gets no gradient.
-
-    The second term is zero, and its gradient is not.
-    """
-    dropped = torch.where(backward & ~mask & x.isfinite(), x, 0)
-    return torch.where(mask, x, 0) + (dropped - dropped.detach())
 
 
 class _TwoMasks(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Hooks on the steps of optimizers: capture dense gradients before a step, or add decay to gradients.
 
 While masks are open `.grad` is dense. Before the optimizer reads it, `GradientCapture` copies the dense gradient and
-masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay of SR-STE, once for each step.
+masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay of SR-STE.
 """
 
 import weakref
@@ -111,8 +111,7 @@ class StepHooks(ABC):
 class DecayHooks(StepHooks):
     """Adds `decay * weight` to the gradients of dropped weights inside the backward mask (arXiv 2102.04010).
 
-    It is added before the step and not in the backward pass: so it is added once for several micro-batches, and
-    gradient scaling leaves it as it is.
+    That is done before the step: so once for several micro-batches, and apart from gradient scaling.
     """
 
     def __init__(self, decay: float) -> None:
@@ -144,16 +143,14 @@ class GradientCapture(StepHooks):
         super().__init__()
         self.gradients: dict[str, Tensor] = {}
         self._stepped: list[bool] = []
-        self.is_open = False
-        self.keep = False
-        self.masked = True
+        self.is_open, self.keep, self.masked = False, False, True
         self._restored = False  # a saved state says that the optimizers have stepped in this iteration
         self._used: set[str] = set()  # captured gradients that an optimizer has stepped with
         self._before_open: dict[str, Snapshot | None] = {}  # gradients from before masks were opened
         self._before_closure: dict[str, Snapshot | None] = {}  # gradients when a closure was called
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Register the hooks on these optimizers instead of the present ones."""
+        """Register the hooks; none of the optimizers has stepped."""
         super().attach(optimizers)
         self._stepped = [False] * len(self.optimizers)
 
@@ -162,7 +159,7 @@ class GradientCapture(StepHooks):
         self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
 
     def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
-        """Work on these groups of a model, whose masks are new and closed."""
+        """Work on groups whose masks are new and closed."""
         super().watch(groups, model)
         self.is_open = False
 

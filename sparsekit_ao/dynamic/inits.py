@@ -1,9 +1,6 @@
-"""How masks start: an `Init` distributes the overall budget over tensors, or brings saved masks.
+"""How masks start: an `Init` distributes the overall budget over tensors, or brings saved masks."""
 
-`initial_masks` writes the budgets into the groups and makes the masks that an `Init` describes.
-"""
-
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +14,6 @@ from ..errors import SparsityError
 from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import original
-from ..structure import BlockSpec
 from .budgets import Budgets
 from .criteria import Slots
 
@@ -51,11 +47,9 @@ class Init:
 
 
 def random(distribution: str | Densities = "uniform", *, first_dense: bool = False) -> Init:
-    """Random blocks, exact counts.
+    """Random blocks, exact counts; `first_dense` leaves the first tensor dense.
 
-    Args:
-        distribution: "uniform", "er", "erk" or a function such as `densities.power`.
-        first_dense: leave the first tensor dense.
+    `distribution` is "uniform", "er", "erk" or a function such as `densities.power`.
     """
     if isinstance(distribution, str) and distribution not in _DENSITIES:
         names = ", ".join(_DENSITIES)
@@ -65,12 +59,10 @@ def random(distribution: str | Densities = "uniform", *, first_dense: bool = Fal
 
 
 def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
-    """The masks of an earlier run (arXiv 1803.03635).
+    """The masks of an earlier run (arXiv 1803.03635), or with `shuffle` only their counts of blocks in each scope.
 
-    Args:
-        masks: {tensor_fqn: mask, or weight whose zeros are the mask}, a sparsifier's `state_dict()`, or the
-            `state_dict()` of a prepared model.
-        shuffle: keep the count of each scope and draw which blocks: the distribution of the ticket alone.
+    `masks` are {tensor_fqn: mask, or weight whose zeros are the mask}, a sparsifier's `state_dict()`, or the
+    `state_dict()` of a prepared model.
     """
     if not isinstance(masks, Mapping) or not masks:
         raise SparsityError(f"lottery_ticket needs a non-empty mapping of masks, got {type(masks).__name__}")
@@ -78,11 +70,7 @@ def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
 
 
 def resume(masks: Mapping[str, Any] | None = None) -> Init:
-    """The zeros that the model's weights have, or saved masks (see `lottery_ticket`).
-
-    Raises:
-        SparsityError: `masks` is no mapping of names to masks.
-    """
+    """The zeros that the model's weights have, or saved masks (see `lottery_ticket`)."""
     if masks is not None and not isinstance(masks, Mapping):
         raise SparsityError(f"resume: masks must be a dict of names and masks, got {masks!r}")
     return Init(name="resume", masks={} if masks is None else masks)
@@ -150,8 +138,16 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
         rows = keep_mask(slots.random("init"), budgets.rows(k), candidates=slots.real)
     else:
         is_weight = {s: t.is_floating_point() and bool(((t != 0) & (t != 1)).any()) for s, t in saved.items()}
-        rows = _saved_rows(slots, init.shuffle, [spec for spec in saved if not is_weight[spec]])
-        _take_budget(budgets, k, rows)
+        rows = slots.active
+        whole = slots.masks_of(rows)
+        for spec, mask in slots.masks.items():
+            if not is_weight[spec] and not torch.equal(whole[spec], mask):  # in weights, single zeros are no pruning
+                raise SparsityError(
+                    f"{spec.name}: the saved mask keeps parts of blocks; give the block_shape that it was made with"
+                )
+        _take_budget(budgets, k, rows.sum(1).cpu())
+        if init.shuffle:
+            rows = keep_mask(slots.random("shuffle"), rows.sum(1), candidates=slots.real)
         slots = Slots(pruning_group=pruning_group, placed={"weights": dense, "masks": dense})  # kept outside of a view
     masks = slots.masks_of(rows)
     return {
@@ -185,24 +181,9 @@ def _saved(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tens
     return full_tensor(mask).to("cpu" if weight.is_meta else weight.device)
 
 
-def _saved_rows(slots: Slots, shuffle: bool, masks: Collection[BlockSpec]) -> Tensor:
-    """The slots that the saved masks keep, or with `shuffle` as many drawn ones; bool rows.
-
-    Raises where one of `masks` keeps a part of a block; the others are weights, where single zeros are no pruning.
-    """
-    kept = slots.active
-    whole = slots.masks_of(kept)
-    broken = [spec.name for spec in masks if not torch.equal(whole[spec], slots.masks[spec])]
-    if broken:
-        raise SparsityError(
-            f"{broken[0]}: the saved mask keeps parts of blocks; give the block_shape that it was made with"
-        )
-    return keep_mask(slots.random("shuffle"), kept.sum(1), candidates=slots.real) if shuffle else kept
-
-
-def _take_budget(budgets: Budgets, k: int, rows: Tensor) -> None:
+def _take_budget(budgets: Budgets, k: int, count: Tensor) -> None:
     """Saved masks define the budget of a pruning group that shares one; a fixed budget must agree with them."""
-    label, count = budgets.pruning_groups[k].label, rows.sum(1).cpu()
+    label = budgets.pruning_groups[k].label
     if k not in budgets.shared:
         if not torch.equal(count, budgets.rows(k)):
             raise SparsityError(

@@ -1,7 +1,6 @@
 """Published methods by name: a few arguments of `DynamicSparsifier` or `StraightThrough` each.
 
-`sparsity_level` always comes first. The functions for `DynamicSparsifier` take the optimizer second, or none: then it
-is attached later.
+`sparsity_level` always comes first; for `DynamicSparsifier`, the optimizer is second, or is attached later.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
 """DynamicSparsifier: masks that change during training with a constant number of kept blocks; torch.ao's interface.
 
 `prepare` makes the initial masks (`inits`), hooks capture gradients before an optimizer's step (`gradients`), and
-`step` counts iterations and makes an update (`update`) in those that `Settings` schedules.
+`step` makes an update (`update`) in the iterations that `Settings` schedules.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from .update import NewValues, UpdateStatistics, make_settings, run_update, zero
 _PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Mapping}
 
 
-@final
 class DynamicSparsifier(BudgetSparsifier):
     """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), which change at updates.
 
@@ -168,8 +167,6 @@ class DynamicSparsifier(BudgetSparsifier):
         """Whether updates read gradients or momentum, so that `take_gradients` must precede clipping."""
         return self.settings.needs_gradient or self.settings.needs_momentum
 
-    # the start of training
-
     def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         group = super()._complete(own, place)
         is_fixed = self._resolve(own, place).get("sparsity_level") is not None or group.get("nnz") is not None
@@ -256,8 +253,6 @@ class DynamicSparsifier(BudgetSparsifier):
         self._capture.shard_like_weights()
         self._known, self._initial_masks = [id(original(g)) for g in self.groups], {}
 
-    # training
-
     def step(self, use_path: bool = True) -> None:
         """Count one training iteration, after the optimizer's step; update the masks if an update is due.
 
@@ -332,14 +327,11 @@ class DynamicSparsifier(BudgetSparsifier):
         needs = tuple(dict.fromkeys(n for rule in self.settings.rules for n in rule.statistics))
         return {g["tensor_fqn"]: needs for g in self.groups}
 
-    # checkpoints
-
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
         """Masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
 
-        Args:
-            with_gradients: add an entry for the gradient of every tensor, which a state has that was saved between
-                an optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
+        `with_gradients` adds an entry for the gradient of every tensor, which a state has that was saved between an
+        optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
         """
         return {**super().state_dict(), "dynamic": self._progress(with_gradients)}
 
@@ -356,7 +348,6 @@ class DynamicSparsifier(BudgetSparsifier):
         self._set_open()
 
     def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
-        """Plain data: the iteration, whether an update is pending, levels, and captured gradients in an update."""
         blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in self.groups if with_gradients}
         captured = {fqn: g.detach().clone() for fqn, g in self._capture.gradients.items()}
         return {
@@ -387,9 +378,8 @@ class DynamicSparsifier(BudgetSparsifier):
             gradient = saved["gradients"][name]
             if not isinstance(gradient, Tensor) or gradient.shape != weight.shape:
                 shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-                raise SparsityError(
-                    f"load_state_dict: {name}: the saved gradient is {shape}, the weight {tuple(weight.shape)}"
-                )
+                text = f"the saved gradient is {shape}, the weight {tuple(weight.shape)}"
+                raise SparsityError(f"load_state_dict: {name}: {text}")
             gradients[name] = placed_like(gradient.detach().clone().to(weight.device), weight)
         return {**saved, "gradients": gradients}
 

@@ -133,10 +133,10 @@ class StraightThrough(BudgetSparsifier):
         keeps: Mapping[PruningGroup, int | Tensor],
     ) -> None:
         super()._fill(pruning_groups, groups, masks, keeps)
-        own = {at: mask_of(groups[at]) for g in pruning_groups for _, at in g.members}
-        for mask in own.values():  # with gradients for all, the backward mask is not gathered
+        dynamic = {at: mask_of(groups[at]) for g in pruning_groups for _, at in g.members}
+        for mask in dynamic.values():  # with gradients for all, the backward mask is not gathered
             mask.set_open(not self.backward_level)
         if self.backward_level:
-            backward = {at: mask.backward_mask for at, mask in own.items() if mask.backward_mask is not None}
+            backward = {at: mask.backward_mask for at, mask in dynamic.items() if mask.backward_mask is not None}
             budgets = {g: g.scope.sparsity_to_nnz(self.backward_level) for g in pruning_groups}
             super()._fill(pruning_groups, groups, backward, budgets)

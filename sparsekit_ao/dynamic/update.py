@@ -105,10 +105,10 @@ class Settings:
         """Return whether an update is scheduled for this iteration (counted from 1)."""
         return iteration % (self.update_every or 1) == 0 and self.may_update(iteration)
 
-    def due(self, most: int = 1000) -> range:
-        """Return the iterations with a scheduled update; the first `most` where there is no end."""
+    def due(self) -> range:
+        """Return the iterations with a scheduled update; the first 1000 where there is no end."""
         every = self.update_every or 1
-        return range(every, (every * most if self.until is None else self.until) + 1, every)
+        return range(every, (every * 1000 if self.until is None else self.until) + 1, every)
 
     def may_update(self, iteration: int) -> bool:
         """Return whether an update may still happen in this iteration."""
@@ -243,9 +243,6 @@ def run_update(
     )
 
 
-# which slots are kept
-
-
 def _choose(
     slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
@@ -300,9 +297,8 @@ def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
 def _prune(slots: Slots, keep: Tensor, rule: Rule, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
     """Keep all but exactly floor(fraction * active) slots of a pruning group, and in no scope more than its budget.
 
-    Every scope loses the smallest floor(fraction * active) of its own. Where scopes are so small that this falls short
-    of the pruning group's number (2 of 4 loses none at 0.3), more are pruned: the smallest among the weakest slots of
-    all scopes. Unless scopes regrow to their budgets afterwards, all of them lose the same number.
+    Every scope loses the smallest floor(fraction * active) of its own. Where that falls short of the pruning group's
+    number (2 of 4 loses none at 0.3) and scopes regrow to their budgets, the smallest of all scopes' weakest go too.
     """
     active, scores = slots.active, _scores(rule, slots)
     count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
@@ -321,8 +317,8 @@ def _prune_together(
 ) -> list[tuple[Tensors, Tensor]]:
     """Let pruning groups compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
 
-    The best slot of a pruning group always stays. With a target, or without growth, the best of every scope stays.
-    Every scope of a pruning group then keeps the same number: the competition decides how many, its scores which.
+    The best slot of a pruning group always stays. With a target, or without growth, the best of every scope stays, and
+    all scopes of a pruning group keep the same number.
     """
     scores, active = [_scores(rule, s) for s in slots], [s.active for s in slots]
     totals, even = [int(a.sum()) for a in active], most is not None or not regrows
@@ -401,32 +397,26 @@ def _value_at(schedule: Schedule, iteration: int, name: str) -> float:
 
 
 def _number(value: Any, requirement: str, when: str = "") -> float:
-    """Return a user's number, or tensor of one number, as float; an error begins with `requirement`."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
+    """Return a user's number, or tensor of one number, as float."""
+    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not is_number(value):
         raise SparsityError(f"{requirement}, got {value!r}{when}")
     return float(value)
 
 
-# writing what was chosen
-
-
 def _apply(
     groups: Sequence[TensorGroup], masks: list[Tensor], settings: Settings, capture: GradientCapture, iteration: int
 ) -> dict[str, list[int]]:
-    """Write new masks (bool, one for each group, sharded as its weight) into the present ones, in place.
+    """Write new masks (bool, sharded as the weights) in place; return {tensor_fqn: [grown, grown or pruned, kept]}.
 
-    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state. Returns {tensor_fqn:
-    elements [grown, grown or pruned, kept]}.
+    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state.
     """
-    optimizers, weights = capture.optimizers, [original(g) for g in groups]
-    moments: list[list[Tensor]] = [[] for _ in groups]
-    if settings.state_init == "grad":
-        moments = [second_moments(optimizers, w, g["tensor_fqn"]) for w, g in zip(weights, groups, strict=True)]
+    optimizers, is_grad = capture.optimizers, settings.state_init == "grad"
+    moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) if is_grad else [] for g in groups]
     values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
     counts = {}
-    for group, weight, new, value, squares in zip(groups, weights, masks, values, moments, strict=True):
+    for group, new, value, squares in zip(groups, masks, values, moments, strict=True):
+        weight = original(group)
         changed = new ^ (mask_of(group).mask != 0)
         grown, here = local(changed & new), local(weight)
         here.masked_fill_(local(changed), 0)
@@ -443,7 +433,6 @@ def _apply(
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
-    """Return the values that the user's function gives for one weight."""
     if settings.new_values is None:
         return None
     weight, fqn = original(group).detach(), group["tensor_fqn"]

@@ -23,7 +23,6 @@ from .weights import Conversion, same_bits
 
 MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"
-
 Masks = MaskSparsifier | Mapping[str, Tensor]
 
 
@@ -94,15 +93,13 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
     shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
     bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
     save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
-    for file in sorted(folder.glob("*.safetensors")):
-        written = load_file(file) if file.name != MASKS else {}
-        for name in written.keys() & masks.keys():
-            if not same_bits(written[name], values[name]):
+    for file in {*folder.glob("*.safetensors")} - {folder / MASKS}:
+        for name, written in load_file(file).items():
+            if name in masks and not same_bits(written, values[name]):
                 raise SparsityError(f"save_pretrained: {file.name} does not hold the masked values of {name}")
     return Conversion(
         target="save_pretrained",
         converted=tuple(masks),
-        left={},
         before=sum(values[name].nbytes for name in masks),
         after=(folder / MASKS).stat().st_size,
         notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros",),
@@ -124,10 +121,8 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
     if not is_written:
         report.save(folder / MANIFEST)
         why = f" ({report.not_in_config})" if report.not_in_config else ""
-        note = (
-            f"the config does not describe the smaller model{why}: {name}.from_pretrained cannot load it, "
-            f"export.load_pretrained({str(folder)!r}, {name}) does"
-        )
+        loads = f"{name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
+        note = f"the config does not describe the smaller model{why}: {loads}"
     loaded = load_pretrained(folder, type(model)).state_dict()
     for key, tensor in model.state_dict().items():
         if key not in loaded or not tensor.detach().cpu().equal(loaded[key].to(tensor.dtype).cpu()):
@@ -135,7 +130,6 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
     return Conversion(
         target="save_pretrained",
         converted=tuple(dict.fromkeys(change.path for change in of_config)) if is_written else (),
-        left={},
         before=report.before.bytes,
         after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         notes=(note,),
@@ -143,15 +137,12 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
 
 
 def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Module:
-    """Load a compacted model that `save_pretrained(model, report, path)` wrote, whether or not its config describes it.
+    """Load a compacted model that `save_pretrained` wrote, in eval mode, whether or not its config describes it.
 
     Args:
         path: folder.
         model_class: class of the model, or an `AutoModel...` class.
         kwargs: for `from_pretrained`, where the config describes the model; else for its constructor.
-
-    Returns:
-        The model, in eval mode as after `from_pretrained`.
 
     Raises:
         SparsityError: weights are missing, or the manifest is of another model.
@@ -163,14 +154,11 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
 
     folder = Path(path)
     if not (folder / MANIFEST).exists():
-        pretrained: nn.Module = model_class.from_pretrained(folder, **kwargs)
-        return pretrained
+        return model_class.from_pretrained(folder, **kwargs)
     config = AutoConfig.from_pretrained(folder)
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     model = cut_to(make(config, **kwargs), folder / MANIFEST)
-    values: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        values |= load_file(file)
+    values = {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     loaded = {id(tensors[name]) for name in values if name in tensors}
     missing = [name for name in model.state_dict() if name not in values and id(tensors[name]) not in loaded]
@@ -241,20 +229,17 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     if not _adapted(model) or not callable(getattr(model, "merge_and_unload", None)):
         raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")
     for layer in _adapted(model):
-        kind = type(layer).__name__
+        kind, advice = type(layer).__name__, "call model.unmerge_adapter() first"
         if getattr(layer, "merged_adapters", ()):
-            raise SparsityError(
-                f"merge_lora: an adapter is merged into a {kind} already; call model.unmerge_adapter() first"
-            )
+            raise SparsityError(f"merge_lora: an adapter is merged into a {kind} already; {advice}")
         if getattr(layer, "disable_adapters", False):
             raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
         for name, tensor in layer.named_parameters():
             if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
                 raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
     tensors = _masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
-    registered = {
-        name: weight_mask for name, module, key, _ in tensors if (weight_mask := find_mask(module, key)) is not None
-    }
+    masks = {name: find_mask(module, key) for name, module, key, _ in tensors}
+    registered = {name: mask for name, mask in masks.items() if mask is not None}
     if renamed := [name for name in registered if _owner(model.get_base_model(), name) is None]:
         raise SparsityError(
             f"merge_lora: without adapters, {renamed[0]} has another name; call sparsifier.squash_mask() first"
@@ -280,23 +265,21 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
             with installed([(module, key, registered[name]) for name, module, key, _ in tensors if name in registered]):
                 pass
     size = sum(values.nbytes for values in before.values())
-    report = Conversion(
+    notes = [f"{name}: its mask drops {share:.0%} of the adapter's norm" for name, share in shares.items()]
+    notes += [f"the adapter {name!r} is not active, so it is not merged but removed" for name in idle]
+    return merged, Conversion(
         target="merge_lora",
         converted=tuple(shares),
         left={name: "no adapter changes it" for name in before if name not in shares},
         before=size,
         after=size,
         difference=max(shares.values(), default=0.0),
-        notes=(
-            *(f"{name}: its mask drops {share:.0%} of the adapter's norm" for name, share in shares.items()),
-            *(f"the adapter {name!r} is not active, so it is not merged but removed" for name in idle),
-        ),
+        notes=tuple(notes),
     )
-    return merged, report
 
 
 def _adapted(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that have adapters of peft; these list the attributes that hold them."""
+    """The layers that have adapters of peft, whose attributes these list."""
     return [m for m in model.modules() if getattr(m, "adapter_layer_names", ())]
 
 

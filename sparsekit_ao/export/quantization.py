@@ -1,8 +1,7 @@
 """`quantize`: pruned models quantized by torchao, every zero kept.
 
-Orders that work: prune, `squash_mask`, then `quantize`; or, with training that simulates quantization (QAT), torchao's
-`QATConfig(step="prepare")`, then `sparsifier.prepare`, training, `squash_mask`, and `quantize` with
-`QATConfig(step="convert")`.
+Prune, `squash_mask`, then `quantize`; or, with training that simulates quantization, torchao's
+`QATConfig(step="prepare")`, `sparsifier.prepare`, training, `squash_mask`, `quantize` with `QATConfig(step="convert")`.
 """
 
 import copy
@@ -32,7 +31,7 @@ def quantize(
     tensors: Sequence[str] | None = None,
     forward: Forward | None = None,
 ) -> tuple[nn.Module, Conversion]:
-    """Quantize the Linear layers of a pruned model with `torchao.quantize_`, and check that zeros stay zeros.
+    """Return a copy whose Linear layers `torchao.quantize_` has quantized, and a `Conversion`; zeros stay zeros.
 
     Args:
         model: squashed; it does not change.
@@ -40,12 +39,8 @@ def quantize(
             CUDA (torchao by itself drops whatever is too much for 2:4 without a word).
         batches: typical inputs, on which both models are compared; dicts are passed as keyword arguments, tuples and
             lists as positional ones.
-        tensors: names, globs or `re:` expressions of weights that must be quantized. None is every weight of which at
-            least a tenth is zero. torchao quantizes the model's other Linear layers too.
+        tensors: weights that must be quantized, as for `export.check`. torchao quantizes other Linear layers too.
         forward: `(model, batch) -> output`, if the model is called in another manner.
-
-    Returns:
-        A quantized copy, and a `Conversion`.
 
     Raises:
         SparsityError: a weight is masked, shared, not finite or not of a Linear; torchao refuses, leaves one of these
@@ -75,10 +70,8 @@ def quantize(
         quantize_(converted, config, filter_fn=None)  # all Linear layers, or those that a FqnToConfig names
     except Exception as e:
         raise SparsityError(f"quantize: torchao refuses this model with {type(config).__name__}: {e}") from e
-    _check_zeros(layers, converted)
     all_layers = layers_of(model)
-    quantized = {a.fqn: a for a in all_layers if _is_quantized(getattr(*owner_of(converted, a.fqn)))}
-    _check_packed(list(quantized.values()), converted)
+    quantized = _checked_tensors(all_layers, {layer.fqn for layer in layers}, converted)
     try:
         new_outputs, called_again = _outputs(converted, batches, forward, layers)
     except Exception as e:
@@ -88,30 +81,30 @@ def quantize(
             f"quantize: a copy of the model still calls the original module of {lost[0]}, as closures and compiled "
             "models do. Pass the model before torch.compile, and call layers as attributes of their module."
         )
-    uncalled = [layer.fqn for layer in layers if layer.fqn not in called]
+    notes = (f"{a.fqn}: no batch calls its module, so it may not be compared" for a in layers if a.fqn not in called)
     report = Conversion(
         target="quantize",
         converted=tuple(quantized),
         left={a.fqn: "torchao does not quantize it with this config" for a in all_layers if a.fqn not in quantized},
-        before=sum(layer.weight.nbytes for layer in quantized.values()),
-        after=sum(_bytes(getattr(*owner_of(converted, name))) for name in quantized),
+        before=sum(layer.weight.nbytes for layer in all_layers if layer.fqn in quantized),
+        after=sum(map(_bytes, quantized.values())),
         difference=_largest_difference(outputs, new_outputs),
-        notes=tuple(f"{name}: no batch calls its module, so it may not be compared" for name in uncalled),
+        notes=tuple(notes),
     )
     return converted, report
 
 
 def _check_order(model: nn.Module, config: Any) -> None:
     step = getattr(config, "step", None)  # of a QATConfig
-    masked = next((layer.fqn for layer in layers_of(model) if layer.masked), None)
-    if masked is not None:
-        order = "sparsifier.prepare, step, squash_mask, then quantize"
-        if step is not None:
-            order = (
-                "torchao.quantize_ with QATConfig(step='prepare'), sparsifier.prepare, training, "
-                "sparsifier.squash_mask, quantize with QATConfig(step='convert')"
-            )
-        raise SparsityError(f"quantize: {masked} still has its mask. The order that works: {order}.")
+    order = "sparsifier.prepare, step, squash_mask, then quantize"
+    if step is not None:
+        order = (
+            "torchao.quantize_ with QATConfig(step='prepare'), sparsifier.prepare, training, "
+            "sparsifier.squash_mask, quantize with QATConfig(step='convert')"
+        )
+    for layer in layers_of(model):
+        if layer.masked:
+            raise SparsityError(f"quantize: {layer.fqn} still has its mask. The order that works: {order}.")
     if str(getattr(step, "value", step)).lower() == "prepare":
         raise SparsityError(
             "quantize: QATConfig(step='prepare') changes layers for training, so call torchao.quantize_ itself, before "
@@ -162,35 +155,33 @@ def _is_quantized(tensor: Tensor) -> bool:
     return hasattr(tensor, "dequantize") and type(tensor) not in (Tensor, nn.Parameter)
 
 
-def _check_zeros(layers: Sequence[Layer], converted: nn.Module) -> None:
+def _checked_tensors(layers: Sequence[Layer], required: set[str], converted: nn.Module) -> dict[str, Any]:
+    """The quantized weights by name: all required ones, with their zeros. Those packed as 2:4 were 2:4 before."""
+    quantized = {}
     for layer in layers:
         tensor = getattr(*owner_of(converted, layer.fqn))
-        if not _is_quantized(tensor):
+        if _is_quantized(tensor):
+            quantized[layer.fqn] = tensor
+        elif layer.fqn in required:
             raise SparsityError(
                 f"quantize: torchao left {layer.fqn} of shape {tuple(layer.weight.shape)} as it is with this "
                 "config; its kernel may need other multiples. Take another config, or name others (tensors=[...])."
             )
-        changed = ((layer.weight == 0) & (tensor.dequantize().to(layer.weight.device) != 0)).nonzero()
-        if len(changed):
+        is_zero = layer.weight == 0 if layer.fqn in required else None
+        if is_zero is not None and len(at := (is_zero & (tensor.dequantize().to(is_zero.device) != 0)).nonzero()):
             raise SparsityError(
-                f"quantize: the zero of {layer.fqn} at {changed[0].tolist()} is not zero after quantization with this "
+                f"quantize: the zero of {layer.fqn} at {at[0].tolist()} is not zero after quantization with this "
                 "config; take a symmetric one"
             )
-
-
-def _check_packed(layers: Sequence[Layer], converted: nn.Module) -> None:
-    """Weights that are packed as 2:4 must have been 2:4, also those that nobody pruned."""
-    for layer in layers:
-        is_packed = "sparse" in type(getattr(*owner_of(converted, layer.fqn))).__name__.lower()
-        if is_packed and (refusals := two_four_refusals(layer)):
+        if "sparse" in type(tensor).__name__.lower() and (refusals := two_four_refusals(layer)):
             raise SparsityError(
                 f"quantize: this config packs {layer.fqn} as 2:4 as well, which {refusals[0]}. Name only 2:4 layers, "
                 "by torchao's FqnToConfig."
             )
+    return quantized
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of all the tensors of which a subclass is made."""
     if not _is_quantized(tensor):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

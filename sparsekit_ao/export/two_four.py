@@ -21,8 +21,7 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
     Args:
         model: squashed; float16, bfloat16 or int8. float32 is refused, since torch's packing does not restore it.
         path: of the file, which is replaced if it exists.
-        tensors: names, globs or `re:` expressions of the weights to pack; None is every weight of which at least a
-            tenth is zero.
+        tensors: weights to pack, as for `export.check`.
 
     Raises:
         SparsityError: a weight cannot be packed (as `export.check` finds), or has a mask. No file is written.
@@ -39,9 +38,9 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
     """
     from safetensors.torch import save_file
 
-    masked = [layer.fqn for layer in layers_of(model) if layer.masked]
-    if masked:
-        raise SparsityError(f"pack_2_4: {masked[0]} still has its mask; call sparsifier.squash_mask() first")
+    for layer in layers_of(model):
+        if layer.masked:
+            raise SparsityError(f"pack_2_4: {layer.fqn} still has its mask; call sparsifier.squash_mask() first")
     chosen, others = checked_layers(model, "pack_2_4", pack_refusals, tensors)
     names = {memory_of(tensor) or name: name for name, tensor in reversed(model.state_dict().items())}  # of tied: first
     state = {name: model.state_dict()[name].detach().cpu() for name in names.values()}
@@ -101,7 +100,6 @@ def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked(name: str, values: Tensor, metadata: Tensor) -> Tensor:
-    """The dense weight, if packing it gives the same values and metadata."""
     try:
         dense = conversions.sparse_semi_structured_to_dense_cutlass(values, metadata)
         if all(map(torch.equal, _packed(dense), (values, metadata))):

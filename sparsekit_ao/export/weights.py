@@ -5,7 +5,7 @@ Works on masked and on squashed models; nothing is changed.
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,7 @@ class Layer:
     """One weight of a model.
 
     Attributes:
-        path: name of the module in `model.named_modules()`.
-        module: module that holds the weight.
+        path, module: module that holds the weight, and its name in `model.named_modules()`.
         tensor_name: name of the weight in the module.
         masked: whether it has a mask, this library's or torch.ao's.
         names: every name of the weight in the model's state dict after `squash_mask`; several if it is tied, or its
@@ -64,8 +63,8 @@ class Layer:
     def kept(self) -> Tensor:
         """Bool, of the weight's shape: values that are not zero. nan is not zero, -0.0 is."""
         weight = self.weight
-        is_float8 = weight.is_floating_point() and weight.itemsize == 1  # without comparisons on the CPU
-        return (weight.float() if is_float8 else weight) != 0
+        has_no_comparison = weight.is_floating_point() and weight.itemsize == 1  # float8 on the CPU
+        return (weight.float() if has_no_comparison else weight) != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +138,14 @@ class Conversion:
             equal bit for bit.
         notes: what else a user must know.
 
-    >>> print(Conversion(target="pack_2_4", converted=("0.weight",), left={}, before=200, after=120))
+    >>> print(Conversion(target="pack_2_4", converted=("0.weight",), before=200, after=120))
     pack_2_4: 1 of 1 weights
     bytes: 200 -> 120 (0.600)
     """
 
     target: str
     converted: tuple[str, ...]
-    left: Mapping[str, str]
+    left: Mapping[str, str] = field(default_factory=dict)
     before: int
     after: int
     difference: float | None = None
@@ -163,11 +162,8 @@ class Conversion:
 def report(model: nn.Module) -> LayerReport:
     """Return which patterns the weights of a model satisfy, masked or squashed, and which functions take them.
 
-    Args:
-        model: with weights of two or more dimensions, all of which are listed; tied ones once.
-
-    Returns:
-        A report whose text is a table; `sparsekit_ao.plot.plot_layers(report)` draws density and patterns.
+    All weights of two or more dimensions are listed, tied ones once. The text of the report is a table, and
+    `sparsekit_ao.plot.plot_layers(report)` draws density and patterns.
 
     >>> from sparsekit_ao import ScopeSparsifier, export, patterns
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 4)).half()
@@ -194,16 +190,13 @@ def report(model: nn.Module) -> LayerReport:
 
 
 def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -> list[Layer]:
-    """Check that a function of `export` takes the weights of a masked or squashed model, which does not change.
+    """Return the layers of a masked or squashed model, if a function of `export` takes the weights of all of them.
 
     Args:
-        model: masked, or squashed.
+        model: masked, or squashed; it does not change.
         target: "pack_2_4" or "quantize".
         tensors: names, globs or `re:` expressions of weights. None is every masked weight; in a model without masks,
             every weight of which at least a tenth is zero.
-
-    Returns:
-        The layers that were checked.
 
     Raises:
         SparsityError: some are not taken: with tensor, rule and first place that breaks it; there is no such target or
@@ -222,10 +215,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Return every parameter of two or more dimensions, and every masked one, in the order of the model's modules.
-
-    A shared one is listed once, with all its names. A SparsityError if one has no values, is sharded, or no plain one.
-    """
+    """Return every parameter of two or more dimensions, and every masked one, in order; a shared one once."""
     layers: dict[Hashable, Layer] = {}
     for path, module in checked_model(model, "export").named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
@@ -233,7 +223,15 @@ def layers_of(model: nn.Module) -> list[Layer]:
         plain = [name for name, p in module._parameters.items() if p is not None]
         for name in [*plain, *parametrized_names(module)]:
             fqn, parameter = f"{plain_name(path)}.{name}".removeprefix("."), parameter_of(module, name)
-            _refuse_special(fqn, parameter)
+            if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+                raise SparsityError(f"{fqn} has no values yet: run a lazy module once, or load a checkpoint first")
+            if is_sharded(parameter):
+                raise SparsityError(f"{fqn} is sharded over ranks; export a model that holds whole weights")
+            if type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
+                kind = type(parameter).__name__ if parameter.layout == torch.strided else parameter.layout
+                raise SparsityError(
+                    f"{fqn} is a {kind}, and only plain weights can be exported; export before converting them"
+                )
             masked = any(isinstance(p, FakeSparsity) for p in _parametrizations(module, name))
             if masked or used_weight(module, name).ndim > 1:
                 layer = Layer(path=path, module=module, tensor_name=name, masked=masked, names=())
@@ -260,12 +258,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def checked_layers(
     model: nn.Module, target: str, refusals: Callable[[Layer], list[str]], tensors: Sequence[str] | None
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers that are to be converted, all of which a target takes, and {tensor: why} of the others.
+    """Return the layers to convert, and {tensor: why} of the others; `refusals` returns why a layer is not taken.
 
-    Args:
-        model, tensors: as for `check`.
-        target: first word of error messages.
-        refusals: returns why the target does not take a layer.
+    `target` is the first word of error messages; `tensors` are as for `check`.
     """
     layers = layers_of(model)
     if tensors is None:
@@ -275,42 +270,27 @@ def checked_layers(
     else:
         why, chosen = "not in `tensors`", []
         for rule in [tensors] if isinstance(tensors, str) else tensors:
-            chosen += _named(layers, rule, f"{target}: ")
+            if not isinstance(rule, str):
+                kind = type(rule).__name__
+                raise SparsityError(f"{target}: tensors takes names, globs or re: expressions, got {kind}")
+            matches = matcher(rule, f"{target}: ")
+            named = [a for a in layers if any(map(matches, (*a.names, f"{a.path}.{a.tensor_name}")))]
+            if not named:
+                names = [name for layer in layers for name in layer.names]
+                known = f"{', '.join(names[:5]) or 'none'}{', ...' if len(names) > 5 else ''}"
+                raise SparsityError(f"{target}: {rule!r} names no weight of the model. The weights are {known}.")
+            chosen += named
         chosen = [layer for layer in layers if layer in chosen]
-    if not chosen and tensors is not None:
-        raise SparsityError(f"{target}: tensors is empty; name weights, or leave it out to take the pruned ones")
     if not chosen:
-        raise SparsityError(
-            f"{target}: no weight is masked, and in none a tenth is zero. Prune the model first, or pass tensors=[...]"
-        )
+        empty = "tensors is empty; name weights, or leave it out to take the pruned ones"
+        unpruned = "no weight is masked, and in none a tenth is zero. Prune the model first, or pass tensors=[...]"
+        raise SparsityError(f"{target}: {unpruned if tensors is None else empty}")
     refused = [f"{layer.fqn}: {text}" for layer in chosen for text in refusals(layer)]
     if refused:
         lines = refused[:_SHOWN] + ([f"{len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else [])
         hint = "" if tensors is not None else "\nPass tensors=[...] to convert only others."
         raise SparsityError(f"{target} does not take\n  " + "\n  ".join(lines) + hint)
     return chosen, {layer.fqn: why for layer in layers if layer not in chosen}
-
-
-def _named(layers: Sequence[Layer], rule: object, where: str) -> list[Layer]:
-    if not isinstance(rule, str):
-        raise SparsityError(f"{where}tensors takes names, globs or re: expressions, got {type(rule).__name__}")
-    matches = matcher(rule, where)
-    named = [a for a in layers if any(map(matches, (*a.names, f"{a.path}.{a.tensor_name}")))]
-    if not named:
-        names = [name for layer in layers for name in layer.names]
-        known = f"{', '.join(names[:5]) or 'none'}{', ...' if len(names) > 5 else ''}"
-        raise SparsityError(f"{where}{rule!r} names no weight of the model. The weights are {known}.")
-    return named
-
-
-def _refuse_special(fqn: str, parameter: Tensor) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-        raise SparsityError(f"{fqn} has no values yet: run a lazy module once, or load a checkpoint first")
-    if is_sharded(parameter):
-        raise SparsityError(f"{fqn} is sharded over ranks; export a model that holds whole weights")
-    if type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
-        kind = type(parameter).__name__ if parameter.layout == torch.strided else str(parameter.layout)
-        raise SparsityError(f"{fqn} is a {kind}, and only plain weights can be exported; export before converting them")
 
 
 def _parametrizations(module: nn.Module, name: str) -> list[nn.Module]:
@@ -330,8 +310,7 @@ def linear_refusals(layer: Layer, dtypes: Iterable[torch.dtype] = FLOATS) -> lis
     if others:
         call = "torch.nn.utils.parametrize.remove_parametrizations"
         refusals.append(f"is computed by {', '.join(others)}; call {call} first")
-    if layer.names[1:]:
-        shared = ", ".join(layer.names[1:])
+    if shared := ", ".join(layer.names[1:]):
         refusals.append(f"needs a weight of its own, but it is shared with {shared}; untie them first")
     if (at := _first(~weight.isfinite())) is not None:
         refusals.append(f"needs finite values, got {float(weight[at])} at {list(at)}")
@@ -369,8 +348,7 @@ REFUSALS: Mapping[str, Callable[[Layer], list[str]]] = {"pack_2_4": pack_refusal
 
 def _first(wrong: Tensor) -> tuple[int, ...] | None:
     """The index of the first True, or None."""
-    at = torch.unravel_index(wrong.flatten().to(torch.uint8).argmax(), wrong.shape) if bool(wrong.any()) else None
-    return None if at is None else tuple(map(int, at))
+    return tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else None
 
 
 def _density(kept: Tensor) -> float:
@@ -386,10 +364,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _patterns_of(layer: Layer, kept: Tensor) -> list[str]:
-    """Names of the structures that a weight satisfies: rows, columns, the strictest n:m; else the largest blocks.
-
-    "n:m" is along the inputs of the module. In rows, columns and blocks no zero is outside of one that is all zero.
-    """
+    """Rows, columns and the strictest n:m (along the inputs) that a weight satisfies; else the largest blocks."""
     if _density(kept) >= DENSE:  # an empty one, too
         return []
     names = [p.kind for p in (patterns.rows(), patterns.columns()) if _satisfies(layer, kept, p)]

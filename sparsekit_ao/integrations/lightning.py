@@ -1,20 +1,18 @@
 """A callback for Lightning: calls `step` after every optimizer step; its state is part of the trainer's checkpoints."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback
-from torch.ao.pruning import BaseScheduler
 
 from ..errors import SparsityError
-from ..sparsifiers.base import MaskSparsifier
 from ..sparsifiers.optimizer_state import groups_trained_by, unwrap_optimizer
-from ..sparsifiers.usage import checked_schedulers, refuse_other_model, update_interval_of
+from ..sparsifiers.usage import refuse_other_model
+from . import StepCallback
 
 __all__ = ["SparsifierCallback"]
 
 
-class SparsifierCallback(Callback):
+class SparsifierCallback(StepCallback, Callback):
     """Call a prepared sparsifier from a Lightning `Trainer`.
 
     After a batch in which optimizers stepped, the sparsifier steps once, then the schedulers. The trainer's optimizers
@@ -31,22 +29,17 @@ class SparsifierCallback(Callback):
             callback averages the masks.
     """
 
-    def __init__(
-        self,
-        sparsifier: MaskSparsifier,
-        schedulers: Sequence[BaseScheduler] = (),
-        *,
-        update_every: int = 1,
-        until: int | None = None,
-    ) -> None:
-        self._interval = update_interval_of(sparsifier, update_every, until)
-        self.sparsifier, self.schedulers = sparsifier, checked_schedulers(sparsifier, schedulers)
-        self._global_step = self._steps = 0
+    _global_step = _steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizers of sparsified parameters; Lightning has constructed and restored them by now."""
         refuse_other_model(self.sparsifier.groups, pl_module, "SparsifierCallback")
-        _refuse_averaged_masks(trainer)
+        for callback in trainer.callbacks:
+            if getattr(callback, "_use_buffers", False):  # an average of masks keeps whatever was ever kept
+                raise SparsityError(
+                    f"SparsifierCallback: {type(callback).__name__} averages buffers, and so masks, which then keep "
+                    "too much. Give it use_buffers=False."
+                )
         self._global_step = trainer.global_step
         groups = self.sparsifier.groups
         self.sparsifier.attach([o for o in trainer.optimizers if groups_trained_by([unwrap_optimizer(o)], groups)])
@@ -60,11 +53,8 @@ class SparsifierCallback(Callback):
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        if self._interval.is_due(self._steps):
-            self.sparsifier.step()
         self._steps += 1
-        for scheduler in self.schedulers:
-            scheduler.step()
+        self._step(self._steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The sparsifier's and the schedulers' state, and the number of steps."""
@@ -77,13 +67,3 @@ class SparsifierCallback(Callback):
         self._steps = state_dict.get("steps", 0)
         for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-
-
-def _refuse_averaged_masks(trainer: Any) -> None:
-    """Raise if a callback averages buffers: masks are buffers, and an average keeps whatever was ever kept."""
-    for callback in trainer.callbacks:
-        if getattr(callback, "_use_buffers", False):
-            raise SparsityError(
-                f"SparsifierCallback: {type(callback).__name__} averages buffers, and so masks, which then keep too "
-                "much. Give it use_buffers=False."
-            )

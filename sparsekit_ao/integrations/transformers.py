@@ -5,24 +5,22 @@ in `trainer_state.json`.
 """
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.ao.pruning import BaseScheduler
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..masking import dense_state_dict
-from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import checked_schedulers, refuse_other_model, update_interval_of
+from ..sparsifiers.usage import refuse_other_model
+from . import StepCallback
 
 __all__ = ["SparsifierCallback"]
 
 
-class SparsifierCallback(TrainerCallback, ExportableState):
+class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
     """Call a prepared sparsifier from a `transformers.Trainer`.
 
     After every optimizer step the sparsifier steps, then the schedulers. The trainer's optimizer is attached when
@@ -40,17 +38,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
             gradients that an update reads; see `watch_clipping`.
     """
 
-    def __init__(
-        self,
-        sparsifier: MaskSparsifier,
-        schedulers: Sequence[BaseScheduler] = (),
-        *,
-        update_every: int = 1,
-        until: int | None = None,
-    ) -> None:
-        self._interval = update_interval_of(sparsifier, update_every, until)
-        self.sparsifier, self.schedulers = sparsifier, checked_schedulers(sparsifier, schedulers)
-        self._watched: Any = None
+    _watched: Any = None  # the trainer whose clipping is watched
 
     def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
         """Mask dense gradients before the trainer clips them, which it does before it calls any callback.
@@ -121,10 +109,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step the sparsifier and its schedulers."""
-        if self._interval.is_due(state.global_step - 1):
-            self.sparsifier.step()
-        for scheduler in self.schedulers:
-            scheduler.step()
+        self._step(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Where the trainer went back to its best checkpoint, restore the sparsifier's state of that one too.

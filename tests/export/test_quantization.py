@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, export, patterns
-from sparsekit_ao.export.quantization import _check_packed
+from sparsekit_ao.export.quantization import _checked_tensors
 
 torchao = pytest.importorskip("torchao.quantization")
 
@@ -108,10 +108,10 @@ def test_only_2_4_weights_may_be_packed_as_2_4():
     model, _ = pruned(pattern=patterns.n_m(2, 4), names=["0.weight"])
     packed, layers = copy.deepcopy(model), export.check(model, "quantize", ["0.weight", "2.weight"])
     packed[0].weight = nn.Parameter(packed[0].weight.detach().as_subclass(SparseTensor))
-    _check_packed(layers, packed)
+    _checked_tensors(layers, set(), packed)
     packed[2].weight = nn.Parameter(packed[2].weight.detach().as_subclass(SparseTensor))
     with pytest.raises(SparsityError, match=r"packs 2\.weight as 2:4 as well, which needs at most 2 .*FqnToConfig"):
-        _check_packed(layers, packed)
+        _checked_tensors(layers, set(), packed)
 
 
 class Around(nn.Module):

@@ -1,7 +1,7 @@
 """discover: the couplings that one forward of a model suggests, as Python code to read, edit and keep.
 
 `shared_axes` writes the factors of a trace as patterns, for axes that can be pruned and for frozen ones; `fold` and
-`fold_frozen` join those of repeated layers, with stars for numbers where they match the joined names only.
+`fold_frozen` join those of repeated layers by stars.
 """
 
 import math
@@ -28,10 +28,7 @@ _OTHERS = "dgefjklmnrvABC"  # names of the other factors in a dimension with a u
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenAxis:
-    """An axis of several tensors from which nothing may be removed: `why` names the operation and the module.
-
-    `places` are (tensor, dimension) of each occurrence.
-    """
+    """An axis from which nothing may be removed: why, its size, and (tensor, dimension) of each occurrence."""
 
     why: str
     size: int
@@ -49,8 +46,8 @@ class Discovery:
         opaque: objects in the output that were not inspected, so tensors in them are not frozen.
         left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `removal.removable`.
 
-    >>> found = discover(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)), torch.zeros(1, 4))
-    >>> [coupling.members for coupling in found.couplings], found.counts
+    >>> discovery = discover(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)), torch.zeros(1, 4))
+    >>> [coupling.members for coupling in discovery.couplings], discovery.counts
     ([{'0.weight': 'u i', '0.bias': 'u', '1.weight': 'o u'}], ((1, 16),))
     """
 
@@ -115,9 +112,8 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
         raise SparsityError(f"discover needs a model (an nn.Module), got {type(model).__name__}")
     recorded = trace(model, example_inputs)
     free, frozen = shared_axes(recorded, [name for name, _ in model.named_parameters()])
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    folded = fold(free, names)
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    folded = fold(free, [name for name, _ in tensors])
     return Discovery(
         couplings=tuple(coupling for coupling, _, _ in folded),
         counts=tuple((count, units) for _, units, count in folded),

@@ -2,8 +2,7 @@
 
 A dimension of a tensor is a sequence of factors, outermost first, as einops writes them: `(h d)`. A factor is a node
 that may be united with another one or split in two at any time, and every axis that contains it is affected. It may
-also be a concatenation of axes of other lengths. This module handles integers and reasons only, no tensors and no
-operations.
+also be a concatenation of axes of other lengths.
 """
 
 import itertools
@@ -139,13 +138,13 @@ def fixed(size: int, why: str) -> Axis:
 def unify(axes: Sequence[Axis], why: str) -> None:
     """Make axes of one size the same, factor by factor; those whose factors do not align are frozen, with `why`."""
     for other in axes[1:]:
-        left, right = _Reader(axes[0]), _Reader(other)
-        while left and right:
-            a, b = left.read().factor, right.read().factor
+        first, second = _Reader(axes[0]), _Reader(other)
+        while first and second:
+            a, b = first.read().factor, second.read().factor
             if 0 < b.size < a.size and a.size % b.size == 0:
-                a = left.read_outer(a, b.size)
+                a = first.read_outer(a, b.size)
             elif 0 < a.size < b.size and b.size % a.size == 0:
-                b = right.read_outer(b, a.size)
+                b = second.read_outer(b, a.size)
             if a.size != b.size:
                 freeze((*axes[0], *other), f"{why}: its factors do not line up")
                 return
@@ -168,8 +167,8 @@ def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
             size = math.prod(factor.size for factor in piece)
             inside = sorted(end - start for end in ends[0] | ends[1] if start < end <= start + size)
             if len(inside) > 1 and len(piece) > 1:
-                a.freeze(f"{why}: its parts do not line up")
-                b.freeze(f"{why}: its parts do not line up")
+                for factor in (a, b):
+                    factor.freeze(f"{why}: its parts do not line up")
                 return
             if len(inside) > 1:
                 piece[0].cut([end - begin for begin, end in itertools.pairwise([0, *inside])])

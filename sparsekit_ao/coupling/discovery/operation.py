@@ -1,7 +1,4 @@
-"""One operation of a forward, as a rule receives it: arguments by name, the axes of its tensors, the result.
-
-A rule returns the axes of the result; `axis_rules` has them all.
-"""
+"""One operation of a forward, as a rule of `axis_rules` receives it; the rule returns the axes of the result."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils import _pytree
@@ -40,6 +36,7 @@ class Trace(TorchDispatchMode):
         named: {name of a parameter or buffer: its axes}; a tensor with several names has the first.
         further: (name, dimension) of axes that an earlier dimension of the parameter has too: masks are on that one.
         seen: the axes of every result of an operation.
+        names: names of parameters (whose units a mask may make zero) and buffers, by fake tensor.
         used: names of the parameters and buffers that were read.
         opaque: descriptions of objects in the output that are not inspected.
     """
@@ -52,15 +49,11 @@ class Trace(TorchDispatchMode):
         self.used: set[str] = set()
         self.opaque: list[str] = []
         self._labels = WeakIdKeyDictionary()
-        self._names = WeakIdKeyDictionary()
+        self.names = WeakIdKeyDictionary()
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._modules: list[tuple[str, nn.Module]] = []
         self._steps: list[tuple[AxisRule | None, Operation]] = []
-
-    def name(self, name: str, tensor: Tensor) -> None:
-        """Remember a parameter (whose units a mask may make zero) or buffer."""
-        self._names.setdefault(tensor, name)
 
     def fix(self, value: Any, why: str) -> None:
         """Freeze every dimension of the tensors in an input or output."""
@@ -71,24 +64,18 @@ class Trace(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Record for each operation which module runs it."""
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(partial(self._enter, name))
-            module.register_forward_hook(self._leave)
+            module.register_forward_pre_hook(lambda module, _, name=name: self._modules.append((name, module)))
+            module.register_forward_hook(lambda *_: self._modules.pop() and None)  # the output stays as it is
 
     @property
     def where(self) -> str:
         """The name of the running module."""
         return self._modules[-1][0] or "the model" if self._modules else "the model"
 
-    def _enter(self, name: str, module: nn.Module, _: Any) -> None:
-        self._modules.append((name, module))
-
-    def _leave(self, *_: Any) -> None:
-        self._modules.pop()
-
     def label_of(self, tensor: Tensor) -> Label:
         """The axes of a tensor; an unknown one was created by the model itself, and is frozen."""
-        if tensor in self._names:
-            self.used.add(self._names[tensor])
+        if tensor in self.names:
+            self.used.add(self.names[tensor])
         if tensor not in self._labels:
             self._labels[tensor] = tuple(fixed(n, f"a constant made in {self.where}") for n in tensor.shape)
         return self._labels[tensor]
@@ -136,7 +123,7 @@ class Trace(TorchDispatchMode):
     def _start(self, inputs: Any) -> None:
         """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
         self.seen, self._labels = [], WeakIdKeyDictionary()
-        for tensor, name in self._names.items():
+        for tensor, name in self.names.items():
             zero = [isinstance(tensor, nn.Parameter) and (name, d) not in self.further for d in range(tensor.dim())]
             sizes = zip(tensor.shape, zero, strict=True)
             self.named[name] = tuple(() if n == 1 else (AxisFactor(Factor(n), is_zero),) for n, is_zero in sizes)
@@ -153,7 +140,6 @@ class Trace(TorchDispatchMode):
                 earlier |= free
 
     def _used_steps(self, output: Any) -> list[bool]:
-        """For each operation whether the output depends on its result."""
         needed = {id(tensor) for _, tensor in tensors_in("output", output)}
         used = []
         for _, op in reversed(self._steps):
@@ -200,13 +186,26 @@ class Trace(TorchDispatchMode):
 
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
     """Run a copy of the model in eval mode once on fake tensors; arguments and errors are those of `discover`."""
-    _check(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SparsityError(
+                f"discover: {name or 'the model'} is scripted or traced, so its operations cannot be recorded; give "
+                "the model that was passed to torch.jit"
+            )
+        if parametrize.is_parametrized(module):
+            raise SparsityError(
+                f"discover: {name or 'the model'} is parametrized, so its axes are not those of a plain tensor. Call "
+                "discover before prepare, or after squash_mask."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
     recorded, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
     args, kwargs = arguments(example_inputs)
     with torch.inference_mode(), _plain_attention():  # inference mode dispatches composite operations here
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             memo[id(tensor)] = fake = _fake(tensor, mode)
-            recorded.name(name, fake)
+            recorded.names.setdefault(fake, name)
         try:
             copied: Any = copy.deepcopy(model, memo).eval()
         except Exception as e:
@@ -254,20 +253,3 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _check(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise SparsityError(
-                f"discover: {name or 'the model'} is scripted or traced, so its operations cannot be recorded; give "
-                "the model that was passed to torch.jit"
-            )
-        if parametrize.is_parametrized(module):
-            raise SparsityError(
-                f"discover: {name or 'the model'} is parametrized, so its axes are not those of a plain tensor. Call "
-                "discover before prepare, or after squash_mask."
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
