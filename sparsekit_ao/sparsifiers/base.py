@@ -100,7 +100,7 @@ class MaskSparsifier(BaseSparsifier):
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that a config entry may have besides those that name its tensors."""
-        return (*self.defaults, *(k for k in self.optional_keys if k not in self.defaults))
+        return tuple(dict.fromkeys((*self.defaults, *self.optional_keys)))
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
         """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
@@ -353,14 +353,14 @@ class MaskSparsifier(BaseSparsifier):
         return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
 
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
-        if found is None:
+        weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
+        if weight_mask is None:
             other = "" if model is None or model is self.model else " in the given model, or that is no deep copy"
             raise SparsityError(
                 f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
                 "again, call prepare on a model without masks."
             )
-        return found.mask
+        return weight_mask.mask
 
     def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
         """The group's module, or the one of that name in a copy of the model."""

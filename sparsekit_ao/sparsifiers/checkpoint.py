@@ -171,19 +171,19 @@ def _saved_masks(state: object) -> dict[str, Tensor]:
 
 def saved_count(state_dict: object, key: str, default: int) -> int:
     """A number of steps in a state dict, or the default if it has none."""
-    found = state_dict.get(key, default) if isinstance(state_dict, Mapping) else default
-    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-        raise SparsityError(f"load_state_dict: {key!r} must be an int >= 0, got {found!r}")
-    return found
+    count = state_dict.get(key, default) if isinstance(state_dict, Mapping) else default
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise SparsityError(f"load_state_dict: {key!r} must be an int >= 0, got {count!r}")
+    return count
 
 
 def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> list[str]:
     """Names of some of these groups in a state dict, none if it has no such entry."""
-    found = state_dict.get(key, []) if isinstance(state_dict, Mapping) else []
-    own = [g["tensor_fqn"] for g in groups]
-    if not isinstance(found, list) or any(n not in own for n in found):
-        raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {found!r}")
-    return list(found)
+    saved = state_dict.get(key, []) if isinstance(state_dict, Mapping) else []
+    names = [g["tensor_fqn"] for g in groups]
+    if not isinstance(saved, list) or any(n not in names for n in saved):
+        raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {saved!r}")
+    return list(saved)
 
 
 def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, dict[str, Any]] | None:

@@ -236,7 +236,7 @@ def make_pruning_groups(
     Of the dense weights `tensors`, only shape, strides and dtype are read. Errors name the tensor that does not fit.
     """
     out: list[PruningGroup] = []
-    for stage in range(max((len(s) for s in stages), default=0)):
+    for stage in range(max(map(len, stages), default=0)):
         rules = {at: s[stage] for at, s in enumerate(stages) if stage < len(s)}
         specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
         for label, members in _budget_units(rules, _block_units(rules, specs)):

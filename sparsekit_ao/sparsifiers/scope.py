@@ -133,7 +133,10 @@ class BudgetSparsifier(MaskSparsifier):
                 a config entry overrides defaults.
         """
         self._need_prepared("update_mask")
-        at = self._index_of(module, tensor_name)
+        of_module = [i for i, g in enumerate(self.groups) if g["module"] is module and g["tensor_name"] == tensor_name]
+        if not of_module:
+            raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+        at = of_module[0]
         groups = [self._changed(g, kwargs) if i == at else g for i, g in enumerate(self.groups)]
         coupled = connected(self._pruning_groups(groups), len(groups))[at]
         with torch.no_grad():
@@ -202,7 +205,7 @@ class BudgetSparsifier(MaskSparsifier):
         given_pattern = own.get("pattern")
         own = self._resolve(own, place)
         budgets = refuse_two_budgets(own, place.where)
-        if any(k in own for k in (*SHAPES, *AXES, "stages")):  # the entry's structure replaces the default one
+        if not {*SHAPES, *AXES, "stages"}.isdisjoint(own):  # the entry's structure replaces the default one
             defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
         pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
         group = joined(self._resolve(defaults, place), own, place.where)
@@ -328,12 +331,6 @@ class BudgetSparsifier(MaskSparsifier):
             found = masking.live_mask(module, name, group["tensor_fqn"])
             out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
         return out
-
-    def _index_of(self, module: nn.Module, tensor_name: str) -> int:
-        for at, group in enumerate(self.groups):
-            if group["module"] is module and group["tensor_name"] == tensor_name:
-                return at
-        raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
 
     # calibration
 
