@@ -3,6 +3,7 @@
 `MaskSparsifier` has torch.ao's interface and checks everything before it changes anything; subclasses choose masks.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,21 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
-from . import checkpoint, squashing, usage
+from . import checkpoint, usage
 from .checkpoint import check_saved
 from .config import ConfigContext, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
 from .names import module_in_copy
 from .report import Report, Row, make_report, make_row
+
+_ADAPTERS = (
+    "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
+    "the weight and lose them: merge them by export.merge_lora(peft_model, sparsifier) and call squash_mask then, or "
+    "call squash_mask before adapters are added"
+)
+_REPLACED = (
+    "its layer was replaced or removed after prepare, so its mask is of no use to the model, and a new layer has none; "
+    "call squash_mask, and prepare again"
+)
 
 
 class MaskSparsifier(BaseSparsifier):
@@ -89,7 +100,7 @@ class MaskSparsifier(BaseSparsifier):
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that a config entry may have besides those that name its tensors."""
-        return (*self.defaults, *(k for k in self.optional_keys if k not in self.defaults))
+        return tuple(dict.fromkeys((*self.defaults, *self.optional_keys)))
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
         """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
@@ -121,7 +132,11 @@ class MaskSparsifier(BaseSparsifier):
         """
         checked_model(model, "prepare")
         if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
-            usage.warn_of_scheduler()
+            warnings.warn(
+                "prepare: a scheduler was constructed before it; that one has no groups and changes nothing. Construct "
+                "schedulers after prepare.",
+                stacklevel=3,
+            )
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
         self._resumes = self._phase == "detached" and config is None
@@ -193,9 +208,11 @@ class MaskSparsifier(BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
-            if not self._warned and (moved := [g for g in self.groups if not self._is_in_place(g)]):
-                assert self.model is not None
-                self._warned = squashing.warn_of_moved(self.model, moved, "step")
+            if not self._warned:
+                adapted, replaced = self._moved_layers()
+                for text in (*adapted[:1], *replaced[:1]):
+                    warnings.warn(f"step: {text}", stacklevel=3)
+                self._warned = bool(adapted or replaced)
             with torch.no_grad():
                 self._update_all()
             self._chosen_at = [g.get("sparsity_level") for g in self.groups]
@@ -241,13 +258,17 @@ class MaskSparsifier(BaseSparsifier):
         """
         self._need_prepared("squash_mask")
         assert self.model is not None
-        squashing.check_layers(self.model, [g for g in self.groups if not self._is_in_place(g)])
-        kept = squashing.kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
+        adapted, replaced = self._moved_layers()
+        if adapted:
+            raise SparsityError(f"squash_mask: {adapted[0]}")
+        for text in replaced[:1]:
+            warnings.warn(f"squash_mask: {text}", stacklevel=2)
+        kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
         if self.enable_mask_update and not self._is_frozen:
-            squashing.warn_of_stale_masks(self.groups, masks, self._chosen_at)
+            _warn_of_stale_masks(self.groups, masks, self._chosen_at)
         if model is not None:
-            squashing.warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
+            _warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
         squashed = self.model if model is None else model
         assert squashed is not None
         self._sync_state()
@@ -256,8 +277,29 @@ class MaskSparsifier(BaseSparsifier):
             self._end()
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Write the zeros and remove the masks of the own model or a copy; `kept` is for `sparse_params`."""
-        squashing.squash(model, self.groups, [self._module_in(model, g) for g in self.groups], kept)
+        """Write the zeros and remove the masks of the own model or a copy; `kept` is for `sparse_params`.
+
+        Whatever can be checked is checked before anything changes. If an operation fails after that, all masks are
+        still registered, so that the call can be repeated; weights that are masked may be zero by then.
+        """
+        tensors = [(self._module_in(model, g), g["tensor_name"]) for g in self.groups]
+        places = [(g["tensor_fqn"], g["module_fqn"], m) for (m, _), g in zip(tensors, self.groups, strict=True)]
+        distributed.refuse_wrapped_outside(model, places)
+        for (module, name), group in zip(tensors, self.groups, strict=True):
+            masking.refuse_unwritable(module, name, group["tensor_fqn"])
+        records = distributed.fsdp_records(model)
+        masks = [masking.find_mask(*tensor) for tensor in tensors]
+        parameters = [masking.parameters_under(*tensor) for tensor in tensors]
+        rebuilt = [masking.rebuilt_originals(*tensor) for tensor in tensors]
+        with masking.removed([*tensors, *masking.other_names(model, tensors)]):
+            for originals, mask, values in zip(parameters, masks, rebuilt, strict=True):
+                assert mask is not None
+                masking.write_zeros(originals, mask.mask, values)
+        for (module, name), params in zip(tensors, kept, strict=True):
+            if id(module._parameters.get(name)) in records:
+                distributed.move_record(records[id(module._parameters[name])], module, name)
+            if params:
+                module.sparse_params = params  # type: ignore[assignment]
 
     def _end(self) -> None:  # called when the own model has been squashed
         self._phase = "squashed"
@@ -311,14 +353,14 @@ class MaskSparsifier(BaseSparsifier):
         return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
 
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        found = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
-        if found is None:
+        weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
+        if weight_mask is None:
             other = "" if model is None or model is self.model else " in the given model, or that is no deep copy"
             raise SparsityError(
                 f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
                 "again, call prepare on a model without masks."
             )
-        return found.mask
+        return weight_mask.mask
 
     def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
         """The group's module, or the one of that name in a copy of the model."""
@@ -329,13 +371,24 @@ class MaskSparsifier(BaseSparsifier):
         except AttributeError as e:
             raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
 
-    def _is_in_place(self, group: TensorGroup) -> bool:
-        """Whether the group's module still has its name in the model."""
+    def _moved_layers(self) -> tuple[list[str], list[str]]:
+        """What to say of masked layers that are inside of an adapter (peft's LoRA and the like) by now, or gone."""
         assert self.model is not None
-        try:
-            return self.model.get_submodule(group["module_fqn"]) is group["module"]
-        except AttributeError:
-            return False
+        moved = []
+        for group in self.groups:
+            try:
+                is_in_place = self.model.get_submodule(group["module_fqn"]) is group["module"]
+            except AttributeError:
+                is_in_place = False
+            if not is_in_place:
+                moved.append(group)
+        if not moved:
+            return [], []
+        modules = list(self.model.modules())
+        bases = [getattr(m, "base_layer", None) for m in modules]
+        inside, present = {m for b in bases if isinstance(b, nn.Module) for m in b.modules()}, set(modules)
+        adapted = [f"{g['tensor_fqn']}: {_ADAPTERS}" for g in moved if g["module"] in inside]
+        return adapted, [f"{g['tensor_fqn']}: {_REPLACED}" for g in moved if g["module"] not in present]
 
     def _sync_state(self) -> None:
         distributed.reshard(self.model)
@@ -367,3 +420,60 @@ class MaskSparsifier(BaseSparsifier):
             "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
         }
         raise SparsityError(f"{what}: {why[self._phase]}")
+
+
+def _kept_params(
+    groups: Sequence[TensorGroup], everywhere: Sequence[str] | None, per_layer: Mapping[str, Sequence[str]] | None
+) -> list[dict[str, Any]]:
+    """What `sparse_params` holds for each group after `squash_mask`; see there."""
+    if isinstance(everywhere, nn.Module):
+        raise SparsityError("squash_mask: the model to squash is given by name, squash_mask(model=...)")
+    if isinstance(everywhere, str):
+        raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
+    layers = {g["module_fqn"] for g in groups}
+    if not isinstance(per_layer, (Mapping, type(None))):
+        raise SparsityError(f"squash_mask: params_to_keep_per_layer must be a dict {{module: keys}}, got {per_layer!r}")
+    unknown = sorted(set(per_layer or {}) - layers)
+    if unknown:
+        raise SparsityError(f"squash_mask: {unknown[0]!r} is not a sparsified module; those are {sorted(layers)}")
+    out = []
+    for group in groups:
+        wanted = [*(everywhere or ()), *(per_layer or {}).get(group["module_fqn"], ())]
+        absent = [k for k in wanted if k not in group]
+        if absent:
+            raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {absent[0]!r}; it has {sorted(group)}")
+        out.append({k: group[k] for k in wanted})
+    return out
+
+
+def _warn_of_stale_masks(
+    groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None
+) -> None:
+    """Warn of masks that were never chosen (`chosen_at` is None), or for other levels than the groups have now."""
+    if chosen_at is None:
+        if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
+            text = "squash_mask: step was never called, so every mask keeps everything and nothing is pruned"
+            warnings.warn(f"{text}; call step() first", stacklevel=3)
+        return
+    for group, before in zip(groups, chosen_at, strict=True):
+        if group.get("sparsity_level") != before:
+            warnings.warn(
+                f"squash_mask: the mask of {group['tensor_fqn']} was chosen at sparsity_level {before}, and its level "
+                f"is {group['sparsity_level']} now; call step() once more for the last level",
+                stacklevel=3,
+            )
+            return
+
+
+def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:
+    """Warn if the masks of a copy of the model keep more than the sparsifier's own, as averaged ones do."""
+    if any(mask.is_meta for mask in (*live, *of_copy)):
+        return
+    kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
+    if others > kept:
+        warnings.warn(
+            f"squash_mask: the masks of the given copy keep {others:,} elements, those of the sparsifier {kept:,}: it "
+            "was copied at a lower sparsity level, or an average of the weights (EMA) has averaged its masks too "
+            "(use_buffers=False leaves them as they are)",
+            stacklevel=3,
+        )

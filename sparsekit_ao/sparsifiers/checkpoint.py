@@ -132,7 +132,13 @@ def check_saved(
     """
     if not isinstance(state_dict, Mapping) or not {"state", "groups"} <= set(state_dict):
         raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
-    masks, saved = _saved_masks(state_dict["state"]), _saved_groups(state_dict["groups"])
+    masks, saved_groups = _saved_masks(state_dict["state"]), state_dict["groups"]
+    is_list = isinstance(saved_groups, Sequence) and not isinstance(saved_groups, str)
+    if not is_list or not all(isinstance(g, Mapping) and isinstance(g.get("tensor_fqn"), str) for g in saved_groups):
+        raise SparsityError("load_state_dict: 'groups' must be a list of dicts with a 'tensor_fqn' each")
+    saved = {g["tensor_fqn"]: g for g in saved_groups}
+    if len(saved) < len(saved_groups):
+        raise SparsityError("load_state_dict: 'groups' has several entries for one tensor")
     if not isinstance(state_dict.get("enable_mask_update", True), bool):
         raise SparsityError("load_state_dict: 'enable_mask_update' must be a bool")
     own, live = {g["tensor_fqn"]: _shape(g) for g in groups}, {g["tensor_fqn"]: g for g in groups}
@@ -165,19 +171,19 @@ def _saved_masks(state: object) -> dict[str, Tensor]:
 
 def saved_count(state_dict: object, key: str, default: int) -> int:
     """A number of steps in a state dict, or the default if it has none."""
-    found = state_dict.get(key, default) if isinstance(state_dict, Mapping) else default
-    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-        raise SparsityError(f"load_state_dict: {key!r} must be an int >= 0, got {found!r}")
-    return found
+    count = state_dict.get(key, default) if isinstance(state_dict, Mapping) else default
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise SparsityError(f"load_state_dict: {key!r} must be an int >= 0, got {count!r}")
+    return count
 
 
 def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> list[str]:
     """Names of some of these groups in a state dict, none if it has no such entry."""
-    found = state_dict.get(key, []) if isinstance(state_dict, Mapping) else []
-    own = [g["tensor_fqn"] for g in groups]
-    if not isinstance(found, list) or any(n not in own for n in found):
-        raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {found!r}")
-    return list(found)
+    saved = state_dict.get(key, []) if isinstance(state_dict, Mapping) else []
+    names = [g["tensor_fqn"] for g in groups]
+    if not isinstance(saved, list) or any(n not in names for n in saved):
+        raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {saved!r}")
+    return list(saved)
 
 
 def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, dict[str, Any]] | None:
@@ -202,16 +208,6 @@ def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str,
     devices = {fqn: getattr(own[fqn]["module"], own[fqn]["tensor_name"]).device for fqn in found}
     copies = {fqn: mask.detach().to(devices[fqn], torch.bool, copy=True) for fqn, mask in found.items()}
     return {"rows": {fqn: dict(row) for fqn, row in rows.items()}, "masks": copies}
-
-
-def _saved_groups(groups: object) -> dict[str, TensorGroup]:
-    is_list = isinstance(groups, Sequence) and not isinstance(groups, str)
-    if not is_list or not all(isinstance(g, Mapping) and isinstance(g.get("tensor_fqn"), str) for g in groups):  # type: ignore[attr-defined]
-        raise SparsityError("load_state_dict: 'groups' must be a list of dicts with a 'tensor_fqn' each")
-    saved = {g["tensor_fqn"]: g for g in groups}  # type: ignore[attr-defined]
-    if len(saved) < len(groups):  # type: ignore[arg-type]
-        raise SparsityError("load_state_dict: 'groups' has several entries for one tensor")
-    return saved
 
 
 def _shape(group: TensorGroup) -> tuple[int, ...]:

@@ -69,19 +69,17 @@ class ResolvedConfig:
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
     """One entry for the weight of every Linear (subclasses too, and transformers' Conv1D) and convolution, in order.
 
-    Args:
-        model: the model to search.
-        classes: module classes to take instead.
+    If classes are given, one for the weight of every module of these instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
     """
-    given = tuple(classes)
-    layers = given or (nn.Linear, *_CONVOLUTIONS)
+    classes = tuple(classes)
+    layers = classes or (nn.Linear, *_CONVOLUTIONS)
     return [
         {"tensor_fqn": f"{name}.weight" if name else "weight"}
         for name, m in model.named_modules()
-        if isinstance(m, layers) or (not given and is_of_transformers(m, "Conv1D"))
+        if isinstance(m, layers) or (not classes and is_of_transformers(m, "Conv1D"))
     ]
 
 
@@ -94,22 +92,13 @@ def resolve_groups(
     exclude: Sequence[str | type] = (),
     is_default: bool = False,
 ) -> ResolvedConfig:
-    """One complete group for each tensor that the config names, in the config's order.
-
-    An exact name has precedence over globs, regular expressions and module classes; among those, a later entry has.
+    """One complete group for each tensor that the config names, in the config's order; see `MaskSparsifier.prepare`.
 
     Args:
-        model: where the names are looked up.
-        config: entries with `tensor_fqn` (an exact name, a glob in which `*` crosses dots, `re:` and a regular
-            expression for the whole name, or a list of these), or `module` (a module class or several, whose `weight`
-            or `tensor_name` is meant), or both, and any of `keys`.
+        model, config, exclude: as for `prepare`; of a module class, `weight` or `tensor_name` is meant.
         keys: those that an entry may have besides the ones that name its tensors.
         complete: adds defaults to what an entry gives for one tensor.
-        exclude: names, globs, regular expressions (of tensors or of modules) and module classes that are left out.
         is_default: the config was made from the model; tied parameters and adapters are then left out.
-
-    Raises:
-        SparsityError: whatever does not fit; nothing is changed.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
@@ -191,7 +180,11 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[li
             hint = _hint_of_key(str(key), keys)
             raise SparsityError(f"{where}unknown key {key!r}.{hint} Known keys: {', '.join(sorted(keys))}.")
     module, fqn = entry.get("module"), entry.get("tensor_fqn")
-    classes = () if module is None or isinstance(module, nn.Module) else _checked_classes(module, where)
+    classes: Classes = ()
+    if module is not None and not isinstance(module, nn.Module):
+        classes = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+        if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise SparsityError(f"{where}'module' must be a module class or a list of them, got {module!r}")
     rules = [fqn] if isinstance(fqn, str) else fqn
     is_named = isinstance(rules, (list, tuple)) and bool(rules) and all(isinstance(r, str) and r for r in rules)
     if not is_named and (fqn is not None or not classes):
@@ -211,13 +204,6 @@ def _hint_of_key(key: str, keys: Collection[str]) -> str:
     meant = next((name for name, others in _MEANT.items() if key in others and name in (*keys, *_WHERE_KEYS)), None)
     close = [meant] if meant else difflib.get_close_matches(key, [*keys, *_WHERE_KEYS], n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _checked_classes(given: object, where: str) -> Classes:
-    classes = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-        raise SparsityError(f"{where}'module' must be a module class or a list of them, got {given!r}")
-    return classes
 
 
 def _matches(
@@ -280,12 +266,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Colle
 
 
 def _around(fqn: str, paths: Iterable[str]) -> list[str]:
-    """The names of a tensor and of the modules around it.
-
-    Args:
-        fqn: the tensor's name.
-        paths: the names of its module: several where one module is used in several places.
-    """
+    """The names of a tensor and of the modules around it; `paths` are the names of its module."""
     names = []
     for path in paths:
         parts = f"{path}.{fqn.rpartition('.')[2]}".removeprefix(".").split(".")

@@ -77,23 +77,28 @@ class PruningGroup:
         """
         if self.score is None and self.member_scores == "sum":
             return {spec.view.param: dense(at) for spec, at in self.members}
-        scored = self.scored(statistics)
-        found = {spec.view.param: torch.zeros_like(dense(at)) for spec, at in self.members if (spec, at) not in scored}
-        for spec, at in scored:
-            known_value = known.get(at)
-            found[spec.view.param] = (
-                self.value_of(spec, dense(at), statistics(at)) if known_value is None else known_value
-            )
-        return found
+        scored, values = self.scored(statistics), {}
+        for spec, at in self.members:
+            if (spec, at) not in scored:
+                values[spec.view.param] = torch.zeros_like(dense(at))
+            else:
+                values[spec.view.param] = known[at] if at in known else self.value_of(spec, dense(at), statistics(at))
+        return values
 
     def value_of(self, spec: BlockSpec, weight: Tensor, statistics: Statistics) -> Tensor:
         """What is scored of one tensor: its weight, or its saliency."""
         if self.score is not None:
             uses_blocks = getattr(self.score, "uses_blocks", False)
             statistics.blocks = labels_of(spec).to(weight.device) if uses_blocks else None
-            weight = placed_saliency(self.score, weight, statistics)
+            # a score sees the whole weight; its saliency is sharded as the weight is
+            saliency = saliency_of(self.score, full_tensor(weight), statistics.name, statistics)
+            weight = placed_like(saliency, weight)
             statistics.blocks = None
-        return self._weighed(spec, weight)
+        if self.member_scores != "mean":
+            return weight
+        # times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean
+        wide = weight if weight.dtype == torch.float64 else weight.float()
+        return wide * math.prod(spec.shape) ** (-1 / (1 if self.norm is None else self.norm))
 
     def scored(self, statistics: Callable[[int], Statistics]) -> tuple[tuple[BlockSpec, int], ...]:
         """The members whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
@@ -103,28 +108,25 @@ class PruningGroup:
         """
         if self.member_scores != "consumers":
             return self.members
-        found = tuple((spec, at) for spec, at in self.members if _is_consumer(spec, statistics(at)))
-        if not found:
+        consumers = tuple((spec, at) for spec, at in self.members if _is_consumer(spec, statistics(at)))
+        if not consumers:
             raise CouplingError(
                 f"{self.label}: member_scores='consumers', but no member's blocks are inputs of its layer, such as "
                 "columns of a Linear"
             )
-        return found
+        return consumers
 
     def norm_of(self, values: Iterable[Tensor]) -> float | None:
         """How these values are reduced: saliencies that are known not to be negative are their own magnitudes.
 
         Magnitudes have faster kernels. Values on a GPU are not inspected, since that would wait for the device.
         """
-        is_sum = self.score is not None and all(_is_magnitude(t) for t in values)
-        return 1 if is_sum else self.norm
-
-    def _weighed(self, spec: BlockSpec, values: Tensor) -> Tensor:
-        """For "mean", values times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean."""
-        if self.member_scores != "mean":
-            return values
-        wide = values if values.dtype == torch.float64 else values.float()
-        return wide * math.prod(spec.shape) ** (-1 / (1 if self.norm is None else self.norm))
+        if self.score is None:
+            return self.norm
+        for t in values:
+            if local(t).device.type != "cpu" or is_sharded(t) or not bool((t >= 0).all()):
+                return self.norm
+        return 1
 
     def budget(self, groups: Sequence[TensorGroup]) -> int | Tensor:
         """Return how many blocks each scope keeps now; the one place where a budget is checked.
@@ -137,7 +139,15 @@ class PruningGroup:
             level = groups[at]["sparsity_level"]
             is_scheduled |= level != groups[at].get("level_of_nnz", level)
         for _, at in self.members:
-            asked[groups[at]["tensor_fqn"]] = self._asked(groups[at], is_scheduled)
+            group = groups[at]
+            budgets = stage_budgets(group)
+            if is_scheduled and None not in budgets:
+                raise SparsityError(
+                    f"{group['tensor_fqn']}: sparsity_level was set to {group['sparsity_level']}, but every stage has "
+                    "a budget of its own. Leave the budget out of the stage that a scheduler is to change."
+                )
+            key = "sparsity_level" if group.get("nnz") is None or is_scheduled else "nnz"
+            asked[group["tensor_fqn"]] = budgets[self.stage] or (key, group[key])
         first, (what, number) = next(iter(asked.items()))
         for fqn, (other_what, other) in asked.items():
             same = torch.equal(other, number) if isinstance(other, Tensor) and isinstance(number, Tensor) else None
@@ -153,21 +163,6 @@ class PruningGroup:
                 f"max_sparsity requires {sum(self.least)}, rounded up for each tensor; keep more, or raise max_sparsity"
             )
         return keep
-
-    def _asked(self, group: TensorGroup, is_scheduled: bool) -> tuple[str, Any]:
-        """What a group asks for in this stage, as ("nnz", n) or ("sparsity_level", s)."""
-        budgets = stage_budgets(group)
-        if is_scheduled and None not in budgets:
-            raise SparsityError(
-                f"{group['tensor_fqn']}: sparsity_level was set to {group['sparsity_level']}, but every stage has a "
-                "budget of its own. Leave the budget out of the stage that a scheduler is to change."
-            )
-        own = budgets[self.stage]
-        if own is not None:
-            return own
-        if group.get("nnz") is not None and not is_scheduled:
-            return "nnz", group["nnz"]
-        return "sparsity_level", group["sparsity_level"]
 
     def request(
         self, masks: Mapping[int, Tensor], keep: int | Tensor, values: dict[Tensor, Tensor], norm: float | None
@@ -212,11 +207,6 @@ def kept_in(spec: BlockSpec, mask: Tensor) -> int:
     return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(spec, None, {spec: mask}))
 
 
-def placed_saliency(score: Score, weight: Tensor, statistics: Statistics) -> Tensor:
-    """The saliency of a weight, sharded as the weight is; a score sees the whole weight."""
-    return placed_like(saliency_of(score, full_tensor(weight), statistics.name, statistics), weight)
-
-
 def labels_of(spec: BlockSpec) -> Tensor:
     """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
     param = spec.view.param  # of its strides, so that the window is no copy
@@ -234,11 +224,6 @@ def _is_consumer(spec: BlockSpec, statistics: Statistics) -> bool:
     return bool((labels == labels[:, :1]).all()) and bool((labels != labels[:, :, :1]).any())
 
 
-def _is_magnitude(values: Tensor) -> bool:
-    own = local(values)
-    return own.device.type == "cpu" and not is_sharded(values) and bool((own >= 0).all())
-
-
 def _by(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "1"
 
@@ -248,16 +233,10 @@ def make_pruning_groups(
 ) -> tuple[PruningGroup, ...]:
     """Make the pruning groups of all tensors: stage by stage, uncoupled tensors alone, coupled ones together.
 
-    Args:
-        groups: for names and error messages.
-        stages: `stages_of` each group.
-        tensors: the dense weights; only shape, strides and dtype are read.
-
-    Raises:
-        SparsityError, CouplingError: what does not fit, by tensor name.
+    Of the dense weights `tensors`, only shape, strides and dtype are read. Errors name the tensor that does not fit.
     """
     out: list[PruningGroup] = []
-    for stage in range(max((len(s) for s in stages), default=0)):
+    for stage in range(max(map(len, stages), default=0)):
         rules = {at: s[stage] for at, s in enumerate(stages) if stage < len(s)}
         specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
         for label, members in _budget_units(rules, _block_units(rules, specs)):
@@ -271,23 +250,17 @@ def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:
 
 
 def batches(pruning_groups: Sequence[PruningGroup], most: int) -> Iterator[list[PruningGroup]]:
-    """The pruning groups, those of coupled tensors and of all their stages always together.
-
-    Args:
-        pruning_groups: any; earlier stages first.
-        most: elements in a batch (coupled tensors with more are a batch of their own), .
-    """
+    """Batches of at most so many elements; coupled tensors, with all their stages, are always together."""
     count = 1 + max((at for g in pruning_groups for _, at in g.members), default=-1)
-    coupled = list(dict.fromkeys(found for found in connected(pruning_groups, count) if found))
     batch: list[PruningGroup] = []
-    held = 0
-    for found in coupled:
-        size = elements_of(found)
-        if batch and held + size > most:
+    total = 0
+    for coupled in dict.fromkeys(connected(pruning_groups, count)):
+        size = elements_of(coupled)
+        if batch and total + size > most:
             yield batch
-            batch, held = [], 0
-        batch += found
-        held += size
+            batch, total = [], 0
+        batch += coupled
+        total += size
     if batch:
         yield batch
 
@@ -299,10 +272,10 @@ def connected(pruning_groups: Sequence[PruningGroup], count: int) -> tuple[tuple
         joined = {connection[at] for _, at in g.members}
         if len(joined) > 1:
             connection = [min(joined) if f in joined else f for f in connection]
-    found: dict[int, list[PruningGroup]] = {}
+    coupled: dict[int, list[PruningGroup]] = {}
     for g in pruning_groups:
-        found.setdefault(connection[g.members[0][1]], []).append(g)
-    return tuple(tuple(found.get(f, ())) for f in connection)
+        coupled.setdefault(connection[g.members[0][1]], []).append(g)
+    return tuple(tuple(coupled.get(f, ())) for f in connection)
 
 
 Unit = tuple[list[int], SparseBlock]
@@ -317,14 +290,12 @@ def _block_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> 
     units: list[Unit] = []
     for name, members in named.items():
         if not isinstance(name, str):
-            rule, name = rules[members[0]], specs[members[0]].name
-            for key, is_given in (
-                ("coupling_order", rule.coupling_order is not None),
-                ("member_scores", rule.member_scores != "sum"),
-            ):
-                if is_given:
-                    raise SparsityError(f"{name}: {key} needs a block_coupling")
-            units.append((members, specs[members[0]]))
+            rule, spec = rules[members[0]], specs[members[0]]
+            if rule.coupling_order is not None:
+                raise SparsityError(f"{spec.name}: coupling_order needs a block_coupling")
+            if rule.member_scores != "sum":
+                raise SparsityError(f"{spec.name}: member_scores needs a block_coupling")
+            units.append((members, spec))
             continue
         label = f"block coupling {name!r}"
         if len(members) == 1:
@@ -341,43 +312,41 @@ def _budget_units(rules: Mapping[int, Stage], units: Sequence[Unit]) -> list[tup
     for unit in units:
         name = rules[unit[0][0]].scope_coupling
         named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
-    return [
-        (f"scope coupling {name!r}" if isinstance(name, str) else str(found[0][1].name), found)
-        for name, found in named.items()
-    ]
+    labelled = []
+    for coupling, members in named.items():
+        label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(members[0][1].name)
+        labelled.append((label, members))
+    return labelled
 
 
 def _pruning_group(
     label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
 ) -> PruningGroup:
-    members = [at for found, _ in units for at in found]
+    members, scopes = [], []
+    for indices, block in units:
+        members += indices
+        scopes.append(ScopeSpec(block, rules[indices[0]].scope_shape))
     _must_agree(label, _SCORING, members, rules, specs)
-    scopes = [ScopeSpec(block, rules[found[0]].scope_shape) for found, block in units]
-    scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label)
-    pairs = tuple((specs[at], at) for at in members)
     rule = rules[members[0]]
+    least: tuple[int, ...] = ()
+    if rule.max_sparsity is not None:
+        if rule.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
+            raise SparsityError(
+                f"{label}: max_sparsity limits what a budget over several whole tensors drops of each; it needs a "
+                "scope_coupling, scopes that are whole tensors, and the first stage"
+            )
+        where = f"{label}: max_sparsity: "
+        least = tuple(sparsity_to_nnz(rule.max_sparsity, s.numblk(), where) for s in scopes)
     return PruningGroup(
-        scope=scope,
-        members=pairs,
+        scope=scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label),
+        members=tuple([(specs[at], at) for at in members]),
         stage=stage,
         norm=rule.norm if rule.score is None else None,
         score=rule.score,
         member_scores=rule.member_scores,
         label=label,
-        least=_least(label, rule, scopes, stage),
+        least=least,
     )
-
-
-def _least(label: str, rule: Stage, scopes: Sequence[ScopeSpec], stage: int) -> tuple[int, ...]:
-    """Blocks that each of these scopes keeps at least, by `max_sparsity`."""
-    if rule.max_sparsity is None:
-        return ()
-    if rule.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
-        raise SparsityError(
-            f"{label}: max_sparsity limits what a budget over several whole tensors drops of each; it needs a "
-            "scope_coupling, scopes that are whole tensors, and the first stage"
-        )
-    return tuple(sparsity_to_nnz(rule.max_sparsity, s.numblk(), f"{label}: max_sparsity: ") for s in scopes)
 
 
 def _must_agree(

@@ -24,31 +24,20 @@ def check_masks(
     wrong: list[str] = []
     checked = 0
     for group in shown(pruning_groups, "check", elements_of(pruning_groups)):
-        exact = all(masks[at][1] for _, at in group.members)
-        own = {spec: full_tensor(masks[at][0]) for spec, at in group.members}
-        budget = group.budget(groups)
-        earlier, later = _neighbours(pruning_groups, group)
-        if later:  # blocks of which a later stage dropped a part may be kept in part, or not at all
-            low: int | None = 0
-        else:
+        is_exact = all(masks[at][1] for _, at in group.members)
+        of_group = {spec: full_tensor(masks[at][0]) for spec, at in group.members}
+        tensors = {at for _, at in group.members}
+        others = [c for c in pruning_groups if c is not group and tensors & {at for _, at in c.members}]
+        earlier = [c for c in others if c.stage < group.stage]
+        low: int | None = 0  # blocks of which a later stage dropped a part may be kept in part, or not at all
+        if is_exact and len(earlier) == len(others):
             low = None if not earlier else _certain(earlier, group, groups)
-            if exact:
-                wrong += [f"{group.label}: {text}" for text in _broken_blocks(group, own, earlier)]
-        low = low if exact else 0
-        wrong += [f"{group.label}: {text}" for text in _miscounted(group, own, budget, low)]
+            wrong += [f"{group.label}: {text}" for text in _broken_blocks(group, of_group, earlier)]
+        wrong += [f"{group.label}: {text}" for text in _miscounted(group, of_group, group.budget(groups), low)]
         checked += group.scope.numscp()
     if wrong:
         raise SparsityError("masks do not hold their budgets:\n  " + "\n  ".join(wrong))
     return checked
-
-
-def _neighbours(
-    pruning_groups: Sequence[PruningGroup], group: PruningGroup
-) -> tuple[list[PruningGroup], list[PruningGroup]]:
-    """The stages before and after this one that share a tensor with it."""
-    tensors = {at for _, at in group.members}
-    shared = [c for c in pruning_groups if c is not group and tensors & {at for _, at in c.members}]
-    return [c for c in shared if c.stage < group.stage], [c for c in shared if c.stage > group.stage]
 
 
 def _certain(earlier: Sequence[PruningGroup], last: PruningGroup, groups: Sequence[TensorGroup]) -> int:
@@ -84,20 +73,15 @@ def _broken_blocks(
     """Tensors with a block that is kept in part, though no earlier stage may have dropped the rest of it."""
     indices = dict(group.members)
     for scopes, scope_member in zip(scope_windows(group.scope, None, own), group.scope.members(), strict=True):
-        agree = _agree(scopes) if not earlier else [True] * len(scopes.members)
+        agree = [True] * len(scopes.members)
+        if not earlier and len(agree) > 1:  # each of coupled members keeps every block of which another one keeps any
+            kept = [to_aligned(kept_flags(m), m.order, len(scopes.shape)) for m in scopes.members]
+            together = reduce(torch.logical_or, kept)
+            agree = [torch.equal(flags, together) for flags in kept]
         for member, spec, agrees in zip(scopes.members, scope_member.block.blocks(), agree, strict=True):
             before = [c.spec(indices[spec]) for c in earlier if any(at == indices[spec] for _, at in c.members)]
             if not agrees or not (_are_whole_but(member, spec, before) if before else _are_whole(member)):
                 yield f"{spec.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
-
-
-def _agree(scopes: ScopeWindows) -> list[bool]:
-    """Whether each of coupled members keeps every block of which another one keeps anything."""
-    if len(scopes.members) == 1:
-        return [True]
-    kept = [to_aligned(kept_flags(m), m.order, len(scopes.shape)) for m in scopes.members]
-    together = reduce(torch.logical_or, kept)
-    return [torch.equal(one, together) for one in kept]
 
 
 def _are_whole(m: Window) -> bool:

@@ -279,10 +279,6 @@ class StepCounts:
         self.optimizers, self._moved = list(optimizers), {}
         self._watch()
 
-    def trainer_of(self, parameter: Tensor, name: str) -> int:
-        """Return the index of the one optimizer that trains a parameter."""
-        return trainer_of(self.optimizers, parameter, name)
-
     def stepped(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Return the names of those whose optimizer has moved them since their last `use`."""
         return [n for n, p in parameters.items() if self._last(p, n) > self._used.get(n, 0)]
@@ -305,7 +301,7 @@ class StepCounts:
 
     def _last(self, parameter: Tensor, name: str) -> int:
         if self.optimizers:
-            self.trainer_of(parameter, name)  # raises unless it is one
+            trainer_of(self.optimizers, parameter, name)  # raises unless it is one
         return self._moved.get(parameter, 0)
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

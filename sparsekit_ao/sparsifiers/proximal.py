@@ -30,6 +30,7 @@ from .optimizer_state import (
     check_optimizer,
     diagonal_of,
     options_of,
+    trainer_of,
     unwrap_optimizers,
 )
 from .scope import BudgetSparsifier, ScopeSparsifier
@@ -257,9 +258,9 @@ class ProximalSparsifier(BudgetSparsifier):
                 )
         super()._check_groups(groups)
         for pruning_group in self._pruning_groups(groups):
-            given = [groups[at].get("strength") for _, at in pruning_group.members]
-            if any(s is not given[0] and s != given[0] for s in given):
-                raise CouplingError(f"{pruning_group.label}: members need the same strength, got {given}")
+            strengths = [groups[at].get("strength") for _, at in pruning_group.members]
+            if any(s is not strengths[0] and s != strengths[0] for s in strengths):
+                raise CouplingError(f"{pruning_group.label}: members need the same strength, got {strengths}")
 
     def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, WeightMask]]:
         return []
@@ -286,9 +287,7 @@ class ProximalSparsifier(BudgetSparsifier):
         return state["mask"]
 
     def _parameter(self, group: TensorGroup, model: nn.Module | None = None) -> nn.Parameter:
-        found = self._module_in(model, group)._parameters[group["tensor_name"]]
-        assert found is not None
-        return found
+        return self._module_in(model, group)._parameters[group["tensor_name"]]  # type: ignore[return-value]
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """Write zeros into the blocks that the last step dropped, also where the optimizer has moved them since."""
@@ -307,10 +306,8 @@ class ProximalSparsifier(BudgetSparsifier):
             weight.masked_fill_(~self._live_mask(group).to(weight.device), 0)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        counts = StepCounts()
-        counts.optimizers = list(optimizers)
         for group in self.groups:
-            at = counts.trainer_of(self._parameter(group), group["tensor_fqn"])
+            at = trainer_of(optimizers, self._parameter(group), group["tensor_fqn"])
             check_optimizer(optimizers[at], self.conditioner, group["tensor_fqn"])
 
     def _update_all(self) -> None:
@@ -375,7 +372,7 @@ class ProximalSparsifier(BudgetSparsifier):
         if not self._counts.optimizers:
             return 1.0
         parameter, name = self._parameter(group), group["tensor_fqn"]
-        optimizer = self._counts.optimizers[self._counts.trainer_of(parameter, name)]
+        optimizer = self._counts.optimizers[trainer_of(self._counts.optimizers, parameter, name)]
         options = options_of(optimizer, parameter)
         assert options is not None
         return diagonal_of(optimizer, parameter, options, self.conditioner, name)

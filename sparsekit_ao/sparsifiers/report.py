@@ -151,8 +151,16 @@ class Report(Table[Row]):
 
     def _cells(self, folds: bool) -> list[tuple[str, ...]]:
         """Head, rows and total as text."""
-        rows = [_folded(like) for like in _like(self.rows)] if folds else [row.cells() for row in self.rows]
-        return [HEAD, *rows, ("all", "", "", "", "", f"{self.sparsity:.4f}", "", "", f"{self.mask_bytes:,}")]
+        alike: dict[Any, list[Row]] = {}  # rows that differ only in numbers of their names and in what masks keep
+        for at, row in enumerate(self.rows):
+            texts = tuple(re.sub(r"\d+", "0", text) for text in (row.tensor, row.rule))
+            key = (*texts, row.shape, row.pattern, row.cells()[4]) if folds else at
+            alike.setdefault(key, []).append(row)
+        return [
+            HEAD,
+            *map(_folded, alike.values()),
+            ("all", "", "", "", "", f"{self.sparsity:.4f}", "", "", f"{self.mask_bytes:,}"),
+        ]
 
     def _coverage(self) -> Iterator[str]:
         yield f"covers {self.covered:.1%} of the model's {self.total:,} parameters"
@@ -167,15 +175,6 @@ class Report(Table[Row]):
             yield f"  named by no rule: {len(self.others) - SHOWN} more ({sum(list(self.others.values())[SHOWN:]):,})"
 
 
-def _like(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that differ only in the numbers of their names and in what their masks keep, together."""
-    alike: dict[Any, list[Row]] = {}
-    for row in rows:
-        texts = tuple(re.sub(r"\d+", "0", text) for text in (row.tensor, row.rule))
-        alike.setdefault((*texts, row.shape, row.pattern, row.cells()[4]), []).append(row)
-    return list(alike.values())
-
-
 def _folded(rows: Sequence[Row]) -> tuple[str, ...]:
     """Like rows as one: stars for the numbers in which their names differ, sums of what they keep."""
     first = rows[0].cells()
@@ -183,15 +182,12 @@ def _folded(rows: Sequence[Row]) -> tuple[str, ...]:
         return first
     levels = sorted({row.cells()[5] for row in rows})
     sums = (sum(getattr(row, name) for row in rows) for name in ("kept", "blocks", "mask_bytes"))
-    name, rule = (_starred([getattr(row, key) for row in rows]) for key in ("tensor", "rule"))
+    names = []
+    for key in ("tensor", "rule"):
+        columns = zip(*(re.split(r"(\d+)", getattr(row, key)) for row in rows), strict=True)
+        names.append("".join(column[0] if len(set(column)) == 1 else "*" for column in columns))
     sparsity = levels[0] if len(levels) == 1 else f"{levels[0]} to {levels[-1]}"
-    return (f"{name} ({len(rows)} tensors)", rule, *first[2:5], sparsity, *(f"{total:,}" for total in sums))
-
-
-def _starred(texts: Sequence[str]) -> str:
-    """Texts that differ in numbers alone as one text, with `*` for each number that differs."""
-    columns = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
-    return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
+    return (f"{names[0]} ({len(rows)} tensors)", names[1], *first[2:5], sparsity, *(f"{total:,}" for total in sums))
 
 
 def make_row(

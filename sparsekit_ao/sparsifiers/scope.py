@@ -52,9 +52,8 @@ from .stages import (
     STRUCTURE,
     checked_pattern,
     joined,
-    refuse_as_level,
     refuse_two_budgets,
-    resolved,
+    refuse_two_notations,
     stages_of,
 )
 from .usage import refuse_meta
@@ -95,23 +94,28 @@ class BudgetSparsifier(MaskSparsifier):
     _adapters: Mapping[str, LayerAdapter | None] = {}
 
     def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:
-        given = {k: v for k, v in structure.items() if v is not None and v != ()}
         known = (*self.structure_defaults, *self.optional_keys)
         for key in structure:
             if key not in known:
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; it takes {', '.join(sorted(known))}")
-        refuse_as_level(sparsity_level)
+        if isinstance(sparsity_level, Pattern):
+            raise SparsityError(f"sparsity_level must be a number, got {sparsity_level}; give a pattern as pattern=")
+        if isinstance(sparsity_level, nn.Module):
+            name = type(sparsity_level).__name__
+            raise SparsityError(
+                f"sparsity_level must be a number, got a {name}; give the model to prepare(model, config)"
+            )
         pattern = checked_pattern(structure.get("pattern"), "")
         refuse_two_budgets({"sparsity_level": sparsity_level, "nnz": nnz, "pattern": pattern}, "")
         if pattern is not None and pattern.budget is not None:
             sparsity_level = pattern.sparsity_level
+        arguments = {k: v for k, v in structure.items() if v is not None and v != ()}
         shapes = {"view": None, "block_shape": (), "scope_shape": ()} if pattern is None else {}
         defaults = {
             "sparsity_level": 0.5 if sparsity_level is None else sparsity_level,
-            **joined({**shapes, **self.structure_defaults}, given, "defaults: "),
+            **joined({**shapes, **self.structure_defaults}, arguments, "defaults: "),
+            **({} if nnz is None else {"nnz": nnz}),
         }
-        if nnz is not None:
-            defaults["nnz"] = nnz
         super().__init__(defaults)
         stages_of({**defaults, "tensor_fqn": "defaults"})
         sparsity_to_nnz(defaults["sparsity_level"], 1, "defaults: ")
@@ -129,7 +133,10 @@ class BudgetSparsifier(MaskSparsifier):
                 a config entry overrides defaults.
         """
         self._need_prepared("update_mask")
-        at = self._index_of(module, tensor_name)
+        of_module = [i for i, g in enumerate(self.groups) if g["module"] is module and g["tensor_name"] == tensor_name]
+        if not of_module:
+            raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+        at = of_module[0]
         groups = [self._changed(g, kwargs) if i == at else g for i, g in enumerate(self.groups)]
         coupled = connected(self._pruning_groups(groups), len(groups))[at]
         with torch.no_grad():
@@ -142,18 +149,12 @@ class BudgetSparsifier(MaskSparsifier):
         self._refuse_unknown(own, self.keys)
         if not own:
             return group
-        place = ConfigContext(
-            module=group["module"],
-            module_fqn=group["module_fqn"],
-            tensor_name=group["tensor_name"],
-            tensor_fqn=group["tensor_fqn"],
-            tensor=self._dense(group),
-            where=f"update_mask: {group['tensor_fqn']}: ",
-        )
-        found = self._over({k: v for k, v in group.items() if k in self.keys}, own, place)
+        names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
+        place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
+        changed = self._over({k: v for k, v in group.items() if k in self.keys}, own, place)
         if self._resolve(own, place).get("nnz") is not None:  # a level that differs would replace it
-            found["level_of_nnz"] = found["sparsity_level"]
-        return {**{k: v for k, v in group.items() if k not in self.keys}, **found}
+            changed["level_of_nnz"] = changed["sparsity_level"]
+        return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
     def _rows(self) -> Iterator[Row]:
         pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
@@ -204,7 +205,7 @@ class BudgetSparsifier(MaskSparsifier):
         given_pattern = own.get("pattern")
         own = self._resolve(own, place)
         budgets = refuse_two_budgets(own, place.where)
-        if any(k in own for k in (*SHAPES, *AXES, "stages")):  # the entry's structure replaces the default one
+        if not {*SHAPES, *AXES, "stages"}.isdisjoint(own):  # the entry's structure replaces the default one
             defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
         pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
         group = joined(self._resolve(defaults, place), own, place.where)
@@ -223,16 +224,22 @@ class BudgetSparsifier(MaskSparsifier):
             )
         return group
 
-    def _resolve(self, given: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        """The keys of `given` with its pattern resolved; an error where this class does not take one of them."""
-        found = resolved(given, place)
-        for key in found:
+    def _resolve(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        """The keys of an entry with its pattern, if it has one, resolved to config keys for one tensor."""
+        where = f"{place.tensor_fqn}: "
+        pattern = checked_pattern(entry.get("pattern"), where)
+        entry = {k: v for k, v in entry.items() if k != "pattern"}
+        if pattern is None:
+            return entry
+        refuse_two_notations(["pattern", *entry], where)
+        keys = {**pattern.resolve(place.module, place.tensor_name, place.tensor, where), **entry}
+        for key in keys:
             if key not in self.keys:
                 raise SparsityError(
-                    f"{place.tensor_fqn}: {given['pattern']} needs the key {key!r}, which {type(self).__name__} does "
-                    f"not take; it takes {', '.join(sorted(self.keys))}"
+                    f"{where}{pattern} needs the key {key!r}, which {type(self).__name__} does not take; it takes "
+                    f"{', '.join(sorted(self.keys))}"
                 )
-        return found
+        return keys
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         levels = {}
@@ -289,13 +296,14 @@ class BudgetSparsifier(MaskSparsifier):
             update_masks(stages[stage])
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
+        """{tensor_fqn: the statistics that scores read of it}."""
+        needs_of_tensors: dict[str, tuple[str, ...]] = {}
         for g in self._pruning_groups(self.groups):
             needs = needs_of(g.score)
             for _, at in g.scored(lambda i: self._statistics_of(self.groups[i])) if needs else ():
                 fqn = self.groups[at]["tensor_fqn"]
-                found[fqn] = tuple(dict.fromkeys((*found.get(fqn, ()), *needs)))
-        return found
+                needs_of_tensors[fqn] = tuple(dict.fromkeys((*needs_of_tensors.get(fqn, ()), *needs)))
+        return needs_of_tensors
 
     def _pruning_groups(
         self, groups: Sequence[TensorGroup], model: nn.Module | None = None
@@ -323,12 +331,6 @@ class BudgetSparsifier(MaskSparsifier):
             found = masking.live_mask(module, name, group["tensor_fqn"])
             out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
         return out
-
-    def _index_of(self, module: nn.Module, tensor_name: str) -> int:
-        for at, group in enumerate(self.groups):
-            if group["module"] is module and group["tensor_name"] == tensor_name:
-                return at
-        raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
 
     # calibration
 
@@ -582,12 +584,12 @@ class ScopeSparsifier(BudgetSparsifier):
         [(('0.weight',), tensor([[[5., 1.]]]))]
         """
         self._need_prepared("block_scores")
-        found = []
+        scores = []
         for g in self._pruning_groups(self.groups):
             values = g.values(lambda i: self._dense(self.groups[i]), lambda i: self._statistics_of(self.groups[i]))
-            scores = g.scope.block_norms(values, norm=g.norm_of(values.values()))
-            found.append((tuple(self.groups[at]["tensor_fqn"] for _, at in g.members), scores))
-        return found
+            names = tuple(self.groups[at]["tensor_fqn"] for _, at in g.members)
+            scores.append((names, g.scope.block_norms(values, norm=g.norm_of(values.values()))))
+        return scores
 
     def state_dict(self) -> dict[str, Any]:
         """As of any sparsifier, with the number of calls of `step`, and the progress of an unfinished `one_shot`."""

@@ -1,6 +1,5 @@
 """Errors and warnings about calls in an order, or on a model, in which they have no effect; also of callbacks."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +17,6 @@ _OF_PARAMETER = (
 )
 
 
-def warn_of_scheduler() -> None:
-    """Warn that a scheduler was constructed before `prepare`."""
-    text = "prepare: a scheduler was constructed before it; that one has no groups and changes nothing"
-    warnings.warn(f"{text}. Construct schedulers after prepare.", stacklevel=4)
-
-
 def refuse_meta(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> None:
     """Raise if a mask has no values, as its weight is on the meta device."""
     for group, mask in zip(groups, masks, strict=True):
@@ -35,13 +28,7 @@ def refuse_meta(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tenso
 
 
 def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: str) -> None:
-    """Raise if a sparsifier was prepared on another model than the one that is trained.
-
-    Args:
-        groups: of the sparsifier.
-        model: what the trainer trains, wrapped or not.
-        where: the first words of the error.
-    """
+    """Raise if a sparsifier was prepared on another model than the one that is trained, wrapped or not."""
     if not groups:
         raise SparsityError(f"{where}: the sparsifier is not prepared; call prepare(model, config) before training")
     own = {id(m) for m in model.modules()}
@@ -54,11 +41,7 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
 
 
 def checked_schedulers(sparsifier: object, schedulers: object) -> list[BaseScheduler]:
-    """The schedulers of a trainer's callback as a list.
-
-    Raises:
-        SparsityError: the sparsifier is none, or a scheduler is none or belongs to another sparsifier.
-    """
+    """The schedulers of a trainer's callback as a list; raises unless all of them are of this sparsifier."""
     where = "SparsifierCallback: "
     if not isinstance(sparsifier, BaseSparsifier):
         raise SparsityError(f"{where}sparsifier must be a sparsifier, got {type(sparsifier).__name__}")
@@ -74,11 +57,7 @@ def checked_schedulers(sparsifier: object, schedulers: object) -> list[BaseSched
 
 
 def update_interval_of(sparsifier: object, update_every: int, until: int | None) -> UpdateInterval:
-    """When a trainer's callback calls `step`.
-
-    Raises:
-        SparsityError: the sparsifier counts steps itself, and needs every call; or one of the numbers is below 1.
-    """
+    """When a trainer's callback calls `step`; raises where the sparsifier counts steps itself, and needs every call."""
     if hasattr(sparsifier, "settings") and (update_every, until) != (1, None):
         raise SparsityError(
             f"SparsifierCallback: {type(sparsifier).__name__} must be called in every step; give update_every and "
@@ -91,15 +70,11 @@ def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
     """Raise if an optimizer's state does not fit its parameters, as after loading one that was saved before `prepare`.
 
     A state dict of an optimizer refers to parameters by their order, which `prepare` changes: a masked weight comes
-    after the other parameters of its module. torch does not compare shapes.
-
-    Args:
-        optimizer: one, or several, wrapped by a trainer or not.
-        model: for names in the error.
+    after the other parameters of its module. torch does not compare shapes. `model` gives the names in the error.
     """
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-        for parameter, state in getattr(one, "state", {}).items():
+    for o in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        for parameter, state in getattr(o, "state", {}).items():
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 if key in _OF_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
                     name = names.get(id(parameter), "a parameter")
