@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError, is_number
-from .tiles import Shape, crop, tile_volumes, tiles_of, to_aligned
+from .tiles import Shape, crop, split, tile_volumes, tiles_of, to_aligned
 from .windows import ScopeWindows, Window, block_scores, elements_of, fill_mask, from_scopes
 
 PART = 1 << 16  # elements that are computed together, so that their intermediate values stay in cache
@@ -142,7 +142,10 @@ def soft_threshold_windows(
     results = []
     for s in scopes:
         members, ndim = s.members, len(s.shape)
-        v, t = elements_of(members, ndim, 0.0), _block_thresholds(thresholds, s, scale).to(torch.float64)
+        t = _block_thresholds(thresholds, s, scale).to(torch.float64)
+        if len(scopes) == len(members) == 1 and _shrink_in_place(members[0], t, ndim):
+            return
+        v = elements_of(members, ndim, 0.0)
         grid, v = v.shape[:-1], v.reshape(-1, v.shape[-1])
         t, h = t.expand(grid).reshape(-1), None
         if members[0].mask is not None:
@@ -159,6 +162,20 @@ def soft_threshold_windows(
         results.append((members, shrunk, grid))
     for members, shrunk, grid in results:
         _write_blocks(members, shrunk, grid)
+
+
+def _shrink_in_place(m: Window, t: Tensor, ndim: int) -> bool:
+    """Shrink whole blocks on the CPU by their float32 norms, unless some norm or its square may leave the range."""
+    is_whole = not m.is_partial and not m.order and len(m.shape) == ndim and math.prod(m.shape) > 1
+    if m.mask is not None or m.window.device.type != "cpu" or not is_whole:
+        return False
+    norms = block_scores([m], 2, ndim, False)
+    if not bool(((norms < 1e18) & (torch.maximum(norms, t) > 1e-15)).all()):  # a NaN is not
+        return False
+    factor = (1 - t / norms).clamp_(min=0).to(norms.dtype)
+    factor = factor[tuple(i for _ in m.shape for i in (slice(None), None))]
+    split(m.window, m.shape).mul_(factor).masked_fill_(factor == 0, 0)
+    return True
 
 
 def shrink(v: Tensor, t: Tensor) -> Tensor:
