@@ -62,8 +62,7 @@ def is_placed_like(mask: Any, weight: Any) -> bool:
 def placed_like(mask: Any, weight: Any) -> Tensor:
     """The mask with the mesh and placements of its weight, whichever of them is sharded further.
 
-    A mask is sharded like its weight without communication; one that is sharded further is gathered as its weight was.
-    Their global shapes are equal, and their meshes too, or one is a named part of the other.
+    Only a mask that is sharded further is sent. Meshes are equal, or one is a named part of the other.
     """
     if is_placed_like(mask, weight):
         return mask

@@ -334,6 +334,10 @@ class _Slots:
         self.places = np.flatnonzero((keys > low) ^ self._kept)
         self.undecided = keys[self.places]
 
+    def tied(self, key: int) -> Array:
+        """The places of the members with this key."""
+        return np.flatnonzero(self.keys() == key)
+
     def write(self, more: Array) -> None:
         """Write the mask: what `decide` keeps, and more places."""
         self._kept[more] = True
@@ -401,7 +405,7 @@ def _keep_between(parts: Sequence[_Slots], keep: int, low: int, high: int) -> bo
     ties = [np.empty(0, np.int64)] * len(parts)
     for at, part in enumerate(parts):
         if room:
-            ties[at] = np.flatnonzero(part.keys() == low)[:room]
+            ties[at] = part.tied(low)[:room]
             room -= len(ties[at])
     if room:
         return False

@@ -156,10 +156,7 @@ def scored(m: Window) -> Tensor:
 
 
 def fill_mask(members: Sequence[Window], keep: Tensor, *, within_mask: bool = False) -> None:
-    """Write the keep grid (True = keep, of the aligned grid's shape) to every window's mask, in place.
-
-    With `within_mask`, blocks are only removed: what the masks drop already stays dropped.
-    """
+    """Write the aligned keep grid (True = keep) to every window's mask, in place; `within_mask` only removes blocks."""
     for m in members:
         assert m.mask is not None
         grid = from_aligned(keep, m.order, m.grid)
