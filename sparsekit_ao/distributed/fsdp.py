@@ -32,9 +32,7 @@ def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> 
 def refuse_wrapped_outside(model: nn.Module, places: Sequence[tuple[str, str, nn.Module]]) -> None:
     """Raise if FSDP2 manages a parameter through a module outside of the model, whose records cannot be updated.
 
-    Args:
-        model: to be squashed.
-        places: name of a tensor, name of its module, and the module.
+    `places` are (name of a tensor, name of its module, module).
     """
     wrapped = {name for name, _ in _wrapped(model)}
     for tensor, name, module in places:
@@ -69,11 +67,7 @@ def without_fsdp_class(module: nn.Module) -> Iterator[None]:
 
 
 def fsdp_records(model: nn.Module | None) -> dict[int, Any]:
-    """FSDP2's record of each parameter of the model, by the id of its sharded Parameter; {} without FSDP2.
-
-    Raises:
-        SparsityError: this version of torch has no such records.
-    """
+    """FSDP2's record of each parameter of the model, by the id of its sharded Parameter; {} without FSDP2."""
     records: dict[int, Any] = {}
     for _, module in _wrapped(model):
         try:

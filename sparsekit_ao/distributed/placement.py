@@ -27,12 +27,9 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWindow:
-    """The part of a view inside a box.
+    """The part of a view inside a box: its start in the view and its shape.
 
-    Attributes:
-        start: its start in the view.
-        shape: its shape.
-        steps: for each dimension of the view, the dimension of the parameter that it steps along, and by how much.
+    For each dimension of the view `steps` holds the dimension of the parameter that it steps along, and by how much.
     """
 
     start: Shape
@@ -85,11 +82,6 @@ def window_of(spec: BlockSpec, box: Box) -> LocalWindow | None:
 
     It is one where every dimension of the view steps along one dimension of the parameter. The box may cut only the
     dimension of the largest step of each, between two steps.
-
-    >>> import torch
-    >>> spec = BlockSpec(torch.zeros(4, 8), (1, 2))
-    >>> window_of(spec, Box(start=(2, 0), size=(2, 8)))
-    LocalWindow(start=(2, 0), shape=(2, 8), steps=((0, 1), (1, 1)))
     """
     view, full = spec.view, tuple(spec.view.param.shape)
     strides = row_major(full)
@@ -119,20 +111,20 @@ def window_of(spec: BlockSpec, box: Box) -> LocalWindow | None:
     return LocalWindow(start=tuple(start), shape=tuple(shape), steps=tuple(steps))
 
 
-def method_of(member: ScopeMember, box: Box) -> int:
-    """How masks of a scope's member can be chosen where this rank holds a box of its tensor.
+def method_of(member: ScopeMember, value: Any) -> int:
+    """How masks of a scope's member can be chosen, as far as this rank can tell; `value` is its first block spec's.
 
-    LOCAL where the box cuts no scope, BISECTION where it cuts no block, else GATHERED; also GATHERED for blocks of
-    several tensors and blocks at a partial edge.
+    LOCAL where this rank's box cuts no scope, BISECTION where it cuts no block, else GATHERED; also GATHERED for blocks
+    of several tensors and blocks at a partial edge.
     """
-    specs = member.block.blocks()
-    window = window_of(specs[0], box) if len(specs) == 1 else None
+    spec, *more = member.block.blocks()
+    if not (more or is_sharded(value)):
+        return LOCAL
+    window = None if more else window_of(spec, box_of(value))
     if window is None:
         return GATHERED
-    is_whole = True
-    for at, n, block, size, tile in zip(
-        window.start, window.shape, specs[0].shape, specs[0].view.shape, member.shape, strict=True
-    ):
+    is_whole, view = True, spec.view.shape
+    for at, n, block, size, tile in zip(window.start, window.shape, spec.shape, view, member.shape, strict=True):
         end, scope = at + n, block * tile
         if size % block or (n != size and (at % block or end % block)):
             return GATHERED

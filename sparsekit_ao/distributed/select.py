@@ -59,11 +59,7 @@ def update_masks(requests: Sequence[Request]) -> None:
 
 
 def common_mesh(tensors: Sequence[tuple[str | None, Any]]) -> Any:
-    """The widest mesh of (name, tensor) that are chosen together; None where all of them are plain.
-
-    Raises:
-        SparsityError: the mesh of one of them is no part of it.
-    """
+    """The widest mesh of (name, tensor) that are chosen together, of which all are part; None where all are plain."""
     meshes = [(name, t.device_mesh) for name, t in tensors if is_sharded(t)]
     widest, mesh = max(meshes, key=lambda pair: pair[1].ndim, default=(None, None))
     for name, other in meshes:
@@ -79,7 +75,8 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
     """Fill the masks of requests on one mesh, each by the methods that the ranks agree on."""
     members = [(request, member) for request in requests for member in request.scope.members()]
     dims = sorted({d for u in requests for spec in u.scope.blocks() for d in cuts_of(u.value_of(spec), mesh)})
-    methods = torch.tensor([_method_of(*pair) for pair in members], dtype=torch.int32, device=mesh.device_type)
+    local_methods = [method_of(m, request.value_of(m.block.blocks()[0])) for request, m in members]
+    methods = torch.tensor(local_methods, dtype=torch.int32, device=mesh.device_type)
     for dim in dims:  # the least over the ranks
         torch.distributed.all_reduce(methods, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
     agreed = iter(methods.tolist())
@@ -106,23 +103,13 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
         _choose_by_bisection(mesh, dims, bisected)
 
 
-def _method_of(request: Request, member: ScopeMember) -> int:
-    """The method for a member of an request's scope, as far as this rank can tell."""
-    spec, *more = member.block.blocks()
-    value = request.value_of(spec)
-    if more:  # coupled blocks are spread over several tensors
-        return GATHERED
-    return method_of(member, box_of(value)) if is_sharded(value) else LOCAL
-
-
 def _choose_locally(request: Request) -> None:
     """Choose the blocks of scopes that are whole on this rank."""
     (member,) = request.scope.members()
     window, start = _local_window(request, member.block.blocks()[0])
     if window.window.numel() == 0:
         return
-    assert window.values is not None and window.mask is not None
-    keep, values = request.keep, window.values
+    keep, values = request.keep, window.window
     placeholder = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
     spec = BlockSpec(placeholder, window.shape, edge="partial")
     scope: Any = ScopeSpec(spec, member.shape)
@@ -130,7 +117,8 @@ def _choose_locally(request: Request) -> None:
     if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
         sizes = zip(start, spec.grid_shape, member.shape, strict=True)
         keep = keep[tuple(slice(at // g, -(-(at + n) // g)) for at, n, g in sizes)]
-    selection.update_masks([replace(request, scope=scope, masks={spec: window.mask}, values=values, keep=keep)])
+    masks = {spec: window.mask}
+    selection.update_masks([replace(request, scope=scope, masks=masks, values=values, keep=keep)])  # type: ignore[arg-type]
 
 
 def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tuple[Request, list[int]]]) -> None:
@@ -187,7 +175,6 @@ class _Shard:
         windows: on values and masks.
         layout: how the padded block grid is cut into rows.
         inside: the block grid without its padding.
-        within_mask: as in the request.
     """
 
     keys: Tensor
@@ -245,14 +232,9 @@ def _shard_of(
 
 
 def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_over_ranks: SumOverRanks) -> None:
-    """Put True in the place of the keys that are kept and False in that of the others.
+    """Put True in the place of the keys (of so many bits) that are kept and False in that of the others.
 
-    Args:
-        shards: this rank's.
-        keep: blocks to keep in each scope over all ranks, int64.
-        bits: of the keys.
-        width: the most blocks that a scope has over all ranks.
-        sum_over_ranks: of int64 counts.
+    `keep` are the blocks to keep in each scope, `width` the most blocks that a scope has, over all ranks.
     """
     limits, reached = _kth_largest(shards, keep, bits, sum_over_ranks)
     limits.clamp_(min=1 - (1 << (bits - 1)))  # above the lowest integer; no score has this key
@@ -345,8 +327,7 @@ def _gathered(request: Request, specs: Sequence[BlockSpec]) -> tuple[dict[BlockS
 
 def _local_window(request: Request, spec: BlockSpec) -> tuple[Window, tuple[int, ...]]:
     """A block spec's part on this rank, and where it starts in the block grid."""
-    window = window_of(spec, box_of(request.value_of(spec)))
-    assert window is not None
+    window: Any = window_of(spec, box_of(request.value_of(spec)))
     values, mask = window.on(local(request.value_of(spec))), window.on(local(request.masks[spec]))
     start = tuple(at // b for at, b in zip(window.start, spec.shape, strict=True))
     return Window(shape=spec.shape, values=values, mask=mask), start

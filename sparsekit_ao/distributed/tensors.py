@@ -62,12 +62,7 @@ def is_placed_like(mask: Any, weight: Any) -> bool:
 def placed_like(mask: Any, weight: Any) -> Tensor:
     """The mask with the mesh and placements of its weight, whichever of them is sharded further.
 
-    A mask is sharded like its weight without communication; one that is sharded further is gathered as its weight was.
-    Their global shapes are equal, and their meshes too, or one is a named part of the other.
-
-    >>> mask = torch.ones(2, dtype=torch.bool)
-    >>> placed_like(mask, torch.zeros(2)) is mask
-    True
+    Only a mask that is sharded further is sent. Meshes are equal, or one is a named part of the other.
     """
     if is_placed_like(mask, weight):
         return mask
@@ -76,25 +71,20 @@ def placed_like(mask: Any, weight: Any) -> Tensor:
     of_mask, of_weight = getattr(mask, "device_mesh", None), weight.device_mesh
     if of_mask is None or (of_mask != of_weight and is_part(of_mask, of_weight)):
         part = part_of(mask, weight)
-    elif is_part(of_weight, of_mask):
-        part = _gathered_as(mask, weight)
+    elif is_part(of_weight, of_mask):  # the weight was gathered over some dimensions of the mask's mesh
+        from torch.distributed.tensor import Replicate
+
+        placements = weight.placements
+        if of_mask != of_weight:
+            kept = dict(zip(of_weight.mesh_dim_names, placements, strict=True))
+            placements = [kept.get(name, Replicate()) for name in of_mask.mesh_dim_names]
+        part = mask.redistribute(placements=placements).to_local()
     else:
         raise SparsityError(
             f"the mask is on the mesh {of_mask}, its weight on {of_weight}, and neither is part of the other. Name the "
             "dimensions of the meshes (mesh_dim_names)."
         )
     return from_local(part.detach().clone(memory_format=torch.contiguous_format), weight)
-
-
-def _gathered_as(mask: Any, weight: Any) -> Tensor:
-    """This rank's part of the mask of a weight that was gathered over some dimensions of the mask's mesh."""
-    from torch.distributed.tensor import Replicate
-
-    placements = weight.placements
-    if mask.device_mesh != weight.device_mesh:
-        kept = dict(zip(weight.device_mesh.mesh_dim_names, placements, strict=True))
-        placements = [kept.get(name, Replicate()) for name in mask.device_mesh.mesh_dim_names]
-    return mask.redistribute(placements=placements).to_local()
 
 
 def from_local(part: Tensor, weight: Any) -> Tensor:

@@ -131,15 +131,15 @@ def under_all_names(
     model: nn.Module, masks: Sequence[tuple[nn.Module, str, WeightMask]]
 ) -> list[tuple[nn.Module, str, WeightMask]]:
     """Masks, (module, tensor name, mask) each, with those under the other names of tied parameters added."""
-    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            held.setdefault(id(parameter), []).append((module, name))
-    found = list(masks)
+            places.setdefault(id(parameter), []).append((module, name))
+    entries = list(masks)
     for module, name, mask in masks:
-        others = held.get(id(module._parameters.get(name)), []) if name in module._parameters else []
-        found += [(m, n, mask) for m, n in others if (m, n) != (module, name)]
-    return found
+        others = places.get(id(module._parameters[name]), []) if name in module._parameters else []
+        entries += [(m, n, mask) for m, n in others if (m, n) != (module, name)]
+    return entries
 
 
 def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
@@ -187,30 +187,21 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
 
 
 def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
-    """The mask on a tensor, or None, to be read or written.
-
-    It is first sharded like the tensor, if that was sharded since.
-
-    Raises:
-        SparsityError: the tensor is sharded, and another parametrization is below its mask; or it is gathered at
-            the moment.
-    """
+    """The mask on a tensor, or None, to be read or written; first sharded as the tensor, if that was sharded since."""
     found = find_mask(module, tensor_name)
     if found is None:
         return None
-    chain = _chain(module, tensor_name)
-    weight: Any = chain.original if chain.is_tensor else chain.original0
-    if is_sharded(found.mask):
-        refuse_gathered(tensor_fqn, weight, found.mask)
+    weight: Any = parameter_under(module, tensor_name)
+    refuse_gathered(tensor_fqn, weight, found.mask)
     if weight.is_meta and not found.mask.is_meta:
         raise SparsityError(
             f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load it "
             "back to its device first"
         )
     if is_sharded(weight) and not is_placed_like(found.mask, weight):
-        if _below(chain):
+        if layers := below(module, tensor_name):
             raise SparsityError(
-                f"{tensor_fqn}: {type(_below(chain)[0]).__name__} is below its mask, and its parameters are sharded "
+                f"{tensor_fqn}: {type(layers[0]).__name__} is below its mask, and its parameters are sharded "
                 "over ranks. Remove that parametrization before fully_shard, or leave the tensor out."
             )
         found.shard_like(weight)
@@ -219,23 +210,20 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
 
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
     """What the mask is applied to: the parameter itself, or what parametrizations below the mask make of it."""
-    chain = _chain(module, tensor_name)
-    if isinstance(chain[0], WeightMask):
-        return chain.original.detach()
-    return through(_below(chain), _originals(chain)).detach()
+    return through(below(module, tensor_name), parameters_under(module, tensor_name)).detach()
 
 
 def parameters_under(module: nn.Module, tensor_name: str) -> list[Tensor]:
     """The parameters of a parametrized tensor; several only where parametrizations below the mask have them."""
-    return _originals(_chain(module, tensor_name))
+    chain = _chain(module, tensor_name)
+    return [chain.original] if chain.is_tensor else [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
 
 
 def used_weight(module: nn.Module, tensor_name: str) -> Tensor:
     """The values that the forward pass uses: masked, and through all other parametrizations; without gradient."""
     if not parametrize.is_parametrized(module, tensor_name):
         return getattr(module, tensor_name).detach()
-    chain = _chain(module, tensor_name)
-    return through(list(chain), _originals(chain)).detach()
+    return through(list(_chain(module, tensor_name)), parameters_under(module, tensor_name)).detach()
 
 
 def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
@@ -245,7 +233,8 @@ def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
 
 def below(module: nn.Module, tensor_name: str) -> list[nn.Module]:
     """The parametrizations below the mask of a tensor, the lowest first."""
-    return _below(_chain(module, tensor_name))
+    layers = list(_chain(module, tensor_name))
+    return layers[: next(i for i, p in enumerate(layers) if isinstance(p, WeightMask))]
 
 
 def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
@@ -260,7 +249,7 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
         for k in _dense_hooks(module):
             del module._load_state_dict_pre_hooks[k]
     if len(chain) > 1:
-        del chain[len(_below(chain))]
+        del chain[len(below(module, tensor_name))]
         return
     # Deep copies share the class that parametrize made for the module, and removing edits it: copy the class first.
     with without_fsdp_class(module):
@@ -337,17 +326,6 @@ def _chain(module: nn.Module, tensor_name: str) -> parametrize.ParametrizationLi
     chain = module.parametrizations[tensor_name]  # type: ignore[index]
     assert isinstance(chain, parametrize.ParametrizationList)
     return chain
-
-
-def _below(chain: parametrize.ParametrizationList) -> list[nn.Module]:
-    layers = list(chain)
-    return layers[: next(i for i, p in enumerate(layers) if isinstance(p, WeightMask))]
-
-
-def _originals(chain: parametrize.ParametrizationList) -> list[Tensor]:
-    if chain.is_tensor:
-        return [chain.original]
-    return [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
 
 
 def through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:

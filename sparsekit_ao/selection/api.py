@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
+from ..structure import write_back
 from ..structure.rule import KEY_DTYPES
 from . import cpu, gpu, reference
 from .request import Request
@@ -58,25 +59,19 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
     _check_budget(keep, *scores.shape)
     if isinstance(keep, Tensor):
         keep = keep.to(scores.device, torch.int64, non_blocking=True).expand(len(scores))
-    backend = _backend(scores, impl)
-    return backend.keep_rows(scores.detach(), keep, candidates)
+    return _backend(scores, impl).keep_rows(scores.detach(), keep, candidates)
 
 
 @torch.no_grad()
 def update_masks(requests: Sequence[Request], *, impl: str = "auto") -> None:
-    """Fill the masks of requests that do not depend on each other, in place; all were checked when they were made.
-
-    Args:
-        requests: their tensors are whole on this process; a tensor appears in one of them at most.
-        impl: as in `keep_mask`.
-    """
+    """Fill the masks of independent requests of whole tensors, in place; `impl` as in `keep_mask`."""
     shared: dict[str, list[Request]] = {}
     for request in requests:
         shared.setdefault(_backend(request, impl).name, []).append(request)
     for name, chosen in shared.items():
         BACKENDS[name].run(chosen)
     for request in requests:
-        request.write_back()
+        write_back(request.scopes, request.scope, request.masks)
 
 
 def _backend(work: Request | Tensor, impl: str) -> Backend:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..structure import BlockSpec, ScopeCoupling, ScopeSpec, windows
+from ..structure.rule import INF, INTS
 from ..structure.tiles import cut_parts, to_aligned
-from ..structure.windows import Norm, ScopeWindows, Window, fill_mask
+from ..structure.windows import Norm, Window, fill_mask
 from . import reference
 from .request import Request
 
@@ -32,14 +33,7 @@ LONG = 1 << 17  # members from which on a scope is cut
 SCORES = 1 << 20  # elements whose block scores are computed together
 SAMPLED = 1 << 16  # keys of a sample at most, one of 64
 DEVIATIONS = 4  # of a sampled rank, to either side
-_INTS = {
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
-_INTS |= {torch.bool: torch.uint8, torch.uint8: torch.uint8}
-_INF = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
+_INTS = INTS | {torch.bool: torch.uint8, torch.uint8: torch.uint8}
 _ONE = {torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000, torch.float64: 0x3FF0000000000000}
 _ONE |= {torch.bool: 1, torch.uint8: 1}
 
@@ -51,7 +45,7 @@ def refusals(work: Request | Tensor) -> list[str]:
     if isinstance(work, Request):
         for spec, mask in work.masks.items():
             dtype = work.value_of(spec).dtype
-            if mask.dtype not in _ONE or dtype not in _INF:
+            if mask.dtype not in _ONE or dtype not in INF:
                 return [f"it takes float values, and bool, uint8 or float masks, got {dtype} and {mask.dtype}"]
     return []
 
@@ -67,8 +61,7 @@ def run(requests: Sequence[Request]) -> None:
             _fill_plain(request)
         else:
             reference.fill(request, block_scores, keep_rows)
-    if chunks:
-        _on_threads(chunks)
+    _on_threads(chunks)
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
@@ -136,15 +129,12 @@ def _fill_plain(request: Request) -> None:
     elif is_joint:
         _keep_long([part for m in members for part in _slots_of(m, request)], int(request.budget))
     else:
-        for at, part in enumerate(_scope_parts(scopes[0], members[0])):
-            keep = request.budget
-            _keep_long(list(_slots_of(part, request)), int(keep.reshape(-1)[at]) if isinstance(keep, Tensor) else keep)
-
-
-def _scope_parts(s: ScopeWindows, m: Window) -> Iterator[Window]:
-    """The windows of single scopes, in the order of the scope grid."""
-    for at in np.ndindex(*s.scope_grid):
-        yield _at(m, tuple(slice(k * n, (k + 1) * n) for k, n in zip(at, s.shape, strict=True)))
+        keep = request.budget
+        for place in np.ndindex(*scopes[0].scope_grid):
+            part = _at(
+                members[0], tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, scopes[0].shape, strict=True))
+            )
+            _keep_long(list(_slots_of(part, request)), int(keep[place]) if isinstance(keep, Tensor) else keep)
 
 
 def _fill_chunk(
@@ -159,9 +149,7 @@ def _fill_chunk(
     narrow = width <= PAIRS
     keys = _keys(_ints(m.values), m.values.dtype, magnitude, under=under, within=within, narrow=narrow)
     inner, outer = range(1, 2 * n, 2), range(0, 2 * n, 2)
-    split_shape: list[int] = []
-    for size, tile in zip(keys.shape, shape, strict=True):
-        split_shape += [size // tile, tile]
+    split_shape = [n for size, tile in zip(keys.shape, shape, strict=True) for n in (size // tile, tile)]
     budget = _ints(keep).reshape(-1) if isinstance(keep, Tensor) else keep
     if narrow:
         tiles, targets = (t.reshape(split_shape).transpose(*inner, *outer) for t in (keys, mask))
@@ -223,15 +211,10 @@ def _keys(
 ) -> Array:
     """Integers in the order of scores, of 32 bits or more unless `narrow`; see `structure.rule`.
 
-    Args:
-        bits: of the scores.
-        dtype: of the scores.
-        magnitude: order them by |score|.
-        under: scores are 0 where it is 0.
-        within: keys are below every other where it is 0.
+    Scores are 0 where `under` is 0; keys are below every other where `within` is 0.
     """
     wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
-    top, nan = np.iinfo(bits.dtype).max, _INF[dtype] + 1
+    top, nan = np.iinfo(bits.dtype).max, INF[dtype] + 1
     if magnitude:
         keys = np.bitwise_and(bits, bits.dtype.type(top)).astype(wide, copy=False)
         if keys.size and keys.max() > nan:

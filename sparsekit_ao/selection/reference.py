@@ -14,8 +14,6 @@ from ..structure.rule import keep_rows
 from ..structure.windows import Window, block_scores, fill_mask, from_scopes, kept_grid, real_slots, to_scopes
 from .request import Request
 
-__all__ = ["keep_rows", "name", "refusals", "run"]
-
 name = "reference"
 
 
@@ -39,7 +37,9 @@ def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., T
     as_mean = any(m.is_partial for m in request.windows)  # all competitors are scored in the same way
     rows = []
     for s in scopes:
-        members = [_under_mask(m) for m in s.members] if request.scores_masked else s.members
+        members: Sequence[Window] = s.members
+        if request.masked or request.within_mask:
+            members = [replace(m, under=m.mask) for m in members]
         rows.append(to_scopes(score(members, request.norm, len(s.shape), as_mean), s, 0.0))
     candidates = real_slots(scopes)
     if request.within_mask:
@@ -47,7 +47,3 @@ def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., T
     chosen = select(torch.cat(rows, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
     for s, mask in zip(scopes, chosen.split([math.prod(s.shape) for s in scopes], dim=1), strict=True):
         fill_mask(s.members, from_scopes(mask, s), within_mask=request.within_mask)
-
-
-def _under_mask(m: Window) -> Window:
-    return replace(m, under=m.mask if m.under is None else m.under)

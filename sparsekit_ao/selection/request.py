@@ -57,21 +57,8 @@ class Request:
         return next(iter(self.masks.values())).device
 
     @property
-    def scores_masked(self) -> bool:
-        """Whether values that the masks drop score 0."""
-        return self.masked or self.within_mask
-
-    @property
     def budget(self) -> int | Tensor:
         """`keep` as an int, or int64 of the scope grid's shape on the windows' device."""
         if not isinstance(self.keep, Tensor):
             return self.keep
         return self.keep.to(self.device, torch.int64, non_blocking=True).expand(self.scope.grid_shape)
-
-    def write_back(self) -> None:
-        """Copy filled windows to the masks that have other strides than their parameter."""
-        for spec, mask in self.masks.items():
-            if not spec.view.is_aligned(mask):
-                window = self.windows[self.scope.blocks().index(spec)].mask
-                assert window is not None
-                spec.view.write_back(window, mask)

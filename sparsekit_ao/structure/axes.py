@@ -96,11 +96,7 @@ class AxisPattern:
         return weight
 
     def lengths(self, shape: Shape) -> dict[str, int]:
-        """Every axis and its length in a tensor of this shape.
-
-        >>> AxisPattern(axes="(three u d) i", unit="u", sizes={"three": 3, "d": 4}).lengths((24, 5))
-        {'three': 3, 'u': 2, 'd': 4, 'i': 5}
-        """
+        """Every axis and its length in a tensor of this shape."""
         self.check_shape(shape)
         found: dict[str, int] = {}
         for size, axes in zip(window_shape(self.axes, shape), self.dimensions, strict=True):
@@ -178,14 +174,7 @@ class AxisPattern:
 
 
 def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
-    """The axes of every dimension of a pattern, outermost first.
-
-    Raises:
-        SparsityError: the text is no pattern.
-
-    >>> dimensions_of("(three u d) i")
-    [['three', 'u', 'd'], ['i']]
-    """
+    """The axes of every dimension of a pattern, outermost first; raises where the text is no pattern."""
     if not isinstance(axes, str):
         raise SparsityError(f"{where}axes must be a str such as 'o (s m)', got {axes!r}")
     text, _ = _parsed(axes, where)
@@ -199,11 +188,7 @@ def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
 
 
 def window_shape(axes: str, shape: Shape) -> Shape:
-    """The shape of what a pattern views of a tensor of this shape.
-
-    >>> window_shape("(8 + u + 4) i", (20, 5))
-    (8, 5)
-    """
+    """The shape of what a pattern views of a tensor of this shape."""
     _, outside = _parsed(axes, "")
     return tuple(size - sum(outside.get(d, ())) for d, size in enumerate(shape))
 

@@ -8,7 +8,6 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -126,15 +125,12 @@ class SparseBlock(Thresholded):
             thresholds: a number, or a tensor that broadcasts to the grid.
             values: what the norms are taken of; None means the parameters.
         """
-        scored = None if values is None else [self._one_each(block_windows(self, values))]
+        scored = None if values is None else self._windows(values)
         zero_below(self._live(), self._thresholds(thresholds), scored=scored)
 
-    def _live(self, conditioners: Values = None) -> list[ScopeWindows]:
-        return [self._one_each(live_windows(self, conditioners))]
-
-    def _one_each(self, windows: tuple[Window, ...]) -> ScopeWindows:
+    def _windows(self, values: Values = None) -> list[ScopeWindows]:
         """Scopes of one block each."""
-        return ScopeWindows(members=windows, shape=(1,) * self.grid_ndim)
+        return [ScopeWindows(members=block_windows(self, values), shape=(1,) * self.grid_ndim)]
 
     def _elements(self, values: Values, fill: float) -> Tensor:
         """(*grid, elements of the block over all members), padded by `fill`."""
@@ -285,11 +281,7 @@ def aligned_members(
 def block_windows(
     block: SparseBlock, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
 ) -> tuple[Window, ...]:
-    """A block's members as `selection` takes them: windows on the values, and on the masks ({block: mask}) if given.
-
-    Raises:
-        SparsityError: a parameter without values, or a tensor of another shape than its parameter.
-    """
+    """A block's members as `selection` takes them: windows on the values, and on the masks ({block: mask}) if given."""
     if isinstance(values, Tensor) and len(block.parameters()) > 1:
         raise SparsityError(f"{block._where()}coupled blocks take values as a mapping {{parameter: tensor}}")
     out = []
@@ -301,14 +293,3 @@ def block_windows(
         mask = None if masks is None else spec.view.window(masks[spec])
         out.append(Window(shape=spec.shape, values=spec.view.window(found), mask=mask, order=order))
     return tuple(out)
-
-
-def live_windows(block: SparseBlock, conditioners: Values = None) -> tuple[Window, ...]:
-    """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
-    for spec in block.blocks():
-        _ = spec.data  # raises where a parameter's strides have changed since its view was made
-    windows = block_windows(block)
-    if conditioners is None:
-        return windows
-    given = block_windows(block, conditioners)
-    return tuple(replace(m, mask=h.values) for m, h in zip(windows, given, strict=True))

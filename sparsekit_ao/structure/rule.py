@@ -7,37 +7,26 @@ smallest integer, is below every score.
 import torch
 from torch import Tensor
 
-_INT = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-KEY_DTYPES = tuple(_INT)
-_INF = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
+INTS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+KEY_DTYPES = tuple(INTS)
+INF = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
 
 
 def absent(dtype: torch.dtype) -> int:
     """The key of a slot that may never be kept; `dtype` is the score's."""
-    return torch.iinfo(_INT[dtype]).min
+    return torch.iinfo(INTS[dtype]).min
 
 
 def key_bits(dtype: torch.dtype) -> int:
     """Width of a key in bits: 16, 32 or 64."""
-    return torch.iinfo(_INT[dtype]).bits
+    return torch.iinfo(INTS[dtype]).bits
 
 
 def order_keys(scores: Tensor, *, magnitude: bool = False) -> Tensor:
-    """Integer keys in the order of `scores`, or of their absolute values.
-
-    Args:
-        scores: any shape; float16, bfloat16, float32 or float64.
-        magnitude: rank by |score|; one operation cheaper, and exact.
-
-    Returns:
-        int16, int32 or int64 of the same shape.
-
-    >>> order_keys(torch.tensor([-1.0, -0.0, 0.0, float("inf")])).argsort(stable=True).tolist()
-    [0, 1, 2, 3]
-    """
-    bits = scores.view(_INT[scores.dtype])
+    """int16, int32 or int64 keys in the order of `scores`, or of their absolute values."""
+    bits = scores.view(INTS[scores.dtype])
     top = torch.iinfo(bits.dtype).max
-    nan = _INF[scores.dtype] + 1
+    nan = INF[scores.dtype] + 1
     if magnitude:
         return (bits & top).clamp_(max=nan)
     # A set sign bit reverses the order of the remaining bits, which two's complement then restores.
@@ -46,15 +35,9 @@ def order_keys(scores: Tensor, *, magnitude: bool = False) -> Tensor:
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
-    """Keep exactly `keep` members of each row by a stable sort: the definition of the rule.
+    """Keep exactly `keep` (an int, or int64 [rows]) of each row of scores by a stable sort: the definition of the rule.
 
-    Args:
-        scores: float [rows, members].
-        keep: an int, or int64 [rows].
-        candidates: bool [rows, members]; others are never kept.
-
-    Returns:
-        bool [rows, members].
+    Of bool `candidates` [rows, members] those that are False are never kept.
     """
     keys = order_keys(scores)
     if candidates is not None:

@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError, is_number
-from .blocks import (
-    BlockSpec,
-    SparseBlock,
-    aligned_members,
-    block_windows,
-    check_distinct,
-    live_windows,
-    refuse_others,
-)
+from .blocks import BlockSpec, SparseBlock, aligned_members, block_windows, check_distinct, refuse_others
 from .rule import KEY_DTYPES, keep_rows
 from .thresholds import Thresholded, Values, zero_below
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
@@ -37,11 +29,10 @@ def checked_level(level: object, where: str) -> float:
     if is_number(level) and 0 <= float(level) <= 1:
         return float(level)
     is_scalar = isinstance(level, (numbers.Number, str, type(None)))
-    hint = (
-        f"; it is a fraction, so {level} % is {float(level) / 100:g}" if is_number(level) and 2 <= level <= 100 else ""
-    )
-    found = repr(level) if is_scalar else f"a {type(level).__name__}, which is no number"
-    raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {found}{hint}")
+    text = repr(level) if is_scalar else f"a {type(level).__name__}, which is no number"
+    if is_number(level) and 2 <= level <= 100:
+        text += f"; it is a fraction, so {level} % is {float(level) / 100:g}"
+    raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {text}")
 
 
 def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
@@ -205,8 +196,8 @@ class SparseScope(Thresholded):
             raise SparsityError(
                 f"{self._where()}block_scores must be float16, bfloat16, float32 or float64, got {rows.dtype}"
             )
-        allowed = self._rows_of(candidates, "candidates")
-        kept = self._select(rows, self.budget(nnz), None if allowed is None else allowed.bool())
+        allowed = None if candidates is None else self._rows_of(candidates, "candidates").bool()
+        kept = self._select(rows, self.budget(nnz), allowed)
         return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}
 
     @torch.no_grad()
@@ -226,9 +217,8 @@ class SparseScope(Thresholded):
             for spec, mask in self.get_masks(nnz, values).items():
                 spec.view.param.detach().masked_fill_(~mask, 0)
             return
-        assert thresholds is not None
         scored = None if values is None else scope_windows(self, values)
-        zero_below(self._live(), self._thresholds(thresholds), scored=scored)
+        zero_below(self._live(), self._thresholds(thresholds), scored=scored)  # type: ignore[arg-type]
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
         """Check a budget: least <= nnz <= blocks per scope - spare.
@@ -238,7 +228,7 @@ class SparseScope(Thresholded):
         Returns:
             An int, or int64 of the scope grid's shape.
         """
-        where = f"{self.name}: " if self.name else ""
+        where = self._where()
         if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
             raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
         low = high = nnz
@@ -261,9 +251,8 @@ class SparseScope(Thresholded):
 
     def _scores(self, values: Values, block_scores: BlockValues, norm: Norm = 2) -> Tensor:
         """[scopes, competitors]: norms of the values, or the scores given."""
-        given = self._rows_of(block_scores, "block_scores")
-        if given is not None:
-            return given
+        if block_scores is not None:
+            return self._rows_of(block_scores, "block_scores")
         return torch.cat([scope_scores(w, norm, self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
@@ -271,9 +260,7 @@ class SparseScope(Thresholded):
         """Whether norms are power means, so that they compare: where some block is partial."""
         return any(n % b for spec in self.blocks() for n, b in zip(spec.view.shape, spec.shape, strict=True))
 
-    def _rows_of(self, per_block: BlockValues, what: str) -> Tensor | None:
-        if per_block is None:
-            return None
+    def _rows_of(self, per_block: Tensor | Mapping[SparseBlock, Tensor], what: str) -> Tensor:
         members, in_rows = self.members(), (*self.grid_shape, self.numblk_per_scope())
         if isinstance(per_block, Tensor):
             if tuple(per_block.shape) == in_rows:
@@ -312,39 +299,27 @@ class SparseScope(Thresholded):
         smallest = torch.where(number, rows, float("inf")).amin(1)
         return torch.where(number.any(1), smallest, float("nan"))
 
-    def _live(self, conditioners: Values = None) -> list[ScopeWindows]:
-        self._check_values(conditioners)
-        return [
-            ScopeWindows(members=live_windows(m.block, conditioners), shape=m.shape, order=m.order)
-            for m in self.members()
-        ]
-
-    def _check_values(self, values: Values) -> None:
-        if isinstance(values, Tensor) and len({id(spec.view.param) for spec in self.blocks()}) > 1:
-            raise SparsityError(f"{self._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
+    def _windows(self, values: Values = None) -> list[ScopeWindows]:
+        return scope_windows(self, values)
 
 
 def scope_windows(
     scope: SparseScope, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
 ) -> list[ScopeWindows]:
     """A scope's members as `selection` takes them; see `block_windows`."""
-    if isinstance(values, Tensor):
-        scope._check_values(values)
-    windows = []
-    for m in scope.members():
-        windows.append(ScopeWindows(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
-    return windows
+    if isinstance(values, Tensor) and len({id(spec.view.param) for spec in scope.blocks()}) > 1:
+        raise SparsityError(f"{scope._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
+    return [
+        ScopeWindows(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order)
+        for m in scope.members()
+    ]
 
 
 def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
-    """Copy windows of `scope_windows(scope, ..., masks)`, filled, to masks of other strides than their parameter's.
-
-    For those the windows are copies.
-    """
+    """Copy filled windows of `scope_windows` to masks of other strides than their parameter's: those are copies."""
     for spec, window in zip(scope.blocks(), (m for w in windows for m in w.members), strict=True):
         if not spec.view.is_aligned(masks[spec]):
-            assert window.mask is not None
-            spec.view.write_back(window.mask, masks[spec])
+            spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
 
 
 class ScopeSpec(SparseScope):
@@ -467,7 +442,6 @@ class ScopeCoupling(SparseScope):
         if not (reorder and merge):
             raise SparsityError(f"{self._where()}members may differ in shape; use merge=True")
         rows = self._rows_of(t, "t")
-        assert rows is not None
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def scope_to_block(self, t: Tensor, reorder: bool = True) -> dict[SparseBlock, Tensor]:

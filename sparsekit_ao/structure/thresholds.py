@@ -8,12 +8,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import SparsityError, is_number
-from .tiles import Shape, crop, tile_volumes, tiles_of, to_aligned
+from .tiles import Shape, crop, split, tile_volumes, tiles_of, to_aligned
 from .windows import ScopeWindows, Window, block_scores, elements_of, fill_mask, from_scopes
 
 PART = 1 << 16  # elements that are computed together, so that their intermediate values stay in cache
@@ -31,8 +32,18 @@ class Thresholded(ABC):
     _grid_name = "grid"
 
     @abstractmethod
-    def _live(self, conditioners: Values = None) -> list[ScopeWindows]:
-        """Windows on the parameters themselves, to be written; conditioners are passed in the place of masks."""
+    def _windows(self, values: Values = None) -> list[ScopeWindows]:
+        """Windows on values, as `selection` takes them."""
+
+    @abstractmethod
+    def blocks(self) -> list[Any]:
+        """The block specs."""
+
+    def _live(self) -> list[ScopeWindows]:
+        """Windows on the parameters themselves, to be written."""
+        for spec in self.blocks():
+            _ = spec.data  # raises where a parameter's strides have changed since its view was made
+        return self._windows()
 
     @torch.no_grad()
     def soft_threshold(
@@ -68,7 +79,10 @@ class Thresholded(ABC):
         """
         if not isinstance(thresholds, Tensor) and not is_number(thresholds):
             raise SparsityError(f"{self._where()}soft_threshold needs a number or a tensor, got {thresholds!r}")
-        t, scopes = self._thresholds(thresholds), self._live(conditioners)
+        t, scopes = self._thresholds(thresholds), self._live()
+        if conditioners is not None:  # passed in the place of masks
+            diagonals = (m.values for s in self._windows(conditioners) for m in s.members)
+            scopes = [replace(s, members=tuple(replace(m, mask=next(diagonals)) for m in s.members)) for s in scopes]
         least = float(t.amin()) if isinstance(t, Tensor) and t.numel() else 0.0 if isinstance(t, Tensor) else float(t)
         if not least >= 0:
             raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
@@ -100,13 +114,7 @@ class Thresholded(ABC):
 def zero_below(
     scopes: Sequence[ScopeWindows], thresholds: Tensor | float, *, scored: Sequence[ScopeWindows] | None = None
 ) -> None:
-    """Zero the blocks whose 2-norm is strictly below their scope's threshold (equal stays), in place.
-
-    Args:
-        scopes: windows on the values.
-        thresholds: a number, or a tensor with one element or of the scope grid's shape.
-        scored: windows on other values, whose norms are compared.
-    """
+    """Zero the blocks whose 2-norm, of the `scored` values if given, is strictly below their scope's threshold."""
     scored = scopes if scored is None else scored
     as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
     drops = []
@@ -117,8 +125,7 @@ def zero_below(
         masks = [replace(m, mask=torch.empty_like(m.window, dtype=torch.bool)) for m in s.members]
         fill_mask(masks, ~drop)
         for m in masks:
-            assert m.mask is not None
-            m.window.masked_fill_(~m.mask, 0)
+            m.window.masked_fill_(~m.mask, 0)  # type: ignore[operator]
 
 
 def soft_threshold_windows(
@@ -130,19 +137,19 @@ def soft_threshold_windows(
     max_iter: int | None = None,
     atol: float | None = None,
 ) -> None:
-    """Shrink blocks in place; nothing is written before all of them have converged.
+    """Shrink blocks in place as `Thresholded.soft_threshold`; nothing is written before all of them have converged.
 
-    Args:
-        scopes: windows on the values; where they have masks, those are positive diagonals.
-        thresholds: t >= 0: a number, or a tensor with one element or of the scope grid's shape.
-        scale, eps, max_iter, atol: see `Thresholded.soft_threshold`.
+    Masks of the windows, if any, are positive diagonals; `thresholds` has one element or the scope grid's shape.
     """
     if not isinstance(thresholds, Tensor) and thresholds == 0:
         return
     results = []
     for s in scopes:
         members, ndim = s.members, len(s.shape)
-        v, t = elements_of(members, ndim, 0.0), _block_thresholds(thresholds, s, scale).to(torch.float64)
+        t = _block_thresholds(thresholds, s, scale).to(torch.float64)
+        if len(scopes) == len(members) == 1 and _shrink_in_place(members[0], t, ndim):
+            return
+        v = elements_of(members, ndim, 0.0)
         grid, v = v.shape[:-1], v.reshape(-1, v.shape[-1])
         t, h = t.expand(grid).reshape(-1), None
         if members[0].mask is not None:
@@ -161,16 +168,25 @@ def soft_threshold_windows(
         _write_blocks(members, shrunk, grid)
 
 
-def shrink(v: Tensor, t: Tensor) -> Tensor:
-    """`v max(0, 1 - t / ||v||)` for each block, a row of v; t >= 0 has no dimension, or is [blocks].
+def _shrink_in_place(m: Window, t: Tensor, ndim: int) -> bool:
+    """Shrink whole blocks on the CPU by their float32 norms, unless some norm or its square may leave the range."""
+    is_whole = not m.is_partial and not m.order and len(m.shape) == ndim and math.prod(m.shape) > 1
+    if m.mask is not None or m.window.device.type != "cpu" or not is_whole:
+        return False
+    norms = block_scores([m], 2, ndim, False)
+    if not bool(((norms < 1e18) & (torch.maximum(norms, t) > 1e-15)).all()):  # a NaN is not
+        return False
+    factor = (1 - t / norms).clamp_(min=0).to(norms.dtype)
+    factor = factor[tuple(i for _ in m.shape for i in (slice(None), None))]
+    split(m.window, m.shape).mul_(factor).masked_fill_(factor == 0, 0)
+    return True
 
-    >>> shrink(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor(1.0))
-    tensor([[2.4000, 3.2000],
-            [0.0000, 0.0000]])
-    """
+
+def shrink(v: Tensor, t: Tensor) -> Tensor:
+    """`v max(0, 1 - t / ||v||)` for each block, a row of v; t >= 0 has no dimension, or is [blocks]."""
     if v.shape[1] == 1:
         return _shrink_single(v, _column(t))
-    dim = _element_dim(v)
+    dim = int(v.shape[1] >= SHORT)
     x, size = _scaled(v, dim)
     norm, t = x.mul_(x).sum(dim).sqrt_(), t.double() / size
     if v.dtype != torch.float64:
@@ -190,22 +206,13 @@ def shrink_conditioned(
     `phi(s) = ||v / (s + c)|| = 1`. `1 / phi` is concave, so that Newton's method on it never passes the root from
     below; it starts at 0, and ends where the next step could not change the result.
 
-    Args:
-        v, h: [blocks, elements]; h >= 0.
-        t: t >= 0, of no dimension or [blocks].
-        eps: added to h.
-        max_iter, atol: raise if after `max_iter` steps some |phi - 1| is above `atol`; by default there is no limit.
-
-    Raises:
-        SparsityError: see `max_iter`.
-
-    >>> shrink_conditioned(torch.tensor([[3.0, 4.0]]), torch.full((1, 2), 4.0), torch.tensor(4.0))
-    tensor([[2.4000, 3.2000]])
+    `eps` is added to h >= 0; t >= 0 has no dimension, or is [blocks]. Raises if some |phi - 1| is above `atol` after
+    `max_iter` steps; by default there is no limit.
     """
     t = t.double()
     if v.shape[1] == 1:
         return _shrink_single(v, _column(t) / (h.double() + eps))
-    out, t, dim = torch.zeros_like(v), t.expand(len(v)), _element_dim(v)
+    out, t, dim = torch.zeros_like(v), t.expand(len(v)), int(v.shape[1] >= SHORT)
     x, size = _scaled(v, dim)
     metric, most = _scaled(h, dim, eps)
     force_of = x * metric
@@ -268,11 +275,6 @@ def _shrink_single(v: Tensor, c: Tensor) -> Tensor:
     """Blocks of one element: |v| less c, or 0."""
     wide, c = v.double(), c.double()
     return (wide - torch.minimum(torch.maximum(wide, -c), c)).to(v.dtype)
-
-
-def _element_dim(v: Tensor) -> int:
-    """Whether blocks are computed as rows (1), or short ones as columns (0)."""
-    return 1 if v.shape[1] >= SHORT else 0
 
 
 def _scaled(v: Tensor, dim: int, add: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,7 @@ Shape = tuple[int, ...]
 
 
 def row_major(shape: Sequence[int]) -> Shape:
-    """Strides of a contiguous tensor of this shape.
-
-    >>> row_major((2, 3, 4))
-    (12, 4, 1)
-    """
+    """Strides of a contiguous tensor of this shape."""
     stride = [1] * len(shape)
     for k in range(len(shape) - 2, -1, -1):
         stride[k] = stride[k + 1] * max(shape[k + 1], 1)
@@ -35,11 +31,7 @@ def cosize(shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> int:
 
 
 def grid_of(sizes: Sequence[int], tile: Sequence[int]) -> Shape:
-    """How many tiles each dimension has; a partial last tile counts.
-
-    >>> grid_of((4, 10), (2, 4))
-    (2, 3)
-    """
+    """How many tiles each dimension has; a partial last tile counts."""
     return tuple(-(-s // t) for s, t in zip(sizes, tile, strict=True))
 
 
@@ -104,21 +96,14 @@ def to_aligned(grid: Tensor, order: Sequence[int], ndim: int, trailing: int = 0)
     return full.permute([*order, *range(ndim, ndim + trailing)]) if order else full
 
 
-def from_aligned(aligned: Tensor, order: Sequence[int], grid: Sequence[int], trailing: int = 0) -> Tensor:
+def from_aligned(aligned: Tensor, order: Sequence[int], grid: Sequence[int]) -> Tensor:
     """The inverse of `to_aligned`: an aligned grid viewed in the member's own order."""
-    n = aligned.ndim - trailing
-    own = aligned.permute([*(list(order).index(k) for k in range(n)), *range(n, n + trailing)]) if order else aligned
-    return own.reshape([*grid, *aligned.shape[n:]])
+    own = aligned.permute([list(order).index(k) for k in range(aligned.ndim)]) if order else aligned
+    return own.reshape(tuple(grid))
 
 
 def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device | None = None) -> Tensor:
-    """How many entries each tile has: less than prod(tile) at a partial edge; int64, of the grid's shape.
-
-    On the CPU by default.
-
-    >>> tile_volumes((2, 5), (2, 4))
-    tensor([[8, 2]])
-    """
+    """How many entries each tile has, fewer at a partial edge; int64, of the grid's shape, on the CPU by default."""
     device = torch.device("cpu") if device is None else device
     volume = torch.ones((), dtype=torch.int64, device=device)
     for size, n in zip(sizes, tile, strict=True):

@@ -8,7 +8,7 @@ the opening words of an error message.
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,10 @@ class View:
         self.shape: Shape = tuple(shape)
         self.stride: Shape = tuple(stride)
         self._strides = param.stride()  # the memory layout that the window's strides refer to
-        check_window(tuple(param.shape), self._strides, self.shape, self.stride, offset, self._where())
+        for what, numbers in (("shape", self.shape), ("stride", self.stride), ("offset", (offset,))):
+            if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+                raise SparsityError(f"{self._where()}view {what} must be non-negative ints, got {numbers}")
+        _check_window(tuple(param.shape), self._strides, self.shape, self.stride, offset, self._where())
 
     @classmethod
     def from_existing(cls, param: "Tensor | View", *, name: str | None = None) -> "View":
@@ -140,13 +143,7 @@ class View:
         """The window's largest address plus one, counted from the parameter's first element."""
         return cosize(self.shape, self.stride, self.offset)
 
-    @overload
-    def linear_offset(self, idx: Sequence[int]) -> int: ...
-
-    @overload
-    def linear_offset(self, idx: Tensor) -> Tensor: ...
-
-    def linear_offset(self, idx: Sequence[int] | Tensor) -> int | Tensor:
+    def linear_offset(self, idx: Sequence[int] | Tensor) -> Any:
         """Address of an index, counted from the parameter's first element.
 
         Args:
@@ -165,13 +162,7 @@ class View:
             raise SparsityError(f"{self._where()}index {tuple(idx)} is out of bounds for the view {self.shape}")
         return self.offset + sum(i * d for i, d in zip(idx, self.stride, strict=True))
 
-    @overload
-    def to_param_rc(self, idx: Sequence[int]) -> tuple[int, int]: ...
-
-    @overload
-    def to_param_rc(self, idx: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def to_param_rc(self, idx: Sequence[int] | Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
+    def to_param_rc(self, idx: Sequence[int] | Tensor) -> tuple[Any, Any]:
         """Logical (row, column) in the parameter of an index of the window, whatever the strides.
 
         The row is the first dimension; the column counts the others row-major (0 for a 1-D parameter). Indices may be
@@ -273,24 +264,18 @@ class View:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, View):
             return NotImplemented
-        return self.param is other.param and self._numbers() == other._numbers()
+        same = (self.shape, self.stride, self.offset) == (other.shape, other.stride, other.offset)
+        return same and self.param is other.param
 
     def __hash__(self) -> int:
-        return hash((id(self.param), self._numbers()))
-
-    def _numbers(self) -> tuple[Shape, Shape, int]:
-        return self.shape, self.stride, self.offset
+        return hash((id(self.param), self.shape, self.stride, self.offset))
 
     def __repr__(self) -> str:
         return f"View(shape={self.shape}, stride={self.stride}, offset={self.offset})"
 
 
 def coordinates_of(address: Tensor, shape: Shape, stride: Shape) -> list[Tensor]:
-    """The index of the tensor's element at each address; the inverse of `sum(i_k * stride_k)`.
-
-    >>> [at.tolist() for at in coordinates_of(torch.tensor([5, 1]), (3, 4), (1, 3))]
-    [[2, 1], [1, 0]]
-    """
+    """The index of the tensor's element at each address; the inverse of `sum(i_k * stride_k)`."""
     at, left = [torch.zeros_like(address)] * len(shape), address
     for k in sorted((k for k in range(len(shape)) if shape[k] > 1), key=lambda k: -stride[k]):
         at[k], left = left // stride[k], left % stride[k]
@@ -314,19 +299,9 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def resolve_tile(
     kind: str, sizes: Sequence[int], tile: Sequence[int], *, edge: str = "error", where: str = ""
 ) -> Shape:
-    """Check the block or scope shape that a user gave; one positive int for each dimension of what it tiles.
+    """Check the block or scope shape that a user gave; one positive int for each dimension of the `sizes` it tiles.
 
-    Args:
-        kind: `"block"` (`()` is all ones, else one entry a dimension) or `"scope"` (missing entries are whole).
-        sizes: what is tiled: the view's shape for a block, the block grid for a scope.
-        tile: the shape as given; -1 is the whole dimension.
-        edge: `"error"`, or `"partial"` to allow a smaller last tile.
-        where: opening words of an error.
-
-    >>> resolve_tile("block", (8, 6), (-1, 3))
-    (8, 3)
-    >>> resolve_tile("scope", (8, 6), ())
-    (8, 6)
+    An entry of -1 is the whole dimension. For a `"block"` () is all ones; of a `"scope"` missing entries are whole.
     """
     if not isinstance(edge, str) or edge not in ("error", "partial"):
         raise SparsityError(f'{where}edge must be "error" or "partial", got {edge!r}')
@@ -362,23 +337,11 @@ def _resolve_one(kind: str, k: int, size: int, tile: Shape, edge: str, where: st
     return entry
 
 
-def check_window(
-    param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str = ""
-) -> None:
-    """Check that a window contains only elements of the parameter, and none of them twice.
-
-    Addresses count from the parameter's first element. Raises SparsityError with the first thing that is wrong.
-    """
-    for what, numbers in (("shape", shape), ("stride", stride), ("offset", (offset,))):
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-            raise SparsityError(f"{where}view {what} must be non-negative ints, got {numbers}")
-    _check_window(param_shape, param_stride, shape, stride, offset, where)
-
-
 @lru_cache(maxsize=4096)
 def _check_window(
     param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int, where: str
 ) -> None:
+    """Check that a window contains only elements of the parameter, and none of them twice."""
     if len(shape) != len(stride):
         raise SparsityError(
             f"{where}a view needs one stride a dimension, got shape {shape} ({len(shape)}) "
@@ -394,7 +357,8 @@ def _check_window(
             f"{view} with offset {offset} is out of bounds: it ends at element {end}, the parameter {param_shape} at "
             f"element {last}"
         )
-    if not _is_inside(param_shape, param_stride, shape, stride, offset):
+    is_inside = is_dense(param_shape, param_stride) or _no_carry(param_shape, param_stride, shape, stride, offset)
+    if not is_inside and not torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride)).all():
         raise SparsityError(
             f"{view} with offset {offset} contains elements that are not the parameter's: {param_shape}:{param_stride} "
             "is a slice of a larger tensor"
@@ -414,13 +378,6 @@ def refuse_expanded(shape: Shape, stride: Shape, where: str = "") -> None:
             f"{where}the parameter {shape}:{stride} is expanded: several of its elements share memory. Make it "
             "contiguous first."
         )
-
-
-def _is_inside(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:
-    """Whether every address of a window within the parameter's bounds is an element of the parameter."""
-    if is_dense(param_shape, param_stride) or _no_carry(param_shape, param_stride, shape, stride, offset):
-        return True
-    return bool(torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride)).all())
 
 
 def _no_carry(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:
@@ -458,11 +415,8 @@ def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
         small.append(min(n, 2 if d == 0 else left) if left > 1 else 1)
     ordered, order = addresses(tuple(small), stride).sort(stable=True)
     at = int((ordered[1:] == ordered[:-1]).nonzero()[0, 0])
-    return _unravel(int(order[at]), tuple(small)), _unravel(int(order[at + 1]), tuple(small))
-
-
-def _unravel(flat: int, shape: Shape) -> Shape:
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), shape))
+    first, second = torch.stack(torch.unravel_index(order[at : at + 2], small), dim=1).tolist()
+    return tuple(first), tuple(second)
 
 
 def refuse_computed(param: Tensor, where: str) -> None:

@@ -9,18 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .tiles import (
-    Shape,
-    aligned_grid,
-    crop,
-    from_aligned,
-    grid_of,
-    pad_to,
-    split,
-    tile_volumes,
-    tiles_of,
-    to_aligned,
-)
+from .tiles import Shape, aligned_grid, crop, from_aligned, grid_of, pad_to, split, tile_volumes, tiles_of, to_aligned
 
 Norm = float | None
 UNROLL = 16  # longest last dimension that is reduced slice by slice
@@ -49,9 +38,7 @@ class Window:
     @property
     def window(self) -> Tensor:
         """The values if there are any, else the mask: for sizes and device."""
-        found = self.values if self.values is not None else self.mask
-        assert found is not None, "Blocks needs values or a mask"
-        return found
+        return self.values if self.values is not None else self.mask  # type: ignore[return-value]
 
     @cached_property
     def grid(self) -> Shape:
@@ -66,10 +53,9 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScopeWindows:
-    """Blocks that are kept or dropped together (`members`, on one aligned grid), cut into scopes.
+    """Windows whose blocks at one aligned grid index are kept or dropped together (`members`), cut into scopes.
 
     Attributes:
-        members: windows; their blocks at one aligned grid index are kept or dropped together.
         shape: blocks of a scope along each dimension of the aligned grid.
         order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
     """
@@ -119,10 +105,7 @@ def from_scopes(rows: Tensor, scopes: ScopeWindows) -> Tensor:
 
 
 def real_slots(scopes: Sequence[ScopeWindows], device: torch.device | None = None) -> Tensor | None:
-    """Which slots of the scopes' joined rows hold a block; None if all do, because no scope is partial.
-
-    On the windows' own device unless another is given.
-    """
+    """Which slots of the scopes' joined rows hold a block, by default on their device; None if no scope is partial."""
     if not any(g % n for s in scopes for g, n in zip(s.grid, s.shape, strict=True)):
         return None
     device = scopes[0].members[0].window.device if device is None else device
@@ -130,19 +113,14 @@ def real_slots(scopes: Sequence[ScopeWindows], device: torch.device | None = Non
 
 
 def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
-    """Return one score for each block of the aligned grid: the norm of the union of the members' blocks.
+    """Return a score for each block of the aligned grid (of `ndim` dimensions): the norm of all members' blocks.
 
     A block's sum is taken in one fixed order (a halving tree along each dimension), so it does not depend on chunks,
-    threads or ranks.
+    threads or ranks. Scores are float32, or float64 for float64 weights; single elements score exactly |x|.
 
     Args:
-        members: windows with values, whose aligned grids agree.
         norm: 1, 2 or inf; None: values are saliencies, and a score is their signed sum.
-        ndim: dimensions of the aligned grid.
         as_mean: score by the (power) mean over the elements of a block; by default where some block is partial.
-
-    Returns:
-        float32 (float64 for float64 weights), of the aligned grid's shape. Single elements score exactly |x|.
     """
     as_mean = any(m.is_partial for m in members) if as_mean is None else as_mean
     first = members[0]
@@ -178,12 +156,9 @@ def scored(m: Window) -> Tensor:
 
 
 def fill_mask(members: Sequence[Window], keep: Tensor, *, within_mask: bool = False) -> None:
-    """Write the keep grid (True = keep, of the aligned grid's shape) to every window's mask, in place.
-
-    With `within_mask`, blocks are only removed: what the masks drop already stays dropped.
-    """
+    """Write the aligned keep grid (True = keep) to every window's mask, in place; `within_mask` only removes blocks."""
     for m in members:
-        assert m.mask is not None, "fill_mask needs masks"
+        assert m.mask is not None
         grid = from_aligned(keep, m.order, m.grid)
         whole = pad_to(m.mask, m.shape, False)
         interleaved = split(whole, m.shape)
@@ -198,8 +173,7 @@ def fill_mask(members: Sequence[Window], keep: Tensor, *, within_mask: bool = Fa
 
 def kept_flags(m: Window, *, every: bool = False) -> Tensor:
     """Return which blocks of a window the mask keeps any element of (with `every`: all elements of), as bool."""
-    assert m.mask is not None, "masks are required"
-    tiles = split(pad_to(m.mask != 0, m.shape, every), m.shape)
+    tiles = split(pad_to(m.mask != 0, m.shape, every), m.shape)  # type: ignore[arg-type]
     return _fold(tiles, torch.logical_and if every else torch.logical_or)
 
 
@@ -210,12 +184,7 @@ def kept_grid(members: Sequence[Window], ndim: int) -> Tensor:
 
 
 def elements_of(members: Sequence[Window], ndim: int, fill: float) -> Tensor:
-    """(*grid, elements of a block over all members) of an aligned grid of `ndim` dimensions; partial blocks padded.
-
-    >>> elements_of([Window(shape=(1, 2), values=torch.arange(6.0).reshape(2, 3))], 2, -1.0)[:, 1]
-    tensor([[ 2., -1.],
-            [ 5., -1.]])
-    """
+    """(*grid, elements of a block over all members) of an aligned grid of `ndim` dimensions; partial blocks padded."""
     rows = [(tiles_of(pad_to(m.window, m.shape, fill), m.shape, merge=True), m.order) for m in members]
     return torch.cat([to_aligned(elements, order, ndim, trailing=1) for elements, order in rows], dim=-1)
 
@@ -231,20 +200,16 @@ def _halve(t: Tensor, dim: int, join: Callable[[Tensor, Tensor], Tensor]) -> Ten
     """One dimension by its halving tree: upper half onto lower half, an odd last one carried along."""
     while t.shape[dim] > 1:
         size = t.shape[dim]
-        if dim == t.ndim - 1 and size <= UNROLL and t.numel() > SMALL:
-            return _halve_slices(list(t.unbind(dim)), join)
         low = (size + 1) // 2
+        if dim == t.ndim - 1 and size <= UNROLL and t.numel() > SMALL:  # slice by slice: quicker where short and last
+            parts = list(t.unbind(dim))
+            while len(parts) > 1:
+                low = (len(parts) + 1) // 2
+                parts = [join(a, b) for a, b in zip(parts, parts[low:], strict=False)] + parts[len(parts) - low : low]
+            return parts[0]
         top = join(t.narrow(dim, 0, size - low), t.narrow(dim, low, size - low))
         t = top if size % 2 == 0 else torch.cat([top, t.narrow(dim, size - low, 1)], dim)
     return t.squeeze(dim)
-
-
-def _halve_slices(parts: list[Tensor], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The same tree over separate slices: quicker where the dimension is short and last."""
-    while len(parts) > 1:
-        low = (len(parts) + 1) // 2
-        parts = [join(a, b) for a, b in zip(parts, parts[low:], strict=False)] + parts[len(parts) - low : low]
-    return parts[0]
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ MUTATIONS = [
     ("structure/thresholds.py", "most = _scaled(h, dim, eps)", "most = _scaled(h, dim)", PROXIMAL),
     ("structure/thresholds.py", "s + change).clamp_(min=0)", "s + change / 2).clamp_(min=0)", PROXIMAL),
     ("structure/axes.py", "1 if axis in self.scope else -1", "-1 if axis in self.scope else 1", ["test_axes.py"]),
-    ("structure/rule.py", "nan = _INF[scores.dtype] + 1", "nan = _INF[scores.dtype]", SELECTION),
+    ("structure/rule.py", "nan = INF[scores.dtype] + 1", "nan = INF[scores.dtype]", SELECTION),
     ("structure/rule.py", "torch.where(bits < 0, -(bits & top), bits)", "torch.where(bits < 0, bits, bits)", SELECTION),
     ("structure/rule.py", "descending=True, stable=True", "descending=True", ["test_rule.py", "test_update_masks.py"]),
     ("structure/windows.py", "total / count if isinstance", "total if isinstance", SELECTION),

@@ -4,9 +4,8 @@ Nothing waits for the device: sizes come from shapes, budgets are read by the ke
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -101,7 +100,8 @@ def fill_masks(selection: Selection) -> None:
     parts = [part for coupled in selection.parts for part in coupled]
     if any(part.values.numel() == 0 for part in parts):
         return
-    with _on(parts[0].values.device):
+    device = parts[0].values.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if len(parts) == 1 and _fits_program(parts[0], selection):
             _select_whole(parts[0], selection)
         elif _are_single(selection) and not _fits_program(sum(part.block.trips for part in parts), selection):
@@ -215,14 +215,11 @@ def _select_long(parts: Sequence[Part], selection: Selection) -> None:
         (part, Spans(per_row=end - begin, length=length, first=begin, row_spans=ends[-1], width=n), form)
         for part, begin, end, n, form in zip(parts, [0, *ends], ends, widths, forms, strict=False)
     ]
-    zeros, empty = (
-        partial(torch.zeros, device=parts[0].values.device),
-        partial(torch.empty, device=parts[0].values.device),
-    )
-    state = zeros(rows, long_rows.STATE_FIELDS.value, dtype=torch.int64)
-    counts = zeros(rows, forms[0].digits, long_rows.BINS.value, dtype=torch.int64)
-    records = empty(rows * ends[-1], long_rows.RECORD_FIELDS.value, dtype=torch.int32)
-    gathered = empty(rows * ends[-1] * length * (TILE // 8) if narrow else 1, dtype=torch.uint32)
+    device = parts[0].values.device
+    state = torch.zeros(rows, long_rows.STATE_FIELDS.value, dtype=torch.int64, device=device)
+    counts = torch.zeros(rows, forms[0].digits, long_rows.BINS.value, dtype=torch.int64, device=device)
+    records = torch.empty(rows * ends[-1], long_rows.RECORD_FIELDS.value, dtype=torch.int32, device=device)
+    gathered = torch.empty(rows * ends[-1] * length * (TILE // 8) if narrow else 1, dtype=torch.uint32, device=device)
     budget, options = {"KEEP": kind}, {"num_warps": 8, "maxnreg": REGISTERS}
     if narrow:
         _bracket(parts, forms, state, keep)
@@ -290,8 +287,3 @@ def _kind(keep: int | Tensor) -> str:
 def _warps(held: int, elements: int) -> int:
     """Warps of a program that holds so many elements, `elements` a warp."""
     return min(16, max(4, held // elements))
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to the tensors' own device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

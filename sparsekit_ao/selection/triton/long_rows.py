@@ -225,16 +225,7 @@ def digits_found(counts, need, PASSES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["keep"])
 def histogram_kernel(
-    part,
-    spans,
-    state,
-    records,
-    gathered,
-    counts,
-    keep,
-    KEEP: tl.constexpr,
-    PASS: tl.constexpr,
-    FORM: tl.constexpr,
+    part, spans, state, records, gathered, counts, keep, KEEP: tl.constexpr, PASS: tl.constexpr, FORM: tl.constexpr
 ):
     """One radix pass: the histogram of one digit of the keys that have the digits found before."""
     TILE: tl.constexpr = FORM.tile // 2  # the histogram itself takes registers

@@ -137,11 +137,7 @@ def lower_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = N
 def _nests(
     scope: Shape, scope_order: Shape, block: Shape, order: Shape, sizes: Shape, values: Shape, mask: Shape
 ) -> tuple[Nest, Nest, Nest]:
-    """The nests over scopes, over the blocks of a scope and over the elements of a block of one tensor.
-
-    >>> _nests((1, 4), (), (1, 1), (), (4, 8), (8, 1), (8, 1))[:2]  # N:4
-    (Nest(sizes=(8,), values=(4,), mask=(4,)), Nest(sizes=(4,), values=(1,), mask=(1,)))
-    """
+    """The nests over scopes, over the blocks of a scope and over the elements of a block of one tensor."""
     ndim = len(scope)
     grid = aligned_grid(grid_of(sizes, block), order, ndim)
     steps = []
