@@ -59,7 +59,12 @@ MUTATIONS = [
     ("selection/cpu.py", "room = keep - sum(part.above for part in parts)", "room = keep", ["test_update_masks.py"]),
     ("selection/cpu.py", "self._kept = keys > high", "self._kept = keys >= high", ["test_update_masks.py"]),
     ("selection/cpu.py", "within != 0, keys, np.iinfo(wide).min", "within != 0, keys, 0", SELECTION),
-    ("selection/cpu.py", "np.arange(first, first - width, -1", "np.arange(first - width, first", ["test_update_masks.py"]),
+    (
+        "selection/cpu.py",
+        "np.arange(first, first - width, -1",
+        "np.arange(first - width, first",
+        ["test_update_masks.py"],
+    ),
     ("selection/api.py", "low < 0 or high > members", "low < -1 or high > members", ["test_rule.py"]),
     ("sparsifiers/groups.py", "within_mask=self.stage > 0", "within_mask=self.stage > 1", ["test_fuzz.py"]),
     ("sparsifiers/groups.py", "is_scheduled |= level", "is_scheduled = level", ["test_fuzz.py"]),
