@@ -191,8 +191,10 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     found = find_mask(module, tensor_name)
     if found is None:
         return None
-    weight: Any = parameter_under(module, tensor_name)
-    refuse_gathered(tensor_fqn, weight, found.mask)
+    chain = _chain(module, tensor_name)
+    weight: Any = chain.original if chain.is_tensor else chain.original0
+    if is_sharded(found.mask):
+        refuse_gathered(tensor_fqn, weight, found.mask)
     if weight.is_meta and not found.mask.is_meta:
         raise SparsityError(
             f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load it "
@@ -210,6 +212,9 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
 
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
     """What the mask is applied to: the parameter itself, or what parametrizations below the mask make of it."""
+    chain = _chain(module, tensor_name)
+    if isinstance(chain[0], WeightMask):
+        return chain.original.detach()
     return through(below(module, tensor_name), parameters_under(module, tensor_name)).detach()
 
 

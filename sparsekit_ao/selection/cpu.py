@@ -61,7 +61,12 @@ def run(requests: Sequence[Request]) -> None:
             _fill_plain(request)
         else:
             reference.fill(request, block_scores, keep_rows)
-    _on_threads(chunks)
+    if chunks:
+        _on_threads(chunks)
+    for request in requests:
+        for mask in request.masks.values():  # numpy's writes are not seen by autograd, which may hold the mask
+            if not mask.is_inference():
+                torch.autograd.graph.increment_version(mask)
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
@@ -149,10 +154,13 @@ def _fill_chunk(
     narrow = width <= PAIRS
     keys = _keys(_ints(m.values), m.values.dtype, magnitude, under=under, within=within, narrow=narrow)
     inner, outer = range(1, 2 * n, 2), range(0, 2 * n, 2)
-    split_shape = [n for size, tile in zip(keys.shape, shape, strict=True) for n in (size // tile, tile)]
+    split_shape: list[int] = []
+    for size, tile in zip(keys.shape, shape, strict=True):
+        split_shape += [size // tile, tile]
     budget = _ints(keep).reshape(-1) if isinstance(keep, Tensor) else keep
     if narrow:
-        tiles, targets = (t.reshape(split_shape).transpose(*inner, *outer) for t in (keys, mask))
+        tiles = keys.reshape(split_shape).transpose(*inner, *outer)
+        targets = mask.reshape(split_shape).transpose(*inner, *outer)
         kept = _kept_pairs(np.ascontiguousarray(tiles).reshape(width, -1), budget).reshape(tiles.shape)
         for at in np.ndindex(*shape):  # member by member, which is faster than to interleave them
             _write(targets[(*at, ...)], kept[(*at, ...)], m.mask.dtype, within_mask)

@@ -228,7 +228,7 @@ class SparseScope(Thresholded):
         Returns:
             An int, or int64 of the scope grid's shape.
         """
-        where = self._where()
+        where = f"{self.name}: " if self.name else ""
         if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
             raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
         low = high = nnz
@@ -309,14 +309,16 @@ def scope_windows(
     """A scope's members as `selection` takes them; see `block_windows`."""
     if isinstance(values, Tensor) and len({id(spec.view.param) for spec in scope.blocks()}) > 1:
         raise SparsityError(f"{scope._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
-    return [
-        ScopeWindows(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order)
-        for m in scope.members()
-    ]
+    windows = []
+    for m in scope.members():
+        windows.append(ScopeWindows(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
+    return windows
 
 
 def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
     """Copy filled windows of `scope_windows` to masks of other strides than their parameter's: those are copies."""
+    if all(spec.view.is_aligned(mask) for spec, mask in masks.items()):
+        return
     for spec, window in zip(scope.blocks(), (m for w in windows for m in w.members), strict=True):
         if not spec.view.is_aligned(masks[spec]):
             spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
