@@ -26,7 +26,7 @@ from .request import Request
 Array = np.ndarray[Any, Any]
 
 name = "cpu"
-CHUNK = 1 << 18  # elements that one thread takes at a time
+CHUNK = 1 << 19  # elements that one thread takes at a time
 PAIRS = 8  # widest scope that is ranked by comparing every pair
 NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
 LONG = 1 << 17  # members from which on a scope is cut
@@ -195,7 +195,9 @@ def _fill_blocks(request: Request) -> None:
     scope = scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes)
     norm = None if request.norm is None else 1  # norms of blocks are magnitudes
     run([Request(scope=scope, masks=kept, keep=request.budget, values=values, norm=norm)])
-    for m, mask in zip(request.windows, kept.values(), strict=True):
+    masks = list(kept.values())
+    del scope, scopes, spec, kept, values, scores  # scores take memory that masks need now
+    for m, mask in zip(request.windows, masks, strict=True):
         _expand(m, mask)
 
 
