@@ -220,6 +220,7 @@ class DynamicSparsifier(BudgetSparsifier):
 
     def _after_prepare(self) -> None:
         """Zero the weights that the initial masks drop; for weights on the meta device, `attach` does so."""
+        super()._after_prepare()
         assert self.model is not None
         self._capture.watch(self.groups, self.model)
         self._known = []

@@ -74,6 +74,7 @@ class StraightThrough(BudgetSparsifier):
         self._hooks.attach(optimizers if self.decay else [])
 
     def _after_prepare(self) -> None:
+        super()._after_prepare()
         self._hooks.watch(self.groups, self.model)
 
     def step(self, use_path: bool = True) -> None:
@@ -118,7 +119,8 @@ class StraightThrough(BudgetSparsifier):
                 )
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:
-        mask = DynamicMask(self._keeping_all(group), with_backward_mask=True)
+        weight = getattr(group["module"], group["tensor_name"]).detach()
+        mask = DynamicMask(torch.ones_like(weight, dtype=torch.bool), with_backward_mask=True)
         mask.set_open(not self.backward_level)
         return mask
 

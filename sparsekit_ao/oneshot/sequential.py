@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from ..calibration import Calibration, Statistics, Target, call
 from ..errors import SparsityError
@@ -247,13 +248,13 @@ def _output(block: nn.Module, arguments: Arguments) -> Any:
 
 def _copied(value: Any, objects: bool = True) -> Any:
     """Nested arguments with copies of their tensors, and of other objects if wanted."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) in (tuple, list):
-        return type(value)(_copied(v, objects) for v in value)
-    if type(value) is dict:
-        return {k: _copied(v, objects) for k, v in value.items()}
-    return copy.deepcopy(value) if objects and not isinstance(value, nn.Module) else value
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        return copy.deepcopy(leaf) if objects and not isinstance(leaf, nn.Module) else leaf
+
+    return _pytree.tree_map(copied, value)
 
 
 def _next(arguments: Arguments, output: Any) -> Arguments:

@@ -62,12 +62,6 @@ class MaskSparsifier(BaseSparsifier):
     load_state_dict = checkpoint.load_state_dict
     _pickled = checkpoint.pickled_state
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for base in cls.__bases__:
-            if vars(base).get("__final__", False):
-                raise TypeError(f"{base.__name__} is final; derive from PlannedSparsifier or MaskSparsifier instead")
-
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
         self._state: dict[str, dict[str, Any]] = defaultdict(dict)
         self._phase = "new"
@@ -85,7 +79,7 @@ class MaskSparsifier(BaseSparsifier):
         return {**copied(self.defaults), **own}
 
     def _after_prepare(self) -> None:
-        """Called at the end of `prepare`, when all masks are registered."""
+        """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise if a group is invalid; called before anything is changed."""
@@ -148,13 +142,13 @@ class MaskSparsifier(BaseSparsifier):
         self._check_groups(found.groups)
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        masks = masking.under_all_names(model, self._new_masks(found.groups))
+        new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
+        masks = masking.under_all_names(model, [(m, name, mask) for m, name, mask in new_masks if mask is not None])
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
         self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state, self._phase, self._chosen_at, self._warned = defaultdict(dict), "prepared", None, False
-        self._forget_model()
         try:
             with masking.installed(masks):
                 if saved is not None:
@@ -179,9 +173,6 @@ class MaskSparsifier(BaseSparsifier):
         if not self.config:
             raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
         return self.config, exclude, None
-
-    def _forget_model(self) -> None:
-        """Drop what was found out about the model that was prepared before; called in `prepare`."""
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Register the optimizers that train the model; where masks depend on weights alone, it only checks them.
@@ -340,17 +331,10 @@ class MaskSparsifier(BaseSparsifier):
         lines = [f"  {g['tensor_fqn']}: {own}" for g, own in zip(self.groups, keys, strict=True)]
         return "\n".join([f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)", *lines])
 
-    def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, masking.WeightMask]]:
-        """What `prepare` registers: (module, tensor name, mask) for each group."""
-        return [(g["module"], g["tensor_name"], self._new_mask(g)) for g in groups]
-
-    def _new_mask(self, group: TensorGroup) -> masking.WeightMask:
-        """The parametrization of one tensor, with the mask that it starts with."""
-        return masking.WeightMask(self._keeping_all(group))
-
-    def _keeping_all(self, group: TensorGroup) -> Tensor:
+    def _new_mask(self, group: TensorGroup) -> masking.WeightMask | None:
+        """The parametrization that `prepare` registers on a tensor; it keeps everything. None registers nothing."""
         weight = getattr(group["module"], group["tensor_name"]).detach()
-        return torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype)
+        return masking.WeightMask(torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype))
 
     def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])

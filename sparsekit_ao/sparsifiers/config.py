@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils import _pytree
 
 from ..errors import SparsityError
 from ..masking import find_mask
@@ -108,11 +109,14 @@ def resolve_groups(
     if not config:
         raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
     names = dict(named_tensors(model))
+    names_of: dict[int, list[str]] = {}  # of each parameter, by its id
+    for name, parameter in names.items():
+        names_of.setdefault(id(parameter), []).append(name)
     excluded = excluded_names(model, exclude, names)
     owners, labels = _owners(model, config, keys, names)
     skipped = {
         **(adapters(model, owners) if is_default else {}),
-        **_tied_to_skip(model, owners, excluded, is_default),
+        **_tied_to_skip(names_of.values(), owners, excluded, is_default),
         **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
     }
     resolved = ResolvedConfig(skipped=skipped)
@@ -126,7 +130,7 @@ def resolve_groups(
         reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
         what = "config=None finds" if is_default else "config names"
         raise SparsityError(f"{what} no tensor that is not left out: {reasons}. Name tensors in a config.")
-    _refuse_shared(resolved.groups, model, is_default)
+    _refuse_shared(resolved.groups, model, {} if is_default else names_of)
     return resolved
 
 
@@ -135,15 +139,13 @@ def copied(value: Any) -> Any:
 
     Numbers of numpy become Python's, since `torch.load(weights_only=True)` does not read others.
     """
-    if value is None or type(value) in (str, int, float, bool):  # most are; isinstance(..., Mapping) is slower
-        return value
-    if isinstance(value, numbers.Real):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    if isinstance(value, Mapping):
-        return {k: copied(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(copied(v) for v in value)
-    return value
+    return _pytree.tree_map_only(numbers.Real, _plain_number, value)
+
+
+def _plain_number(number: Any) -> float:
+    if type(number) in (bool, int, float):
+        return number
+    return int(number) if isinstance(number, numbers.Integral) else float(number)
 
 
 def _owners(
@@ -318,15 +320,14 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
     return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
 
 
-def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, is_default: bool) -> None:
+def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, names_of: Mapping[int, list[str]]) -> None:
     """Raise where two groups are one tensor, or a parameter has several names of which one is parametrized."""
     seen: dict[tuple[int, str], str] = {}
-    names = {} if is_default else _names_of_parameters(model)
     for g in groups:
         other = seen.setdefault((id(g["module"]), g["tensor_name"]), g["tensor_fqn"])
         if other != g["tensor_fqn"]:
             raise SparsityError(f"{other!r} and {g['tensor_fqn']!r} are one tensor of one module; name it once")
-        shared = names.get(id(parameter_of(g["module"], g["tensor_name"])), [])
+        shared = names_of.get(id(parameter_of(g["module"], g["tensor_name"])), [])
         if len(shared) > 1 and any(parametrize.is_parametrized(*owner_of(model, name)) for name in shared):
             raise SparsityError(
                 f"{g['tensor_fqn']!r} is one parameter under several names ({', '.join(shared)}), and some of them are "
@@ -334,22 +335,15 @@ def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, is_default: 
             )
 
 
-def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in named_tensors(model):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
 def _tied_to_skip(
-    model: nn.Module, owners: Mapping[str, tuple[int, bool]], excluded: Mapping[str, str], is_default: bool
+    names_of: Iterable[list[str]], owners: Mapping[str, tuple[int, bool]], excluded: Mapping[str, str], is_default: bool
 ) -> dict[str, str]:
     """{tensor_fqn: why} of names whose parameter has other names too (a head that is tied to an embedding).
 
     Without a config all of them are left out; else those that are left out, or named more precisely, under another one.
     """
     skipped: dict[str, str] = {}
-    for names in _names_of_parameters(model).values():
+    for names in names_of:
         given = [name for name in names if name in owners]
         if len(names) < 2 or not given:
             continue

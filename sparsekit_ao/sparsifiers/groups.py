@@ -237,8 +237,11 @@ def make_pruning_groups(
     """
     out: list[PruningGroup] = []
     for stage in range(max(map(len, stages), default=0)):
-        rules = {at: s[stage] for at, s in enumerate(stages) if stage < len(s)}
-        specs = {at: _block_spec(groups[at]["tensor_fqn"], rule, tensors[at]) for at, rule in rules.items()}
+        rules, specs = {}, {}
+        for at, group in enumerate(groups):
+            if stage < len(stages[at]):
+                rules[at] = stages[at][stage]
+                specs[at] = _block_spec(group["tensor_fqn"], rules[at], tensors[at])
         for label, members in _budget_units(rules, _block_units(rules, specs)):
             out.append(_pruning_group(label, members, rules, specs, stage))
     return tuple(out)

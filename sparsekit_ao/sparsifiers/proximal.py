@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
-from ..masking import WeightMask
 from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask, kept_grid, to_scopes
 from .checkpoint import saved_count, saved_names
@@ -262,10 +261,11 @@ class ProximalSparsifier(BudgetSparsifier):
             if any(s is not strengths[0] and s != strengths[0] for s in strengths):
                 raise CouplingError(f"{pruning_group.label}: members need the same strength, got {strengths}")
 
-    def _new_masks(self, groups: Sequence[TensorGroup]) -> list[tuple[nn.Module, str, WeightMask]]:
-        return []
+    def _new_mask(self, group: TensorGroup) -> None:
+        return None
 
     def _after_prepare(self) -> None:
+        super()._after_prepare()
         if not self._resumes:
             self.iteration = 0
             self._counts.restore(())

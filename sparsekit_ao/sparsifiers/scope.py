@@ -315,7 +315,7 @@ class BudgetSparsifier(MaskSparsifier):
             tensors.append(tensor)
             key.append((*map(group.get, _GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
         if self._grouped is None or self._grouped[0] != key:
-            self._grouped = copied(key), make_pruning_groups(groups, [stages_of(g) for g in groups], tensors)
+            self._grouped = copied(key), make_pruning_groups(groups, list(map(stages_of, groups)), tensors)
         return self._grouped[1]
 
     def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
@@ -408,9 +408,10 @@ class BudgetSparsifier(MaskSparsifier):
         """Free all statistics; the next calibration starts anew."""
         self._statistics = {}
 
-    def _forget_model(self) -> None:
-        super()._forget_model()
-        self._adapters, self._statistics = {}, {}
+    def _after_prepare(self) -> None:
+        self._adapters = {}
+        if not self._resumes:
+            self._statistics = {}
 
     def _target(self, group: TensorGroup, needs: Iterable[str]) -> Target:
         module, name = group["module"], group["tensor_name"]
@@ -608,8 +609,8 @@ class ScopeSparsifier(BudgetSparsifier):
     def _progress(self) -> dict[str, Any]:
         return {} if self._one_shot is None else {"one_shot": copied_state(self._one_shot)}
 
-    def _forget_model(self) -> None:
-        super()._forget_model()
+    def _after_prepare(self) -> None:
+        super()._after_prepare()
         if not self._resumes:  # else it goes on with a copy of the same model
             self._one_shot, self._steps = None, 0
 

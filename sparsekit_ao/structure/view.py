@@ -319,22 +319,18 @@ def resolve_tile(
             f"{tuple(sizes)}. {rule}"
         )
     full += (-1,) * (len(sizes) - len(full))
-    return tuple(_resolve_one(kind, k, size, full, edge, where) for k, size in enumerate(sizes))
-
-
-def _resolve_one(kind: str, k: int, size: int, tile: Shape, edge: str, where: str) -> int:
-    entry, at = tile[k], f"{'dimension' if kind == 'block' else 'block-grid dimension'} {k}"
-    needs = f"{where}{kind} {tile} needs"
-    if isinstance(entry, bool) or not isinstance(entry, int):
-        raise SparsityError(f"{needs} an int at {at}, got {entry!r}")
-    if entry == -1:
-        return max(size, 1)
-    if entry < 1:
-        raise SparsityError(f"{needs} a positive size (or -1 for all) at {at}, got {entry}")
-    if size % entry and edge == "error":
-        remedy = 'Use edge="partial", or leave the tensor out.'
-        raise SparsityError(f"{needs} {at} divisible by {entry}, got {size}. {remedy}")
-    return entry
+    needs, resolved = f"{where}{kind} {full} needs", []
+    for k, (entry, size) in enumerate(zip(full, sizes, strict=True)):
+        at = f"{'dimension' if kind == 'block' else 'block-grid dimension'} {k}"
+        if isinstance(entry, bool) or not isinstance(entry, int):
+            raise SparsityError(f"{needs} an int at {at}, got {entry!r}")
+        if entry < 1 and entry != -1:
+            raise SparsityError(f"{needs} a positive size (or -1 for all) at {at}, got {entry}")
+        if size % entry and edge == "error":
+            remedy = 'Use edge="partial", or leave the tensor out.'
+            raise SparsityError(f"{needs} {at} divisible by {entry}, got {size}. {remedy}")
+        resolved.append(max(size, 1) if entry == -1 else entry)
+    return tuple(resolved)
 
 
 @lru_cache(maxsize=4096)
