@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, coupling
-from sparsekit_ao.removal import compact
+from sparsekit_ao.removal import compact, removable
 
 TINY = "--tiny" in sys.argv
 torch.manual_seed(0)
@@ -121,9 +121,9 @@ print(small.blocks[0].first)
 # %%
 # ## A Llama
 #
-# `coupling.for_model` knows the usual transformers, so nothing has to be written by hand. The model here has the shape
-# of a Llama with grouped queries and random weights, since the point is what happens to its shapes; use your own.
-# Hidden units and heads are chosen one after the other where they share a tensor; these two do not.
+# `removable` finds the couplings of any model, with the integers of its config that hold the removed sizes. The model
+# here has the shape of a Llama with grouped queries and random weights, since the point is what happens to its shapes;
+# use your own. Hidden units and whole key heads with their queries are chosen here; they share no tensor.
 
 size = 64 if TINY else 256
 config = LlamaConfig(
@@ -136,14 +136,16 @@ config = LlamaConfig(
 )
 llama = LlamaForCausalLM(config).eval()
 tokens = torch.randint(0, 512, (2, 16))
-known = coupling.for_model(llama)
-print(list(known))
-chosen = [known["mlp"], known["kv_heads"]]
+inputs = {"input_ids": tokens, "use_cache": False}
+found = removable(llama, inputs).couplings
+for one in found:
+    print(one.name, dict(one.sizes))
+chosen = [one for one in found if "mlp" in one.name or one.sizes == {"d": size // 8, "g": 2}]
 sparsifier = ScopeSparsifier()
 sparsifier.prepare(llama, [entry for one in chosen for entry in one.entries(llama, sparsity_level=0.5)])
 sparsifier.step()
 sparsifier.squash_mask()
-small_llama, report = compact(llama, chosen, {"input_ids": tokens, "use_cache": False})
+small_llama, report = compact(llama, chosen, inputs)
 print(report)
 
 # %%

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
-from sparsekit_ao.coupling import for_model, joint_entries
+from sparsekit_ao.coupling import expert_couplings, joint_entries
 from sparsekit_ao.removal import compact, cut_to, removable
 
 
@@ -67,7 +67,7 @@ def dropped_experts(layer):
 
 def test_listed_experts_are_masked_whole_by_the_norm_of_all_their_parameters():
     model = make()
-    whole = for_model(model)["experts"]
+    whole = expert_couplings(model)["experts"]
     assert whole == Coupling(
         {"*.gate.weight": "u i", "*.gate.bias": "u"}, attrs={"*.num_experts": "u"}, lists=["*.experts"], name="experts"
     )
@@ -82,7 +82,7 @@ def test_listed_experts_are_masked_whole_by_the_norm_of_all_their_parameters():
 @pytest.mark.parametrize("groups", [1, 2])
 def test_dropped_experts_are_removed_with_their_rows_as_if_the_router_never_chose_them(groups):
     model = make(groups=groups)
-    whole = for_model(model)["experts"]
+    whole = expert_couplings(model)["experts"]
     pruned(model, [whole], nnz=4 // groups)
     with pytest.raises(SparsityError, match="the compacted model gives other outputs"):
         compact(model, whole, X)
@@ -102,7 +102,7 @@ def test_dropped_experts_are_removed_with_their_rows_as_if_the_router_never_chos
 
 def test_units_inside_of_experts_are_pruned_and_removed_together_with_whole_ones_and_rebuilt_by_the_manifest(tmp_path):
     model = make()
-    ready = for_model(model)
+    ready = expert_couplings(model)
     couplings = [ready["expert_units"], ready["experts"]]
     pruned(model, couplings, sparsity_level=0.5)
     small, report = compact(model, couplings, X, tolerance=10)
@@ -117,7 +117,7 @@ def test_units_of_dropped_experts_are_not_counted():
     model = make()
     for layer in model:
         layer.hidden = 6
-    ready = for_model(model)
+    ready = expert_couplings(model)
     couplings = [Coupling(ready["expert_units"].members, attrs={"**.hidden": "u"}), ready["experts"]]
     pruned(model, couplings, sparsity_level=0.5)
     small, report = compact(model, couplings, X, tolerance=10)
@@ -127,10 +127,10 @@ def test_units_of_dropped_experts_are_not_counted():
 
 def test_an_expert_with_a_bias_is_not_dropped():
     model = make()
-    assert compact(model, for_model(model)["experts"], X)[1].changed == ()  # nothing is dropped yet
+    assert compact(model, expert_couplings(model)["experts"], X)[1].changed == ()  # nothing is dropped yet
     for name, parameter in model[0].experts.named_parameters():
         parameter.mul_(name == "1.w2.bias" or int(name[0]) > 1)
-    small, _ = compact(model, for_model(model)["experts"].of_layers(model)[0], X, tolerance=10)
+    small, _ = compact(model, expert_couplings(model)["experts"].of_layers(model)[0], X, tolerance=10)
     assert len(small[0].experts) == 5 and small[0].experts[0].w2.bias.all()
 
 
@@ -170,7 +170,7 @@ def test_experts_of_different_kinds_move_up():
         layer.experts[3] = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6, bias=False), nn.Linear(6, 4))
         layer.experts = type("List", (nn.ModuleList,), {})(layer.experts)
         layer.experts.scale = nn.Parameter(torch.ones(3))  # of no module, so of no unit
-    whole = for_model(model)["experts"]
+    whole = expert_couplings(model)["experts"]
     for layer in model:
         for parameter in layer.experts[0].parameters():
             parameter.zero_()
@@ -183,7 +183,7 @@ def test_experts_of_different_kinds_move_up():
 
 def test_removable_leaves_whole_listed_experts_to_compact():
     model = make()
-    ((name, why),) = removable(model, X, [for_model(model)["experts"]]).left_out
+    ((name, why),) = removable(model, X, [expert_couplings(model)["experts"]]).left_out
     assert name == "experts" and "its units are modules of a list" in why
 
 
@@ -212,7 +212,7 @@ def test_lists_that_do_not_fit_and_changed_manifests_are_errors_that_change_noth
     shared[1].experts[3] = shared[1].experts[2]
     with pytest.raises(SparsityError, match="1.experts.3 has no parameters of its own, .* may be in one place only"):
         Coupling(gate, lists=["*.experts"]).bind(shared)
-    whole = for_model(model)["experts"]
+    whole = expert_couplings(model)["experts"]
     pruned(model, [whole], nnz=4)
     with pytest.raises(SparsityError, match="both drop modules of '0.experts'"):
         compact(model, [whole, Coupling(gate, lists=["*.experts"], name="again")], X, tolerance=10)

@@ -50,7 +50,7 @@ TUTORIALS = {  # what a tiny run prints
     "rigl": r"RigL +\d+\.\d %",
     "trainer_2_4": r"groups of four checked\nnonzeros in each group of four, at most: 2",
     "one_shot": r"compensate=admm: cosine \d\.\d{3} .*4 layers in",
-    "smaller_models": r"mlp 1 +96 of 192 units.*onnxruntime differs by less than 1e-4: True",
+    "smaller_models": r"layers.1.mlp.gate_proj.weight +96 of 192 units.*onnxruntime differs by less than 1e-4: True",
 }
 
 

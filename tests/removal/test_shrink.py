@@ -1,7 +1,6 @@
 """shrink: budgets of a whole model, levels by coupling, rounding, repeated shrinking, and what a config can hold."""
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import hf_models
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
-from sparsekit_ao.coupling import for_model
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
 from sparsekit_ao.removal.removable import Trials
@@ -221,7 +219,9 @@ def test_proximal_training_makes_whole_units_of_couplings_zero_which_compact_rem
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
 def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_one_line(name, tmp_path):
     model, inputs = hf_models.make(name)
-    couplings = [replace(for_model(model)["mlp"], attrs={})] if name == "Llama" else None
+    mlp = {f"{up}_proj.{tensor}": axes for up in ("gate", "up") for tensor, axes in (("weight", "u i"), ("bias", "u"))}
+    members = {f"model.layers.*.mlp.{name}": axes for name, axes in (mlp | {"down_proj.weight": "o u"}).items()}
+    couplings = [Coupling(members)] if name == "Llama" else None
     small, report = shrink(model, inputs, couplings=couplings)
     found = save_pretrained(small, report, tmp_path)
     want = small(**inputs).logits

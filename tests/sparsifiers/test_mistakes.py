@@ -258,7 +258,7 @@ MISTAKES = {
     "multiple_of must be a positive int, got 0": lambda: removal.shrink(
         linear_model(8, 8, 4), torch.ones(2, 8), multiple_of=0
     ),
-    "for_model: model must be a torch.nn.Module, got str": lambda: coupling.for_model("bert"),
+    "expert_couplings: model must be a torch.nn.Module, got str": lambda: coupling.expert_couplings("bert"),
     "coupling 'a': model must be a torch.nn.Module, got list": lambda: Coupling({"a": "u"}).entries([]),
     "joint_entries: couplings must be a list of Coupling, got Linear": lambda: coupling.joint_entries(
         nn.Linear(2, 2), nn.Linear(2, 2)

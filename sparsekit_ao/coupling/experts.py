@@ -1,0 +1,118 @@
+"""expert_couplings: the couplings of a mixture of experts, which no trace of one forward pass can find.
+
+Which experts run depends on values, so that `discover` freezes them. Names and shapes of tensors tell them apart.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import SparsityError, checked_model
+from ..sparsifiers.names import named_tensors
+from .bound import is_list
+from .coupling import Coupling
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "experts_per_rank")
+_LISTED_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|w1)\.weight")
+_UP_AND_DOWN = {"gate_proj": (("gate_proj", "up_proj"), "down_proj"), "w1": (("w1", "w3"), "w2")}
+
+
+def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
+    """Return the couplings of a mixture of experts: `"expert_units"`, and `"experts"` where there is a router.
+
+    The former are hidden units inside of each expert, the latter whole experts with their rows of the router. Whole
+    experts are not exact: a router without a row never chooses a dropped expert, while one that is only zero may be
+    chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
+
+    Packed experts hold `gate_up_proj` (experts, 2 * hidden, width) and `down_proj` (experts, width, hidden), as
+    Mixtral, Qwen-MoE and DeepSeek of transformers do. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`,
+    with `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3` and `w2`.
+
+    Integers that count experts or hidden units, in modules and the config, are in the couplings' `attrs`, for
+    `compact`. Couplings that share a tensor are prepared together by `joint_entries`. All other units of a model,
+    such as heads and the hidden size, are found by `discover`.
+
+    Args:
+        model: with plain tensors or after `prepare`; it is not changed.
+
+    Raises:
+        SparsityError: there are no experts of these names.
+
+    >>> def expert():
+    ...     return torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("w1", "w3", "w2")})
+    >>> experts = torch.nn.ModuleList([expert(), expert()])
+    >>> couplings = expert_couplings(torch.nn.ModuleDict({"experts": experts, "gate": torch.nn.Linear(4, 2)}))
+    >>> couplings["expert_units"].members
+    {'experts.*.w1.weight': 'u i', 'experts.*.w3.weight': 'u i', 'experts.*.w2.weight': 'o u'}
+    >>> couplings["experts"].members
+    {'gate.weight': 'u i', 'gate.bias': 'u'}
+    """
+    tensors = {**dict(named_tensors(checked_model(model, "expert_couplings"))), **dict(model.named_buffers())}
+    packed = next((fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)), None)
+    listed = next(filter(None, map(_LISTED_EXPERT.fullmatch, tensors)), None)
+    if packed is not None:
+        path, name, experts = packed, _starred(packed), model.get_submodule(packed)
+        up, down = f"{name}.gate_up_proj", f"{name}.down_proj"
+        attrs = {f"{name}.intermediate_dim": "u"} if isinstance(getattr(experts, "intermediate_dim", None), int) else {}
+        units = Coupling({up: "s (g u) i", down: "s o u"}, scope="s", sizes={"g": 2}, attrs=attrs, name="expert_units")
+        whole = _whole_experts(model, tensors, path, len(tensors[f"{path}.down_proj"]), (up, down))
+    elif listed:
+        path, name, experts = listed[1], _starred(listed[1]), model.get_submodule(listed[1])
+        ups, down = _UP_AND_DOWN[listed[3]]
+        axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups} | {f"{down}.weight": "o u"}
+        first = f"{path}.{listed[2]}"
+        members = {f"{name}.*.{key}": text for key, text in axes.items() if f"{first}.{key}" in tensors}
+        units = Coupling(members, name="expert_units")
+        whole = _whole_experts(model, tensors, path, len(experts), lists=(name,)) if is_list(experts) else {}  # type: ignore[arg-type]
+    else:
+        raise SparsityError(
+            f"expert_couplings: {type(model).__name__} has no experts: no '*.gate_up_proj' (experts, 2 * hidden, "
+            "width) beside '*.down_proj', and no '*.experts.0.gate_proj.weight' or '*.experts.0.w1.weight'. Use "
+            "coupling.discover(model, example_inputs), which suggests couplings for any model, or write them by hand "
+            "(Coupling)."
+        )
+    return {"expert_units": units} | whole
+
+
+def _whole_experts(
+    model: nn.Module, tensors: Mapping[str, Tensor], path: str, experts: int, packed: tuple[str, ...] = (), **keys: Any
+) -> dict[str, Coupling]:
+    """Return `"experts"`, whose unit is in the packed tensors or a module of `lists` in `keys`; {} without a router.
+
+    A router is a module beside the experts whose `weight` is a matrix with a row for each of them.
+    """
+    parent = path.rpartition(".")[0]
+    beside = re.compile(re.escape(f"{parent}." if parent else "") + r"[^.]+\.weight")
+    weights = [fqn for fqn, t in tensors.items() if beside.fullmatch(fqn) and t.ndim == 2 and len(t) == experts]
+    routers = [fqn.removesuffix(".weight") for fqn in weights]
+    if not routers:
+        return {}
+    # Some routers choose among groups of experts first.
+    ints = [getattr(model.get_submodule(router), key, 1) for router in routers for key in ("num_group", "n_group")]
+    groups = max(n for n in ints if isinstance(n, int))
+    rows, axes = ("(s u)", "s u") if groups > 1 else ("u", "u")
+    members = dict.fromkeys(packed, f"{rows} a b")
+    for fqn, tensor in tensors.items():
+        if fqn.rpartition(".")[0] in routers and tensor.shape[:1] == (experts,):
+            members[_starred(fqn)] = rows + " i" * (tensor.ndim - 1)
+    holders = {f"{_starred(name)}.".lstrip("."): vars(model.get_submodule(name)) for name in (path, parent, *routers)}
+    holders["config."] = vars(getattr(model, "config", None) or nn.Module())
+    attrs = {
+        f"{name}{key}": axes for name, ints in holders.items() for key in _EXPERT_COUNTS if ints.get(key) == experts
+    }
+    keys |= {"scope": "s", "sizes": {"s": groups}} if groups > 1 else {}
+    return {"experts": Coupling(members, attrs=attrs, name="experts", **keys)}
+
+
+def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
+    up, down = tensors[fqn], tensors.get(f"{fqn.rpartition('.')[0]}.down_proj")
+    if not fqn.endswith(".gate_up_proj") or down is None or (up.ndim, down.ndim) != (3, 3):
+        return False
+    return tuple(up.shape) == (down.shape[0], 2 * down.shape[2], down.shape[1])
+
+
+def _starred(path: str) -> str:
+    """Replace the first number of a name, that of the layer, by `*`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=1)
