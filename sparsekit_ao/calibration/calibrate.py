@@ -398,17 +398,24 @@ def checked_batches(batches: Any, token_mask: TokenMask, forward: object, caller
 
 
 def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | None:
-    """The tokens of a batch that count."""
-    if not isinstance(token_mask, str):
-        return token_mask(batch) if token_mask else None
-    try:
-        mask: Tensor = batch[token_mask]
-    except (KeyError, IndexError, TypeError):
-        keys = f"with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "and no dict"
-        kind = type(batch).__name__
-        raise SparsityError(
-            f"{caller}: token_mask={token_mask!r} is a key of each batch, but a batch is a {kind} {keys}"
-        ) from None
+    """The tokens of a batch that count, bool [batch, tokens] (or [tokens]), or None for all."""
+    if token_mask is None:
+        return None
+    if isinstance(token_mask, str):
+        try:
+            mask = batch[token_mask]
+        except (KeyError, IndexError, TypeError):
+            keys = f"with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "and no dict"
+            kind = type(batch).__name__
+            raise SparsityError(
+                f"{caller}: token_mask={token_mask!r} is a key of each batch, but a batch is a {kind} {keys}"
+            ) from None
+    else:
+        mask = token_mask(batch)
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim in (1, 2) and bool(mask.any())):
+        what = f"one of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        empty = ", of which no token counts" if isinstance(mask, Tensor) and not mask.any() else ""
+        raise SparsityError(f"{caller}: a token mask must be a tensor [batch, tokens], got {what}{empty}")
     return mask
 
 

@@ -31,10 +31,10 @@ def refuse_optimizer_as_level(level: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Budgets:
-    """The budgets of all pruning groups of a plan, in their groups; pruning groups are given by their index.
+    """The budgets of all pruning groups, in their groups; pruning groups are given by their index.
 
     Attributes:
-        pruning_groups: of the plan.
+        pruning_groups: of the sparsifier, stage by stage.
         groups: where the budgets are stored.
         densities: how an overall level is distributed; None where the masks were saved ones.
     """

@@ -30,7 +30,7 @@ from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_mask
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
 from ..tables import Table, aligned
 from .sequential import CalibrationData, SequentialPass
-from .solvers import CG_STEPS, FEW_STEPS, SOLVERS, MatrixScopes, least_squares, relative_error
+from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 
 METHODS = (None, "least_squares", *SOLVERS)
 DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
@@ -371,11 +371,9 @@ def prune_layer(sparsifier: BudgetSparsifier, layer: Layer, method: str | None) 
         if layer.mask is None and method in SOLVERS:
             mask, solution = SOLVERS[method](weight, gram, matrix_scopes(sparsifier, layer, statistics))
             layer.mask = statistics.from_matrix(mask)
-        elif layer.mask is None:
-            layer.mask = _mask_by_score(sparsifier, layer)
-        if method != "sparsegpt":  # which has compensated already
-            first, steps = (solution, FEW_STEPS) if method == "admm" and solution is not None else (None, CG_STEPS)
-            solution = least_squares(weight, gram, statistics.matrix(layer.mask), steps, first)
+        else:
+            layer.mask = _mask_by_score(sparsifier, layer) if layer.mask is None else layer.mask
+            solution = least_squares(weight, gram, statistics.matrix(layer.mask))
     if statistics is None or solution is None:
         layer.compensated = layer.weight * layer.mask
     else:

@@ -65,7 +65,7 @@ class SequentialPass:
     def __init__(self, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None) -> None:
         self._data = data
         order, self.unreached, self._repeated = _order(data, targets)
-        self.blocks = _chained_blocks(data, _find_blocks(data.model, order, blocks), order, blocks)
+        self.blocks = find_blocks(data, [target.module for target, _ in order], blocks)
         block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
         self.groups: dict[tuple[int | None, int], list[Target]] = {}
         for target, read in order:
@@ -84,7 +84,7 @@ class SequentialPass:
             with Calibration(targets) as calibration:
                 for arguments, mask in zip(self._inputs, self._data.token_masks, strict=True):
                     calibration.token_mask = mask
-                    _output(self.blocks[block], arguments)
+                    output_of(self.blocks[block], arguments)
             yield targets, calibration.statistics
             if block + 1 < len(self.blocks):
                 self._go_to(block + 1)
@@ -106,11 +106,11 @@ class SequentialPass:
         """Make `_inputs` those of a block: from the blocks before it, or by running the model up to it."""
         if not self._inputs or self._inputs_of > block:
             counts = range(len(self._data.batches))
-            self._inputs = [_captured(self._data, self.blocks[block], index) for index in counts]
+            self._inputs = [captured(self._data, self.blocks[block], index) for index in counts]
             self._inputs_of = block
         while self._inputs_of < block:
             before = self.blocks[self._inputs_of]
-            self._inputs = [_next(arguments, _output(before, arguments)) for arguments in self._inputs]
+            self._inputs = [next_arguments(arguments, output_of(before, arguments)) for arguments in self._inputs]
             self._inputs_of += 1
 
 
@@ -162,41 +162,37 @@ def _order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple
     return list(reached.values()), [t for t in targets if t.name not in reached], repeated
 
 
-def _find_blocks(model: nn.Module, order: Sequence[tuple[Target, int]], name: str | None) -> list[nn.Module]:
-    """The blocks of the ModuleList (or Sequential, if it is named) that holds most of the layers."""
-    if name is not None:
-        try:
-            module = model.get_submodule(name)
-        except AttributeError:
-            raise SparsityError(f"one_shot: blocks={name!r} is no module of the model") from None
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            kind = type(module).__name__
-            raise SparsityError(f"one_shot: blocks={name!r} is a {kind}, not a ModuleList or Sequential")
-        return list(module)
-    layers = {id(t.module) for t, _ in order}
-    lists = [(sum(id(x) in layers for x in m.modules()), m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    most = max((count for count, _ in lists), default=0)
-    return next((list(m) for count, m in lists if count == most and count > 1 and len(m) > 1), [])
-
-
-def _chained_blocks(
-    data: CalibrationData,
-    blocks: Sequence[nn.Module],
-    order: Sequence[tuple[Target, int]],
-    name: str | None,
-) -> list[nn.Module]:
-    """Return the blocks if their inputs can be computed from each other, else none of them."""
+def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
+    """Return the repeated blocks of a model if their inputs can be computed from each other, else none of them."""
+    blocks = _largest_list(data.model, layers, name)
     uses = Counter(id(m) for block in blocks for m in block.modules())
-    is_chain = bool(blocks) and not any(uses[id(target.module)] > 1 for target, _ in order)
+    is_chain = bool(blocks) and not any(uses[id(layer)] > 1 for layer in layers)
     for index in range(len(data.batches)):
         is_chain = is_chain and _is_chained(data, blocks, index)
     if name is not None and not is_chain:
         raise SparsityError(
-            f"one_shot: blocks={name!r} do not form a chain: each must be called once, in order, with the first output "
-            "of the one before and otherwise the same arguments, and no layer may be part of two of them; leave blocks "
-            "out to run the model once for each layer"
+            f"blocks={name!r} do not form a chain: each must be called once, in order, with the first output of the "
+            "one before and otherwise the same arguments, and no layer may be part of two of them; leave blocks out "
+            "to run the whole model instead"
         )
-    return list(blocks) if is_chain else []
+    return blocks if is_chain else []
+
+
+def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
+    """Return the blocks of the ModuleList (or Sequential, if it is named) that holds most of the layers."""
+    if name is not None:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise SparsityError(f"blocks={name!r} is no module of the model") from None
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            kind = type(module).__name__
+            raise SparsityError(f"blocks={name!r} is a {kind}, not a ModuleList or Sequential")
+        return list(module)
+    ids = {id(layer) for layer in layers}
+    lists = [(sum(id(x) in ids for x in m.modules()), m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    most = max((count for count, _ in lists), default=0)
+    return next((list(m) for count, m in lists if count == most and count > 1 and len(m) > 1), [])
 
 
 def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> bool:
@@ -218,16 +214,16 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module], index: int) 
         return False
     if index > 0:
         return True
-    arguments, expected = _captured(data, blocks[0], 0), calls[0][1]
+    arguments, expected = captured(data, blocks[0], 0), calls[0][1]
     for block, (_, actual) in zip(blocks[:-1], calls[1:], strict=True):
-        output = _output(block, arguments)
-        arguments, expected = _next(arguments, output), _next(expected, output)
+        output = output_of(block, arguments)
+        arguments, expected = next_arguments(arguments, output), next_arguments(expected, output)
         if not _are_same(expected, actual):
             return False
     return True
 
 
-def _captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
+def captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
     """Return what a block receives in the forward pass of one batch."""
     calls: list[Arguments] = []
 
@@ -240,7 +236,7 @@ def _captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
     return calls[0]
 
 
-def _output(block: nn.Module, arguments: Arguments) -> Any:
+def output_of(block: nn.Module, arguments: Arguments) -> Any:
     """Run a block on copies of its arguments, which it may change in place (a cache of keys and values, say)."""
     args, kwargs = _copied(arguments)
     return block(*args, **kwargs)
@@ -257,7 +253,7 @@ def _copied(value: Any, objects: bool = True) -> Any:
     return _pytree.tree_map(copied, value)
 
 
-def _next(arguments: Arguments, output: Any) -> Arguments:
+def next_arguments(arguments: Arguments, output: Any) -> Arguments:
     """The arguments of the next block: the first one is replaced by the first output."""
     args, kwargs = arguments
     hidden = output[0] if isinstance(output, (tuple, list)) else output

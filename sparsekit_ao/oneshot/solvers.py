@@ -2,7 +2,7 @@
 
 Everywhere W is [groups, outputs, inputs], and G = X^T X of the layer's inputs is [groups, inputs, inputs]; both are
 float32 (or both float64). A mask is bool in the shape of W. The error of V for W is tr((W - V) G (W - V)^T). A solver
-of `SOLVERS` is called as `(W, G, scopes) -> (mask, V)`; `least_squares` takes a mask instead of scopes.
+of `SOLVERS` is called as `(W, G, scopes) -> (mask, V)`, V final; `least_squares` takes a mask instead of scopes.
 """
 
 from collections.abc import Callable
@@ -97,16 +97,17 @@ def least_squares(
 def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
     """Mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831).
 
-    The projection is an exact selection, so that any structure can be given. The weights are nearly the best for the
-    mask of the last projection.
+    The projection is an exact selection, so that any structure can be given. Where that ends with a larger error than
+    magnitudes of scaled weights and least squares, where it starts, these are returned.
     """
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
     scaled = weight * scale
     hessian = gram / (scale.mT * scale)
     target = scaled @ hessian
-    mask = scopes.project(scaled, 2)
-    kept, rho = least_squares(weight, gram, mask, FEW_STEPS) * scale, RHO
+    first_mask = scopes.project(scaled, 2)
+    first = least_squares(weight, gram, first_mask, FEW_STEPS)
+    kept, rho = first * scale, RHO
     dual = target - kept @ hessian  # what makes the start a fixed point, but for the projection
     for step in range(steps):
         if step % EVERY == 0:
@@ -118,13 +119,17 @@ def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_S
         mask = scopes.project(shifted, 2)
         kept = shifted * mask
         dual = dual + rho * (free - kept)
-    return mask, kept / scale
+    solution = least_squares(weight, gram, mask, FEW_STEPS, kept / scale)
+    if relative_error(weight, gram, first) < relative_error(weight, gram, solution):
+        return first_mask, first
+    return mask, solution
 
 
 def structured_obs(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
     """Structured optimal brain surgeon (S3, arXiv 2604.11315): scope after scope, compensated in the columns after it.
 
-    Scopes that are wider than `WIDEST` columns or of several stages are chosen at once instead, without compensation.
+    Scopes that are wider than `WIDEST` columns or of several stages are chosen at once instead. The weights are the
+    best for all masks together.
     """
     inverse = damped_inverse(gram, 0.0, scopes.name)
     is_plain = scopes.is_plain and len(weight) == 1
@@ -132,7 +137,7 @@ def structured_obs(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[
     if not is_plain or max(stop - start for start, stop in chunks) > WIDEST:
         joint = [joint_saliency(w, c, b) for w, c, b in zip(weight, inverse, scopes.blocks, strict=True)]
         mask = scopes.project(torch.stack(joint), None)
-        return mask, weight * mask
+        return mask, least_squares(weight, gram, mask)
 
     def choose(columns: Tensor, inverse: Tensor, start: int, stop: int) -> Tensor:
         labels = scopes.blocks[0, :, start:stop]
@@ -145,8 +150,8 @@ def structured_obs(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[
         kept = keep_mask(competing, scopes.keep[scope_of[order].view(competing.shape)[:, 0]])
         return torch.empty_like(kept.flatten()).scatter_(0, order, kept.flatten())[element]
 
-    mask, solution = prune_chunks(weight[0], inverse[0], chunks, choose)
-    return mask[None], solution[None]
+    mask, _ = prune_chunks(weight[0], inverse[0], chunks, choose)
+    return mask[None], least_squares(weight, gram, mask[None])
 
 
 def prune_chunks(

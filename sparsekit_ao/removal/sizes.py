@@ -272,6 +272,8 @@ def _integers_around(
         module = _reached(model, prefix)
         if isinstance(getattr(module, name, None), Tensor):  # else it was in a module that was dropped from its list
             layer_sizes.setdefault(id(module), set()).update(sizes_of(module, name, getattr(module, name), ()))
+        if isinstance(module, nn.MultiheadAttention):
+            layer_sizes.setdefault(id(module), set()).update(("embed_dim", "kdim", "vdim", "num_heads"))
     depths: dict[str, int] = {}
     for member in members:
         parts = member.split(".")

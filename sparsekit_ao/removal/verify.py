@@ -115,8 +115,13 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool 
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
-    with seeded(tensors), FlopCounterMode(display=False) as count:
-        output = model(*args, **kwargs)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # the counter knows no FLOPs of its fused operations
+    try:
+        with seeded(tensors), FlopCounterMode(display=False) as count:
+            output = model(*args, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
     return output, count.get_total_flops()
 
 

@@ -142,8 +142,8 @@ class MaskSparsifier(BaseSparsifier):
         self._check_groups(found.groups)
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in found.groups]
-        masks = masking.under_all_names(model, [(m, name, mask) for m, name, mask in new_masks if mask is not None])
+        own = [(g["module"], g["tensor_name"], m) for g in found.groups if (m := self._new_mask(g)) is not None]
+        masks = masking.under_all_names(model, own)
         before = dict(self.__dict__)
         self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])

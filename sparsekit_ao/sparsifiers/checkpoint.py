@@ -222,7 +222,7 @@ def _merged_group(
     if saved is None:
         return dict(live)
     kept = {k: v for k, v in live.items() if k not in optional_keys or k in saved or callable(v)}
-    merged = {**kept, **copied({k: v for k, v in saved.items() if k in keys})}
+    merged = {**kept, **copied({k: v for k, v in saved.items() if k in (*keys, "level_of_nnz")})}
     before, after = live.get("stages"), merged.get("stages")
     if before is not None and after is not None and len(before) == len(after):
         functions = [{k: v for k, v in stage.items() if callable(v)} for stage in before]

@@ -1,6 +1,6 @@
 """Config dicts as torch.ao takes them, checked and completed: one group dict for each tensor that is sparsified.
 
-This module checks names, module classes and keys; `plan` and `structure` check the values.
+This module checks names, module classes and keys; `stages` and `structure` check the values.
 """
 
 import difflib
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils import _pytree
 
 from ..errors import SparsityError
 from ..masking import find_mask
@@ -112,7 +111,7 @@ def resolve_groups(
     names_of: dict[int, list[str]] = {}  # of each parameter, by its id
     for name, parameter in names.items():
         names_of.setdefault(id(parameter), []).append(name)
-    excluded = excluded_names(model, exclude, names)
+    excluded = excluded_names(model, exclude, names) if exclude != () else {}
     owners, labels = _owners(model, config, keys, names)
     skipped = {
         **(adapters(model, owners) if is_default else {}),
@@ -120,7 +119,7 @@ def resolve_groups(
         **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
     }
     resolved = ResolvedConfig(skipped=skipped)
-    for fqn, (at, is_exact) in sorted(owners.items(), key=lambda owner: owner[1][0]):
+    for fqn, (at, is_exact) in owners.items():
         if fqn not in skipped:
             resolved.groups.append(_group(model, fqn, config[at], complete, f"config[{at}]: "))
             resolved.rules[fqn] = "config=None" if is_default else labels[at]
@@ -139,13 +138,15 @@ def copied(value: Any) -> Any:
 
     Numbers of numpy become Python's, since `torch.load(weights_only=True)` does not read others.
     """
-    return _pytree.tree_map_only(numbers.Real, _plain_number, value)
-
-
-def _plain_number(number: Any) -> float:
-    if type(number) in (bool, int, float):
-        return number
-    return int(number) if isinstance(number, numbers.Integral) else float(number)
+    if value is None or type(value) in (str, int, float, bool):  # most are; isinstance(..., Mapping) is slower
+        return value
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, Mapping):
+        return dict(zip(value, map(copied, value.values()), strict=True))
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(copied, value))
+    return value
 
 
 def _owners(
@@ -163,11 +164,13 @@ def _owners(
             if owner is not None and owner[1] and is_exact:
                 raise SparsityError(f"{where}{fqn!r} is already named by {labels[owner[0]]}; name each tensor once")
             if owner is None or is_exact or not owner[1]:
+                owners.pop(fqn, None)  # so that they are in the order of their entries
                 owners[fqn] = (at, is_exact)
-    used = {at for at, _ in owners.values()}
-    for at, label in enumerate(labels):
-        if at not in used:
-            raise SparsityError(f"{label} has no effect, because other entries name all of its tensors; remove it")
+    unused = dict(enumerate(labels))
+    for at, _ in owners.values():
+        unused.pop(at, None)
+    for label in unused.values():
+        raise SparsityError(f"{label} has no effect, because other entries name all of its tensors; remove it")
     return owners, labels
 
 
@@ -344,8 +347,8 @@ def _tied_to_skip(
     """
     skipped: dict[str, str] = {}
     for names in names_of:
-        given = [name for name in names if name in owners]
-        if len(names) < 2 or not given:
+        given = [name for name in names if name in owners] if len(names) > 1 else []
+        if not given:
             continue
         out = next((name for name in names if name in excluded), None)
         first = next((name for name in given if owners[name][1]), given[0])

@@ -242,8 +242,13 @@ def make_pruning_groups(
             if stage < len(stages[at]):
                 rules[at] = stages[at][stage]
                 specs[at] = _block_spec(group["tensor_fqn"], rules[at], tensors[at])
-        for label, members in _budget_units(rules, _block_units(rules, specs)):
-            out.append(_pruning_group(label, members, rules, specs, stage))
+        named: dict[object, list[Unit]] = {}  # units that share one budget, by the name of their scope coupling
+        for unit in _block_units(rules, specs):
+            name = rules[unit[0][0]].scope_coupling
+            named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
+        for coupling, units in named.items():
+            label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(units[0][1].name)
+            out.append(_pruning_group(label, units, rules, specs, stage))
     return tuple(out)
 
 
@@ -309,19 +314,6 @@ def _block_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> 
     return units
 
 
-def _budget_units(rules: Mapping[int, Stage], units: Sequence[Unit]) -> list[tuple[str, list[Unit]]]:
-    """Units that share one budget, by the name of their scope coupling."""
-    named: dict[object, list[Unit]] = {}
-    for unit in units:
-        name = rules[unit[0][0]].scope_coupling
-        named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
-    labelled = []
-    for coupling, members in named.items():
-        label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(members[0][1].name)
-        labelled.append((label, members))
-    return labelled
-
-
 def _pruning_group(
     label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
 ) -> PruningGroup:
@@ -329,7 +321,8 @@ def _pruning_group(
     for indices, block in units:
         members += indices
         scopes.append(ScopeSpec(block, rules[indices[0]].scope_shape))
-    _must_agree(label, _SCORING, members, rules, specs)
+    if len(members) > 1:
+        _must_agree(label, _SCORING, members, rules, specs)
     rule = rules[members[0]]
     least: tuple[int, ...] = ()
     if rule.max_sparsity is not None:

@@ -29,7 +29,7 @@ from ..patterns import Pattern
 from ..schedules import UpdateInterval
 from ..scores import Score, needs_of
 from ..selection import Request
-from ..structure import sparsity_to_nnz
+from ..structure import checked_level
 from .base import MaskSparsifier
 from .checkpoint import checked_pass, copied_state, saved_count
 from .config import ConfigContext, TensorGroup, copied
@@ -118,7 +118,7 @@ class BudgetSparsifier(MaskSparsifier):
         }
         super().__init__(defaults)
         stages_of({**defaults, "tensor_fqn": "defaults"})
-        sparsity_to_nnz(defaults["sparsity_level"], 1, "defaults: ")
+        checked_level(defaults["sparsity_level"], "defaults: ")
 
     @abstractmethod
     def _update_all(self) -> None:
@@ -206,7 +206,9 @@ class BudgetSparsifier(MaskSparsifier):
         own = self._resolve(own, place)
         budgets = refuse_two_budgets(own, place.where)
         if not {*SHAPES, *AXES, "stages"}.isdisjoint(own):  # the entry's structure replaces the default one
-            defaults = {k: v for k, v in defaults.items() if k not in ("pattern", "stages")}
+            defaults = {**defaults}
+            for key in ("pattern", "stages"):
+                defaults.pop(key, None)
         pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
         group = joined(self._resolve(defaults, place), own, place.where)
         if pattern is not None and pattern.budget == "nnz" and group.get("scope_coupling") is not None:
@@ -227,7 +229,9 @@ class BudgetSparsifier(MaskSparsifier):
     def _resolve(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys of an entry with its pattern, if it has one, resolved to config keys for one tensor."""
         where = f"{place.tensor_fqn}: "
-        pattern = checked_pattern(entry.get("pattern"), where)
+        if "pattern" not in entry:
+            return entry
+        pattern = checked_pattern(entry["pattern"], where)
         entry = {k: v for k, v in entry.items() if k != "pattern"}
         if pattern is None:
             return entry
@@ -242,14 +246,15 @@ class BudgetSparsifier(MaskSparsifier):
         return keys
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        levels = {}
-        for g in sorted(self._pruning_groups(groups), key=lambda g: len(g.members)):  # coupled tensors need one level
-            keep = g.budget(groups)
+        levels: dict[int, float] = {}
+        members: dict[int, int] = {}  # of the pruning group that a level is of; coupled tensors need one level
+        for g in self._pruning_groups(groups):
+            level = g.scope.level_of(g.budget(groups))
             for _, at in g.members:
-                if stage_budgets(groups[at])[g.stage] is None:
-                    levels[at] = g.scope.level_of(keep)
+                if stage_budgets(groups[at])[g.stage] is None and members.get(at, 0) <= len(g.members):
+                    levels[at], members[at] = level, len(g.members)
         for at, group in enumerate(groups):
-            sparsity_to_nnz(group["sparsity_level"], 1, f"{group['tensor_fqn']}: ")
+            checked_level(group["sparsity_level"], f"{group['tensor_fqn']}: ")
             if self._phase == "prepared":
                 continue
             if group.get("nnz") is not None and at in levels:

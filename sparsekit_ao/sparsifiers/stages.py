@@ -95,9 +95,9 @@ def joined(defaults: Mapping[str, Any], entry: Mapping[str, Any], where: str) ->
     if "norm" in entry and "score" in keys:
         keys["score"] = entry.get("score")
     refuse_two_notations(entry, where)
-    axes = next((k for k in AXES if k in entry), None)
-    if axes is not None and "axes" not in keys:
-        raise SparsityError(f"{where}{axes!r} is part of an axis pattern and needs 'axes'")
+    for key in AXES:
+        if key in entry and "axes" not in keys:
+            raise SparsityError(f"{where}{key!r} is part of an axis pattern and needs 'axes'")
     if entry.get("score") is not None and "norm" in entry:
         raise SparsityError(f"{where}'norm' and 'score' are mutually exclusive: a block's saliencies are summed")
     has_shapes = not set(SHAPES).isdisjoint(entry)

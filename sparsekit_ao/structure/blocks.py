@@ -27,6 +27,8 @@ class SparseBlock(Thresholded):
     each dimension of the aligned grid.
     """
 
+    edge: str
+
     @abstractmethod
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
         """Every spec with its order: aligned grid dimension k is the spec's dimension order[k] (() = identity)."""
@@ -222,6 +224,7 @@ class BlockCoupling(SparseBlock):
         check_distinct(specs, self._where())
         full, self.grid_shape = aligned_members("block", specs, orders, self._where())
         self._members = list(zip(specs, full, strict=True))
+        self.edge = "partial" if any(spec.edge == "partial" for spec in specs) else "error"
 
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
         """The members with their orders."""

@@ -83,6 +83,8 @@ class SparseScope(Thresholded):
     """
 
     _grid_name = "scope grid"
+    #: whether some scope at an edge holds fewer blocks than the others
+    is_partial: bool
 
     @abstractmethod
     def members(self) -> list[ScopeMember]:
@@ -113,11 +115,6 @@ class SparseScope(Thresholded):
         volumes = [(tile_volumes(m.block.grid_shape, m.shape), m.order) for m in self.members()]
         aligned = [(v.permute(order) if order else v).reshape(self.grid_shape) for v, order in volumes]
         return torch.stack(aligned).sum(0)
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether some scope at an edge holds fewer blocks than the others."""
-        return any(g % n for m in self.members() for g, n in zip(m.block.grid_shape, m.shape, strict=True))
 
     def sparsity_to_nnz(self, sparsity: float) -> Budget:
         """Blocks to keep in each scope at a level; an int, or int64 of the scope grid's shape if scopes differ."""
@@ -351,9 +348,10 @@ class ScopeSpec(SparseScope):
     ) -> None:
         self.block = block if isinstance(block, SparseBlock) else BlockSpec(block)
         self.name = name if name is not None else self.block.name
-        self.edge = edge or ("partial" if any(b.edge == "partial" for b in self.block.blocks()) else "error")
+        self.edge = edge or self.block.edge
         self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
         self.grid_shape = grid_of(self.block.grid_shape, self.shape)
+        self.is_partial = math.prod((*self.grid_shape, *self.shape)) != math.prod(self.block.grid_shape)
         is_single = isinstance(self.block, BlockSpec) and math.prod(self.block.shape) == 1
         #: whether the scopes divide a view of single elements evenly
         self.has_single_elements = is_single and not self.is_partial
@@ -429,7 +427,7 @@ class ScopeCoupling(SparseScope):
         refuse_others("ScopeCoupling", scopes, ScopeSpec, self._where())
         check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
         full, self.grid_shape = aligned_members("scope", scopes, orders, self._where())
-        self._specs, self._members = list(scopes), []
+        self._specs, self._members, self.is_partial = list(scopes), [], any(s.is_partial for s in scopes)
         for s, order in zip(scopes, full, strict=True):
             # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
             own = tuple(k for k in order if k < len(s.shape))

@@ -392,7 +392,9 @@ def _no_carry(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Sha
 def is_injective(shape: Shape, stride: Shape) -> bool:
     """Whether every index has an address of its own."""
     end = 0
-    for d, n in sorted((d, n) for n, d in zip(shape, stride, strict=True) if n > 1):
+    for d, n in sorted(zip(stride, shape, strict=True)):
+        if n <= 1:
+            continue
         if d == 0:
             return False
         if d <= end:  # strides that are not nested: count the addresses

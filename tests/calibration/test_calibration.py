@@ -262,6 +262,18 @@ def check_error(sparsifier, text, *args, **kwargs):
     assert hooks_of(sparsifier.model) == 0 and not sparsifier.statistics
 
 
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (1, "a token mask must be a tensor .batch, tokens., got int"),
+        (torch.ones(2, 1, 1, 5), r"got one of shape \(2, 1, 1, 5\)"),
+        (torch.zeros(2, 5), "of which no token counts"),
+    ],
+)
+def test_bad_token_masks(mask, text):
+    check_error(prepared(mlp()), text, [torch.ones(2, 5, 8)], token_mask=lambda batch: mask)
+
+
 def test_bad_calls():
     check_error(prepared(mlp()), "calibrate: there are no batches", [])
     check_error(prepared(mlp()), "forward and token_mask need batches", forward=loss)

@@ -30,7 +30,7 @@ MUTATIONS = [
     ("structure/scopes.py", "blocks + 1e-9", "blocks - 1e-9", STRUCTURE),
     ("structure/scopes.py", "0 <= float(level) <= 1", "0 <= float(level) < 1", SPARSIFIERS),
     ("structure/scopes.py", "least <= low", "least < low", STRUCTURE),
-    ("structure/scopes.py", "any(g % n for m", "any(False for m", STRUCTURE),
+    ("structure/scopes.py", "!= math.prod(self.block.grid_shape)", "< 0", STRUCTURE),
     ("structure/scopes.py", "(high + k_weight * low)", "(low + k_weight * high)", STRUCTURE),
     ("structure/view.py", "end > last", "end > last + 1", STRUCTURE),
     (

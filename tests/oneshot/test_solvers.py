@@ -49,6 +49,15 @@ def test_masks_are_exact_and_weights_make_up_for_what_is_dropped(solver, structu
     assert errors[0] <= errors[1] * 1.0001 and errors[0] < errors[2] and not best[~mask].any()
 
 
+def test_admm_is_never_worse_than_where_it_starts():
+    torch.manual_seed(0)
+    weight, x = torch.randn(1, 64, 64), torch.randn(4000, 64)  # independent inputs: magnitudes are the best masks
+    gram, scopes = (x.T @ x)[None], scopes_of(weight, **STRUCTURES["2:4"])
+    solution = admm(weight, gram, scopes)[1]
+    best = least_squares(weight, gram, scopes.project(weight, 2))
+    assert relative_error(weight, gram, solution) < 1.01 * relative_error(weight, gram, best)
+
+
 @pytest.mark.parametrize("structure", ["pairs", "columns", "V:N:M", "partial edge"])
 def test_structures_that_sparsegpt_does_not_know(structure):
     weight, _, gram = problem(8, 16)

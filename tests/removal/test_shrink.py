@@ -239,6 +239,14 @@ def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_
     assert torch.equal(load_pretrained(tmp_path, type(model))(**inputs).logits, want)
 
 
+def test_flops_of_attention_count_although_torch_fuses_it_in_the_larger_model():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 32)
+    _, report = shrink(model, x, 0.5)
+    assert (report.before.flops, report.after.flops) == (327_680, 163_840) and "embed_dim" not in str(report)
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch.export
 def test_a_smaller_model_is_exported_by_torch():
     small, _ = shrink(fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12))

@@ -329,3 +329,15 @@ def test_what_update_mask_cannot_take(given, text):
     with pytest.raises(SparsityError, match=text):
         sparsifier.update_mask(model[0], "weight", **given)
     assert torch.equal(sparsifier.mask("0.weight"), before)
+
+
+def test_a_state_of_a_counted_budget_is_loaded_where_a_level_was_given():
+    counted, level = ScopeSparsifier(nnz=2, scope_shape=(1, 4)), ScopeSparsifier()
+    states = []
+    for sparsifier in (counted, level):
+        sparsifier.prepare(nn.Sequential(nn.Linear(8, 4)))
+        sparsifier.step()
+        states.append(sparsifier.state_dict())
+    level.load_state_dict(states[0])
+    level.step()
+    assert level.check() == 8
