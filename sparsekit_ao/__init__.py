@@ -10,7 +10,7 @@ from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
-from .oneshot import one_shot
+from .oneshot import one_shot, prune, recover
 from .removal import shrink
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
@@ -49,6 +49,8 @@ __all__ = [
     "keep_mask",
     "one_shot",
     "patterns",
+    "prune",
+    "recover",
     "removal",
     "schedules",
     "scores",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .errors import SparsityError
 from .structure import checked_level
 
-__all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "rows", "unstructured", "v_n_m"]
+__all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "parse", "rows", "unstructured", "v_n_m"]
 
 Keys = dict[str, Any]
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -133,6 +133,24 @@ def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
 def is_of_transformers(module: nn.Module, name: str) -> bool:
     """Whether a module is of a class of transformers with this name, or derived from it; without importing it."""
     return any(c.__name__ == name and c.__module__.startswith("transformers") for c in type(module).__mro__)
+
+
+def parse(text: str, where: str = "") -> Pattern:
+    """Return the pattern of a text: "2:4", "32:2:8" (V:N:M), "4x1" (blocks), or a name such as "rows".
+
+    >>> parse("2:4"), parse("32:2:8"), parse("16x16"), parse("rows")
+    (patterns.n_m(2, 4), patterns.v_n_m(32, 2, 8), patterns.blocks(16, 16), patterns.rows())
+    """
+    for separator, makers in ((":", {2: n_m, 3: v_n_m}), ("x", {2: blocks})):
+        numbers = text.split(separator)
+        if len(numbers) in makers and all(n.isdecimal() for n in numbers):
+            return makers[len(numbers)](*map(int, numbers))  # type: ignore[operator]
+    if text in ("unstructured", "rows", "columns", "filters"):
+        return Pattern(text)
+    raise SparsityError(
+        f"{where}pattern must be one of `sparsekit_ao.patterns`, or a text such as '2:4', '32:2:8', '16x16', 'rows', "
+        f"'columns', 'filters' or 'unstructured', got {text!r}"
+    )
 
 
 def unstructured(sparsity_level: float | None = None) -> Pattern:

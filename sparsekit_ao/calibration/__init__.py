@@ -1,6 +1,6 @@
 """Statistics of layers over calibration data, which scores and compensation read."""
 
-from .adapters import LayerAdapter, adapter_of
+from .adapters import LayerAdapter, adapter_of, token_rows
 from .calibrate import (
     GRADIENTS,
     INPUTS,

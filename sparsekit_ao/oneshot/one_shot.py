@@ -1,9 +1,10 @@
 """`one_shot`: masks and compensated weights of a trained model, in one pass over calibration data."""
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from ..scores import needs_of
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
 from ..tables import Table, aligned
+from .recover import RecoveryReport
+from .recover import recover as recover_blocks
 from .sequential import CalibrationData, SequentialPass
 from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 
@@ -69,6 +72,8 @@ class OneShotReport(Table[LayerRow]):
         rows: one per layer, in the order of the forward pass.
         seconds: of the whole pass, recording included.
         blocks: repeated blocks that were walked one by one; 0 where the model ran once for each layer.
+        recovery: what `recover` did, or None.
+        left_out: {tensor: why `prune` left it out}.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -79,6 +84,8 @@ class OneShotReport(Table[LayerRow]):
 
     seconds: float
     blocks: int = 0
+    recovery: RecoveryReport | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
@@ -91,7 +98,9 @@ class OneShotReport(Table[LayerRow]):
             lines.append((r.tensor, *numbers, r.note))
         how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
         table = [line.rstrip() for line in aligned(lines, right=range(1, 5))]
-        return "\n".join([*table, f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"])
+        table += [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
+        table += [] if self.recovery is None else [str(self.recovery)]
+        return "\n".join([*table, *(f"left out: {name}: {why}" for name, why in self.left_out.items())])
 
     def plot(self, path: str | Path) -> None:
         """Save a picture of the errors before and after, layer by layer; needs matplotlib."""
@@ -117,6 +126,7 @@ def one_shot(
     compensate: str | None = "admm",
     blocks: str | None = None,
     token_mask: str | Callable[[Any], Tensor] | None = None,
+    recover: bool | nn.Module = False,
     progress: bool = True,
     resume: bool = False,
     checkpoint: Callable[[], None] | None = None,
@@ -139,9 +149,12 @@ def one_shot(
         token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
             applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
             (a pooled token, say), count every position.
+        recover: then train the blocks of the model to give what the dense model's blocks give; see `recover`. True
+            keeps a copy of the model as it is now; a dense model can be given instead.
         progress: show a progress bar on a terminal.
         resume: continue after an interruption; layers that were finished stay as they are. In a new process, load the
             state dicts of the model and of the sparsifier first; without one of a pass in progress, it starts anew.
+            With `recover`, give the dense model.
         checkpoint: called after each finished block or layer, to save the state dicts of the model and the sparsifier.
             A pass that resumes from them gives the same bits as one that was never interrupted.
 
@@ -175,10 +188,38 @@ def one_shot(
         raise SparsityError("one_shot: there are no batches; an iterator that was used up before gives none")
     token_masks = [token_mask_of(batch, token_mask, "one_shot") for batch in data_batches]
     data = CalibrationData(model=model, batches=data_batches, forward=forward, token_masks=token_masks)
+    saved = sparsifier._one_shot if resume else None
+    dense = recover if isinstance(recover, nn.Module) else None
+    if recover is True:
+        if saved is not None:
+            raise SparsityError("one_shot: resume needs the dense model; give it as recover=dense")
+        dense = copy.deepcopy(model)
+        for group in sparsifier.groups:
+            sparsifier._live_mask(group, dense).fill_(True)
     with eval_mode(model), torch.no_grad():
-        rows, count = _Pass(sparsifier, data, compensate, blocks, resume).run(progress, checkpoint)
+        one_pass = _Pass(sparsifier, data, compensate, blocks, saved)
+        rows, count = one_pass.run(progress, checkpoint)
+    recovery = None
+    if dense is not None:
+
+        def finished(blocks_done: int) -> None:
+            one_pass.progress["recovered"] = blocks_done
+            if checkpoint is not None:
+                checkpoint()
+
+        recovery = recover_blocks(
+            model,
+            dense,
+            data_batches,
+            forward,
+            blocks=blocks,
+            token_mask=token_mask,
+            progress=progress,
+            resume=one_pass.progress["recovered"],
+            checkpoint=finished,
+        )
     sparsifier._one_shot = None
-    return OneShotReport(rows=rows, seconds=time.perf_counter() - start, blocks=count)
+    return OneShotReport(rows=rows, seconds=time.perf_counter() - start, blocks=count, recovery=recovery)
 
 
 def _check(sparsifier: object, method: str | None) -> None:
@@ -232,7 +273,12 @@ class _Pass:
     """One pass: which tensors share a choice, which masks are chosen, and which layers are finished."""
 
     def __init__(
-        self, sparsifier: ScopeSparsifier, data: CalibrationData, method: str | None, blocks: str | None, resume: bool
+        self,
+        sparsifier: ScopeSparsifier,
+        data: CalibrationData,
+        method: str | None,
+        blocks: str | None,
+        saved: dict[str, Any] | None,
     ) -> None:
         self.sparsifier, self.data, self.method, self.blocks = sparsifier, data, method, blocks
         self.groups = sparsifier.groups
@@ -242,8 +288,7 @@ class _Pass:
         shared = {id(c) for together in coupled if any(len(c.members) > 1 for c in together) for c in together}
         self.shared = [c for c in self.pruning_groups if id(c) in shared]  # of coupled tensors, or a shared budget
         self.single = [[c for c in coupled[i] if id(c) not in shared] for i in range(len(self.groups))]
-        saved = sparsifier._one_shot if resume else None
-        self.progress = {"rows": {}, "masks": {}} if saved is None else saved
+        self.progress: dict[str, Any] = {"rows": {}, "masks": {}, "recovered": 0} if saved is None else saved
         self.rows, self.masks = self.progress["rows"], self.progress["masks"]  # of finished layers; of shared choices
 
     def run(self, progress: bool, checkpoint: Callable[[], None] | None) -> tuple[tuple[LayerRow, ...], int]:

@@ -20,7 +20,7 @@ from .. import distributed, masking
 from ..errors import SparsityError, checked_model
 from . import checkpoint, usage
 from .checkpoint import check_saved
-from .config import ConfigContext, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
+from .config import ConfigContext, ResolvedConfig, Rule, TensorGroup, copied, make_config, resolve_groups
 from .names import module_in_copy
 from .report import Report, Row, make_report, make_row
 
@@ -69,7 +69,8 @@ class MaskSparsifier(BaseSparsifier):
         self._warned = False  # of adapters on masked layers, or layers that were replaced
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = ResolvedConfig()
-        self._exclude: tuple[str | type[nn.Module], ...] = ()
+        self._exclude: tuple[Rule, ...] = ()  # of the last `prepare`, with names in place of modules
+        self._skip_unfit = False
         super().__init__(defaults=defaults)
         self.model: nn.Module | None = None
         self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
@@ -105,7 +106,8 @@ class MaskSparsifier(BaseSparsifier):
         model: nn.Module,
         config: Sequence[Mapping[str, Any]] | None = None,
         *,
-        exclude: Sequence[str | type[nn.Module]] = (),
+        exclude: Sequence[Rule] = (),
+        skip_unfit: bool = False,
     ) -> None:
         """Register a mask that keeps everything on every tensor that the config names, in place.
 
@@ -118,8 +120,10 @@ class MaskSparsifier(BaseSparsifier):
                 have precedence, then later entries. A parameter with several names has one mask, under all of them.
                 None is every Linear and convolution but for adapters and weights tied to another module; after
                 unpickling, it is the pickled config, and pickled masks are restored.
-            exclude: names, globs and regular expressions of tensors or modules, and module classes, to leave out;
-                modules with all that is inside them.
+            exclude: names, globs and regular expressions of tensors or modules, modules and module classes, to leave
+                out; modules with all that is inside them.
+            skip_unfit: leave out tensors that a block, scope or pattern does not fit, in place of an error;
+                `report().skipped` has the reasons.
 
         Raises:
             SparsityError: anything that does not fit; the model is then unchanged.
@@ -136,7 +140,11 @@ class MaskSparsifier(BaseSparsifier):
         self._resumes = self._phase == "detached" and config is None
         is_default = config is None and not self._resumes
         config, exclude, saved = self._chosen(model, config, exclude)
-        found = resolve_groups(model, config, self.keys, self._complete, exclude=exclude, is_default=is_default)
+        skip_unfit |= self._resumes and self._skip_unfit
+        check = self._check_groups if skip_unfit else None
+        found = resolve_groups(
+            model, config, self.keys, self._complete, exclude=exclude, is_default=is_default, check=check
+        )
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
@@ -145,7 +153,9 @@ class MaskSparsifier(BaseSparsifier):
         own = [(g["module"], g["tensor_name"], m) for g in found.groups if (m := self._new_mask(g)) is not None]
         masks = masking.under_all_names(model, own)
         before = dict(self.__dict__)
-        self.model, self.groups, self._exclude = model, found.groups, tuple(exclude)
+        self.model, self.groups, self._skip_unfit = model, found.groups, skip_unfit
+        names = {m: name for name, m in model.named_modules()}
+        self._exclude = tuple(names[e] if isinstance(e, nn.Module) else e for e in exclude)
         self._resolved = replace(found if saved is None else self._resolved, groups=[])
         self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in found.skipped]
         self._state, self._phase, self._chosen_at, self._warned = defaultdict(dict), "prepared", None, False
@@ -160,8 +170,8 @@ class MaskSparsifier(BaseSparsifier):
             raise
 
     def _chosen(
-        self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None, exclude: Sequence[str | type[nn.Module]]
-    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[str | type[nn.Module]], dict[str, Any] | None]:
+        self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None, exclude: Sequence[Rule]
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Rule], dict[str, Any] | None]:
         """Config, exclude and saved state: those given, those pickled, or every Linear and convolution."""
         if config is not None:
             return config, exclude, None

@@ -186,8 +186,8 @@ def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> 
     return list(saved)
 
 
-def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, dict[str, Any]] | None:
-    """Copies of the saved progress of `one_shot`, if there is one: rows of finished tensors, and chosen masks.
+def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, Any] | None:
+    """Copies of the saved progress of `one_shot`, if there is one: finished tensors, chosen masks, recovered blocks.
 
     Raises:
         SparsityError: it is not of these groups.
@@ -207,7 +207,11 @@ def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str,
             raise SparsityError(f"load_state_dict: 'one_shot': {fqn}: a row has {', '.join(_ROW)}, got {rows[fqn]!r}")
     devices = {fqn: getattr(own[fqn]["module"], own[fqn]["tensor_name"]).device for fqn in found}
     copies = {fqn: mask.detach().to(devices[fqn], torch.bool, copy=True) for fqn, mask in found.items()}
-    return {"rows": {fqn: dict(row) for fqn, row in rows.items()}, "masks": copies}
+    return {
+        "rows": {fqn: dict(row) for fqn, row in rows.items()},
+        "masks": copies,
+        "recovered": saved_count(saved, "recovered", 0),
+    }
 
 
 def _shape(group: TensorGroup) -> tuple[int, ...]:

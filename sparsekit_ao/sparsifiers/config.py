@@ -21,6 +21,7 @@ from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, 
 
 TensorGroup = dict[str, Any]
 Classes = tuple[type[nn.Module], ...]
+Rule = str | type[nn.Module] | nn.Module  # an entry of `exclude`
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_OTHERS = {  # keys of other sparsifiers
@@ -89,8 +90,9 @@ def resolve_groups(
     keys: Collection[str],
     complete: Complete,
     *,
-    exclude: Sequence[str | type] = (),
+    exclude: Sequence[Rule] = (),
     is_default: bool = False,
+    check: Callable[[Sequence[TensorGroup]], None] | None = None,
 ) -> ResolvedConfig:
     """One complete group for each tensor that the config names, in the config's order; see `MaskSparsifier.prepare`.
 
@@ -99,6 +101,7 @@ def resolve_groups(
         keys: those that an entry may have besides the ones that name its tensors.
         complete: adds defaults to what an entry gives for one tensor.
         is_default: the config was made from the model; tied parameters and adapters are then left out.
+        check: called with each group by itself; a tensor for which it raises a SparsityError is skipped.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
@@ -121,7 +124,16 @@ def resolve_groups(
     resolved = ResolvedConfig(skipped=skipped)
     for fqn, (at, is_exact) in owners.items():
         if fqn not in skipped:
-            resolved.groups.append(_group(model, fqn, config[at], complete, f"config[{at}]: "))
+            try:
+                group = _group(model, fqn, config[at], complete, f"config[{at}]: ")
+                if check is not None:
+                    check([group])
+            except SparsityError as e:
+                if check is None:
+                    raise
+                skipped[fqn] = str(e)
+                continue
+            resolved.groups.append(group)
             resolved.rules[fqn] = "config=None" if is_default else labels[at]
         elif is_exact and not is_default:
             raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
@@ -246,10 +258,10 @@ def _matches(
     return kept
 
 
-def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Collection[str]) -> dict[str, str]:
-    """{tensor_fqn: why}; a module, by name, glob or class, is left out with everything inside it."""
+def excluded_names(model: nn.Module, exclude: Sequence[Rule], names: Collection[str]) -> dict[str, str]:
+    """{tensor_fqn: why}; a module, itself or by name, glob or class, is left out with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
-        raise SparsityError(f"exclude must be a list of names, globs and module classes, got {exclude!r}")
+        raise SparsityError(f"exclude must be a list of names, globs, modules and module classes, got {exclude!r}")
     reasons: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
     paths: dict[int, list[str]] = {}
@@ -257,7 +269,13 @@ def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Colle
         paths.setdefault(id(module), []).append(name)
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, rule in enumerate(exclude):
-        if isinstance(rule, type) and issubclass(rule, nn.Module):
+        if isinstance(rule, nn.Module):
+            left_out = [n for n in names if any(modules.get(name) is rule for name in ("", *around[n]))]
+            if not left_out:
+                raise SparsityError(
+                    f"exclude[{at}], a {type(rule).__name__}, is no module of the model with parameters"
+                )
+        elif isinstance(rule, type) and issubclass(rule, nn.Module):
             left_out = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
         elif isinstance(rule, str) and rule:
             is_match = matcher(rule, f"exclude[{at}] ")
@@ -265,7 +283,9 @@ def excluded_names(model: nn.Module, exclude: Sequence[str | type], names: Colle
             if not left_out:
                 raise SparsityError(f"exclude[{at}] {rule!r} matches no parameter or module of the model")
         else:
-            raise SparsityError(f"exclude[{at}] must be a name, a glob, 're:...' or a module class, got {rule!r}")
+            raise SparsityError(
+                f"exclude[{at}] must be a name, a glob, 're:...', a module or a module class, got {rule!r}"
+            )
         reasons |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in left_out}
     return reasons
 
@@ -279,8 +299,8 @@ def _around(fqn: str, paths: Iterable[str]) -> list[str]:
     return names
 
 
-def _named(rules: Iterable[str | type]) -> str:
-    return ", ".join(repr(r) if isinstance(r, str) else r.__name__ for r in rules)
+def _named(rules: Iterable[Rule]) -> str:
+    return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in rules)
 
 
 def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:

@@ -105,7 +105,7 @@ class BudgetSparsifier(MaskSparsifier):
             raise SparsityError(
                 f"sparsity_level must be a number, got a {name}; give the model to prepare(model, config)"
             )
-        pattern = checked_pattern(structure.get("pattern"), "")
+        pattern = structure["pattern"] = checked_pattern(structure.get("pattern"), "")
         refuse_two_budgets({"sparsity_level": sparsity_level, "nnz": nnz, "pattern": pattern}, "")
         if pattern is not None and pattern.budget is not None:
             sparsity_level = pattern.sparsity_level
@@ -201,8 +201,9 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Own keys over default ones, patterns resolved."""
+        given_pattern = checked_pattern(own.get("pattern"), f"{place.tensor_fqn}: ")
+        own = own if given_pattern is None else {**own, "pattern": given_pattern}
         refuse_two_budgets(own, place.where)
-        given_pattern = own.get("pattern")
         own = self._resolve(own, place)
         budgets = refuse_two_budgets(own, place.where)
         if not {*SHAPES, *AXES, "stages"}.isdisjoint(own):  # the entry's structure replaces the default one
@@ -492,7 +493,7 @@ class ScopeSparsifier(BudgetSparsifier):
             view; None is the tensor as it is.
         axes, unit, scope, sizes: an axis pattern: view, block and scope in einops notation instead; see
             `structure.AxisPattern`.
-        pattern: one of `patterns`, which fits itself to each weight; instead of shapes or axes.
+        pattern: one of `patterns`, or its text ("2:4"), which fits itself to each weight; instead of shapes or axes.
         norm: how the elements of a block make its score: 1, 2 (default) or inf.
         score: one of `scores`, by name ("wanda", calibrated first) or object, or a function `(weight, name) ->
             saliency`; a block's score is the sum of its saliencies (the mean where blocks differ in size), and the
@@ -529,14 +530,14 @@ class ScopeSparsifier(BudgetSparsifier):
     """
 
     optional_keys = (*BudgetSparsifier.optional_keys, "max_sparsity")
-    _one_shot: dict[str, dict[str, Any]] | None = None  # finished rows and chosen masks of a pass; see `one_shot`
+    _one_shot: dict[str, Any] | None = None  # finished rows and chosen masks of a pass; see `one_shot`
 
     def __init__(
         self,
         sparsity_level: float | None = None,
         *,
         nnz: int | None = None,
-        pattern: Pattern | None = None,
+        pattern: Pattern | str | None = None,
         block_shape: Sequence[int] = (),
         scope_shape: Sequence[int] = (),
         view: tuple | Callable[[Tensor], Tensor] | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import SparsityError, is_number
-from ..patterns import Pattern
+from ..patterns import Pattern, parse
 from ..scores import Score, parse_score
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
@@ -45,9 +45,11 @@ BUDGETS = ("sparsity_level", "nnz")
 
 
 def checked_pattern(pattern: object, where: str) -> Pattern | None:
-    """The pattern, or None where there is none."""
+    """The pattern, parsed if it is a text, or None where there is none."""
     if pattern is None or isinstance(pattern, Pattern):
         return pattern
+    if isinstance(pattern, str):
+        return parse(pattern, where)
     raise SparsityError(
         f"{where}pattern must be one of `sparsekit_ao.patterns`, got {pattern!r}; give one such as patterns.n_m(2, 4)"
     )

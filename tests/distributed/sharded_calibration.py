@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot
+from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
 
 
 def prepared(model, **options):
@@ -67,6 +67,21 @@ def same_masks():
         assert torch.equal(*both)
 
 
+def same_recovery():
+    torch.manual_seed(0)
+    dense, data = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), rows(96)
+    own = data.chunk(6)[distributed.get_rank() :: 2]
+    model, _ = prune(dense, 0.75, batches=own)
+    (row,) = recover(model, dense, own)
+    assert row.after < row.before
+    for p in model.parameters():
+        both = [torch.empty_like(p) for _ in range(2)]
+        distributed.all_gather(both, p.detach())
+        assert torch.equal(*both)
+    with pytest.raises(SparsityError, match="every rank needs the same number of batches, got 2 and 3"):
+        recover(model, dense, own[: 2 + distributed.get_rank()])
+
+
 def cases():
-    for case in (sums, unreached, of_fsdp, same_masks):
+    for case in (sums, unreached, of_fsdp, same_masks, same_recovery):
         yield f"statistics: {case.__name__}", case

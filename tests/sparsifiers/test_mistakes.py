@@ -98,7 +98,10 @@ ENTRIES = [
     ({"score": 3}, "0.weight: score must be one of 'magnitude', "),
     ({"score": lambda w: w}, "score must be a function (weight, name) -> saliency, got one of (w)"),
     ({"norm": 1, "score": magnitude}, "'norm' and 'score' are mutually exclusive: a block's saliencies are"),
-    ({"pattern": "n_m(2, 4)"}, "got 'n_m(2, 4)'; give one such as patterns.n_m(2, 4)"),
+    (
+        {"pattern": "n_m(2, 4)"},
+        "or a text such as '2:4', '32:2:8', '16x16', 'rows', 'columns', 'filters' or 'unstructured', got 'n_m(2, 4)'",
+    ),
     ({**patterns.rows(), "block_shape": (1, 2)}, "0.weight: 'pattern' and 'block_shape' are mutually exclusive"),
     ({**patterns.rows(0.5), "sparsity_level": 0.25}, "sparsity_level and patterns.rows(0.5) are mutually exclusive"),
     ({**patterns.n_m(2, 4), "nnz": 1}, "nnz and patterns.n_m(2, 4) are mutually exclusive"),
@@ -136,8 +139,8 @@ def test_a_bad_config_is_refused_and_the_model_is_unchanged(config, text):
     ("config", "exclude", "text"),
     [
         (None, ["lm_haed"], "exclude[0] 'lm_haed' matches no parameter or module of the model"),
-        (None, "0", "exclude must be a list of names, globs and module classes, got '0'"),
-        (None, [3], "exclude[0] must be a name, a glob, 're:...' or a module class, got 3"),
+        (None, "0", "exclude must be a list of names, globs, modules and module classes, got '0'"),
+        (None, [3], "exclude[0] must be a name, a glob, 're:...', a module or a module class, got 3"),
         (
             None,
             [nn.Linear],
@@ -201,7 +204,7 @@ MISTAKES = {
     "defaults: 'pattern' and 'block_shape' are mutually exclusive": lambda: ScopeSparsifier(
         pattern=patterns.rows(), block_shape=(1, 2)
     ),
-    "pattern must be one of `sparsekit_ao.patterns`, got '2:4'": lambda: ScopeSparsifier(pattern="2:4"),
+    "pattern must be one of `sparsekit_ao.patterns`, or a text such as": lambda: ScopeSparsifier(pattern="2-4"),
     "got patterns.n_m(2, 4); give a pattern as pattern=": lambda: ScopeSparsifier(patterns.n_m(2, 4)),
     "got a Linear; give the model to prepare(model, config)": lambda: ScopeSparsifier(nn.Linear(2, 2)),
     "patterns.n_m('2', 4) needs whole numbers, got '2'": lambda: patterns.n_m("2", 4),

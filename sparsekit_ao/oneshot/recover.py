@@ -1,0 +1,362 @@
+"""`recover`: train the blocks of a pruned model to give the outputs of the dense model's blocks, without labels.
+
+3BASiL (arXiv 2603.01376) and "A Free Lunch in LLM Compression" (arXiv 2510.14444) match blocks of language models so.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree
+
+from ..calibration import call, checked_batches, eval_mode, progress_bar, token_mask_of, token_rows
+from ..distributed import has_process_group, is_sharded
+from ..errors import SparsityError, checked_model, is_number
+from ..tables import Table, aligned
+from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
+
+RATE = 0.01  # learning rate as a fraction of the root mean square of a block's kept weights
+LAST = 0.2  # the share of the learning rate that is left at the end, by a cosine
+HELD_OUT = 16  # one of so many batches is held out; fewer batches are all trained on, and measured too
+PATIENCE = 2  # passes without a smaller error on the held-out batches, after which a block is finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRow:
+    """One block.
+
+    Attributes:
+        block: its name; "" is the whole model.
+        before: relative error of its output on held-out batches, ||B(x~) - B_dense(x)|| / ||B_dense(x)||.
+        after: the same with the recovered weights.
+        passes: passes over the batches that led to these weights.
+        seconds: spent on this block.
+
+    >>> BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5).after
+    0.1
+    """
+
+    block: str
+    before: float
+    after: float
+    passes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport(Table[BlockRow]):
+    """Rows as data; `str()` of it is a table.
+
+    >>> print(RecoveryReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
+    block     error before   after  passes  seconds
+    layers.0        0.3000  0.1000       4     2.50
+    """
+
+    def metrics(self) -> dict[str, float]:
+        """{"recovered_error/<block>": ...}, for any logger."""
+        return {f"recovered_error/{r.block or 'model'}": r.after for r in self.rows}
+
+    def __str__(self) -> str:
+        lines = [("block", "error before", "after", "passes", "seconds")]
+        for r in self.rows:
+            numbers = (f"{r.before:.4f}", f"{r.after:.4f}", str(r.passes), f"{r.seconds:.2f}")
+            lines.append((r.block or "(model)", *numbers))
+        return "\n".join(line.rstrip() for line in aligned(lines, right=range(1, 5)))
+
+
+def recover(
+    model: nn.Module,
+    dense: nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    *,
+    passes: int = 4,
+    rate: float = RATE,
+    outputs: str | None = None,
+    blocks: str | None = None,
+    token_mask: str | Callable[[Any], Tensor] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    resume: int = 0,
+    checkpoint: Callable[[int], None] | None = None,
+) -> RecoveryReport:
+    """Train the repeated blocks of a pruned model, in order, to give what the dense model's blocks give.
+
+    For a block B with input x in the dense model and x~ in the pruned one, the mean of ||B(x~) - B_dense(x)||^2 over
+    all tokens is minimized by Adam. Kept weights, biases and norm parameters change, whether they require gradients or
+    not. Masks and zeros stay: in tensors of two or more dimensions, elements that are exactly 0 remain 0. A model
+    without repeated blocks is one block.
+
+    Both models run in eval mode. Weights in 16 bits are trained by float32 copies. In memory are both models, one
+    block's weights three times more in float32, and the inputs of a block in both models for all batches.
+
+    Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
+
+    Args:
+        model: pruned: masked, squashed, or made smaller by `shrink`; changed in place.
+        dense: the model that it was made from, with blocks of the same names and outputs of the same shapes.
+        batches: unlabelled inputs, as for `one_shot`; kept in a list. More data helps more than more passes.
+        forward: `(model, batch) -> outputs`, called instead of the models.
+        passes: over all batches, for each block. The weights of the best pass on held-out batches are taken.
+        rate: first learning rate, as a fraction of the root mean square of a block's kept weights.
+        outputs: train the whole model once more, to give the dense model's outputs (the first tensor that the model or
+            `forward` returns): `"mse"` by the mean squared error, `"kl"` by the Kullback-Leibler divergence of logits.
+        blocks: the name of the module list of repeated blocks; None finds it.
+        token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+        seed: of the order of batches.
+        progress: show a progress bar on a terminal.
+        resume: the number of blocks that an interrupted call finished; these stay as they are. Load the state dict
+            that `checkpoint` saved first. The result has the same bits as that of a call without interruption.
+        checkpoint: called after each block with the number of finished ones, to save the model's state dict.
+
+    Returns:
+        A row for each block that was trained, with its relative output error before and after.
+
+    Raises:
+        SparsityError: bad arguments, no batches, sharded weights, blocks that do not fit each other, or values that are
+            not finite. After an error or an interruption, each block is as it was, or finished.
+
+    >>> import copy
+    >>> from sparsekit_ao import ScopeSparsifier, one_shot, recover
+    >>> dense = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    >>> model, batches = copy.deepcopy(dense), [torch.randn(64, 16) for _ in range(8)]
+    >>> sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))  # 2:4
+    >>> sparsifier.prepare(model)
+    >>> report = one_shot(sparsifier, batches)
+    >>> (row,) = recover(model, dense, batches)
+    >>> row.after < row.before, sparsifier.check()
+    (True, 256)
+    """
+    _check(model, dense, passes, rate, outputs, resume)
+    checked_batches(batches, token_mask, forward, "recover")
+    data_batches = list(batches)
+    if not data_batches:
+        raise SparsityError("recover: there are no batches; an iterator that was used up before gives none")
+    if has_process_group():
+        counts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(counts, len(data_batches))
+        if len(set(counts)) > 1:
+            text = " and ".join(map(str, counts))
+            raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
+    masks = [token_mask_of(batch, token_mask, "recover") for batch in data_batches]
+    data = CalibrationData(model=model, batches=data_batches, forward=forward, token_masks=masks)
+    with eval_mode(model), eval_mode(dense), torch.no_grad():
+        layers = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
+        found = find_blocks(data, layers, blocks)
+        teacher = Teacher(dense, data, found, passes=passes, rate=rate, seed=seed)
+        rows = []
+        inputs = [captured(data, found[0], at) for at in range(len(data_batches))] if found else []
+        for k, block in enumerate(progress_bar(found, "recover", progress, unit="block")):
+            if k >= resume:
+                rows.append(teacher.match(k, inputs))
+                if checkpoint is not None:
+                    checkpoint(k + 1)
+            for at, arguments in enumerate(inputs):
+                inputs[at] = next_arguments(arguments, output_of(block, arguments))
+        if outputs is not None or not found:
+            rows.append(teacher.match_outputs(outputs or "mse"))
+    return RecoveryReport(rows=tuple(rows))
+
+
+def _check(model: object, dense: object, passes: object, rate: object, outputs: object, resume: object) -> None:
+    if checked_model(model, "recover") is checked_model(dense, "recover"):
+        raise SparsityError("recover: model and dense are one object; keep a deep copy of the model before pruning")
+    for value, what, least in ((passes, "passes", 1), (resume, "resume", 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise SparsityError(f"recover: {what} must be an int >= {least}, got {value!r}")
+    if not is_number(rate) or not 0 < float(rate) < math.inf:
+        raise SparsityError(f"recover: rate must be a positive number, got {rate!r}")
+    if outputs not in (None, "mse", "kl"):
+        raise SparsityError(f"recover: outputs must be 'mse', 'kl' or None, got {outputs!r}")
+    shared = {id(p) for p in dense.parameters()}  # type: ignore[attr-defined]
+    for name, p in model.named_parameters():  # type: ignore[attr-defined]
+        if id(p) in shared:
+            raise SparsityError(f"recover: {name} is a parameter of both models; keep a deep copy before pruning")
+        if is_sharded(p):
+            raise SparsityError(f"recover: {name} is sharded over ranks; recover before fully_shard")
+        if p.is_meta or not bool(torch.isfinite(p).all()):
+            raise SparsityError(f"recover: {name} has values that are not finite, or none (meta device)")
+
+
+class Teacher:
+    """The dense model in a recovery: its blocks, and the inputs of the next one.
+
+    Args:
+        dense: the dense model.
+        data: batches of the pruned model.
+        blocks: the repeated blocks of the pruned model.
+        passes, rate, seed: as for `recover`.
+    """
+
+    def __init__(
+        self,
+        dense: nn.Module,
+        data: CalibrationData,
+        blocks: Sequence[nn.Module],
+        *,
+        passes: int,
+        rate: float,
+        seed: int,
+    ) -> None:
+        self.data, self.dense = data, replace(data, model=dense)
+        self.passes, self.rate, self.seed = passes, rate, seed
+        names = {id(module): name for name, module in data.model.named_modules()}
+        self.names, self.blocks, self.dense_blocks = [names[id(block)] for block in blocks], blocks, []
+        for name in self.names:
+            try:
+                self.dense_blocks.append(dense.get_submodule(name))
+            except AttributeError:
+                raise SparsityError(
+                    f"recover: the dense model has no block {name!r}; give the model as it was"
+                ) from None
+        self._inputs: list[Arguments] = []
+        self._next = 0  # the block whose inputs these are
+
+    def match(self, at: int, inputs: Sequence[Arguments]) -> BlockRow:
+        """Train a block of the pruned model, called with these inputs, to give the outputs of the dense block."""
+        if not self._inputs:
+            count = range(len(self.data.batches))
+            self._inputs, self._next = [captured(self.dense, self.dense_blocks[0], k) for k in count], 0
+        while self._next <= at:
+            for k, arguments in enumerate(self._inputs):
+                output = output_of(self.dense_blocks[self._next], arguments)
+                self._inputs[k] = next_arguments(arguments, output)
+            self._next += 1
+        student = _Student(self.blocks[at], lambda block, k: output_of(block, inputs[k]))
+        return self._train(student, lambda k: first_tensor(self._inputs[k]), "mse", at)
+
+    def match_outputs(self, loss: str) -> BlockRow:
+        """Train the whole pruned model, embeddings left out, to give the dense model's outputs."""
+        run, batches = self.data.forward or call, self.data.batches
+        student = _Student(self.data.model, lambda model, k: run(model, batches[k]))
+        return self._train(student, lambda k: first_tensor(run(self.dense.model, batches[k])), loss, len(self.blocks))
+
+    def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int) -> BlockRow:
+        """Train a module to give the target of each batch, and keep the weights of the best pass."""
+        start, name = time.perf_counter(), self.names[at] if at < len(self.names) else ""
+        count, masks = len(self.data.batches), self.data.token_masks
+        every = HELD_OUT if count >= HELD_OUT else 1
+        held_out = list(range(every // 2, count, every))
+        train = list(range(count)) if every == 1 else [k for k in range(count) if k not in held_out]
+        steps, order = self.passes * len(train), torch.Generator().manual_seed(self.seed + at)
+        optimizer = torch.optim.Adam(student.weights.values(), lr=self.rate * student.size())
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2
+        )
+
+        def error(k: int) -> tuple[Tensor, Tensor]:
+            actual, expected = student.output(k), target(k)
+            if actual.shape != expected.shape:
+                raise SparsityError(
+                    f"recover: {name or 'the model'} returns {tuple(actual.shape)}, in the dense model "
+                    f"{tuple(expected.shape)}; only outputs of the same shape can be matched"
+                )
+            return _error(token_rows(actual, masks[k]), token_rows(expected, masks[k]), loss)
+
+        def measured() -> float:
+            lost, total = _over_ranks(torch.stack([torch.stack(error(k)) for k in held_out]).double().sum(0)).tolist()
+            if not math.isfinite(lost):
+                raise SparsityError(
+                    f"recover: the outputs of {name or 'the model'} are not finite; lower rate={self.rate:g}"
+                )
+            return (math.sqrt if loss == "mse" else float)(lost / (total or 1))
+
+        before = best = measured()
+        best_pass, best_weights = 0, student.copies()
+        scale = float(error(train[0])[1]) or 1.0
+        for number in range(1, self.passes + 1):
+            for k in torch.randperm(len(train), generator=order).tolist():
+                with torch.enable_grad():
+                    optimizer.zero_grad()
+                    (error(train[k])[0] / scale).backward()
+                for weight in student.weights.values():
+                    if weight.grad is not None:
+                        _over_ranks(weight.grad)
+                optimizer.step()
+                schedule.step()
+            after = measured()
+            if after < best:
+                best, best_pass, best_weights = after, number, student.copies()
+            elif number - best_pass >= PATIENCE:
+                break
+        student.write(best_weights)
+        seconds = time.perf_counter() - start
+        return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
+
+
+class _Student(nn.Module):
+    """A module with copies of its weights in float32 or float64, which are trained in place of them.
+
+    Args:
+        module: a block, or the whole model.
+        run: `(module, index of a batch) -> output`.
+
+    Attributes:
+        weights: {name: a copy} of all floating-point parameters but embeddings; gradients of zeros are zero.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
+        super().__init__()
+        self.module, self.run = module, run
+        embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        parameters = [(n, p) for n, p in self.named_parameters() if p.is_floating_point() and id(p) not in embeddings]
+        self.trained, self.weights = dict(parameters), {}
+        for name, p in parameters:
+            wide = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
+            if p.ndim > 1:
+                kept = p.detach() != 0
+                wide.register_hook(lambda gradient, kept=kept: gradient * kept)
+            self.weights[name] = wide
+
+    def forward(self, k: int) -> Tensor:
+        return first_tensor(self.run(self.module, k))
+
+    def output(self, k: int) -> Tensor:
+        """The output for a batch, computed with the copies in the parameters' own dtypes."""
+        weights = {name: weight.to(self.trained[name].dtype) for name, weight in self.weights.items()}
+        return functional_call(self, weights, (k,))
+
+    def size(self) -> float:
+        """The root mean square of the kept elements of weights of two or more dimensions; of all if there is none."""
+        weights = [w.detach() for w in self.weights.values() if w.ndim > 1] or [
+            w.detach() for w in self.weights.values()
+        ]
+        count = sum(int(w.count_nonzero()) for w in weights)
+        return math.sqrt(sum(float(w.square().sum()) for w in weights) / max(count, 1)) or 1.0
+
+    def copies(self) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self.trained[name].detach().copy_(weight)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the first tensor of nested outputs."""
+    leaves = _pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if found is None:
+        raise SparsityError(f"recover: the model or forward must return a tensor, got {type(output).__name__}")
+    return found
+
+
+def _error(actual: Tensor, expected: Tensor, loss: str) -> tuple[Tensor, Tensor]:
+    """Return the loss of rows and what it is relative to: squares, or nats and the number of rows."""
+    actual, expected = actual.float(), expected.float()
+    if loss == "mse":
+        return (actual - expected).square().sum(), expected.square().sum()
+    nats = nn.functional.kl_div(actual.log_softmax(-1), expected.log_softmax(-1), reduction="sum", log_target=True)
+    return nats, torch.tensor(float(len(actual)), device=actual.device)
+
+
+def _over_ranks(total: Tensor) -> Tensor:
+    """Sum over all ranks, in place."""
+    if has_process_group():
+        torch.distributed.all_reduce(total)
+    return total

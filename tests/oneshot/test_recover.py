@@ -1,0 +1,200 @@
+"""Recovery: blocks come closer to the dense model's, masks and zeros stay, and interruptions lose nothing."""
+
+import copy
+
+import pytest
+import torch
+from hf_models import make
+from pruned_models import STRUCTURES, Model, correlated, distance, prepared
+from torch import nn
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover, removal
+
+
+def pruned(structure="2:4", blocks=2, **options):
+    """(sparsifier, dense model, batches) after one pass."""
+    torch.manual_seed(0)
+    dense, batches = Model(blocks=blocks), correlated()
+    config = [{"tensor_fqn": "blocks.*.weight", **STRUCTURES[structure]}]
+    sparsifier = prepared(copy.deepcopy(dense), config=config)
+    one_shot(sparsifier, batches, **options)
+    return sparsifier, dense, batches
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_masks_stay_and_outputs_come_closer(structure):
+    sparsifier, dense, batches = pruned(structure)
+    before, masks = (
+        distance(dense, sparsifier.model, batches),
+        {n: s["mask"].clone() for n, s in sparsifier.state.items()},
+    )
+    report = recover(sparsifier.model, dense, batches, passes=8)
+    assert sparsifier.check() and [row.block for row in report] == ["blocks.0", "blocks.1"]
+    assert all(row.after <= row.before for row in report) and any(row.after < row.before for row in report)
+    assert distance(dense, sparsifier.model, batches) < before
+    for name, mask in masks.items():
+        assert torch.equal(sparsifier.mask(name), mask)
+    assert "blocks.1" in str(report) and set(report.metrics()) == {f"recovered_error/blocks.{k}" for k in range(2)}
+
+
+def test_a_squashed_model_is_recovered_to_the_same_weights_as_a_masked_one_and_keeps_its_zeros():
+    sparsifier, dense, batches = pruned()
+    squashed = copy.deepcopy(sparsifier.model)
+    sparsifier.squash_mask(model=squashed)
+    recover(sparsifier.model, dense, batches)
+    recover(squashed, dense, batches)
+    sparsifier.check(squashed)
+    sparsifier.squash_mask()
+    for name, p in squashed.state_dict().items():
+        assert torch.equal(sparsifier.model.state_dict()[name], p), name
+
+
+def test_an_interrupted_recovery_goes_on_to_the_same_bits():
+    sparsifier, dense, batches = pruned(blocks=3)
+    start, saved = copy.deepcopy(sparsifier.model), []
+    recover(sparsifier.model, dense, batches)
+
+    def checkpoint(done):
+        saved.append((done, copy.deepcopy(interrupted.state_dict())))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    interrupted = copy.deepcopy(start)
+    with pytest.raises(KeyboardInterrupt):
+        recover(interrupted, dense, batches, checkpoint=checkpoint)
+    done, state = saved[-1]
+    start.load_state_dict(state)
+    report = recover(start, dense, batches, resume=done)
+    assert [row.block for row in report] == ["blocks.2"]
+    for name, p in sparsifier.model.state_dict().items():
+        assert torch.equal(start.state_dict()[name], p), name
+
+
+def test_one_shot_recovers_in_the_same_call_and_resumes_where_it_stopped():
+    sparsifier, dense, batches = pruned(recover=True)
+    apart, _, _ = pruned()
+    recover(apart.model, dense, batches)
+    two, _, _ = [prepared(copy.deepcopy(dense), config=[{"tensor_fqn": "blocks.*.weight", **STRUCTURES["2:4"]}])] * 3
+
+    def stop():
+        states.append((copy.deepcopy(two.model.state_dict()), copy.deepcopy(two.state_dict())))
+        if states[-1][1]["one_shot"]["recovered"] == 1:
+            raise KeyboardInterrupt
+
+    states = []
+    with pytest.raises(KeyboardInterrupt):
+        one_shot(two, batches, recover=True, checkpoint=stop)
+    three = prepared(copy.deepcopy(dense), config=[{"tensor_fqn": "blocks.*.weight", **STRUCTURES["2:4"]}])
+    three.model.load_state_dict(states[-1][0])
+    three.load_state_dict(states[-1][1])
+    with pytest.raises(SparsityError, match="resume needs the dense model; give it as recover=dense"):
+        one_shot(three, batches, recover=True, resume=True)
+    report = one_shot(three, batches, recover=dense, resume=True)
+    assert [row.block for row in report.recovery] == ["blocks.1"] and "blocks.1" in str(report)
+    for name, p in sparsifier.model.state_dict().items():
+        assert torch.equal(apart.model.state_dict()[name], p) and torch.equal(three.model.state_dict()[name], p), name
+
+
+def test_weights_in_16_bits_are_trained_by_wider_copies():
+    dense = Model().bfloat16()
+    batches = [b.bfloat16() for b in correlated()]
+    model, report = prune(dense, 0.75, batches=batches, recover=True, exclude=["first", "head"])
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(row.after < row.before for row in report.recovery)
+    assert all(row.density == (model.get_parameter(row.tensor) != 0).float().mean().item() for row in report)
+
+
+def test_a_model_without_blocks_and_one_with_labels_as_outputs():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4))
+    batches = [b[:, None] for b in correlated()]
+    model, report = prune(dense, 0.75, batches=batches, recover=True)
+    (row,) = report.recovery
+    assert row.block == "" and row.after < row.before and "(model)" in str(report)
+    (again,) = recover(model, dense, batches, outputs="kl")
+    assert again.after < again.before
+
+
+def test_language_models_blocks_first_and_then_logits_and_models_made_smaller():
+    model, inputs = make("Llama")
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(0, 32, (4, 12), generator=generator), "use_cache": False} for _ in range(4)]
+    for row in (small := prune(model, 0.5, batches=batches))[1]:
+        assert row.density == pytest.approx(0.5, abs=0.02)
+    report = recover(small[0], model, batches, outputs="kl")
+    assert [row.block for row in report] == ["model.layers.0", "model.layers.1", ""]
+    assert all(row.after < row.before for row in report)
+    thin, _ = removal.shrink(model, inputs, 0.5, exclude=["model.embed_tokens.weight"])
+    assert sum(p.numel() for p in thin.parameters()) < sum(p.numel() for p in model.parameters())
+    assert all(row.after < row.before for row in recover(thin, model, batches))
+
+
+def test_padding_does_not_count():
+    sparsifier, dense, batches = pruned()
+    x = torch.stack(batches)  # [6, 32, 8]
+    keep = torch.arange(32) < 20
+    padded = [{"x": torch.where(keep[:, None], row, 1e3)[None], "keep": keep[None]} for row in x]
+    short = [{"x": row[None, :20], "keep": keep[None, :20]} for row in x]
+    models = [copy.deepcopy(sparsifier.model) for _ in range(2)]
+    for model, data in zip(models, (padded, short), strict=True):
+        recover(model, dense, data, lambda m, b: m(b["x"]), token_mask="keep")
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
+    same, report = prune(model, pattern="2:4", exclude=[model[3]], inplace=True)
+    assert same is model and [row.tensor for row in report] == ["2.weight"]
+    assert (model[2].weight.view(-1, 4) != 0).sum(1).eq(2).all() and model[0].weight.all() and model[3].weight.all()
+    assert "left out: 0.weight" in str(report) and "needs block-grid dimension 1 divisible by 4" in str(report)
+    other, _ = prune(nn.Linear(8, 8))
+    assert int((other.weight == 0).sum()) == 32
+
+
+def mistakes():
+    dense, x = Model(), correlated()
+    model = copy.deepcopy(dense)
+    yield "model and dense are one object", lambda: recover(dense, dense, x)
+    shared = nn.ModuleDict({"a": dense})
+    yield "a.first.weight is a parameter of both models", lambda: recover(shared, dense, x)
+    yield "passes must be an int >= 1, got 0", lambda: recover(model, dense, x, passes=0)
+    yield "rate must be a positive number, got 0", lambda: recover(model, dense, x, rate=0)
+    yield "outputs must be 'mse', 'kl' or None, got 'ce'", lambda: recover(model, dense, x, outputs="ce")
+    yield "resume must be an int >= 0", lambda: recover(model, dense, x, resume=True)
+    yield "recover: there are no batches", lambda: recover(model, dense, [])
+    yield "the dense model has no block 'blocks.1'", lambda: recover(model, Model(blocks=1), x)
+    yield r"blocks.0 returns \(32, 16\), in the dense model \(32, 24\)", lambda: recover(model, Model(width=24), x)
+    yield "not finite, or none", lambda: recover(Model().to("meta"), dense, x)
+    yield "lower rate=1e", lambda: recover(Model(), dense, x, rate=1e30)
+    yield "recover, forward and token_mask need batches", lambda: prune(model, recover=True)
+    yield "must return a tensor, got str", lambda: recover(nn.Linear(8, 8), nn.Linear(8, 8), x, lambda m, b: str(m(b)))
+
+
+@pytest.mark.parametrize("at", range(13))
+def test_mistakes_change_nothing(at):
+    text, call = list(mistakes())[at]
+    with pytest.raises(SparsityError, match=text):
+        call()
+    assert len(list(mistakes())) == 13
+
+
+def test_an_error_in_the_middle_leaves_the_weights_as_they_were():
+    sparsifier, dense, batches = pruned()
+    before = copy.deepcopy(sparsifier.model.state_dict())
+    with pytest.raises(SparsityError, match="not finite"):
+        recover(sparsifier.model, dense, batches, rate=1e30)
+    for name, p in sparsifier.model.state_dict().items():
+        assert torch.equal(before[name], p)
+    assert all(p.requires_grad and p.grad is None for p in sparsifier.model.parameters())
+
+
+def test_a_sparsifier_that_leaves_out_what_does_not_fit_is_resumed():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8))
+    sparsifier = ScopeSparsifier(pattern="2:4")
+    with pytest.raises(SparsityError, match="divisible by 4, got 6"):
+        sparsifier.prepare(model, [{"tensor_fqn": "*.weight"}])
+    sparsifier.prepare(model, [{"tensor_fqn": "*.weight"}], skip_unfit=True)
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["1.weight"]
+    assert "divisible by 4" in sparsifier.report().skipped["0.weight"]
