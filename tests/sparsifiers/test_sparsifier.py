@@ -26,26 +26,6 @@ def masks_after_step(model: nn.Module, config, sparsifier=None) -> ScopeSparsifi
     return sparsifier
 
 
-def test_coupled_mlp_units_are_kept_or_dropped_together():
-    torch.manual_seed(0)
-    model = Holder(gate=torch.randn(6, 4), up=torch.randn(6, 4), down=torch.randn(4, 6), bias=torch.randn(6))
-    config = [
-        {"tensor_fqn": "gate", "block_coupling": "mlp", "block_shape": (1, -1)},
-        {"tensor_fqn": "up", "block_coupling": "mlp", "block_shape": (1, -1)},
-        {"tensor_fqn": "down", "block_coupling": "mlp", "block_shape": (-1, 1), "coupling_order": (1, 0)},
-        {"tensor_fqn": "bias", "block_coupling": "mlp"},
-    ]
-    s = masks_after_step(model, config)
-    norms = [p.detach() ** 2 for p in (model.parametrizations[n].original for n in ("gate", "up", "down", "bias"))]
-    unit = norms[0].sum(1) + norms[1].sum(1) + norms[2].sum(0) + norms[3]
-    want = torch.zeros(6, dtype=torch.bool)
-    want[unit.topk(3).indices] = True
-    for name, dim in (("gate", 1), ("up", 1), ("down", 0)):
-        assert torch.equal(s.mask(name).all(dim), want)
-        assert torch.equal(s.mask(name).any(dim), want)
-    assert torch.equal(s.mask("bias"), want)
-
-
 def test_config_none_takes_every_linear_and_conv_in_model_order():
     class Special(nn.Linear):
         pass
