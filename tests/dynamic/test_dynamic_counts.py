@@ -179,32 +179,6 @@ ROWS = {"scope_shape": (1, -1)}
 
 
 @pytest.mark.parametrize(
-    ("weight", "gradient", "start", "fraction", "structure", "want"),
-    [
-        ([[5, 1, 7, 3, 9, 9]], [[0, 2, 0, 0, 1, 3]], [[1, 1, 1, 1, 0, 0]], 0.5, {}, [[1, 1, 1, 0, 0, 1]]),
-        (
-            *([[5, 1, 9, 9], [1, 5, 9, 9]], [[0, 0, 1, 2], [0, 0, 2, 1]], [[1, 1, 0, 0]] * 2),
-            *(0.5, ROWS, [[1, 0, 0, 1], [0, 1, 1, 0]]),
-        ),
-        (  # of 8 active weights 2 go, and of each pair none by itself
-            *([[1, 5, 0, 0], [2, 6, 0, 0], [3, 7, 0, 0], [4, 8, 0, 0]], [[0, 0, 0, 1]] * 4, [[1, 1, 0, 0]] * 4),
-            *(0.3, {"scope_shape": (1, 4)}, [[0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]),
-        ),
-        ([[1] * 6], [[1] * 6], [[0, 1, 1, 1, 1, 0]], 0.5, {}, [[1, 1, 1, 1, 0, 0]]),
-        ([[9, 1, 1, 1]], [[99, 0, 1, 2]], [[1, 1, 0, 0]], 0.5, {}, [[1, 0, 0, 1]]),
-    ],
-    ids=["one scope", "every row", "small scopes lose together", "ties to the lower index", "active never compete"],
-)
-def test_one_update_by_eye(weight, gradient, start, fraction, structure, want):
-    weight = [[float(x) for x in row] for row in weight]
-    gradient = [[float(x) for x in row] for row in gradient]
-    mask, after = one(weight, gradient, start=start, update_fraction=fraction, structure=structure)
-    assert mask == want
-    for row, old, new, values in zip(weight, start, want, after, strict=True):  # regrown at once: keeps its value
-        assert values == [x * a * b for x, a, b in zip(row, old, new, strict=True)]
-
-
-@pytest.mark.parametrize(
     ("criterion", "want"),
     [("mean", [[1, 1, 0, 0]]), ("L1", [[1, 1, 0, 0]]), ("max", [[0, 0, 1, 1]]), ("L2", [[1, 1, 0, 0]])],
 )
@@ -294,14 +268,6 @@ def test_a_statistic_that_is_no_number_counts_as_zero(statistic):
         optimizer.step()
         sparsifier.step()
         assert [int(sparsifier.mask(f"{k}.w").sum()) for k in "ab"] == want
-
-
-def test_nonzero_redistribution_keeps_the_split():
-    parameters, optimizer, sparsifier = built("single weights", redistribute="nonzero", update_fraction=0.5)
-    before = [int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups]
-    run(sparsifier, optimizer, parameters, 10, lambda *_: None)
-    after = [int(sparsifier.mask(g["tensor_fqn"]).sum()) for g in sparsifier.groups]
-    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) <= 1
 
 
 def test_nonzero_redistribution_keeps_the_split_of_elements_where_blocks_differ_in_size():

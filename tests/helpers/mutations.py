@@ -22,7 +22,7 @@ PROXIMAL = ["test_proximal_operator.py", "test_by_hand.py"]
 STRUCTURE = ["test_properties.py", "test_axes.py"]
 SELECTION = ["test_properties.py", "test_rule.py", "test_fuzz.py"]
 SPARSIFIERS = ["test_fuzz.py", "test_sparsifier.py", "test_config.py"]
-DYNAMIC = ["test_dynamic_counts.py", "test_dynamic_sparsifier.py"]
+DYNAMIC = ["test_dynamic_counts.py", "test_dynamic_properties.py", "test_dynamic_sparsifier.py"]
 REMOVAL = ["test_compact.py", "test_foreign_input.py"]
 
 # (file, text, what replaces its first occurrence, test files)
