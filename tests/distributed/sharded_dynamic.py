@@ -159,13 +159,13 @@ def as_one_process(method, put=sharded, iteration=train, **kwargs):
     cut = [m["mask"] for m in many[2].state.values() if is_sharded(m["mask"])]
     assert cut and all(m.dtype == torch.bool for m in cut)
     moved = 0
-    for step in range(1, 7):
+    for step in range(1, 5):
         for run in (one, many):
             iteration(run, step)
         assert_same(one, many)
         if one[2].last_update is not None and one[2].last_update.iteration == step:
             moved += sum(one[2].last_update.pruned.values())
-    assert moved > 10
+    assert moved > 4
     assert one[2].check() == many[2].check()
 
 
@@ -462,7 +462,7 @@ STRAIGHT = {
 def straight_through(method, put=None, iteration=train):
     one, many = twins(STRAIGHT[method], put or sharded)
     before = full_tensor(many[2].mask("0.weight")).clone()
-    for step in range(1, 6):
+    for step in range(1, 4):
         for run in (one, many):
             iteration(run, step)
         for kind in ("mask", "backward_mask"):
