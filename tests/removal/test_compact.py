@@ -8,6 +8,7 @@ import torch
 from compact_models import (
     CASES,
     MLP,
+    NET,
     PAIR,
     STREAM,
     Attention,
@@ -29,7 +30,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
 from sparsekit_ao.removal import compact, cut_to
-from sparsekit_ao.removal.remove import find_removal, sizes_of
+from sparsekit_ao.removal.remove import find_removal
 
 STREAM_COUPLING = Coupling(STREAM, name="stream")
 
@@ -154,8 +155,7 @@ def test_where_rounding_alone_is_too_much_float64_decides():
     model = Amplified()
     dropping(model.net, *range(0, 64, 3))
     inputs = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
-    coupling = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
-    report = compact(model, coupling, inputs)[1]
+    report = compact(model, NET, inputs)[1]
     assert report.difference > 1e-5 and report.in_float64 < 1e-9
     assert "rounding: in float64 it is" in str(report)
 
@@ -180,9 +180,8 @@ def test_positional_and_named_inputs():
 
     model = Two()
     dropping(model.net, 3)
-    coupling = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
     for inputs in ((x(), x()), [x(), x()], {"a": x(), "b": x()}):
-        assert compact(model, coupling, inputs)[1].couplings[0].kept == 7
+        assert compact(model, NET, inputs)[1].couplings[0].kept == 7
 
 
 def test_a_fresh_model_may_be_on_the_meta_device():
@@ -482,10 +481,8 @@ def test_a_model_that_does_not_run_or_returns_nothing_is_refused():
         def forward(self, x):
             self.net(x)
 
-    coupling = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
-    assert (
-        refusal(SparsityError, Silent(), coupling, x())
-        == "the model returned no tensor, so there is nothing to compare"
+    assert refusal(SparsityError, Silent(), NET, x()) == (
+        "the model returned no tensor, so there is nothing to compare"
     )
     assert "no member is a parameter" in refusal(
         SparsityError, nn.BatchNorm1d(3), Coupling({"running_mean": "u"}), x(3)
@@ -545,9 +542,3 @@ def test_a_tensor_packed_in_any_order_loses_what_its_scopes_drop(case):
     )
     assert torch.equal(small.w, einops.rearrange(rows, f"s u a b -> {axes}"))
     assert (report.couplings[0].kept, report.couplings[0].scopes) == (len(keep[0]), sizes["s"])
-
-
-@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
-def test_a_convolution_has_the_channels_of_its_weight(kind):
-    layer = kind(4, 6, 3)
-    assert sizes_of(layer, "weight", layer.weight, []) == {"groups": 1, "in_channels": 4, "out_channels": 6}

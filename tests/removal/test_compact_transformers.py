@@ -1,171 +1,61 @@
-"""Tiny random transformers models: pruned by couplings, compacted, saved and read back by transformers itself."""
+"""Tiny random Llama models: pruned by couplings, compacted, saved and read back by transformers itself."""
 
+import hf_models
 import pytest
 import torch
 from compact_models import close, pruned, shaken
 
 from sparsekit_ao import Coupling
+from sparsekit_ao.coupling import for_model
 from sparsekit_ao.removal import compact, cut_to
 
-transformers = pytest.importorskip("transformers")
-
-ATTENTION = Coupling(
-    {
-        "model.layers.*.self_attn.q_proj.weight": "(u g d) i",
-        "model.layers.*.self_attn.k_proj.weight": "(u d) i",
-        "model.layers.*.self_attn.v_proj.weight": "(u d) i",
-        "model.layers.*.self_attn.o_proj.weight": "o (u g d)",
-    },
-    sizes={"g": 2, "d": 4},
-    name="kv heads",
-    attrs={"config.num_key_value_heads": "u", "config.num_attention_heads": "u g"},
-)
-QUERIES = Coupling(
-    {
-        "model.layers.*.self_attn.q_proj.weight": "(kv u d) i",
-        "model.layers.*.self_attn.o_proj.weight": "o (kv u d)",
-    },
-    scope="kv",
-    sizes={"kv": 4, "d": 4},
-    name="queries",
-    attrs={"model.layers.*.self_attn.num_key_value_groups": "u", "config.num_attention_heads": "kv u"},
-)
-MLP = Coupling(
-    {
-        "model.layers.*.mlp.gate_proj.weight": "u i",
-        "model.layers.*.mlp.up_proj.weight": "u i",
-        "model.layers.*.mlp.down_proj.weight": "o u",
-    },
-    name="mlp",
-    attrs={"config.intermediate_size": "u", "model.layers.*.mlp.intermediate_size": "u"},
-)
-STREAM = Coupling(
-    {
-        "model.embed_tokens.weight": "v u",
-        "model.layers.**.q_proj.weight": "o u",
-        "model.layers.**.k_proj.weight": "o u",
-        "model.layers.**.v_proj.weight": "o u",
-        "model.layers.**.o_proj.weight": "u i",
-        "model.layers.**.gate_proj.weight": "o u",
-        "model.layers.**.up_proj.weight": "o u",
-        "model.layers.**.down_proj.weight": "u i",
-        "model.layers.**layernorm.weight": "u",
-        "model.norm.weight": "u",
-        "lm_head.weight": "o u",
-    },
-    name="stream",
-    attrs={"config.hidden_size": "u", "model.layers.**.hidden_size": "u"},
-)
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "hidden_size": 32}
+KINDS = [  # kinds of couplings, and the sizes in the config of the smaller model
+    (["mlp"], {"intermediate_size": 24}),
+    (["heads"], {"num_attention_heads": 2}),
+    (["kv_heads", "mlp"], {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}),
+    (["kv_heads", "heads"], {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    (["residual"], {"hidden_size": 16}),
+    (["residual", "kv_heads"], {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}),
+]
 
 
-SIZES = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2}
-
-
-def llama():
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, **heads, intermediate_size=24, rms_norm_eps=1e-3)
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def tokens():
-    return {"input_ids": torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1))}
-
-
-@pytest.mark.parametrize("couplings", [[ATTENTION, MLP], [QUERIES, MLP], [ATTENTION, QUERIES], [MLP]])
-def test_llama_is_saved_and_read_back_by_transformers_with_equal_outputs(couplings, tmp_path):
-    model, x = pruned(shaken(llama()), couplings), tokens()
-    small, report = compact(model, couplings, x)
+@pytest.mark.parametrize(("kinds", "sizes"), KINDS, ids=["+".join(kinds) for kinds, _ in KINDS])
+def test_llama_is_saved_and_read_back_by_transformers_with_equal_outputs(kinds, sizes, tmp_path):
+    model, x = hf_models.make("Llama")
+    couplings = [for_model(model)[kind] for kind in kinds]
+    small, report = compact(pruned(shaken(model), couplings), couplings, x)
+    assert report.difference <= 1e-5 and not report.notes
     with torch.no_grad():
         want = small(**x).logits
-        assert close(model(**x).logits, want) and report.difference <= 1e-5 and not report.notes
+        assert close(model(**x).logits, want)
         small.save_pretrained(tmp_path)
-        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
-        assert torch.equal(again(**x).logits, want)
-    assert not [text for text in report.unlisted if text.startswith("config.intermediate")]
-    if QUERIES in couplings and ATTENTION in couplings:
-        assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (2, 2)
-    elif QUERIES in couplings:
-        assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (4, 4)
-    elif ATTENTION in couplings:
-        assert (again.config.num_attention_heads, again.config.num_key_value_heads) == (4, 2)
-    if MLP in couplings:
-        assert again.config.intermediate_size == 12 == again.model.layers[0].mlp.intermediate_size
-
-
-def test_removing_a_kv_head_removes_its_query_heads_and_their_output_columns():
-    model = pruned(llama(), [ATTENTION], level=0.25)
-    dense = llama().model.layers[1].self_attn
-    small, _ = compact(model, ATTENTION, tokens())
-    found = small.model.layers[1].self_attn
-    kept = model.model.layers[1].self_attn.k_proj.weight.detach().view(4, -1).ne(0).any(1)
-    assert int(kept.sum()) == 3
-    assert torch.equal(found.k_proj.weight, dense.k_proj.weight.view(4, 4, 16)[kept].flatten(0, 1))
-    assert torch.equal(found.q_proj.weight, dense.q_proj.weight.view(4, 8, 16)[kept].flatten(0, 1))
-    assert torch.equal(found.o_proj.weight, dense.o_proj.weight.view(16, 4, 8)[:, kept].flatten(1))
-
-
-@pytest.mark.parametrize("extra", [[], [ATTENTION, MLP]], ids=["stream", "all"])
-def test_the_residual_stream_of_llama_is_pruned_and_its_norms_are_folded(extra, tmp_path):
-    couplings = [STREAM, *extra]
-    model, x = pruned(shaken(llama()), couplings), tokens()
-    small, report = compact(model, couplings, x)
-    assert report.difference <= 1e-5 and small.config.hidden_size == 8
-    assert small.model.norm.variance_epsilon == pytest.approx(2e-3)
-    assert [text for text in report.unlisted if "hidden_size" in text] == []
-    report.save(tmp_path / "manifest.json")
-    fresh = cut_to(llama(), tmp_path / "manifest.json")
-    fresh.load_state_dict(small.state_dict())
-    with torch.no_grad():
-        assert torch.equal(fresh(**x).logits, small(**x).logits)
-    assert small.config.rms_norm_eps == small.model.norm.variance_epsilon and not report.notes
-    small.save_pretrained(tmp_path)
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert torch.equal(again(**x).logits, small(**x).logits)
-
-
-EXPERTS = "model.layers.*.mlp.experts"
-
-
-def test_units_inside_every_expert_of_mixtral(tmp_path):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    torch.manual_seed(0)
-    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **heads, intermediate_size=16)).eval()
-    units = Coupling(
-        {f"{EXPERTS}.gate_up_proj": "e (two u) i", f"{EXPERTS}.down_proj": "e o u"},
-        scope="e",
-        sizes={"two": 2},
-        attrs={"config.intermediate_size": "u"},
-    )
-    model, x = pruned(mixtral, [units], level=0.6), tokens()
-    # 7 of 16 units are left, but torch's grouped matmul wants rows of 16 bytes
-    with pytest.raises(ValueError, match="by itself does not run: strides should be multiple of 16 bytes"):
-        compact(model, units, x)
-    small, report = compact(model, units, x, multiple_of=4)
-    assert report.couplings[0].scopes == 4 and report.couplings[0].kept == 8
-    small.save_pretrained(tmp_path)
-    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert close(model(**x).logits, small(**x).logits)
-        assert close(again(**x).logits, small(**x).logits)
+        report.save(tmp_path / "manifest.json")
+        fresh = cut_to(hf_models.make("Llama")[0], tmp_path / "manifest.json")
+        fresh.load_state_dict(small.state_dict())
+        again = type(model).from_pretrained(tmp_path).eval()
+        assert torch.equal(again(**x).logits, want) and torch.equal(fresh(**x).logits, want)
+    assert {name: getattr(again.config, name) for name in SIZES} == {**SIZES, **sizes}
+    assert small.config.rms_norm_eps == small.model.norm.variance_epsilon
 
 
 def test_layers_that_keep_different_numbers_cannot_share_a_field_of_the_config():
-    model = llama()
-    pruned(model, [Coupling({name.replace("*", "0"): axes for name, axes in MLP.members.items()})])
+    model, x = hf_models.make("Llama")
+    mlp = for_model(model)["mlp"]
+    pruned(model, [Coupling({name.replace("*", "0"): axes for name, axes in mlp.members.items()})])
     with pytest.raises(
         ValueError,
         match=r"coupling 'mlp 1': attrs 'config.intermediate_size' is one number for several layers, but 'mlp 0' keeps "
-        r"12 of 24 and 'mlp 1' 24 of 24. Keep equal numbers, or do not list it.",
+        r"24 of 48 and 'mlp 1' 48 of 48. Keep equal numbers, or do not list it.",
     ):
-        compact(model, MLP, tokens())
+        compact(model, mlp, x)
 
 
 def test_norms_that_keep_different_epsilons_do_not_fit_into_one_field_of_the_config():
-    model = shaken(llama())
+    model, x = hf_models.make("Llama")
     model.model.layers[0].self_attn.q_norm = type(model.model.norm)(8, eps=model.config.rms_norm_eps)  # not pruned
-    small, report = compact(pruned(model, [STREAM]), STREAM, tokens())
+    residual = for_model(hf_models.make("Llama")[0])["residual"]
+    small, report = compact(pruned(shaken(model), [residual]), residual, x)
     assert report.notes == (
         "config.rms_norm_eps cannot hold the different epsilons of folded norms, so save_pretrained loses them; use "
         "the manifest",
