@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from errors import refuses
+from stock import refuses
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from errors import refuses
 from growing import backward, equal, masks, mlp, prepared, train
+from stock import refuses
 from torch import nn
 
 from sparsekit_ao import DynamicSparsifier, Static, densities, schedules

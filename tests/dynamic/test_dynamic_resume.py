@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from errors import refuses
 from growing import OPTIMIZERS, backward, equal, masks, mlp, prepared, train, weights
+from stock import refuses
 
 from sparsekit_ao import DynamicSparsifier, SparsityError
 

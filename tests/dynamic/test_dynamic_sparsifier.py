@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from errors import refuses
 from growing import OPTIMIZERS, backward, equal, loss_of, masks, mlp, prepared, train, weights
+from stock import refuses
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 

@@ -7,13 +7,13 @@ weights and optimizer states must stay the same bits as those of the other one, 
 """
 
 import copy
-import io
 import pickle
 import random
 import warnings
 
 import torch
 from growing import OPTIMIZERS
+from stock import reloaded
 from torch import nn
 from torch.nn import functional as F
 
@@ -179,11 +179,9 @@ class Sequence:
         self.both(lambda run: setattr(run.sparsifier, "enable_mask_update", not run.sparsifier.enable_mask_update))
 
     def save(self):
-        file = io.BytesIO()
-        torch.save([part.state_dict() for part in self.first.parts()], file)
-        file.seek(0)
+        saved = reloaded([part.state_dict() for part in self.first.parts()])
         self.first = self.fresh()
-        for part, state in zip(self.first.parts(), torch.load(file, weights_only=True), strict=True):
+        for part, state in zip(self.first.parts(), saved, strict=True):
             part.load_state_dict(state)
 
     def copy(self):

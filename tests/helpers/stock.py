@@ -1,13 +1,41 @@
 """torch.ao's own sparsifiers ("stock"), to compare with, and small helpers that several tests share."""
 
-import copy
+import io
 import itertools
+import re
 
+import pytest
 import torch
 from torch import nn
 from torch.ao.pruning import WeightNormSparsifier as StockWeightNorm
 
-__all__ = ["StockWeightNorm", "linear_model", "masks_of", "stock_mask"]
+from sparsekit_ao import SparsityError
+
+__all__ = ["StockWeightNorm", "linear_model", "refuses", "reloaded", "same", "stock_mask"]
+
+
+def refuses(text, kind=SparsityError):
+    """Expects an error whose message holds this text."""
+    return pytest.raises(kind, match=re.escape(text))
+
+
+def reloaded(state):
+    """A state after `torch.save` and a safe `torch.load`."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one, other):
+    """Whether two nested states hold the same bits."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
 
 
 def linear_model(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -28,8 +56,3 @@ def stock_mask(weight: torch.Tensor, steps: int = 1, **kwargs) -> torch.Tensor:
     for _ in range(steps):
         sparsifier.step()
     return model[0].parametrizations.weight[0].mask
-
-
-def masks_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all masks in a model, by their state_dict keys."""
-    return {k: copy.deepcopy(v) for k, v in model.state_dict().items() if k.endswith(".mask")}

@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from errors import refuses
 from hypothesis import given
 from hypothesis import strategies as st
+from stock import refuses
 from strategies import examples
 
 from sparsekit_ao import SparsityError, densities

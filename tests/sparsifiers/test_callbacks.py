@@ -107,18 +107,12 @@ def test_numbers_that_cannot_be_meant(options):
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_a_callback_of_another_model(library):
+    callback, other = callback_of(library, prepared())[0], nn.Sequential(nn.Linear(8, 8))
     text = "SparsifierCallback: 0.weight belongs to another model than the one that is trained"
-    sparsifier, other = prepared(), nn.Sequential(nn.Linear(8, 8))
-    if library == "lightning":
-        from sparsekit_ao.integrations.lightning import SparsifierCallback
-
-        with pytest.raises(SparsityError, match=text):
-            SparsifierCallback(sparsifier).on_train_start(None, other)
-    else:
-        from sparsekit_ao.integrations.transformers import SparsifierCallback
-
-        with pytest.raises(SparsityError, match=text):
-            SparsifierCallback(sparsifier).on_train_begin(None, None, None, model=other)
+    start = {"lightning": lambda: callback.on_train_start(None, other)}
+    start["transformers"] = lambda: callback.on_train_begin(None, None, None, model=other)
+    with pytest.raises(SparsityError, match=text):
+        start[library]()
 
 
 def test_arguments_of_the_callbacks():

@@ -1,7 +1,6 @@
 """Models of users: recurrent layers, wrappers, numbers of numpy; and what the report prints."""
 
 import copy
-import io
 import json
 import pickle
 import re
@@ -9,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from stock import linear_model
+from stock import linear_model, reloaded
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -91,9 +90,7 @@ def test_numbers_of_numpy_in_a_config_are_saved_as_plain_ones(given):
     sparsifier = prepared(config=[{"tensor_fqn": "0.weight", **given}])
     sparsifier.step()
     sparsifier.groups[0]["sparsity_level"] = np.float64(0.5)  # as a scheduler may write
-    torch.save(sparsifier.state_dict(), file := io.BytesIO())
-    file.seek(0)
-    sparsifier.load_state_dict(torch.load(file, weights_only=True))
+    sparsifier.load_state_dict(reloaded(sparsifier.state_dict()))
     assert sparsifier.check() == 1 and int(sparsifier.mask("0.weight").sum()) == 32
 
 

@@ -103,11 +103,6 @@ def test_a_scheduler_on_stages_with_their_own_budgets_is_an_error():
         sparsifier.step()
 
 
-def test_nan_is_kept_so_that_divergence_is_visible():
-    sparsifier = masks_after_step(Holder(w=torch.tensor([1.0, float("nan"), 9.0, 2.0])), [{"tensor_fqn": "w"}])
-    assert sparsifier.mask("w").tolist() == [False, True, True, False]
-
-
 def test_multihead_attention_runs_prepared():
     model = nn.MultiheadAttention(8, 2, batch_first=True)
     sparsifier = masks_after_step(model, [{"tensor_fqn": "out_proj.weight"}, {"tensor_fqn": "in_proj_weight"}])
@@ -207,14 +202,6 @@ def test_check_names_the_wrong_scope():
     row = int(sparsifier.mask("0.weight").any(1).nonzero()[0])
     sparsifier.mask("0.weight")[row, 0] = False
     with pytest.raises(SparsityError, match="0.weight: some block is neither kept whole nor dropped whole"):
-        sparsifier.check()
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_check_detects_a_wrong_v_n_m_mask(wrong):
-    sparsifier = masks_after_step(Holder(w=torch.randn(8, 16)), [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
-    sparsifier.mask("w")[0] = wrong
-    with pytest.raises(SparsityError, match="w: .* scopes are wrong"):
         sparsifier.check()
 
 

@@ -119,17 +119,11 @@ def test_other_ranks_are_taken_as_a_matrix(shape):
     assert torch.equal(sparsifier.mask("0.w"), want)
 
 
-def test_overriding_only_the_block_shape_rederives_zeros_per_block():
-    sparsifier = WeightNormSparsifier(sparsity_level=0.5)
-    model = linear_model(16, 8)
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "sparse_block_shape": (1, 8)}])
-    assert sparsifier.groups[0]["zeros_per_block"] == 8
-
-
-def test_explicit_zeros_per_block_stays_a_default():
-    sparsifier = WeightNormSparsifier(sparsity_level=1.0, zeros_per_block=2)
+@pytest.mark.parametrize(("options", "zeros"), [({}, 8), ({"zeros_per_block": 2}, 2)])
+def test_zeros_per_block_follow_from_the_block_unless_they_are_given(options, zeros):
+    sparsifier = WeightNormSparsifier(sparsity_level=1.0, **options)
     sparsifier.prepare(linear_model(16, 8), [{"tensor_fqn": "0.weight", "sparse_block_shape": (1, 8)}])
-    assert sparsifier.groups[0]["zeros_per_block"] == 2
+    assert sparsifier.groups[0]["zeros_per_block"] == zeros
 
 
 @pytest.mark.parametrize(

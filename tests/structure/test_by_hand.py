@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from stock import refuses
 from strategies import shrunk
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
@@ -23,10 +24,6 @@ def count(*shape, dtype=torch.float32):
 
 def booleans(rows):
     return torch.tensor([[c == "x" for c in row] for row in rows.split()])
-
-
-def refuses(text):
-    return pytest.raises(ValueError, match=re.escape(text))
 
 
 def only(masks):
