@@ -240,11 +240,7 @@ def test_half_of_every_axis_is_removed_and_outputs_stay(name):
 
 
 FROZEN = {  # (model, example inputs, a line with what is frozen and why)
-    "input and output": (
-        nn.Linear(4, 3),
-        ROWS,
-        "#   3 in weight[0] and bias[0]: output\n#   4 in weight[1]: input[0]",
-    ),
+    "input and output": (nn.Linear(4, 3), ROWS, "#   3 in weight[0] and bias[0]: output\n#   4 in weight[1]: input[0]"),
     "LayerNorm": (
         nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
         ROWS,

@@ -341,11 +341,7 @@ CASES = {
     ),
     "grouped conv, equally in each group": (
         lambda: nn.Sequential(nn.Conv2d(4, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 2, 1)),
-        Coupling(
-            {**weights_and_biases({"0": "(g u) i h w"}), "2.weight": "o (g u) h w"},
-            scope="g",
-            sizes={"g": 2},
-        ),
+        Coupling({**weights_and_biases({"0": "(g u) i h w"}), "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 2}),
         lambda: torch.randn(2, 4, 5, 5),
     ),
     "depthwise with a multiplier": (

@@ -41,12 +41,7 @@ def draw_model(rng):
     """A function that makes a small model, always the same, and the shape of its input."""
     inputs, hidden, outputs = (rng.choice(SIZES) for _ in range(3))
     if rng.random() < 0.3:
-        layers = [
-            lambda: nn.Conv2d(inputs, hidden, 2),
-            nn.Tanh,
-            Flat,
-            lambda: nn.Linear(hidden * 4, outputs),
-        ]
+        layers = [lambda: nn.Conv2d(inputs, hidden, 2), nn.Tanh, Flat, lambda: nn.Linear(hidden * 4, outputs)]
         shape = (3, inputs, 3, 3)
     else:
         layers, shape = [lambda: nn.Linear(inputs, hidden), nn.Tanh, lambda: nn.Linear(hidden, outputs)], (3, inputs)

@@ -88,12 +88,7 @@ MUTATIONS = [
         "blocks.logical_and_(inside)",
         ["test_weight_norm.py"],
     ),
-    (
-        "sparsifiers/weight_norm.py",
-        "fill_(level <= 0 or",
-        "fill_(level < 0 or",
-        ["test_weight_norm.py"],
-    ),
+    ("sparsifiers/weight_norm.py", "fill_(level <= 0 or", "fill_(level < 0 or", ["test_weight_norm.py"]),
     ("masking/weight_mask.py", "self.mask.fill_(True)", "pass", ["test_masking.py", "test_dynamic_meta.py"]),
     ("dynamic/update.py", "masked_fill_(local(changed), 0)", "masked_fill_(local(changed), 1)", DYNAMIC),
     ("dynamic/update.py", "reset_state(optimizers, weight, changed)", "pass", DYNAMIC),

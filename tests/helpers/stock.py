@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.ao.pruning import WeightNormSparsifier as StockWeightNorm
 
-from sparsekit_ao import SparsityError
+from sparsekit_ao import ScopeSparsifier, SparsityError
 
-__all__ = ["StockWeightNorm", "linear_model", "refuses", "reloaded", "same", "stock_mask"]
+__all__ = ["Holder", "StockWeightNorm", "linear_model", "prepared", "refuses", "reloaded", "same", "stock_mask"]
 
 
 def refuses(text, kind=SparsityError):
@@ -36,6 +36,22 @@ def same(one, other):
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
+
+
+class Holder(nn.Module):
+    """A module with parameters by name, for shapes that no layer has."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, t in tensors.items():
+            self.register_parameter(name, nn.Parameter(t))
+
+
+def prepared(model=None, config=None, kind=ScopeSparsifier, **options):
+    """A sparsifier of a model, by default of two small layers."""
+    sparsifier = kind(**options)
+    sparsifier.prepare(linear_model(8, 8, 4) if model is None else model, config)
+    return sparsifier
 
 
 def linear_model(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -336,10 +336,7 @@ def test_a_size_that_is_not_listed_is_reported():
 
 ATTRS = [
     ({"heads": "u"}, "coupling 'heads': attrs the model has no attribute 'heads'"),
-    (
-        {"num_heads": "u d"},
-        "coupling 'heads': attrs 'num_heads' is 4, but u=4 * d=3 is 12; name other axes",
-    ),
+    ({"num_heads": "u d"}, "coupling 'heads': attrs 'num_heads' is 4, but u=4 * d=3 is 12; name other axes"),
     ({"size": "d"}, "coupling 'heads': attrs 'size' = 'd' lacks the unit axis 'u', so it would not change"),
     ({"num_heads": "u x"}, "coupling 'heads': attrs 'num_heads' = 'u x': unknown axis 'x'; the coupling has sizes of "),
     ({"layers.**.num_heads": "u"}, "coupling 'heads': attrs the model has no attribute 'layers.**.num_heads'"),

@@ -9,14 +9,7 @@ import torch
 from stock import refuses
 from torch import nn
 
-from sparsekit_ao import (
-    BlockSpec,
-    DynamicSparsifier,
-    ScopeCoupling,
-    ScopeSparsifier,
-    ScopeSpec,
-    View,
-)
+from sparsekit_ao import BlockSpec, DynamicSparsifier, ScopeCoupling, ScopeSparsifier, ScopeSpec, View
 
 
 @pytest.mark.parametrize("frozen", [False, True])

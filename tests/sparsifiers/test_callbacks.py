@@ -6,17 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stock import linear_model
+from stock import linear_model, prepared
 from torch import nn
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, schedules
 from sparsekit_ao.schedules import ScheduleSL
-
-
-def prepared(kind=ScopeSparsifier, **options):
-    sparsifier = kind(**options)
-    sparsifier.prepare(linear_model(8, 8, 4))
-    return sparsifier
 
 
 def changes(sparsifier, step, count):
@@ -96,7 +90,7 @@ def test_callbacks(library):
         resumed.load_state_dict(callback.state_dict())
         assert changes(sparsifier, step, 3) == [1]
     with pytest.raises(SparsityError, match="DynamicSparsifier must be called in every step; give update_every and"):
-        callback_of(library, prepared(DynamicSparsifier), update_every=2)
+        callback_of(library, prepared(kind=DynamicSparsifier), update_every=2)
 
 
 @pytest.mark.parametrize("options", [{"update_every": 0}, {"until": 0}, {"update_every": 1.5}])

@@ -8,12 +8,7 @@ import torch
 from stock import linear_model
 from torch import nn
 
-from sparsekit_ao import (
-    ScopeSparsifier,
-    SparsityError,
-    keep_mask,
-    patterns,
-)
+from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns
 
 
 class Language(nn.Module):

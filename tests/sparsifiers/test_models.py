@@ -8,18 +8,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from stock import linear_model, reloaded
+from stock import linear_model, prepared, reloaded
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, export
 from sparsekit_ao.schedules import ScheduleSL
-
-
-def prepared(model=None, config=None, **options):
-    sparsifier = ScopeSparsifier(**options)
-    sparsifier.prepare(linear_model(8, 8, 4) if model is None else model, config)
-    return sparsifier
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

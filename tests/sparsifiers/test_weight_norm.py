@@ -67,11 +67,7 @@ def compare(weight: torch.Tensor, **kwargs) -> str:
         assert torch.equal(ours, want.to(ours.dtype))
         return "stock"
     expected = brute_force(
-        weight,
-        kwargs["sparsity_level"],
-        kwargs["sparse_block_shape"],
-        kwargs["zeros_per_block"],
-        kwargs.get("norm", 2),
+        weight, kwargs["sparsity_level"], kwargs["sparse_block_shape"], kwargs["zeros_per_block"], kwargs.get("norm", 2)
     )
     assert torch.equal(ours, expected)
     return "brute force"

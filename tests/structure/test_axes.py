@@ -4,18 +4,11 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from stock import Holder
 
 from sparsekit_ao import CouplingError, ScopeSparsifier, SparsityError, patterns
 
 ROWS, COLUMNS = 32, 64
-
-
-class Holder(nn.Module):
-    def __init__(self, **tensors):
-        super().__init__()
-        for name, t in tensors.items():
-            self.register_parameter(name, nn.Parameter(t))
 
 
 def axes(text, unit, scope="", **sizes):

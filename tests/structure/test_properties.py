@@ -130,10 +130,7 @@ def test_from_existing_and_from_function_find_the_same_window(param, data):
     start = data.draw(st.integers(0, param.shape[0] - 1))
     seen = View.from_function(param, lambda w: w[start:].permute(order))
     assert seen == View(
-        param,
-        tuple(param[start:].permute(order).shape),
-        param.permute(order).stride(),
-        start * param.stride(0),
+        param, tuple(param[start:].permute(order).shape), param.permute(order).stride(), start * param.stride(0)
     )
 
 
