@@ -54,6 +54,10 @@ def block():
     return nn.Sequential(nn.Conv2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1))
 
 
+def convs(channels):
+    return {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(3, channels, 1)}
+
+
 PAIR = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 2)}
 IMAGE, ROWS = torch.zeros(2, 3, 4, 4), torch.zeros(2, 4)
 CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
@@ -99,12 +103,7 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
         ["a.weight: u i, b.weight: o u"],
     ),
     "concatenated": (
-        Net(
-            lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)),
-            a=nn.Conv2d(3, 8, 1),
-            b=nn.Conv2d(3, 8, 1),
-            c=nn.Conv2d(16, 2, 1),
-        ),
+        Net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), **convs(8), c=nn.Conv2d(16, 2, 1)),
         IMAGE,
         ["a.weight: u i 1 1, a.bias: u, b.weight: u i 1 1, b.bias: u, c.weight: o (d u) 1 1"],
     ),
@@ -177,8 +176,7 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
     "concatenated, of other lengths": (
         Net(
             lambda m, x: m.c(torch.cat([m.a(x), torch.tanh(m.b(x)), m.a(x)[:, :1], x], 1).flatten(1)),
-            a=nn.Conv2d(3, 8, 1),
-            b=nn.Conv2d(3, 6, 1),
+            **convs(6),
             c=nn.Linear(18 * 16, 2),
         ),
         IMAGE,
@@ -187,8 +185,7 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
     "norm and depthwise convolution of a concatenation": (
         Net(
             lambda m, x: m.e(F.relu(m.d(m.c(torch.cat([m.a(x), m.b(x)], 1))))),
-            a=nn.Conv2d(3, 8, 1),
-            b=nn.Conv2d(3, 6, 1),
+            **convs(6),
             c=nn.BatchNorm2d(14),
             d=nn.Conv2d(14, 14, 3, groups=14),
             e=nn.Conv2d(14, 2, 1),
@@ -284,9 +281,7 @@ FROZEN = {  # (model, example inputs, a line with what is frozen and why)
     "divided after a concatenation": (
         Net(
             lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1).unflatten(1, (2, 6)).sum(1)),
-            a=nn.Linear(4, 8),
-            b=nn.Linear(4, 4),
-            c=nn.Linear(6, 2),
+            **{"a": nn.Linear(4, 8), "b": nn.Linear(4, 4), "c": nn.Linear(6, 2)},
         ),
         ROWS,
         "#   8 in a.weight[0] and a.bias[0]: a concatenation of unequal parts that is divided",
@@ -294,9 +289,7 @@ FROZEN = {  # (model, example inputs, a line with what is frozen and why)
     "twice in one dimension": (
         Net(
             lambda m, x: (lambda y: m.c(torch.cat([y, m.b(x), y], 1)))(m.a(x)),
-            a=nn.Linear(4, 8),
-            b=nn.Linear(4, 6),
-            c=nn.Linear(22, 2),
+            **{"a": nn.Linear(4, 8), "b": nn.Linear(4, 6), "c": nn.Linear(22, 2)},
         ),
         ROWS,
         "#   8 in a.weight[0] and 2 more: c.weight has it twice in one dimension, which a coupling cannot express",

@@ -11,7 +11,7 @@ from torch.ao.pruning import WeightNormSparsifier as StockWeightNorm
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 
-__all__ = ["Holder", "StockWeightNorm", "linear_model", "prepared", "refuses", "reloaded", "same", "stock_mask"]
+__all__ = ["Holder", "StockWeightNorm", "linear_model", "mask_by", "prepared", "refuses", "reloaded", "same"]
 
 
 def refuses(text, kind=SparsityError):
@@ -63,11 +63,11 @@ def linear_model(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32)
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
-def stock_mask(weight: torch.Tensor, steps: int = 1, **kwargs) -> torch.Tensor:
-    """The mask that torch.ao's WeightNormSparsifier gives a Linear of this weight."""
+def mask_by(kind, weight: torch.Tensor, steps: int = 1, **kwargs) -> torch.Tensor:
+    """The mask that a sparsifier of this class gives a Linear of this weight."""
     model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
     model[0].weight = nn.Parameter(weight.clone())
-    sparsifier = StockWeightNorm(**kwargs)
+    sparsifier = kind(**kwargs)
     sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
     for _ in range(steps):
         sparsifier.step()

@@ -29,12 +29,6 @@ def test_conv_golden():
     assert rounded(densities.erdos_renyi(CONVS, 0.1)) == [1, 0.18579, 0.13934, 0.06967, 0.61776]
 
 
-def test_lenet_whole_budgets_golden():
-    sizes = [math.prod(s) for s in LENET.values()]
-    ideals = [d * n for d, n in zip(densities.erdos_renyi(LENET, 0.1).values(), sizes, strict=True)]
-    assert densities.allocate(ideals, 26620, [0] * 3, sizes, [1] * 3) == [18714, 6906, 1000]
-
-
 def test_power_is_between_uniform_and_erk():
     assert densities.power(CONVS, 0.1, exponent=0) == densities.uniform(CONVS, 0.1)
     assert densities.power(CONVS, 0.1, exponent=1) == densities.erdos_renyi_kernel(CONVS, 0.1)

@@ -95,15 +95,6 @@ def test_what_a_derived_class_stores_in_the_state_is_saved_and_loaded():
     assert torch.equal(other.mask("0.weight"), sparsifier.mask("0.weight"))
 
 
-def test_a_derived_class_may_step_between_forward_and_backward():
-    model, sparsifier = linear_model(8, 4), rows_dropped(MaskSparsifier)(rows=2)
-    sparsifier.prepare(model, ENTRY)
-    out = model(torch.ones(1, 8))
-    sparsifier.step()
-    out.sum().backward()
-    assert torch.equal(model[0].parametrizations.weight.original.grad, torch.ones(4, 8))
-
-
 @pytest.mark.parametrize("kind", [WeightNormSparsifier, NearlyDiagonalSparsifier])
 def test_masks_are_fake_sparsity_in_the_weights_dtype(kind):
     model = linear_model(8, 8)

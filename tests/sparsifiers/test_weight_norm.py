@@ -2,10 +2,11 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
-from stock import linear_model, stock_mask
+from stock import StockWeightNorm, linear_model, mask_by
 from torch import nn
 
 from sparsekit_ao import SparsityError, WeightNormSparsifier
@@ -16,14 +17,7 @@ LEVELS = [0.0, 0.1, 0.5, 0.9, 1.0]
 NORMS = [1, 2, torch.exp]
 
 
-def our_mask(weight: torch.Tensor, steps: int = 1, **kwargs) -> torch.Tensor:
-    model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
-    model[0].weight = nn.Parameter(weight.clone())
-    sparsifier = WeightNormSparsifier(**kwargs)
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
-    for _ in range(steps):
-        sparsifier.step()
-    return model[0].parametrizations.weight[0].mask
+our_mask, stock_mask = partial(mask_by, WeightNormSparsifier), partial(mask_by, StockWeightNorm)
 
 
 def zeros_of(block: tuple[int, int]) -> list[int]:
