@@ -277,7 +277,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
-@pytest.mark.parametrize("at", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("at", [2, 3, 6])
 @pytest.mark.parametrize("moment", ["after the iteration", "before the sparsifier's step"])
 def test_a_resumed_run_equals_an_uninterrupted_one(method, kind, at, moment):
     straight = setup(method, kind)
@@ -286,7 +286,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(method, kind, at, moment):
     def save():
         torch.save([part.state_dict() for part in straight], saved)
 
-    for step in range(1, 13):
+    for step in range(1, 10):
         between = save if step == at and moment != "after the iteration" else None
         one_iteration(*straight, step, between)
         if step == at and moment == "after the iteration":
@@ -297,10 +297,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(method, kind, at, moment):
         part.load_state_dict(state)
     if moment != "after the iteration":
         resumed[2].step()
-    for step in range(at + 1, 13):
+    for step in range(at + 1, 10):
         one_iteration(*resumed, step)
     same(straight, resumed)
-    assert resumed[2].last_update.iteration == straight[2].last_update.iteration == 12
+    assert resumed[2].last_update.iteration == straight[2].last_update.iteration == 9
 
 
 def test_squash_leaves_zeros_and_takes_hooks_away():

@@ -1,11 +1,11 @@
 """WeightNormSparsifier gives the masks of torch.ao's class ("stock"), and correct masks where that raises."""
 
-import itertools
 import math
 from functools import partial
 
 import pytest
 import torch
+from grids import grid
 from stock import StockWeightNorm, linear_model, mask_by
 from torch import nn
 
@@ -72,7 +72,7 @@ def compare(weight: torch.Tensor, **kwargs) -> str:
 def test_same_masks_as_stock_over_the_grid(shape, block):
     torch.manual_seed(sum(shape) + 31 * math.prod(block))
     weight = torch.randn(shape)
-    for level, zeros, norm in itertools.product(LEVELS, zeros_of(block), NORMS):
+    for level, zeros, norm in grid(LEVELS, zeros_of(block), NORMS):
         kwargs = {"sparsity_level": level, "sparse_block_shape": block, "zeros_per_block": zeros, "norm": norm}
         compare(weight, **kwargs)
 
