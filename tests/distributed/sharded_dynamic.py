@@ -9,6 +9,7 @@ import os
 import warnings
 
 import pytest
+import sharded_fsdp
 import torch
 from grids import EXHAUSTIVE
 from sharded_fsdp import batch, mine, mlp, shard
@@ -96,13 +97,9 @@ def sharded(model, sparsifier, config, **kwargs):
 
 def train(run, step, rows=slice(None)):
     model, optimizer, sparsifier = run
-    x, y = batch(step)
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x[rows]), y[rows])
-    loss.backward()
-    optimizer.step()
+    loss = sharded_fsdp.train(model, optimizer, step, rows)
     sparsifier.step()
-    return loss.detach()
+    return loss
 
 
 def feed(run, step):
@@ -475,14 +472,6 @@ def straight_through(method, put=None, iteration=train):
     assert not torch.equal(full_tensor(many[2].mask("0.weight")), before)
 
 
-def stepped(run, step):
-    model, optimizer, _ = run
-    x, y = batch(step)
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-
 def resumable():
     model, sparsifier = mlp(), RIGL()
     sparsifier.prepare(model, None)
@@ -500,7 +489,7 @@ def save(folder):
     run = resumable()
     for step in (1, 2, 3):
         train(run, step)
-    stepped(run, 4)
+    sharded_fsdp.train(run[0], run[1], 4)
     checkpoint.save(state_of(run[0], run[2], run[1]), checkpoint_id=f"{folder}/dynamic")
     run[2].step()
     for step in range(5, 8):
@@ -513,7 +502,7 @@ def save(folder):
 def load(folder):
     """Makes the update that is due, and goes on as the run that saved did."""
     run = resumable()
-    stepped(run, 9)  # the optimizer has its state
+    sharded_fsdp.train(run[0], run[1], 9)  # the optimizer has its state
     restore(f"{folder}/dynamic", run[0], run[2], run[1], with_gradients=True)
     assert run[2].iteration == 3
     run[2].step()
