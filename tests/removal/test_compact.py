@@ -30,7 +30,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, ScopeSparsifier, SparsityError
 from sparsekit_ao.removal import compact, cut_to
-from sparsekit_ao.removal.remove import find_removal
+from sparsekit_ao.removal.remove import find_removal, sizes_of
 
 STREAM_COUPLING = Coupling(STREAM, name="stream")
 
@@ -539,3 +539,9 @@ def test_a_tensor_packed_in_any_order_loses_what_its_scopes_drop(case):
     )
     assert torch.equal(small.w, einops.rearrange(rows, f"s u a b -> {axes}"))
     assert (report.couplings[0].kept, report.couplings[0].scopes) == (len(keep[0]), sizes["s"])
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_has_the_channels_of_its_weight(kind):
+    layer = kind(4, 6, 3)
+    assert sizes_of(layer, "weight", layer.weight, []) == {"groups": 1, "in_channels": 4, "out_channels": 6}

@@ -110,6 +110,16 @@ def test_blocks_whose_squares_overflow_on_the_path_to_the_root_have_a_solution()
         assert error_of(own, *case) <= 7.4e-7
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, -1)])
+def test_eps_is_added_to_the_conditioners(shape):
+    g = torch.Generator().manual_seed(0)
+    v, h = torch.randn(4, 20, generator=g), torch.rand(4, 20, generator=g)
+    one, other = v.clone(), v.clone()
+    BlockSpec(one, shape).soft_threshold(0.5, h, eps=0.25)
+    BlockSpec(other, shape).soft_threshold(0.5, h + 0.25)
+    torch.testing.assert_close(one, other)
+
+
 def test_the_steps_may_be_limited():
     w = torch.tensor([[1.0, 2.0, 3.0]])
     h = torch.tensor([[1e-3, 1.0, 1e3]])
