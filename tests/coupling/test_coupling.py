@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from stock import refuses
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import joint_entries
-from sparsekit_ao.coupling.coupling import merged_couplings
 from sparsekit_ao.removal import compact, cut_to
 
 MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
@@ -144,18 +144,6 @@ def test_scores_of_a_unit_add_over_members_as_sums_or_as_means(scores, p, dtype)
     assert kept.nonzero()[:, 0].tolist() == sorted(score.topk(11).indices.tolist())
 
 
-@pytest.mark.parametrize(("scores", "kept"), [("sum", [True, False]), ("mean", [False, True])])
-def test_a_mean_lets_a_bias_count_as_much_as_a_long_row(scores, kept):
-    model = nn.Linear(50, 2)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0], [0.9]]).expand(2, 50))
-        model.bias.copy_(torch.tensor([0.0, 2.0]))
-    assert (
-        masks(model, Coupling({"weight": "u i", "bias": "u"}, scores=scores).entries(model, nnz=1))["bias"].tolist()
-        == kept
-    )
-
-
 def test_a_coupling_is_a_value():
     members = dict(MLP)
     coupling = Coupling(members)
@@ -171,8 +159,6 @@ BAD = [  # (members, other arguments, message)
     ({"q": "u d"}, {"scope": "kv"}, "coupling 'q': q 'u d' lacks the axis 'kv'"),
     ({"q": "u d"}, {"unit": "u d"}, "coupling 'q': unit must be one axis that is not in scope, got 'u d'"),
     ({"q": "u d"}, {"unit": 3}, "Coupling: unit must be a str, got 3"),
-    ({"q": "u d"}, {"scope": 3}, "Coupling: scope must be a str, got 3"),
-    ({"q": "u d"}, {"name": 3}, "Coupling: name must be a str, got 3"),
     ({"q": "u d"}, {"sizes": {"d": 0}}, "coupling 'q': sizes['d'] must be a positive int, got 0"),
     ({"q": "u d"}, {"sizes": [1]}, "coupling 'q': sizes must be a dict {axis: length}, got [1]"),
     ({"q": "u d"}, {"sizes": {"v": 3}}, "coupling 'q': unknown axis 'v' in sizes; the members' axes are d, u"),
@@ -195,9 +181,8 @@ BAD = [  # (members, other arguments, message)
 
 @pytest.mark.parametrize(("members", "keys", "message"), BAD, ids=range(len(BAD)))
 def test_a_coupling_with_wrong_arguments_is_refused(members, keys, message):
-    with pytest.raises(SparsityError) as e:
+    with refuses(message):
         Coupling(members, **keys)
-    assert message in str(e.value)
 
 
 UNFIT = [  # (members, sizes, message); sizes that differ are a CouplingError
@@ -314,6 +299,5 @@ def test_the_parts_of_a_concatenation_have_units_of_their_own_and_are_removed_on
     fresh = cut_to(Branches(), report.manifest)
     fresh.load_state_dict(small.state_dict())
     assert torch.equal(fresh(inputs), small(inputs))
-    assert merged_couplings(first, second, model) is None
     with pytest.raises(CouplingError, match="of its .2, 10. that do not form a rectangle"):
         compact(model, [second, Coupling({"c.weight": "o (3 + u)"}, name="c")], inputs)

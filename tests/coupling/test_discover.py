@@ -54,12 +54,15 @@ def block():
     return nn.Sequential(nn.Conv2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1))
 
 
+def convs(channels):
+    return {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(3, channels, 1)}
+
+
 PAIR = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 2)}
 IMAGE, ROWS = torch.zeros(2, 3, 4, 4), torch.zeros(2, 4)
-CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
+CASES = {  # (model, example inputs if these are no rows, couplings as "name: axes, ... | scope")
     "two layers": (
         nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)),
-        ROWS,
         ["0.weight: u i, 0.bias: u, 2.weight: o u"],
     ),
     "conv, norm, depthwise, squeeze-excite": (
@@ -90,21 +93,14 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
     ),
     "packed halves": (
         Net(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(4, 12), b=nn.Linear(6, 3)),
-        ROWS,
         ["a.weight: (d u) i, a.bias: (d u), b.weight: o u"],
     ),
     "low rank beside a frozen weight": (
         Net(lambda m, x: m.w(x) + m.b(m.a(x)), w=nn.Linear(4, 6), a=nn.Linear(4, 3, False), b=nn.Linear(3, 6, False)),
-        ROWS,
         ["a.weight: u i, b.weight: o u"],
     ),
     "concatenated": (
-        Net(
-            lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)),
-            a=nn.Conv2d(3, 8, 1),
-            b=nn.Conv2d(3, 8, 1),
-            c=nn.Conv2d(16, 2, 1),
-        ),
+        Net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), **convs(8), c=nn.Conv2d(16, 2, 1)),
         IMAGE,
         ["a.weight: u i 1 1, a.bias: u, b.weight: u i 1 1, b.bias: u, c.weight: o (d u) 1 1"],
     ),
@@ -125,12 +121,10 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
     ),
     "RMSNorm": (
         nn.Sequential(nn.Linear(4, 8), nn.RMSNorm(8), nn.Linear(8, 2)),
-        ROWS,
         ["0.weight: u i, 0.bias: u, 1.weight: u, 2.weight: o u"],
     ),
     "einsum on a plain parameter": (
         Net(lambda m, x: m.c(torch.einsum("bi,hid->bhd", x, m.w).flatten(1)), w=rand(2, 4, 3), c=nn.Linear(6, 2)),
-        ROWS,
         ["w: u i h, c.weight: o (u d)", "w: s i u, c.weight: o (s u) | s"],
     ),
     "pixel shuffle": (
@@ -152,7 +146,6 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
     ),
     "an empty piece": (  # as in rotary embeddings of all of a head
         Net(lambda m, x: m.b((lambda y: torch.cat([torch.tanh(y[:, :8]), y[:, 8:]], -1))(m.a(x))), **PAIR),
-        ROWS,
         ["a.weight: u i, a.bias: u, b.weight: o u"],
     ),
     "an image without a batch": (
@@ -171,14 +164,12 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
     ),
     "two axes of one tensor": (
         Net(lambda m, x: m.c((lambda y: y + m.b(y))(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
-        ROWS,
         ["a.weight: u i, a.bias: u, b.weight: u u, b.bias: u, c.weight: o u"],
     ),
     "concatenated, of other lengths": (
         Net(
             lambda m, x: m.c(torch.cat([m.a(x), torch.tanh(m.b(x)), m.a(x)[:, :1], x], 1).flatten(1)),
-            a=nn.Conv2d(3, 8, 1),
-            b=nn.Conv2d(3, 6, 1),
+            **convs(6),
             c=nn.Linear(18 * 16, 2),
         ),
         IMAGE,
@@ -187,8 +178,7 @@ CASES = {  # (model, example inputs, couplings as "name: axes, ... | scope")
     "norm and depthwise convolution of a concatenation": (
         Net(
             lambda m, x: m.e(F.relu(m.d(m.c(torch.cat([m.a(x), m.b(x)], 1))))),
-            a=nn.Conv2d(3, 8, 1),
-            b=nn.Conv2d(3, 6, 1),
+            **convs(6),
             c=nn.BatchNorm2d(14),
             d=nn.Conv2d(14, 14, 3, groups=14),
             e=nn.Conv2d(14, 2, 1),
@@ -220,6 +210,12 @@ ATTRS = {  # integers of the forward that hold a size, as a person lists them; b
 }
 
 
+def case(table, name):
+    """(model, example inputs, what is expected)."""
+    model, *inputs, expected = table[name]
+    return model, *(inputs or [ROWS]), expected
+
+
 def written(coupling):
     members = ", ".join(f"{name}: {axes}" for name, axes in coupling.members.items())
     return f"{members} | {coupling.scope}" if coupling.scope else members
@@ -227,37 +223,30 @@ def written(coupling):
 
 @pytest.mark.parametrize("name", CASES)
 def test_couplings_are_written_as_a_person_would_write_them(name):
-    model, inputs, couplings = CASES[name]
+    model, inputs, couplings = case(CASES, name)
     assert [written(coupling) for coupling in discover(model, inputs).couplings] == couplings
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_half_of_every_axis_is_removed_and_outputs_stay(name):
-    model, inputs, _ = CASES[name]
+    model, inputs, _ = case(CASES, name)
     model, inputs = fill(model), torch.randn_like(inputs)
     for at, coupling in enumerate(discover(model, inputs).couplings):
         assert_exact(model, coupling, inputs, ATTRS.get((name, at)))
 
 
-FROZEN = {  # (model, example inputs, a line with what is frozen and why)
-    "input and output": (
-        nn.Linear(4, 3),
-        ROWS,
-        "#   3 in weight[0] and bias[0]: output\n#   4 in weight[1]: input[0]",
-    ),
+FROZEN = {  # (model, example inputs if these are no rows, a line with what is frozen and why)
+    "input and output": (nn.Linear(4, 3), "#   3 in weight[0] and bias[0]: output\n#   4 in weight[1]: input[0]"),
     "LayerNorm": (
         nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
-        ROWS,
         "#   8 in 0.weight[0] and 4 more: native_layer_norm in 1",
     ),
     "LayerNorm by hand": (
         Net(lambda m, x: m.b((lambda y: y - y.mean(-1, keepdim=True))(m.a(x))), **PAIR),
-        ROWS,
         "#   8 in a.weight[0] and 2 more: mean in the model",
     ),
     "softmax": (
         nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)),
-        ROWS,
         "#   8 in 0.weight[0] and 2 more: _softmax in 1",
     ),
     "read by index": (
@@ -267,69 +256,54 @@ FROZEN = {  # (model, example inputs, a line with what is frozen and why)
     ),
     "a sum of what is not zero": (
         Net(lambda m, x: torch.sigmoid(m.a(x)).sum(-1), a=nn.Linear(4, 8)),
-        ROWS,
         "#   8 in a.weight[0] and a.bias[0]: sum in the model: what it sums over is not zero where a unit is",
     ),
     "not understood": (
         Net(lambda m, x: m.b(torch.fft.rfft(m.a(x)).real), a=nn.Linear(4, 8), b=nn.Linear(5, 2)),
-        ROWS,
         "removed there:\n#   8 in a.weight[0] and a.bias[0]: _fft_r2c in the model: not understood",
     ),
     "complex numbers": (
         Net(lambda m, x: m.b(torch.view_as_real(torch.view_as_complex(m.a(x).view(-1, 4, 2)) * 1j).flatten(1)), **PAIR),
-        ROWS,
         "#   2 in a.weight[0] and a.bias[0]: view_as_complex in the model: not understood",
     ),
     "a constant": (
         Net(lambda m, x: m.b(m.a(x) * torch.arange(8)), **PAIR),
-        ROWS,
         "#   8 in a.weight[0] and 2 more: a constant made in the model",
     ),
     "divided after a concatenation": (
         Net(
             lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1).unflatten(1, (2, 6)).sum(1)),
-            a=nn.Linear(4, 8),
-            b=nn.Linear(4, 4),
-            c=nn.Linear(6, 2),
+            **{"a": nn.Linear(4, 8), "b": nn.Linear(4, 4), "c": nn.Linear(6, 2)},
         ),
-        ROWS,
         "#   8 in a.weight[0] and a.bias[0]: a concatenation of unequal parts that is divided",
     ),
     "twice in one dimension": (
         Net(
             lambda m, x: (lambda y: m.c(torch.cat([y, m.b(x), y], 1)))(m.a(x)),
-            a=nn.Linear(4, 8),
-            b=nn.Linear(4, 6),
-            c=nn.Linear(22, 2),
+            **{"a": nn.Linear(4, 8), "b": nn.Linear(4, 6), "c": nn.Linear(22, 2)},
         ),
-        ROWS,
         "#   8 in a.weight[0] and 2 more: c.weight has it twice in one dimension, which a coupling cannot express",
     ),
     "two axes of one tensor, not zero": (
         Net(lambda m, x: m.b(torch.sigmoid(m.b(m.a(x)))).sum(), a=nn.Linear(4, 8), b=nn.Linear(8, 8)),
-        ROWS,
         "in a.weight[0] and 4 more: addmm in b: what it sums over is not zero where a unit is",
     ),
     "a shape across factors": (
         Net(
             lambda m, x: m.b(m.a(x).view(2, 2, 3).transpose(0, 1).reshape(-1, 4)), a=nn.Linear(4, 6), b=nn.Linear(4, 2)
         ),
-        ROWS,
         "#   2 in a.weight[0] and a.bias[0]: reshape in the model: the new shape cuts across its factors",
     ),
     "written into a view": (
         Net(lambda m, x: (lambda y: (y[:, :4].add_(2), m.b(y))[1])(m.a(x)), **PAIR),
-        ROWS,
         "#   4 in a.weight[0] and 2 more: add_ in the model: it writes into memory that other tensors share",
     ),
     "not used": (
         Net(lambda m, x: m.a(x), a=nn.Linear(4, 3), b=nn.Linear(3, 5, bias=False)),
-        ROWS,
         "#   5 in b.weight[0]: not used in this forward",
     ),
     "alike in every layer": (
         nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)), nn.Linear(4, 4)),
-        ROWS,
         "#   2 x 4 in *.0.weight[0] and 4 more: native_layer_norm in *.1\n",
     ),
 }
@@ -337,18 +311,18 @@ FROZEN = {  # (model, example inputs, a line with what is frozen and why)
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_axes_are_printed_with_the_reason(name):
-    model, inputs, line = FROZEN[name]
+    model, inputs, line = case(FROZEN, name)
     assert line in str(discover(model, inputs))
 
 
 def test_a_rule_that_does_not_fit_the_result_is_not_applied(monkeypatch):
     monkeypatch.setitem(axis_rules.RULES, "gelu", lambda call: call.label("self")[:1])
-    model, inputs, _ = CASES["two layers"]
+    model, inputs, _ = case(CASES, "two layers")
     assert "6 in 0.weight[0] and 0.bias[0]: gelu in 1: not understood" in str(discover(model, inputs))
 
 
 def test_what_is_printed_is_python_for_the_same_couplings():
-    for model, inputs, _ in CASES.values():
+    for model, inputs, _ in (case(CASES, name) for name in CASES):
         found = discover(model, inputs)
         names = {"Coupling": Coupling}
         exec(str(found), names)
@@ -373,7 +347,7 @@ def test_only_shapes_matter_so_a_model_on_the_meta_device_works():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     for rows in (ROWS, torch.zeros(0, 4)):
-        assert [written(coupling) for coupling in discover(model, rows).couplings] == CASES["two layers"][2]
+        assert [written(coupling) for coupling in discover(model, rows).couplings] == CASES["two layers"][-1]
 
 
 def test_inputs_are_a_tensor_a_tuple_or_a_dict():

@@ -11,13 +11,12 @@ import hf_models
 import installed_models
 import pytest
 import torch
-from discovered import fill
+from compact_models import close
+from discovered import fill, pruned_jointly
 from grids import EXHAUSTIVE
 from networks import NETWORKS
 from torch.utils import _pytree
 
-from sparsekit_ao import ScopeSparsifier
-from sparsekit_ao.coupling import joint_entries
 from sparsekit_ao.removal import compact, removable
 
 # Each has constructs that no other one of them has.
@@ -47,10 +46,6 @@ def make(name):
     return fill(network()), inputs()
 
 
-def close(a, b):
-    return float((a - b).abs().max()) <= 1e-5 * float(a.abs().max())
-
-
 def tensors(model, inputs):
     args, keys = ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
     with torch.no_grad():
@@ -62,12 +57,7 @@ def halved(model, inputs):
     found = removable(model, inputs)
     if not found.couplings:
         return found, model, None
-    sparsifier = ScopeSparsifier(0.5)
-    sparsifier.prepare(model, joint_entries(found.couplings, model))
-    sparsifier.step()
-    sparsifier.check()
-    sparsifier.squash_mask()
-    return found, *compact(model, found.couplings, inputs)
+    return found, *compact(pruned_jointly(model, found.couplings), found.couplings, inputs)
 
 
 @pytest.mark.parametrize("name", ALL if EXHAUSTIVE else ALWAYS)

@@ -11,11 +11,7 @@ from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier
 
-RULES = {
-    "RigL": {"update_fraction": 0.3},
-    "SET": {"grow": "random"},
-    "SNFS": {"kind": SNFS, "until": 100},
-}
+RULES = {"RigL": {"update_fraction": 0.3}, "SET": {"grow": "random"}, "SNFS": {"kind": SNFS, "until": 100}}
 
 
 CASES = [  # rules, whether the first micro-batch synchronizes, whether DDP sends masks

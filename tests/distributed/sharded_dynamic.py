@@ -9,6 +9,7 @@ import os
 import warnings
 
 import pytest
+import sharded_fsdp
 import torch
 from grids import EXHAUSTIVE
 from sharded_fsdp import batch, mine, mlp, shard
@@ -96,13 +97,9 @@ def sharded(model, sparsifier, config, **kwargs):
 
 def train(run, step, rows=slice(None)):
     model, optimizer, sparsifier = run
-    x, y = batch(step)
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x[rows]), y[rows])
-    loss.backward()
-    optimizer.step()
+    loss = sharded_fsdp.train(model, optimizer, step, rows)
     sparsifier.step()
-    return loss.detach()
+    return loss
 
 
 def feed(run, step):
@@ -159,13 +156,13 @@ def as_one_process(method, put=sharded, iteration=train, **kwargs):
     cut = [m["mask"] for m in many[2].state.values() if is_sharded(m["mask"])]
     assert cut and all(m.dtype == torch.bool for m in cut)
     moved = 0
-    for step in range(1, 7):
+    for step in range(1, 5):
         for run in (one, many):
             iteration(run, step)
         assert_same(one, many)
         if one[2].last_update is not None and one[2].last_update.iteration == step:
             moved += sum(one[2].last_update.pruned.values())
-    assert moved > 10
+    assert moved > 4
     assert one[2].check() == many[2].check()
 
 
@@ -462,7 +459,7 @@ STRAIGHT = {
 def straight_through(method, put=None, iteration=train):
     one, many = twins(STRAIGHT[method], put or sharded)
     before = full_tensor(many[2].mask("0.weight")).clone()
-    for step in range(1, 6):
+    for step in range(1, 4):
         for run in (one, many):
             iteration(run, step)
         for kind in ("mask", "backward_mask"):
@@ -473,14 +470,6 @@ def straight_through(method, put=None, iteration=train):
                     assert bool(a.all()) == (not method.startswith("Top"))
         assert_same(one, many)
     assert not torch.equal(full_tensor(many[2].mask("0.weight")), before)
-
-
-def stepped(run, step):
-    model, optimizer, _ = run
-    x, y = batch(step)
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
 
 
 def resumable():
@@ -500,7 +489,7 @@ def save(folder):
     run = resumable()
     for step in (1, 2, 3):
         train(run, step)
-    stepped(run, 4)
+    sharded_fsdp.train(run[0], run[1], 4)
     checkpoint.save(state_of(run[0], run[2], run[1]), checkpoint_id=f"{folder}/dynamic")
     run[2].step()
     for step in range(5, 8):
@@ -513,7 +502,7 @@ def save(folder):
 def load(folder):
     """Makes the update that is due, and goes on as the run that saved did."""
     run = resumable()
-    stepped(run, 9)  # the optimizer has its state
+    sharded_fsdp.train(run[0], run[1], 9)  # the optimizer has its state
     restore(f"{folder}/dynamic", run[0], run[2], run[1], with_gradients=True)
     assert run[2].iteration == 3
     run[2].step()

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from grids import EXHAUSTIVE
+from stock import refuses
 from torch import distributed, nn
 from torch.nn import functional as F
 
@@ -85,10 +86,10 @@ def every_method(config, **kwargs):
     optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, sharded)]
     x = batch(0)[0]
     assert torch.equal(sharded(x), plain(x))  # all is kept, and masks are not sharded yet
-    for step in range(6):
+    for step in range(3):
         for sparsifier in (one, many):
             for g in sparsifier.groups:
-                g["sparsity_level"] = min(0.3 + 0.1 * step, 0.6)
+                g["sparsity_level"] = 0.3 + 0.1 * step
             sparsifier.step()
         assert_same_masks(one, many)
         assert torch.equal(sharded(x), plain(x)) or step
@@ -225,7 +226,6 @@ def compiled():
 
 
 def wrong_order():
-
     model = shard(mlp())
     with pytest.raises(SparsityError, match=r"0.weight: fully_shard was applied to '0' already.*Call prepare first"):
         ScopeSparsifier().prepare(model, None)
@@ -234,16 +234,20 @@ def wrong_order():
     assert not hasattr(model[0], "parametrizations")
 
 
-def squash_of_a_part():
-    """FSDP2's records could not be updated: an error before anything is written."""
+def of_a_part():
+    """A sparsifier of a model around which another module is sharded, after a step."""
     from torch.distributed.fsdp import fully_shard
 
-    inner = mlp()
-    outer = nn.Sequential(inner)
-    many = ScopeSparsifier()
-    many.prepare(inner, CONFIGS["global"])
+    outer, many = nn.Sequential(mlp()), ScopeSparsifier()
+    many.prepare(outer[0], CONFIGS["global"])
     fully_shard(outer)
     many.step()
+    return outer, many
+
+
+def squash_of_a_part():
+    """FSDP2's records could not be updated: an error before anything is written."""
+    outer, many = of_a_part()
     x = batch(0)[0]
     before = outer(x)
     outer.reshard()
@@ -261,14 +265,7 @@ def squash_of_a_part():
 
 def gathered_by_a_parent():
     """An eval pass may leave the root's parameters gathered; so may a parent that the sparsifier does not know."""
-    from torch.distributed.fsdp import fully_shard
-
-    inner = mlp()
-    outer = nn.Sequential(inner)
-    many = ScopeSparsifier()
-    many.prepare(inner, CONFIGS["global"])
-    fully_shard(outer)
-    many.step()
+    outer, many = of_a_part()
     with torch.no_grad():
         outer(batch(0)[0])
     with pytest.raises(SparsityError, match=r"0.weight: its parameter is gathered.*reshard"):
@@ -333,9 +330,7 @@ def what_torch_may_change():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPModule, "_get_fsdp_state", lambda self: None)
         patch.setattr(FSDPModule, "reshard", lambda self: None)
-        with pytest.raises(
-            SparsityError, match="cannot find fully_shard's records of its parameters in this version of torch"
-        ):
+        with refuses("cannot find fully_shard's records of its parameters in this version of torch"):
             many.squash_mask()
     assert all(torch.equal(local(t), before[name]) for name, t in sharded.state_dict().items())
     many.squash_mask()
@@ -404,7 +399,6 @@ def state_dicts():
     other.load_state_dict(saved)  # whole masks into sharded ones
     assert_same_masks(one, other)
     _, _, again, other = pair(CONFIGS["global"])
-    again.load_state_dict(sharded.state_dict()) if all(map(is_sharded, again.buffers())) else other.state
     other.load_state_dict(many.state_dict())
     again.load_state_dict(sharded.state_dict())
     assert_same_masks(one, other)

@@ -1,11 +1,15 @@
-"""Over 2, 4 and (exhaustive) 3 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints. One spawn for each.
+"""Over 2, 4 and (exhaustive) 3 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints.
 
-The cases are in the modules `sharded_*`.
+The cases are in the modules `sharded_*`. They run beside the other tests: this file is a job of `background.py`.
 """
 
+import functools
+import json
+import os
 import sys
 import warnings
 
+import background
 import pytest
 import sharded_calibration
 import sharded_ddp
@@ -14,7 +18,7 @@ import sharded_fsdp
 import sharded_selection
 import sharded_training
 from grids import EXHAUSTIVE
-from ranks import run_ranks
+from ranks import run_worlds
 from torch import distributed
 
 pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
@@ -39,37 +43,27 @@ def cases_of_four():
     yield from sharded_dynamic.cases_of_four()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder in which one number of ranks saves what the next loads."""
-    with pytest.MonkeyPatch.context() as patch:
-        found = tmp_path_factory.mktemp("ranks")
-        patch.setenv("SPARSEKIT_TEST_FOLDER", str(found))
-        yield found
+def cases_of_one():
+    """One process loads what two ranks saved."""
+    folder = os.environ["SPARSEKIT_TEST_FOLDER"]
+    warnings.simplefilter("ignore", UserWarning)  # torch warns that it loads in a single process
+    yield "dynamic load", functools.partial(sharded_dynamic.load, folder)
+    for how in ("save", "async_save"):
+        yield f"load {how}", functools.partial(sharded_training.load, folder, how)
 
 
-def subfolder(folder, name):
-    (folder / name).mkdir()
-    return folder / name
+WORLDS = {2: cases_of_two, **({3: cases_of_three} if EXHAUSTIVE else {}), 4: cases_of_four, 1: cases_of_one}
 
 
-def report(found):
+def test_every_case():
+    done, _ = background.result("test_every_case")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {f"{name} of {world}": text for world, own in json.loads(done.stdout).items() for name, text in own.items()}
     failed = [f"{name}\n{text}" for name, text in found.items() if text]
     assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed[:5])
+    assert len(found) >= 250
 
 
-WORLDS = [(2, cases_of_two), *([(3, cases_of_three)] if EXHAUSTIVE else []), (4, cases_of_four)]
-
-
-@pytest.mark.parametrize(("world", "cases"), WORLDS)
-def test_every_case(world, cases, folder):
-    found = run_ranks(world, subfolder(folder, str(world)), cases)
-    report(found)
-    assert len(found) >= 80
-
-
-@pytest.mark.parametrize("how", ["save", "async_save", "dynamic"])
-def test_one_process_loads_what_two_ranks_saved(how, folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that it loads in a single process
-        sharded_dynamic.load(folder) if how == "dynamic" else sharded_training.load(folder, how)
+if __name__ == "__main__":
+    os.environ["SPARSEKIT_TEST_FOLDER"] = os.getcwd()
+    run_worlds(WORLDS)

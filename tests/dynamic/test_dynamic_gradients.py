@@ -2,11 +2,12 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from grids import EXHAUSTIVE
-from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, weights
+from growing import OPTIMIZERS, Recorder, backward, batch, dense_gradients, loss_of, mlp, prepared, weights
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -17,46 +18,21 @@ from sparsekit_ao import DynamicSparsifier, SparsityError, Static, dynamic
 STEPS = 7
 
 
-def plain(model, optimizer, sparsifier, step, state):
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    optimizer.step()
-
-
-def accumulated(model, optimizer, sparsifier, step, state):
+def plain(model, optimizer, sparsifier, step, state, scales=False, clips=False, parts=1):
+    scaler = state.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scales))
     x, y = batch(step)
     optimizer.zero_grad()
-    for part in range(4):
-        rows = slice(2 * part, 2 * part + 2)
-        (F.cross_entropy(model(x[rows]), y[rows]) / 4).backward()
-    optimizer.step()
-
-
-def clipped(model, optimizer, sparsifier, step, state):
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    sparsifier.take_gradients()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    optimizer.step()
-
-
-def scaled(model, optimizer, sparsifier, step, state):
-    scaler = state.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=64.0))
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, step)).backward()
+    for rows, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        scaler.scale(F.cross_entropy(model(rows), wanted) / parts).backward()
+    if clips:
+        scaler.unscale_(optimizer)
+        sparsifier.take_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     scaler.step(optimizer)
     scaler.update()
 
 
-def scaled_and_clipped(model, optimizer, sparsifier, step, state):
-    scaler = state.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=64.0))
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, step)).backward()
-    scaler.unscale_(optimizer)
-    sparsifier.take_gradients()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    scaler.step(optimizer)
-    scaler.update()
+accumulated, clipped, scaled = partial(plain, parts=4), partial(plain, clips=True), partial(plain, scales=True)
 
 
 def checkpointed(model, optimizer, sparsifier, step, state, reentrant=False):
@@ -65,10 +41,6 @@ def checkpointed(model, optimizer, sparsifier, step, state, reentrant=False):
     hidden = checkpoint(model[:3], x.requires_grad_(reentrant), use_reentrant=reentrant)
     F.cross_entropy(checkpoint(model[3:], hidden, use_reentrant=reentrant), y).backward()
     optimizer.step()
-
-
-def checkpointed_reentrant(*arguments):
-    checkpointed(*arguments, reentrant=True)
 
 
 def by_closure(model, optimizer, sparsifier, step, state):
@@ -81,7 +53,8 @@ def by_closure(model, optimizer, sparsifier, step, state):
     optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
 
 
-LOOPS = [plain, accumulated, clipped, scaled, scaled_and_clipped, checkpointed, checkpointed_reentrant, by_closure]
+LOOPS = [plain, accumulated, clipped, scaled, partial(plain, scales=True, clips=True), checkpointed, by_closure]
+LOOPS += [partial(checkpointed, reentrant=True)]
 CASES = [(loop, "momentum") for loop in LOOPS]
 CASES += [(loop, kind) for loop in (plain, scaled, clipped) for kind in OPTIMIZERS]
 
@@ -118,8 +91,7 @@ def test_gradients_are_dense_only_in_iterations_that_feed_an_update():
     model, optimizer, sparsifier = prepared(update_every=3, until=6)
     dense = []
     for step in range(1, 10):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, optimizer, step)
         hidden = model[0].parametrizations.weight.original.grad[sparsifier.mask("0.weight") == 0]
         dense.append(bool((hidden != 0).any()))
         optimizer.step()
@@ -130,8 +102,7 @@ def test_gradients_are_dense_only_in_iterations_that_feed_an_update():
 def test_random_growth_never_opens_the_masks():
     model, optimizer, sparsifier = prepared(grow="random", update_every=1)
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, optimizer, step)
         assert not model[0].parametrizations.weight.original.grad[sparsifier.mask("0.weight") == 0].any()
         optimizer.step()
         sparsifier.step()
@@ -180,8 +151,7 @@ def test_a_step_that_the_scaler_skips_defers_the_update(kind, grow):
 def test_a_gradient_that_is_not_finite_defers_the_update():
     model, optimizer, sparsifier = prepared()
     for step in range(1, 4):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, optimizer, step)
         if step == 2:
             hidden = (sparsifier.mask("2.weight") == 0).nonzero()[0]
             model[2].parametrizations.weight.original.grad[tuple(hidden)] = math.nan
@@ -223,8 +193,7 @@ def test_momentum_growth_sees_momentum_of_dense_gradients_also_when_clipped():
         for step in range(1, 5):
             for name, gradient in dense_gradients(model, step).items():
                 expected[name] = gradient if step == 1 else 0.9 * expected[name] + gradient
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
+            backward(model, optimizer, step)
             if clips:
                 sparsifier.take_gradients()
                 nn.utils.clip_grad_norm_(model.parameters(), 1e3)
@@ -243,8 +212,7 @@ def test_momentum_growth_sees_momentum_of_dense_gradients_also_when_clipped():
 def test_a_bad_gradient_of_a_hidden_weight_does_not_stay_in_the_momentum(clips):
     model, optimizer, sparsifier = prepared("momentum", grow="momentum", update_every=2)
     for step in range(1, 5):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, optimizer, step)
         if step in (1, 2):
             hidden = tuple((sparsifier.mask("2.weight") == 0).nonzero()[0])
             model[2].parametrizations.weight.original.grad[hidden] = math.inf

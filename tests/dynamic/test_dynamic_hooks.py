@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from growing import OPTIMIZERS, Recorder, batch, dense_gradients, loss_of, mlp, prepared, train
+from growing import OPTIMIZERS, Recorder, backward, batch, dense_gradients, equal, loss_of, masks, mlp, prepared, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -117,8 +117,7 @@ def test_of_several_steps_in_one_iteration_the_last_gradient_counts():
     for step in range(1, 5):
         for half in range(2):
             want = dense_gradients(model, 10 * step + half)
-            optimizer.zero_grad()
-            loss_of(model, 10 * step + half).backward()
+            backward(model, optimizer, 10 * step + half)
             optimizer.step()
         sparsifier.step()
         compare(recorder, step, want, sparsifier)
@@ -140,19 +139,15 @@ def test_taking_again_after_more_micro_batches_is_dense_everywhere():
 
 def test_the_sparsifiers_step_before_the_optimizers_is_refused_before_the_weights_move():
     model, optimizer, sparsifier = prepared()
-    optimizer.zero_grad()
-    loss_of(model, 1).backward()
+    backward(model, optimizer, 1)
     sparsifier.step()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
         SparsityError, match="0.weight: its gradient was made before the masks were opened.*after optim"
     ):
         optimizer.step()
-    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
-    optimizer.zero_grad()
-    loss_of(model, 2).backward()
-    optimizer.step()
-    sparsifier.step()
+    assert equal(before, model.state_dict())
+    train(model, optimizer, sparsifier, [2])
     assert sparsifier.last_update.iteration == 2
 
 
@@ -174,8 +169,7 @@ def test_optimizer_state_of_dense_training_does_not_move_dropped_weights(kind, l
     model = mlp()
     optimizer = OPTIMIZERS[kind](model.parameters())
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, optimizer, step)
         optimizer.step()
     sparsifier = RigL(0.75, optimizer=optimizer if late == "given" else None, until=100, update_every=50)
     sparsifier.prepare(model, None)
@@ -226,9 +220,8 @@ def test_optimizers_that_mix_elements_leave_dropped_weights_zero(kind, make):
 def test_zeros_stay_when_squashed_between_backward_and_step(make):
     model, optimizer, sparsifier = prepared("adam", kind=make, until=10, update_every=2)
     train(model, optimizer, sparsifier, [1])
-    optimizer.zero_grad()
-    loss_of(model, 2).backward()
-    kept = {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) != 0 for g in sparsifier.groups}
+    backward(model, optimizer, 2)
+    kept = masks(sparsifier)
     sparsifier.squash_mask()
     optimizer.step()
     for name, mask in kept.items():

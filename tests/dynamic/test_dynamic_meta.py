@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from growing import OPTIMIZERS, batch, mlp, prepared, train
+from growing import OPTIMIZERS, batch, equal, masks, mlp, prepared, train
 
 from sparsekit_ao import DynamicSparsifier, SparsityError, Static, TopKAST
 
@@ -25,14 +25,6 @@ def initialize(model):
             own.copy_(given[name.replace("parametrizations.", "").replace(".original", "")])
 
 
-def masks(sparsifier):
-    return {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) != 0 for g in sparsifier.groups}
-
-
-def assert_same_masks(one, other):
-    assert all(torch.equal(m, masks(other)[n]) for n, m in masks(one).items())
-
-
 def test_masks_are_drawn_when_the_optimizer_is_attached():
     plain, optimizer, one = prepared("adam")
     model, sparsifier = on_meta()
@@ -40,7 +32,7 @@ def test_masks_are_drawn_when_the_optimizer_is_attached():
     initialize(model)
     own = OPTIMIZERS["adam"](model.parameters())
     sparsifier.attach(own)
-    assert_same_masks(one, sparsifier)
+    assert equal(masks(one), masks(sparsifier))
     train(plain, optimizer, one, range(1, 5))
     train(model, own, sparsifier, range(1, 5))
     assert one.last_update == sparsifier.last_update and one.last_update.iteration == 4
@@ -51,7 +43,7 @@ def test_without_an_optimizer_they_are_drawn_in_the_first_step():
     model, sparsifier = on_meta(Static, update_every=None)
     initialize(model)
     sparsifier.step()
-    assert_same_masks(prepared("adam", kind=Static, update_every=None)[2], sparsifier)
+    assert equal(masks(prepared("adam", kind=Static, update_every=None)[2]), masks(sparsifier))
 
 
 @pytest.mark.parametrize("by", ["model", "sparsifier"])
@@ -61,7 +53,7 @@ def test_loaded_masks_are_not_drawn_over(by):
     model.to_empty(device="cpu")
     model.load_state_dict(plain.state_dict()) if by == "model" else sparsifier.load_state_dict(one.state_dict())
     sparsifier.attach(OPTIMIZERS["adam"](model.parameters()))
-    assert_same_masks(one, sparsifier)
+    assert equal(masks(one), masks(sparsifier))
 
 
 def test_what_comes_too_early_is_refused():

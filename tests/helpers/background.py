@@ -58,6 +58,11 @@ def _interpreter():
     return command, os.environ | {"TRITON_INTERPRET": "1"}
 
 
+def _ranks():
+    command = [sys.executable, str(HERE.parent / "distributed" / "test_sharded.py")]
+    return command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
 def _process():
     command = [sys.executable, "-W", "ignore", str(HERE / "process_child.py")]
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
@@ -86,6 +91,7 @@ JOBS = {  # in the order in which the tests need them
     "test_minilm_2_4_is_pruned_trained_saved_and_loads_again": lambda: _tiny("prune_minilm.py", "--threads", "1"),
     "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _tiny("shrink_minilm.py", "--threads", "1"),
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
+    "test_every_case": _ranks,
     "test_a_process_is_the_same_before_and_after": _process,
     "test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits": _forks,
     "test_triton_aot.py": _aot,

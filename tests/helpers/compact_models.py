@@ -120,10 +120,8 @@ class PackedExperts(nn.Module):
     def __init__(self, experts=6, width=5, hidden=8, gate="sigmoid"):
         super().__init__()
         self.gate, self.router = gate, nn.Linear(width, experts, bias=False)
-        self.up, self.down = (
-            nn.Parameter(torch.randn(experts, hidden, width)),
-            nn.Parameter(torch.randn(experts, width, hidden)),
-        )
+        self.up = nn.Parameter(torch.randn(experts, hidden, width))
+        self.down = nn.Parameter(torch.randn(experts, width, hidden))
 
     def forward(self, x):
         logits = self.router(x)
@@ -268,14 +266,7 @@ CASES = {
     "gated MLP of every layer": (lambda: Residual(GatedMLP(), GatedMLP()), Coupling(MLP), vectors(6)),
     "kv heads with their query heads": (Attention, KV_HEADS, vectors(10)),
     "query heads inside every kv head": (Attention, QUERIES, vectors(10)),
-    "kv heads, and query heads inside": (
-        Attention,
-        [
-            KV_HEADS,
-            QUERIES,
-        ],
-        vectors(10),
-    ),
+    "kv heads, and query heads inside": (Attention, [KV_HEADS, QUERIES], vectors(10)),
     "value channels of every head": (
         Attention,
         Coupling(
@@ -350,11 +341,7 @@ CASES = {
     ),
     "grouped conv, equally in each group": (
         lambda: nn.Sequential(nn.Conv2d(4, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 2, 1)),
-        Coupling(
-            {**weights_and_biases({"0": "(g u) i h w"}), "2.weight": "o (g u) h w"},
-            scope="g",
-            sizes={"g": 2},
-        ),
+        Coupling({**weights_and_biases({"0": "(g u) i h w"}), "2.weight": "o (g u) h w"}, scope="g", sizes={"g": 2}),
         lambda: torch.randn(2, 4, 5, 5),
     ),
     "depthwise with a multiplier": (
@@ -400,6 +387,7 @@ def close(a, b):
 
 
 PAIR = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
+NET = Coupling({f"net.{name}": axes for name, axes in PAIR.members.items()}, name="hidden")  # of a module that has it
 
 
 def pair(width=8):

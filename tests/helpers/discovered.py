@@ -5,6 +5,7 @@ import copy
 import torch
 
 from sparsekit_ao import ScopeSparsifier
+from sparsekit_ao.coupling import joint_entries
 from sparsekit_ao.removal import compact
 
 
@@ -27,6 +28,16 @@ def pruned(model, couplings):
         model, [entry for coupling in couplings for entry in coupling.entries(model, sparsity_level=0.5)]
     )
     sparsifier.step()
+    sparsifier.squash_mask()
+    return model
+
+
+def pruned_jointly(model, couplings, level=None, **budgets):
+    """The model itself, pruned by couplings that may share tensors."""
+    sparsifier = ScopeSparsifier() if level is None else ScopeSparsifier(level)
+    sparsifier.prepare(model, joint_entries(couplings, model, **budgets))
+    sparsifier.step()
+    sparsifier.check()
     sparsifier.squash_mask()
     return model
 

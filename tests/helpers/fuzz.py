@@ -7,7 +7,6 @@ after each of them. Everything is drawn from the seed, so a failure is repeated 
 """
 
 import copy
-import io
 import math
 import pickle
 import random
@@ -16,6 +15,7 @@ import warnings
 import torch
 from fuzz_cases import DTYPES, LEVELS, draw_case, fill
 from fuzz_oracle import connected, masks_of
+from stock import reloaded
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 
@@ -87,14 +87,11 @@ class Sequence:
 
     def save(self):
         """Save, let other masks be chosen, and load."""
-        file = io.BytesIO()
-        torch.save(self.sparsifier.state_dict(), file)
-        file.seek(0)
-        expected = self.expected
+        saved, expected = reloaded(self.sparsifier.state_dict()), self.expected
         self.refill()
         if self.rng.random() < 0.5:
             self.step()
-        self.sparsifier.load_state_dict(torch.load(file, weights_only=True))
+        self.sparsifier.load_state_dict(saved)
         self.expected = expected
 
     def pickle(self):

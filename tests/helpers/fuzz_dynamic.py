@@ -7,13 +7,13 @@ weights and optimizer states must stay the same bits as those of the other one, 
 """
 
 import copy
-import io
 import pickle
 import random
 import warnings
 
 import torch
 from growing import OPTIMIZERS
+from stock import reloaded
 from torch import nn
 from torch.nn import functional as F
 
@@ -41,12 +41,7 @@ def draw_model(rng):
     """A function that makes a small model, always the same, and the shape of its input."""
     inputs, hidden, outputs = (rng.choice(SIZES) for _ in range(3))
     if rng.random() < 0.3:
-        layers = [
-            lambda: nn.Conv2d(inputs, hidden, 2),
-            nn.Tanh,
-            Flat,
-            lambda: nn.Linear(hidden * 4, outputs),
-        ]
+        layers = [lambda: nn.Conv2d(inputs, hidden, 2), nn.Tanh, Flat, lambda: nn.Linear(hidden * 4, outputs)]
         shape = (3, inputs, 3, 3)
     else:
         layers, shape = [lambda: nn.Linear(inputs, hidden), nn.Tanh, lambda: nn.Linear(hidden, outputs)], (3, inputs)
@@ -179,11 +174,9 @@ class Sequence:
         self.both(lambda run: setattr(run.sparsifier, "enable_mask_update", not run.sparsifier.enable_mask_update))
 
     def save(self):
-        file = io.BytesIO()
-        torch.save([part.state_dict() for part in self.first.parts()], file)
-        file.seek(0)
+        saved = reloaded([part.state_dict() for part in self.first.parts()])
         self.first = self.fresh()
-        for part, state in zip(self.first.parts(), torch.load(file, weights_only=True), strict=True):
+        for part, state in zip(self.first.parts(), saved, strict=True):
             part.load_state_dict(state)
 
     def copy(self):

@@ -75,12 +75,26 @@ def prepared(optimizer="momentum", model=None, config=None, **arguments):
     return model, optimizer, sparsifier
 
 
+def backward(model, optimizer, step):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+
+
 def train(model, optimizer, sparsifier, steps):
     for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, optimizer, step)
         optimizer.step()
         sparsifier.step()
+
+
+def masks(sparsifier):
+    """Copies of all masks as bools, by tensor."""
+    return {g["tensor_fqn"]: sparsifier.mask(g["tensor_fqn"]) != 0 for g in sparsifier.groups}
+
+
+def equal(one, other):
+    """Whether two dicts hold the same bits under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
 
 
 def weights(model):

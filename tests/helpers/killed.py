@@ -12,6 +12,7 @@ import torch
 import torch._dynamo  # which optimizers import when they are first used, every fork anew
 from forks import begin, call, end, need
 from growing import OPTIMIZERS, mlp, prepared, train
+from stock import same
 from torch import nn
 
 from sparsekit_ao import GMP, ProximalSparsifier, RigL, ScopeSparsifier, one_shot
@@ -110,16 +111,6 @@ def run(kind, path):
         os.replace(partial, path)
 
     advance(parts, done, save)
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def kill(folder, count):

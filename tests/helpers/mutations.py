@@ -22,7 +22,7 @@ PROXIMAL = ["test_proximal_operator.py", "test_by_hand.py"]
 STRUCTURE = ["test_properties.py", "test_axes.py"]
 SELECTION = ["test_properties.py", "test_rule.py", "test_fuzz.py"]
 SPARSIFIERS = ["test_fuzz.py", "test_sparsifier.py", "test_config.py"]
-DYNAMIC = ["test_dynamic_counts.py", "test_dynamic_sparsifier.py"]
+DYNAMIC = ["test_dynamic_counts.py", "test_dynamic_properties.py", "test_dynamic_sparsifier.py"]
 REMOVAL = ["test_compact.py", "test_foreign_input.py"]
 
 # (file, text, what replaces its first occurrence, test files)
@@ -88,12 +88,7 @@ MUTATIONS = [
         "blocks.logical_and_(inside)",
         ["test_weight_norm.py"],
     ),
-    (
-        "sparsifiers/weight_norm.py",
-        "fill_(level <= 0 or",
-        "fill_(level < 0 or",
-        ["test_weight_norm.py"],
-    ),
+    ("sparsifiers/weight_norm.py", "fill_(level <= 0 or", "fill_(level < 0 or", ["test_weight_norm.py"]),
     ("masking/weight_mask.py", "self.mask.fill_(True)", "pass", ["test_masking.py", "test_dynamic_meta.py"]),
     ("dynamic/update.py", "masked_fill_(local(changed), 0)", "masked_fill_(local(changed), 1)", DYNAMIC),
     ("dynamic/update.py", "reset_state(optimizers, weight, changed)", "pass", DYNAMIC),

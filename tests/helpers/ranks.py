@@ -1,54 +1,44 @@
-"""Run many cases on several gloo ranks of this machine with one spawn; every case is reported by itself."""
+"""Run many cases on several gloo ranks of this machine, which are forks of one process; each is reported by itself."""
 
 import datetime
-import multiprocessing
+import json
 import os
 import pathlib
 import traceback
 import warnings
 
 import torch
+from forks import begin, end
 from torch import distributed
 
 
-def run_ranks(world, folder, cases, *, seconds=240):
-    """Run `cases()` (a list of (name, function of no arguments)) on every rank.
+def run_worlds(worlds):
+    """Run `cases()`, which yields (name, function of no arguments), for each {number of ranks: cases}, in this order.
 
-    Args:
-        world: number of ranks.
-        folder: an empty folder for the rendezvous file and the results.
-        cases: a function of a module; every rank lists and runs the same cases in the same order.
-
-    Returns:
-        {name: the first rank's error text, or None}.
-
-    Raises:
-        AssertionError: a rank exited with an error, or did not end in time.
+    Every rank lists and runs the same cases in the same order. Prints {number of ranks: {name: the first rank's error,
+    or None}} as JSON. The working folder takes the rendezvous files, and what cases save.
     """
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=_rank, args=(k, world, str(folder), cases)) for k in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(seconds)
-        if rank.is_alive():
-            rank.kill()
-    found = [torch.load(p) for p in sorted(pathlib.Path(folder).glob("rank*.pt"))]
-    codes = [rank.exitcode for rank in ranks]
-    assert codes == [0] * world and len(found) == world, (codes, found)
-    return {name: next((f[name] for f in found if f[name]), None) for name in found[0]}
+    import torch._dynamo.convert_frame  # what every rank imports sooner or later
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    found = {}
+    for world, cases in worlds.items():
+        codes = list(map(end, [begin(_rank, k, world, cases) for k in range(world)]))
+        results = [torch.load(path) for path in sorted(pathlib.Path().glob(f"{world}_rank*.pt"))]
+        if any(codes) or len(results) != world:
+            raise RuntimeError(f"{world} ranks ended with {codes} and left {len(results)} results")
+        found[world] = {name: next((r[name] for r in results if r[name]), None) for name in results[0]}
+    print(json.dumps(found))
 
 
-def _rank(rank, world, folder, cases):
+def _rank(rank, world, cases):
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    if world > 1:
+        rendezvous = pathlib.Path(f"{world}_rendezvous").absolute().as_uri()
+        timeout = datetime.timedelta(seconds=60)
+        distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=timeout)
     found = {}
     for name, case in cases():
         try:
@@ -56,15 +46,9 @@ def _rank(rank, world, folder, cases):
             found[name] = None
         except BaseException:  # pytest.fail raises one too
             found[name] = f"rank {rank}: {traceback.format_exc()}"
-        if _any_failed(found[name] is not None):
-            found.setdefault(name, None)
-    torch.save(found, f"{folder}/rank{rank}.pt")
-    distributed.barrier()
+        if world > 1:  # so that ranks go on together
+            distributed.barrier()
+    torch.save(found, f"{world}_rank{rank}.pt")
+    if world > 1:
+        distributed.barrier()
     os._exit(0)  # gloo's threads sometimes abort a process that exits normally
-
-
-def _any_failed(mine):
-    """Whether the case failed on any rank; also synchronizes the ranks between cases."""
-    flag = torch.tensor(int(mine))
-    distributed.all_reduce(flag, distributed.ReduceOp.MAX)
-    return bool(flag)

@@ -182,6 +182,10 @@ def test_transformers_checkpoints_of_several_callbacks_are_distinguished():
 # lightning
 
 
+QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+QUIET |= {"enable_model_summary": False}
+
+
 def lightning(folder, kind, clip, steps, resume=None, accumulate=1, manual=False):
     pytest.importorskip("lightning")
     with warnings.catch_warnings():
@@ -218,20 +222,14 @@ def lightning(folder, kind, clip, steps, resume=None, accumulate=1, manual=False
         sparsifier, own = KINDS[kind](model.net)
         begin = 5 if resume else 0  # Lightning does not wind a plain loader forward
         rows = [row for step in range(STEPS) for row in zip(*batch((step + begin) % STEPS), strict=True)]
+        checkpoints = ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=5, save_top_k=-1)
         trainer = Trainer(
             max_steps=steps,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             gradient_clip_val=clip or None,
             accumulate_grad_batches=accumulate,
             default_root_dir=folder,
-            callbacks=[
-                ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=5, save_top_k=-1),
-                SparsifierCallback(sparsifier, own),
-            ],
+            callbacks=[checkpoints, SparsifierCallback(sparsifier, own)],
+            **QUIET,
         )
         trainer.fit(model, DataLoader(rows, batch_size=8 // accumulate), ckpt_path=resume)
     return model.net, sparsifier
@@ -277,15 +275,8 @@ def test_lightning_with_two_optimizers_of_sparsified_layers_sees_dense_gradients
         sparsifier = DynamicSparsifier(sparsity_level=0.75, update_every=2, grow=listener)
         sparsifier.prepare(model.net, None)
         rows = [row for step in range(6) for row in zip(*batch(step), strict=True)]
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            devices=1,
-            enable_checkpointing=False,
-            callbacks=[SparsifierCallback(sparsifier)],
-            **quiet,
-        )
+        callbacks = [SparsifierCallback(sparsifier)]
+        trainer = Trainer(max_epochs=1, enable_checkpointing=False, callbacks=callbacks, **QUIET)
         trainer.fit(model, DataLoader(rows, batch_size=8))
     assert sorted(listener.seen) == [2, 4, 6]
     for step, found in listener.seen.items():

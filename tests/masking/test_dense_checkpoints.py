@@ -10,7 +10,7 @@ from hf_models import make
 from stock import linear_model
 from torch import nn
 
-from sparsekit_ao import SET, ScopeSparsifier, SparsityError, export, patterns
+from sparsekit_ao import SET, ScopeSparsifier, SparsityError, export
 
 
 def masked(model, **options):
@@ -63,20 +63,6 @@ def test_another_parametrization_beside_the_mask():
     masked(model)
     with pytest.raises(SparsityError, match=r"dense_state_dict: 0.weight has another parametrization .*copy.deepcopy"):
         export.dense_state_dict(model)
-
-
-def test_save_pretrained_and_from_pretrained(tmp_path):
-    import transformers
-
-    model, inputs = make("BERT")
-    sparsifier = masked(model, pattern=patterns.n_m(2, 4))
-    with torch.no_grad():
-        expected = model(**inputs).last_hidden_state
-    model.save_pretrained(tmp_path, state_dict=export.dense_state_dict(model))
-    again = transformers.AutoModel.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert torch.equal(again(**inputs).last_hidden_state, expected)
-    assert sparsifier.check()
 
 
 @pytest.mark.parametrize("name", ["BERT", None])

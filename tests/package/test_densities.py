@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stock import refuses
 from strategies import examples
 
 from sparsekit_ao import SparsityError, densities
@@ -26,12 +27,6 @@ def test_lenet_golden(distribution):
 def test_conv_golden():
     assert rounded(densities.erdos_renyi_kernel(CONVS, 0.1)) == [1, 0.18473, 0.13648, 0.06720, 1]
     assert rounded(densities.erdos_renyi(CONVS, 0.1)) == [1, 0.18579, 0.13934, 0.06967, 0.61776]
-
-
-def test_lenet_whole_budgets_golden():
-    sizes = [math.prod(s) for s in LENET.values()]
-    ideals = [d * n for d, n in zip(densities.erdos_renyi(LENET, 0.1).values(), sizes, strict=True)]
-    assert densities.allocate(ideals, 26620, [0] * 3, sizes, [1] * 3) == [18714, 6906, 1000]
 
 
 def test_power_is_between_uniform_and_erk():
@@ -64,9 +59,8 @@ def test_a_total_out_of_reach_names_the_range():
     ],
 )
 def test_mistakes(arguments, message):
-    with pytest.raises(SparsityError) as found:
+    with refuses(message):
         densities.uniform(*arguments)
-    assert message in str(found.value)
 
 
 def test_a_negative_power_is_refused():

@@ -1,12 +1,12 @@
 """Whole runs on a GPU; without one they run on the CPU, so that they are known to be right but for the device."""
 
-import io
 import math
 import warnings
 
 import pytest
 import torch
 from growing import batch, mlp
+from stock import reloaded
 from torch.nn import functional as F
 
 from sparsekit_ao import GMP, SNFS, ProximalSparsifier, RigL, ScopeSparsifier, one_shot, patterns
@@ -52,14 +52,6 @@ def assert_same(one, other):
         assert torch.equal(mask, other[name]), name
 
 
-def saved(state):
-    """A state dict after `torch.save` and a safe `torch.load`."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 STRUCTURES = {
     "2:4": patterns.n_m(2, 4),
     "single weights": patterns.unstructured(0.6),
@@ -85,7 +77,7 @@ def test_masks_checkpoints_and_squashed_weights_are_those_of_the_cpu(name):
     (plain, theirs), (model, ours) = runs
     masks = masks_of(theirs)
     assert_same(masks_of(ours), masks)
-    state, masked = saved(ours.state_dict()), saved(model.state_dict())
+    state, masked = reloaded(ours.state_dict()), reloaded(model.state_dict())
     loss_of(model, 0).backward()  # gradients of kept weights alone
     kept = model[0].parametrizations.weight[0].mask != 0
     assert not model[0].parametrizations.weight.original.grad[~kept].any()
@@ -119,7 +111,7 @@ def train(method, steps, state=None, half=True, broken=()):
     for step in steps:
         if step == steps[-1]:
             parts = (model, optimizer, sparsifier, scaler)
-            held = [saved(part.state_dict()) for part in parts]
+            held = [reloaded(part.state_dict()) for part in parts]
         optimizer.zero_grad()
         with torch.autocast(DEVICE, dtype=torch.float16 if HAS_GPU else torch.bfloat16, enabled=half):
             loss = loss_of(model, step)

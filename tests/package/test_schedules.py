@@ -1,10 +1,7 @@
 """Schedules give the golden numbers; ScheduleSL updates every interval and resumes exactly."""
 
-import io
-
 import pytest
-import torch
-from stock import linear_model
+from stock import linear_model, reloaded
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
 from sparsekit_ao.schedules import ScheduleSL
@@ -99,10 +96,7 @@ def test_a_resumed_schedule_equals_an_uninterrupted_one(order, at):
     straight = run(*fresh(), 10)
     first = fresh()
     begun = run(*first, at)
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in first], file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = reloaded([part.state_dict() for part in first])
     second = fresh()
     for k in (0, 1) if order == "sparsifier first" else (1, 0):
         second[k].load_state_dict(saved[k])

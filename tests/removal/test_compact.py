@@ -8,6 +8,7 @@ import torch
 from compact_models import (
     CASES,
     MLP,
+    NET,
     PAIR,
     STREAM,
     Attention,
@@ -154,8 +155,7 @@ def test_where_rounding_alone_is_too_much_float64_decides():
     model = Amplified()
     dropping(model.net, *range(0, 64, 3))
     inputs = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
-    coupling = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
-    report = compact(model, coupling, inputs)[1]
+    report = compact(model, NET, inputs)[1]
     assert report.difference > 1e-5 and report.in_float64 < 1e-9
     assert "rounding: in float64 it is" in str(report)
 
@@ -180,9 +180,8 @@ def test_positional_and_named_inputs():
 
     model = Two()
     dropping(model.net, 3)
-    coupling = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
     for inputs in ((x(), x()), [x(), x()], {"a": x(), "b": x()}):
-        assert compact(model, coupling, inputs)[1].couplings[0].kept == 7
+        assert compact(model, NET, inputs)[1].couplings[0].kept == 7
 
 
 def test_a_fresh_model_may_be_on_the_meta_device():
@@ -337,10 +336,7 @@ def test_a_size_that_is_not_listed_is_reported():
 
 ATTRS = [
     ({"heads": "u"}, "coupling 'heads': attrs the model has no attribute 'heads'"),
-    (
-        {"num_heads": "u d"},
-        "coupling 'heads': attrs 'num_heads' is 4, but u=4 * d=3 is 12; name other axes",
-    ),
+    ({"num_heads": "u d"}, "coupling 'heads': attrs 'num_heads' is 4, but u=4 * d=3 is 12; name other axes"),
     ({"size": "d"}, "coupling 'heads': attrs 'size' = 'd' lacks the unit axis 'u', so it would not change"),
     ({"num_heads": "u x"}, "coupling 'heads': attrs 'num_heads' = 'u x': unknown axis 'x'; the coupling has sizes of "),
     ({"layers.**.num_heads": "u"}, "coupling 'heads': attrs the model has no attribute 'layers.**.num_heads'"),
@@ -482,10 +478,8 @@ def test_a_model_that_does_not_run_or_returns_nothing_is_refused():
         def forward(self, x):
             self.net(x)
 
-    coupling = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"})
-    assert (
-        refusal(SparsityError, Silent(), coupling, x())
-        == "the model returned no tensor, so there is nothing to compare"
+    assert refusal(SparsityError, Silent(), NET, x()) == (
+        "the model returned no tensor, so there is nothing to compare"
     )
     assert "no member is a parameter" in refusal(
         SparsityError, nn.BatchNorm1d(3), Coupling({"running_mean": "u"}), x(3)

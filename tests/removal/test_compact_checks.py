@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from compact_models import PAIR, dropping, pair, pruned, refusal, x
+from compact_models import NET, PAIR, dropping, pair, pruned, refusal, x
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
@@ -13,7 +13,6 @@ from sparsekit_ao.coupling import discover
 from sparsekit_ao.removal import compact
 
 WRITERS = Coupling({"a.weight": "u i", "a.bias": "u"}, name="writers")
-WHOLE = Coupling({"net.0.weight": "u i", "net.0.bias": "u", "net.2.weight": "o u"}, name="hidden")
 
 
 class Sums(nn.Module):
@@ -116,7 +115,7 @@ class Holding(Pair):
 
 def test_outputs_in_other_objects_are_reported():
     model = Holding()
-    report = compact(model, WHOLE, x())[1]
+    report = compact(model, NET, x())[1]
     assert report.not_compared == ("output[1], a Held",)
     assert "\nnot inspected, hence not compared: output[1], a Held" in str(report)
     found = discover(model, x())
@@ -134,7 +133,7 @@ class Counting(Pair):
 
 def test_models_and_inputs_that_a_forward_changes_stay_as_they_are():
     model, inputs = Counting(), x()
-    report = compact(model, WHOLE, (inputs,))[1]
+    report = compact(model, NET, (inputs,))[1]
     assert report.difference <= 1e-5 and model.calls == 0
     assert torch.equal(inputs, x())
 
@@ -152,7 +151,7 @@ class Caching(Pair):
 
 def test_a_cache_among_the_inputs_is_not_filled_by_any_run():
     cache = Cache()
-    compact(Caching(), WHOLE, (x(), cache))
+    compact(Caching(), NET, (x(), cache))
     assert not cache.held
 
 

@@ -6,14 +6,14 @@ import hf_models
 import pytest
 import torch
 from compact_models import close
-from discovered import fill
+from discovered import fill, pruned_jointly
 from networks import NETWORKS, Heads, Net
+from stock import refuses
 from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
-from sparsekit_ao.coupling.coupling import merged_couplings
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
 from sparsekit_ao.removal.sizes import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL
@@ -30,15 +30,6 @@ ATTRS = {  # what is found by itself, as a person listed it in test_architecture
 }
 
 
-def pruned(model, couplings, level=0.5):
-    sparsifier = ScopeSparsifier(level)
-    sparsifier.prepare(model, joint_entries(couplings, model))
-    sparsifier.step()
-    sparsifier.check()
-    sparsifier.squash_mask()
-    return model
-
-
 def outputs(model, inputs):
     with torch.no_grad():
         return model(**inputs).logits if hasattr(model(**inputs), "logits") else model(**inputs)[0]
@@ -50,7 +41,7 @@ def test_integers_are_found_and_all_that_is_suggested_is_pruned_at_once(name):
     found = removable(model, inputs)
     assert [c.attrs for c in found.couplings if c.attrs] == ATTRS[name]
     assert len(found.couplings) == len({c.name for c in found.couplings})
-    small, report = compact(pruned(model, found.couplings, level=0.4), found.couplings, inputs)
+    small, report = compact(pruned_jointly(model, found.couplings, level=0.4), found.couplings, inputs)
     assert report.difference <= 1e-5 and not report.notes and close(outputs(model, inputs), outputs(small, inputs))
     assert report.changed and report.changed[0] in str(report)
     names = {"Coupling": Coupling}
@@ -193,23 +184,6 @@ def test_levels_by_coupling_and_errors_of_joint_entries():
         joint_entries([couplings[0]] * 2, model)
 
 
-def test_merged_couplings_have_the_units_of_both_or_are_none():
-    model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8), "w": nn.Linear(3, 6)})
-    one, other = Coupling({"q.weight": "(s u) i"}, scope="s", sizes={"s": 2}), Coupling({"v.weight": "u i"})
-    whole = merged_couplings(one, other, model)
-    assert (whole.members, whole.scope, whole.sizes) == (
-        {"q.weight": "(s u) i", "v.weight": "(a u) i"},
-        "",
-        {"a": 2, "s": 2},
-    )
-    assert merged_couplings(one, replaced(one), model) is None
-    assert merged_couplings(one, Coupling({"w.weight": "u i"}), model) is None
-
-
-def replaced(coupling):
-    return Coupling(coupling.members, scope="s", sizes={"s": 2})
-
-
 class Attending(nn.Module):
     def __init__(self, **keys):
         super().__init__()
@@ -246,7 +220,7 @@ def test_heads_of_torchs_attention_are_removed(keys, given):
     inputs = dict(zip("qkv", (torch.randn(shape) for shape in shapes), strict=True)) | given
     found = removable(model, inputs)
     heads = found.couplings[0] if found.couplings else HEADS  # what is added to keys is a constant
-    small, report = compact(pruned(model, [heads]), heads, inputs)
+    small, report = compact(pruned_jointly(model, [heads]), heads, inputs)
     assert small.attention.num_heads == 2 and report.difference <= 1e-5
     again = cut_to(Attending(**keys), report.manifest).eval()
     again.load_state_dict(small.state_dict())
@@ -268,10 +242,8 @@ def test_a_part_of_a_head_of_torchs_attention_is_refused():
     members = {"attention.in_proj_weight": "(three u h) i", "attention.in_proj_bias": "(three u h)"}
     part = Coupling({**members, "attention.out_proj.weight": "o (u h)"}, sizes={"three": 3, "h": 1})
     x = torch.randn(1, 3, 8)
-    with pytest.raises(
-        SparsityError, match="attention: 5 rows are left of its queries, no multiple of the 2 of a head"
-    ):
-        compact(pruned(model, [part], level=0.4), part, {"q": x, "k": x, "v": x})
+    with refuses("attention: 5 rows are left of its queries, no multiple of the 2 of a head"):
+        compact(pruned_jointly(model, [part], level=0.4), part, {"q": x, "k": x, "v": x})
 
 
 def test_layers_that_share_one_number_for_several_couplings_are_found_together():
@@ -284,12 +256,6 @@ def test_layers_that_share_one_number_for_several_couplings_are_found_together()
     found = removable(model, torch.randn(2, 3, 6, 6))
     assert [coupling.attrs for coupling in found.couplings] == [{}, {"width": "u"}]
     assert len(discover(model, torch.randn(2, 3, 6, 6)).couplings) == 2
-
-
-def test_recurrent_layers_run_with_their_new_weights():
-    model, inputs = fill(NETWORKS["GRU"][0]()), torch.randn(2, 5, 6)
-    small, report = shrink(model, inputs)
-    assert small.cells.input_size == 6 and small(inputs).shape == (2, 5, 3) and report.difference <= 1e-5
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):

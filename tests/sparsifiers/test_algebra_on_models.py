@@ -6,26 +6,10 @@ import re
 
 import pytest
 import torch
+from stock import refuses
 from torch import nn
 
-from sparsekit_ao import (
-    BlockCoupling,
-    BlockSpec,
-    DynamicSparsifier,
-    ScopeCoupling,
-    ScopeSparsifier,
-    ScopeSpec,
-    SparsityError,
-    View,
-)
-from sparsekit_ao.dynamic import inits
-
-
-def refuses(text):
-    return pytest.raises(SparsityError, match=re.escape(text))
-
-
-# 1: the weight of a prepared layer
+from sparsekit_ao import BlockSpec, DynamicSparsifier, ScopeCoupling, ScopeSparsifier, ScopeSpec, View
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -39,23 +23,6 @@ def test_a_weight_computed_by_a_parametrization_is_refused(make, frozen):
     weight = layer.parametrizations.weight.original
     BlockSpec(weight, (1, -1)).soft_threshold(100.0)
     assert not weight.any()
-
-
-# 2: the order of arguments
-
-
-# 3: nnz
-
-
-def test_nnz_counts_elements_and_nnz_blocks_blocks():
-    a, b = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1e-9, 0.0]]), torch.tensor([0.0, 2.0])
-    block = BlockSpec(a, (1, 2))
-    assert (block.nnz(), block.nnz_blocks(), block.nnz(eps=1e-10), block.nnz_blocks(eps=1e-10)) == (3, 2, 4, 3)
-    both = BlockCoupling([BlockSpec(a, (1, -1)), BlockSpec(b)])
-    assert (both.nnz(), both.nnz_blocks()) == (4, 2)
-
-
-# 4: shapes and dtypes of arguments
 
 
 def test_get_masks_takes_what_block_norms_returns():
@@ -80,9 +47,6 @@ def test_apply_mask_of_ints_is_refused():
     assert w.all()
 
 
-# 5: budgets that are tensors
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("coupling", [{}, {"scope_coupling": "both"}, {"block_coupling": "both"}])
 def test_a_budget_tensor_in_a_group_after_a_change_of_dtype(coupling, dtype):
@@ -103,21 +67,6 @@ def test_a_budget_tensor_in_a_group_after_a_change_of_dtype(coupling, dtype):
             weight, mask = layer.parametrizations.weight.original.abs(), sparsifier.mask(f"{k}.weight")
             kept, dropped = weight.where(mask, math.inf).amin(1), weight.where(~mask, 0).amax(1)
             assert (kept >= dropped).all()
-
-
-# init="resume"
-
-
-def test_a_saved_mask_that_keeps_a_part_of_a_block_is_still_refused():
-    mask = torch.ones(4, 3, dtype=torch.bool)
-    mask[0, 1] = False
-    for saved in (mask, mask.float()):
-        sparsifier = DynamicSparsifier(init=inits.resume({"weight": saved}), update_every=None)
-        with refuses("the saved mask keeps parts of blocks"):
-            sparsifier.prepare(nn.Linear(3, 4, bias=False), [{"tensor_fqn": "weight", "block_shape": (1, -1)}])
-
-
-# 6: the page of names
 
 
 def test_the_names_of_the_algebra_exist():

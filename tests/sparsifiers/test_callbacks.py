@@ -6,17 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stock import linear_model
+from stock import linear_model, prepared
 from torch import nn
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, schedules
 from sparsekit_ao.schedules import ScheduleSL
-
-
-def prepared(kind=ScopeSparsifier, **options):
-    sparsifier = kind(**options)
-    sparsifier.prepare(linear_model(8, 8, 4))
-    return sparsifier
 
 
 def changes(sparsifier, step, count):
@@ -96,7 +90,7 @@ def test_callbacks(library):
         resumed.load_state_dict(callback.state_dict())
         assert changes(sparsifier, step, 3) == [1]
     with pytest.raises(SparsityError, match="DynamicSparsifier must be called in every step; give update_every and"):
-        callback_of(library, prepared(DynamicSparsifier), update_every=2)
+        callback_of(library, prepared(kind=DynamicSparsifier), update_every=2)
 
 
 @pytest.mark.parametrize("options", [{"update_every": 0}, {"until": 0}, {"update_every": 1.5}])
@@ -107,18 +101,12 @@ def test_numbers_that_cannot_be_meant(options):
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_a_callback_of_another_model(library):
+    callback, other = callback_of(library, prepared())[0], nn.Sequential(nn.Linear(8, 8))
     text = "SparsifierCallback: 0.weight belongs to another model than the one that is trained"
-    sparsifier, other = prepared(), nn.Sequential(nn.Linear(8, 8))
-    if library == "lightning":
-        from sparsekit_ao.integrations.lightning import SparsifierCallback
-
-        with pytest.raises(SparsityError, match=text):
-            SparsifierCallback(sparsifier).on_train_start(None, other)
-    else:
-        from sparsekit_ao.integrations.transformers import SparsifierCallback
-
-        with pytest.raises(SparsityError, match=text):
-            SparsifierCallback(sparsifier).on_train_begin(None, None, None, model=other)
+    start = {"lightning": lambda: callback.on_train_start(None, other)}
+    start["transformers"] = lambda: callback.on_train_begin(None, None, None, model=other)
+    with pytest.raises(SparsityError, match=text):
+        start[library]()
 
 
 def test_arguments_of_the_callbacks():

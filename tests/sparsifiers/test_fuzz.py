@@ -50,8 +50,7 @@ ENTRY = {"tensor_fqn": "0.weight"}
 
 @pytest.mark.parametrize("weight", [torch.ones(1, 4).expand(3, 4), torch.ones(6).as_strided((3, 4), (1, 1))])
 @pytest.mark.parametrize(
-    "sparsifier",
-    [ScopeSparsifier(), ScopeSparsifier(view=((3, 4), (4, 1)), edge="partial"), WeightNormSparsifier()],
+    "sparsifier", [ScopeSparsifier(), ScopeSparsifier(view=((3, 4), (4, 1)), edge="partial"), WeightNormSparsifier()]
 )
 def test_an_expanded_parameter_is_refused(weight, sparsifier):
     model = one_layer(weight)

@@ -1,7 +1,6 @@
 """Models of users: recurrent layers, wrappers, numbers of numpy; and what the report prints."""
 
 import copy
-import io
 import json
 import pickle
 import re
@@ -9,18 +8,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from stock import linear_model
+from stock import linear_model, prepared, reloaded
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, export
 from sparsekit_ao.schedules import ScheduleSL
-
-
-def prepared(model=None, config=None, **options):
-    sparsifier = ScopeSparsifier(**options)
-    sparsifier.prepare(linear_model(8, 8, 4) if model is None else model, config)
-    return sparsifier
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
@@ -91,9 +84,7 @@ def test_numbers_of_numpy_in_a_config_are_saved_as_plain_ones(given):
     sparsifier = prepared(config=[{"tensor_fqn": "0.weight", **given}])
     sparsifier.step()
     sparsifier.groups[0]["sparsity_level"] = np.float64(0.5)  # as a scheduler may write
-    torch.save(sparsifier.state_dict(), file := io.BytesIO())
-    file.seek(0)
-    sparsifier.load_state_dict(torch.load(file, weights_only=True))
+    sparsifier.load_state_dict(reloaded(sparsifier.state_dict()))
     assert sparsifier.check() == 1 and int(sparsifier.mask("0.weight").sum()) == 32
 
 

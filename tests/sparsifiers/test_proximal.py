@@ -1,12 +1,10 @@
 """ProximalSparsifier: strengths and budgets in the optimizer's metric, torch.ao's interface, hand-over of the zeros."""
 
 import copy
-import io
-import pickle
-import re
 
 import pytest
 import torch
+from stock import refuses
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,15 +14,10 @@ from sparsekit_ao import (
     DynamicSparsifier,
     ProximalSparsifier,
     ScopeSparsifier,
-    SparsityError,
     patterns,
     schedules,
 )
 from sparsekit_ao.schedules import ScheduleSL
-
-
-def refuses(text, kind=SparsityError):
-    return pytest.raises(kind, match=re.escape(text))
 
 
 def linear(out=4, inputs=8, seed=0, dtype=torch.float32):
@@ -317,37 +310,6 @@ def run_of(strength):
     sparsifier = ProximalSparsifier(strength=strength, optimizer=optimizer, pattern=patterns.rows())
     sparsifier.prepare(model)
     return model, optimizer, sparsifier
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one():
-    strength = schedules.linear(0.1, 1.0, 20)
-    model, optimizer, sparsifier = run_of(strength)
-    train(model, optimizer, 8, sparsifier)
-    file = io.BytesIO()
-    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "s": sparsifier.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    train(model, optimizer, 8, sparsifier, seed=1)
-    again, optimizer, resumed = run_of(strength)
-    again.load_state_dict(saved["m"])
-    optimizer.load_state_dict(saved["o"])
-    resumed.load_state_dict(saved["s"])
-    assert resumed.iteration == 8
-    train(again, optimizer, 8, resumed, seed=1)
-    assert torch.equal(model[0].weight, again[0].weight) and resumed.iteration == 16
-    assert torch.equal(sparsifier.mask("0.weight"), resumed.mask("0.weight"))
-    assert set(model.state_dict()) == {"0.weight"}  # plain parameters
-
-
-def test_a_pickled_sparsifier_attaches_to_a_model_again():
-    model, optimizer, sparsifier = run_of(0.5)
-    train(model, optimizer, 5, sparsifier)
-    loaded = pickle.loads(pickle.dumps(sparsifier))
-    other = copy.deepcopy(model)
-    loaded.prepare(other)
-    assert loaded.iteration == 5 and torch.equal(loaded.mask("0.weight"), sparsifier.mask("0.weight"))
-    with refuses("step: the learning rate and the diagonal are the optimizer's"):
-        loaded.step()
 
 
 def test_a_snapshot_can_be_squashed_alone():

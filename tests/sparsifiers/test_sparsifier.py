@@ -2,20 +2,11 @@
 
 import pytest
 import torch
-from stock import linear_model
+from stock import Holder, linear_model, refuses
 from torch import nn
 from torch.ao.pruning import CubicSL, LambdaSL
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
-
-
-class Holder(nn.Module):
-    """A module with named parameters, for shapes that no layer has."""
-
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        super().__init__()
-        for name, t in tensors.items():
-            self.register_parameter(name, nn.Parameter(t))
 
 
 def masks_after_step(model: nn.Module, config, sparsifier=None) -> ScopeSparsifier:
@@ -24,26 +15,6 @@ def masks_after_step(model: nn.Module, config, sparsifier=None) -> ScopeSparsifi
     sparsifier.step()
     sparsifier.check()
     return sparsifier
-
-
-def test_coupled_mlp_units_are_kept_or_dropped_together():
-    torch.manual_seed(0)
-    model = Holder(gate=torch.randn(6, 4), up=torch.randn(6, 4), down=torch.randn(4, 6), bias=torch.randn(6))
-    config = [
-        {"tensor_fqn": "gate", "block_coupling": "mlp", "block_shape": (1, -1)},
-        {"tensor_fqn": "up", "block_coupling": "mlp", "block_shape": (1, -1)},
-        {"tensor_fqn": "down", "block_coupling": "mlp", "block_shape": (-1, 1), "coupling_order": (1, 0)},
-        {"tensor_fqn": "bias", "block_coupling": "mlp"},
-    ]
-    s = masks_after_step(model, config)
-    norms = [p.detach() ** 2 for p in (model.parametrizations[n].original for n in ("gate", "up", "down", "bias"))]
-    unit = norms[0].sum(1) + norms[1].sum(1) + norms[2].sum(0) + norms[3]
-    want = torch.zeros(6, dtype=torch.bool)
-    want[unit.topk(3).indices] = True
-    for name, dim in (("gate", 1), ("up", 1), ("down", 0)):
-        assert torch.equal(s.mask(name).all(dim), want)
-        assert torch.equal(s.mask(name).any(dim), want)
-    assert torch.equal(s.mask("bias"), want)
 
 
 def test_config_none_takes_every_linear_and_conv_in_model_order():
@@ -121,11 +92,6 @@ def test_a_scheduler_on_stages_with_their_own_budgets_is_an_error():
     sparsifier.groups[0]["sparsity_level"] = 0.9
     with pytest.raises(SparsityError, match="every stage has a budget of its own. Leave the budget out of the stage"):
         sparsifier.step()
-
-
-def test_nan_is_kept_so_that_divergence_is_visible():
-    sparsifier = masks_after_step(Holder(w=torch.tensor([1.0, float("nan"), 9.0, 2.0])), [{"tensor_fqn": "w"}])
-    assert sparsifier.mask("w").tolist() == [False, True, True, False]
 
 
 def test_multihead_attention_runs_prepared():
@@ -219,22 +185,12 @@ def test_step_report_and_check_leave_spectral_norm_unchanged():
 def test_check_names_the_wrong_scope():
     sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
     sparsifier.mask("0.weight")[1, 4:] = True
-    with pytest.raises(
-        SparsityError, match="0.weight: 1 of 8 scopes are wrong; scope 3 keeps 4 blocks, its budget is 2"
-    ):
+    with refuses("0.weight: 1 of 8 scopes are wrong; scope 3 keeps 4 blocks, its budget is 2"):
         sparsifier.check()
     sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.rows(0.5)}])
     row = int(sparsifier.mask("0.weight").any(1).nonzero()[0])
     sparsifier.mask("0.weight")[row, 0] = False
     with pytest.raises(SparsityError, match="0.weight: some block is neither kept whole nor dropped whole"):
-        sparsifier.check()
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_check_detects_a_wrong_v_n_m_mask(wrong):
-    sparsifier = masks_after_step(Holder(w=torch.randn(8, 16)), [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
-    sparsifier.mask("w")[0] = wrong
-    with pytest.raises(SparsityError, match="w: .* scopes are wrong"):
         sparsifier.check()
 
 

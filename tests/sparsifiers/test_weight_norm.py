@@ -1,11 +1,12 @@
 """WeightNormSparsifier gives the masks of torch.ao's class ("stock"), and correct masks where that raises."""
 
-import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
-from stock import linear_model, stock_mask
+from grids import grid
+from stock import StockWeightNorm, linear_model, mask_by
 from torch import nn
 
 from sparsekit_ao import SparsityError, WeightNormSparsifier
@@ -16,14 +17,7 @@ LEVELS = [0.0, 0.1, 0.5, 0.9, 1.0]
 NORMS = [1, 2, torch.exp]
 
 
-def our_mask(weight: torch.Tensor, steps: int = 1, **kwargs) -> torch.Tensor:
-    model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
-    model[0].weight = nn.Parameter(weight.clone())
-    sparsifier = WeightNormSparsifier(**kwargs)
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
-    for _ in range(steps):
-        sparsifier.step()
-    return model[0].parametrizations.weight[0].mask
+our_mask, stock_mask = partial(mask_by, WeightNormSparsifier), partial(mask_by, StockWeightNorm)
 
 
 def zeros_of(block: tuple[int, int]) -> list[int]:
@@ -67,11 +61,7 @@ def compare(weight: torch.Tensor, **kwargs) -> str:
         assert torch.equal(ours, want.to(ours.dtype))
         return "stock"
     expected = brute_force(
-        weight,
-        kwargs["sparsity_level"],
-        kwargs["sparse_block_shape"],
-        kwargs["zeros_per_block"],
-        kwargs.get("norm", 2),
+        weight, kwargs["sparsity_level"], kwargs["sparse_block_shape"], kwargs["zeros_per_block"], kwargs.get("norm", 2)
     )
     assert torch.equal(ours, expected)
     return "brute force"
@@ -82,7 +72,7 @@ def compare(weight: torch.Tensor, **kwargs) -> str:
 def test_same_masks_as_stock_over_the_grid(shape, block):
     torch.manual_seed(sum(shape) + 31 * math.prod(block))
     weight = torch.randn(shape)
-    for level, zeros, norm in itertools.product(LEVELS, zeros_of(block), NORMS):
+    for level, zeros, norm in grid(LEVELS, zeros_of(block), NORMS):
         kwargs = {"sparsity_level": level, "sparse_block_shape": block, "zeros_per_block": zeros, "norm": norm}
         compare(weight, **kwargs)
 
@@ -119,17 +109,11 @@ def test_other_ranks_are_taken_as_a_matrix(shape):
     assert torch.equal(sparsifier.mask("0.w"), want)
 
 
-def test_overriding_only_the_block_shape_rederives_zeros_per_block():
-    sparsifier = WeightNormSparsifier(sparsity_level=0.5)
-    model = linear_model(16, 8)
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "sparse_block_shape": (1, 8)}])
-    assert sparsifier.groups[0]["zeros_per_block"] == 8
-
-
-def test_explicit_zeros_per_block_stays_a_default():
-    sparsifier = WeightNormSparsifier(sparsity_level=1.0, zeros_per_block=2)
+@pytest.mark.parametrize(("options", "zeros"), [({}, 8), ({"zeros_per_block": 2}, 2)])
+def test_zeros_per_block_follow_from_the_block_unless_they_are_given(options, zeros):
+    sparsifier = WeightNormSparsifier(sparsity_level=1.0, **options)
     sparsifier.prepare(linear_model(16, 8), [{"tensor_fqn": "0.weight", "sparse_block_shape": (1, 8)}])
-    assert sparsifier.groups[0]["zeros_per_block"] == 2
+    assert sparsifier.groups[0]["zeros_per_block"] == zeros
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,11 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from stock import Holder
 
 from sparsekit_ao import CouplingError, ScopeSparsifier, SparsityError, patterns
-from sparsekit_ao.structure import AxisPattern
 
 ROWS, COLUMNS = 32, 64
-
-
-class Holder(nn.Module):
-    def __init__(self, **tensors):
-        super().__init__()
-        for name, t in tensors.items():
-            self.register_parameter(name, nn.Parameter(t))
 
 
 def axes(text, unit, scope="", **sizes):
@@ -89,50 +81,6 @@ def test_an_axis_pattern_and_its_numbers_choose_the_same_mask(shape, pattern, nu
         assert len({getattr(scope, count)() for scope in scopes}) == 1
 
 
-def test_units_align_over_coupled_tensors_whatever_their_shapes():
-    torch.manual_seed(0)
-    u, i = 6, 4
-    model = Holder(gate=torch.randn(u, i), up=torch.randn(u, i), down=torch.randn(i, u), bias=torch.randn(u))
-    shared = {"unit": "u", "block_coupling": "mlp", "sparsity_level": 0.5}
-    patterns_of = {"gate": "u i", "up": "u i", "down": "o u", "bias": "u"}
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model, [{"tensor_fqn": name, "axes": text, **shared} for name, text in patterns_of.items()])
-    sparsifier.step()
-    dense = {group["tensor_fqn"]: sparsifier._dense(group) for group in sparsifier.groups}
-    score = dense["gate"].square().sum(1) + dense["up"].square().sum(1) + dense["down"].square().sum(0)
-    score += dense["bias"].square()
-    kept = torch.zeros(u, dtype=torch.bool)
-    kept[score.topk(3).indices] = True
-    assert torch.equal(sparsifier.mask("gate"), kept[:, None].expand(u, i))
-    assert torch.equal(sparsifier.mask("down"), kept[None].expand(i, u))
-    assert torch.equal(sparsifier.mask("bias"), kept)
-
-
-def test_grouped_queries_are_units_of_their_key_and_value():
-    torch.manual_seed(0)
-    u, g, d, i = 3, 2, 4, 5
-    model = Holder(q=torch.randn(u * g * d, i), k=torch.randn(u * d, i), o=torch.randn(i, u * g * d))
-    patterns_of = {"q": "(u g d) i", "k": "(u d) i", "o": "o (u g d)"}
-    entries = [
-        {
-            "tensor_fqn": n,
-            "axes": t,
-            "unit": "u",
-            "sizes": {"g": g, "d": d} if "g" in t else {"d": d},
-            "block_coupling": "attention",
-            "nnz": 1,
-        }
-        for n, t in patterns_of.items()
-    ]
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model, entries)
-    sparsifier.step()
-    kept = sparsifier.mask("k").view(u, -1).all(1)
-    assert int(kept.sum()) == 1
-    assert torch.equal(sparsifier.mask("q").view(u, -1), kept[:, None].expand(u, g * d * i))
-    assert torch.equal(sparsifier.mask("o").view(i, u, -1), kept[None, :, None].expand(i, u, g * d))
-
-
 def test_defaults_stages_and_entries_override_each_other():
     torch.manual_seed(0)
     sparsifier = ScopeSparsifier(axes="o (s m)", unit="o s m", scope="o s", sizes={"m": 4}, nnz=2)
@@ -162,16 +110,6 @@ def test_defaults_stages_and_entries_override_each_other():
     for one in both:
         one.step()
     assert torch.equal(both[0].mask("w"), both[1].mask("w"))
-
-
-def test_state_with_an_axis_pattern_is_saved_and_loaded():
-    entry = [{"tensor_fqn": "w", **axes("o (s m)", "o s m", "o s", m=4), "nnz": 1}]
-    first, second = ScopeSparsifier(), ScopeSparsifier()
-    first.prepare(Holder(w=torch.randn(4, 8)), entry)
-    first.step()
-    second.prepare(Holder(w=torch.randn(4, 8)), entry)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first.mask("w"), second.mask("w"))
 
 
 W = "w: axes "
@@ -219,22 +157,11 @@ def test_a_pattern_that_does_not_fit_is_an_error_before_anything_is_changed(entr
     assert not hasattr(model, "parametrizations")
 
 
-def test_defaults_that_contradict_are_refused():
-    with pytest.raises(SparsityError, match=re.escape("defaults: 'axes' and 'scope_shape' are mutually exclusive")):
-        ScopeSparsifier(axes="o i", unit="o", scope_shape=(1, 4))
-
-
 def test_coupled_units_of_different_length_are_refused():
     model = Holder(a=torch.randn(4, 8), b=torch.randn(6, 8))
     entries = [{"tensor_fqn": n, "axes": "u i", "unit": "u", "block_coupling": "c"} for n in ("a", "b")]
     with pytest.raises(CouplingError, match="block coupling 'c'"):
         ScopeSparsifier().prepare(model, entries)
-
-
-def test_the_view_of_a_transposed_weight_is_an_alias():
-    weight = torch.randn(8, 4).t()
-    seen = AxisPattern(axes="o (s m)", unit="s o m", sizes={"m": 4})(weight)
-    assert seen.data_ptr() == weight.data_ptr() and seen.shape == (2, 4, 4)
 
 
 def test_blocks_of_a_part_of_a_concatenation_compete_and_what_is_outside_is_kept():

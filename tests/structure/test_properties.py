@@ -92,7 +92,7 @@ def fits(param, shape, stride, offset):
     return len(set(met)) == len(met) and set(met) <= set(elements_of(param))
 
 
-@examples(400)
+@examples(200)
 @given(any_params(), raw_windows())
 def test_a_view_is_accepted_iff_in_bounds_and_injective(param, window):
     if fits(param, *window):
@@ -130,14 +130,11 @@ def test_from_existing_and_from_function_find_the_same_window(param, data):
     start = data.draw(st.integers(0, param.shape[0] - 1))
     seen = View.from_function(param, lambda w: w[start:].permute(order))
     assert seen == View(
-        param,
-        tuple(param[start:].permute(order).shape),
-        param.permute(order).stride(),
-        start * param.stride(0),
+        param, tuple(param[start:].permute(order).shape), param.permute(order).stride(), start * param.stride(0)
     )
 
 
-@examples(150)
+@examples(100)
 @given(scoped_windows(pool=[1.0]))
 def test_grids_and_counts(case):
     scope, tiled, scopes = case
@@ -157,7 +154,7 @@ def test_grids_and_counts(case):
     assert scope.numel_per_scope() == scope.numblk_per_scope() * block.numel_per_block()
 
 
-@examples(150)
+@examples(100)
 @given(st.data())
 def test_tiles_are_accepted_iff_they_divide(data):
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
@@ -230,7 +227,7 @@ def test_multipliers_and_inverted_masks_act_on_whole_blocks_in_place(case, data)
     assert torch.equal(tiled.param, before.masked_fill(~mask_of(tiled, kept), 0))
 
 
-@examples(200)
+@examples(120)
 @given(scoped_windows(pool=[1.0]), st.sampled_from(FLOATS), st.data())
 def test_masks_from_scores_are_the_sorted_selection(case, dtype, data):
     scope, tiled, scopes = case
@@ -497,7 +494,7 @@ def masks_of(oracles, kept):
     return [mask_of(tiled, {b for j, b in kept if j == at}) for at, (tiled, _) in enumerate(oracles)]
 
 
-@examples(120)
+@examples(80)
 @given(coupled_scopes(pool=[*SMALL, math.nan, math.inf]), st.data())
 def test_coupled_scopes_share_one_budget(case, data):
     coupling, aligned, members, oracles = case
