@@ -18,11 +18,9 @@ from ..calibration import (
     INPUTS,
     Statistics,
     Target,
-    checked_batches,
     damped_gram,
     eval_mode,
     progress_bar,
-    token_mask_of,
 )
 from ..distributed import is_sharded
 from ..errors import SparsityError
@@ -30,8 +28,7 @@ from ..scores import needs_of
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
 from ..tables import Table, aligned
-from .recover import RecoveryReport
-from .recover import recover as recover_blocks
+from .recover import RecoveryReport, Teacher, check_models
 from .sequential import CalibrationData, SequentialPass
 from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 
@@ -182,12 +179,7 @@ def one_shot(
     _check(sparsifier, compensate)
     model = sparsifier.model
     assert model is not None
-    checked_batches(batches, token_mask, forward, "one_shot")
-    data_batches = list(batches)
-    if not data_batches:
-        raise SparsityError("one_shot: there are no batches; an iterator that was used up before gives none")
-    token_masks = [token_mask_of(batch, token_mask, "one_shot") for batch in data_batches]
-    data = CalibrationData(model=model, batches=data_batches, forward=forward, token_masks=token_masks)
+    data = CalibrationData.checked(model, batches, forward, token_mask, "one_shot")
     saved = sparsifier._one_shot if resume else None
     dense = recover if isinstance(recover, nn.Module) else None
     if recover is True:
@@ -196,30 +188,22 @@ def one_shot(
         dense = copy.deepcopy(model)
         for group in sparsifier.groups:
             sparsifier._live_mask(group, dense).fill_(True)
+    if dense is not None:
+        check_models(model, dense)
     with eval_mode(model), torch.no_grad():
         one_pass = _Pass(sparsifier, data, compensate, blocks, saved)
-        rows, count = one_pass.run(progress, checkpoint)
+        rows, repeated = one_pass.run(progress, checkpoint)
     recovery = None
     if dense is not None:
 
-        def finished(blocks_done: int) -> None:
-            one_pass.progress["recovered"] = blocks_done
+        def finished(count: int) -> None:
+            one_pass.progress["recovered"] = count
             if checkpoint is not None:
                 checkpoint()
 
-        recovery = recover_blocks(
-            model,
-            dense,
-            data_batches,
-            forward,
-            blocks=blocks,
-            token_mask=token_mask,
-            progress=progress,
-            resume=one_pass.progress["recovered"],
-            checkpoint=finished,
-        )
+        recovery = Teacher(dense, data, repeated).match_all(None, one_pass.progress["recovered"], progress, finished)
     sparsifier._one_shot = None
-    return OneShotReport(rows=rows, seconds=time.perf_counter() - start, blocks=count, recovery=recovery)
+    return OneShotReport(rows=rows, seconds=time.perf_counter() - start, blocks=len(repeated), recovery=recovery)
 
 
 def _check(sparsifier: object, method: str | None) -> None:
@@ -291,8 +275,10 @@ class _Pass:
         self.progress: dict[str, Any] = {"rows": {}, "masks": {}, "recovered": 0} if saved is None else saved
         self.rows, self.masks = self.progress["rows"], self.progress["masks"]  # of finished layers; of shared choices
 
-    def run(self, progress: bool, checkpoint: Callable[[], None] | None) -> tuple[tuple[LayerRow, ...], int]:
-        """Return the rows of all layers, and the number of blocks."""
+    def run(
+        self, progress: bool, checkpoint: Callable[[], None] | None
+    ) -> tuple[tuple[LayerRow, ...], list[nn.Module]]:
+        """Return the rows of all layers, and the repeated blocks."""
         self._check_gradients()
         if self.shared and not self.masks and not self.rows:
             self.masks.update(self._shared_masks())
@@ -316,7 +302,7 @@ class _Pass:
                 bar.update(len(layers))
                 if fresh and checkpoint is not None:
                     checkpoint()
-        return tuple(LayerRow(**self.rows[t.name]) for t in (*recorded, *rest)), len(sequence.blocks)
+        return tuple(LayerRow(**self.rows[t.name]) for t in (*recorded, *rest)), sequence.blocks
 
     def _check_gradients(self) -> None:
         """Raise if gradients that a score needs were not recorded before."""

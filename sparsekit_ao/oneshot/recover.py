@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree
 
-from ..calibration import call, checked_batches, eval_mode, progress_bar, token_mask_of, token_rows
+from ..calibration import call, eval_mode, progress_bar, token_rows
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number
 from ..tables import Table, aligned
 from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
 
+PASSES = 4
 RATE = 0.01  # learning rate as a fraction of the root mean square of a block's kept weights
 LAST = 0.2  # the share of the learning rate that is left at the end, by a cosine
 HELD_OUT = 16  # one of so many batches is held out; fewer batches are all trained on, and measured too
@@ -75,7 +76,7 @@ def recover(
     batches: Iterable[Any],
     forward: Callable[[nn.Module, Any], Any] | None = None,
     *,
-    passes: int = 4,
+    passes: int = PASSES,
     rate: float = RATE,
     outputs: str | None = None,
     blocks: str | None = None,
@@ -132,40 +133,7 @@ def recover(
     >>> row.after < row.before, sparsifier.check()
     (True, 256)
     """
-    _check(model, dense, passes, rate, outputs, resume)
-    checked_batches(batches, token_mask, forward, "recover")
-    data_batches = list(batches)
-    if not data_batches:
-        raise SparsityError("recover: there are no batches; an iterator that was used up before gives none")
-    if has_process_group():
-        counts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(counts, len(data_batches))
-        if len(set(counts)) > 1:
-            text = " and ".join(map(str, counts))
-            raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
-    masks = [token_mask_of(batch, token_mask, "recover") for batch in data_batches]
-    data = CalibrationData(model=model, batches=data_batches, forward=forward, token_masks=masks)
-    with eval_mode(model), eval_mode(dense), torch.no_grad():
-        layers = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
-        found = find_blocks(data, layers, blocks)
-        teacher = Teacher(dense, data, found, passes=passes, rate=rate, seed=seed)
-        rows = []
-        inputs = [captured(data, found[0], at) for at in range(len(data_batches))] if found else []
-        for k, block in enumerate(progress_bar(found, "recover", progress, unit="block")):
-            if k >= resume:
-                rows.append(teacher.match(k, inputs))
-                if checkpoint is not None:
-                    checkpoint(k + 1)
-            for at, arguments in enumerate(inputs):
-                inputs[at] = next_arguments(arguments, output_of(block, arguments))
-        if outputs is not None or not found:
-            rows.append(teacher.match_outputs(outputs or "mse"))
-    return RecoveryReport(rows=tuple(rows))
-
-
-def _check(model: object, dense: object, passes: object, rate: object, outputs: object, resume: object) -> None:
-    if checked_model(model, "recover") is checked_model(dense, "recover"):
-        raise SparsityError("recover: model and dense are one object; keep a deep copy of the model before pruning")
+    check_models(model, dense)
     for value, what, least in ((passes, "passes", 1), (resume, "resume", 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise SparsityError(f"recover: {what} must be an int >= {least}, got {value!r}")
@@ -173,6 +141,18 @@ def _check(model: object, dense: object, passes: object, rate: object, outputs: 
         raise SparsityError(f"recover: rate must be a positive number, got {rate!r}")
     if outputs not in (None, "mse", "kl"):
         raise SparsityError(f"recover: outputs must be 'mse', 'kl' or None, got {outputs!r}")
+    data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
+    with eval_mode(model), torch.no_grad():
+        layers = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
+        repeated = find_blocks(data, layers, blocks)
+    teacher = Teacher(dense, data, repeated, passes=passes, rate=rate, seed=seed)
+    return teacher.match_all(outputs, resume, progress, checkpoint)
+
+
+def check_models(model: object, dense: object) -> None:
+    """Raise unless a pruned model can be trained to give what a dense one gives."""
+    if checked_model(model, "recover") is checked_model(dense, "recover"):
+        raise SparsityError("recover: model and dense are one object; keep a deep copy of the model before pruning")
     shared = {id(p) for p in dense.parameters()}  # type: ignore[attr-defined]
     for name, p in model.named_parameters():  # type: ignore[attr-defined]
         if id(p) in shared:
@@ -189,7 +169,7 @@ class Teacher:
     Args:
         dense: the dense model.
         data: batches of the pruned model.
-        blocks: the repeated blocks of the pruned model.
+        blocks: the repeated blocks of the pruned model, which form a chain; none if it is to be trained as a whole.
         passes, rate, seed: as for `recover`.
     """
 
@@ -199,10 +179,16 @@ class Teacher:
         data: CalibrationData,
         blocks: Sequence[nn.Module],
         *,
-        passes: int,
-        rate: float,
-        seed: int,
+        passes: int = PASSES,
+        rate: float = RATE,
+        seed: int = 0,
     ) -> None:
+        if has_process_group():
+            counts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(counts, len(data.batches))
+            if len(set(counts)) > 1:
+                text = " and ".join(map(str, counts))
+                raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
         self.data, self.dense = data, replace(data, model=dense)
         self.passes, self.rate, self.seed = passes, rate, seed
         names = {id(module): name for name, module in data.model.named_modules()}
@@ -216,6 +202,25 @@ class Teacher:
                 ) from None
         self._inputs: list[Arguments] = []
         self._next = 0  # the block whose inputs these are
+
+    @torch.no_grad()
+    def match_all(
+        self, outputs: str | None, resume: int, progress: bool, checkpoint: Callable[[int], None] | None
+    ) -> RecoveryReport:
+        """Train all blocks in order, and then the whole model if `outputs` is given or there are none."""
+        data, rows = self.data, []
+        with eval_mode(data.model), eval_mode(self.dense.model):
+            inputs = [captured(data, self.blocks[0], k) for k in range(len(data.batches))] if self.blocks else []
+            for at, block in enumerate(progress_bar(self.blocks, "recover", progress, unit="block")):
+                if at >= resume:
+                    rows.append(self.match(at, inputs))
+                    if checkpoint is not None:
+                        checkpoint(at + 1)
+                for k, arguments in enumerate(inputs if at + 1 < len(self.blocks) else ()):
+                    inputs[k] = next_arguments(arguments, output_of(block, arguments))
+            if outputs is not None or not self.blocks:
+                rows.append(self.match_outputs(outputs or "mse"))
+        return RecoveryReport(rows=tuple(rows))
 
     def match(self, at: int, inputs: Sequence[Arguments]) -> BlockRow:
         """Train a block of the pruned model, called with these inputs, to give the outputs of the dense block."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import Calibration, Statistics, Target, call
+from ..calibration import Calibration, Forward, Statistics, Target, TokenMask, call, checked_batches, token_mask_of
 from ..errors import SparsityError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,8 +40,20 @@ class CalibrationData:
 
     model: nn.Module
     batches: Sequence[Any]
-    forward: Callable[[nn.Module, Any], Any] | None
+    forward: Forward | None
     token_masks: Sequence[Tensor | None]
+
+    @classmethod
+    def checked(
+        cls, model: nn.Module, batches: Any, forward: Forward | None, token_mask: TokenMask, caller: str
+    ) -> "CalibrationData":
+        """Check what a user gave, and keep the batches in a list."""
+        checked_batches(batches, token_mask, forward, caller)
+        kept = list(batches)
+        if not kept:
+            raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")
+        token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
+        return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
 
     def run(self, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""
