@@ -142,7 +142,7 @@ def one_shot(
             structure. `"obs"`: structured optimal brain surgeon (S3, arXiv 2604.11315), scope after scope.
             `"sparsegpt"`: the baseline (arXiv 2301.00774), for N:M along the inputs and single elements of a whole
             tensor. `"least_squares"`: masks by the sparsifier's score, and the best weights for them. None: masks only.
-        blocks: the name of the module list of repeated blocks; None finds it. See `oneshot.sequential`.
+        blocks: the name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
             applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
             (a pooled token, say), count every position.

@@ -107,7 +107,7 @@ def recover(
         rate: first learning rate, as a fraction of the root mean square of a block's kept weights.
         outputs: train the whole model once more, to give the dense model's outputs (the first tensor that the model or
             `forward` returns): `"mse"` by the mean squared error, `"kl"` by the Kullback-Leibler divergence of logits.
-        blocks: the name of the module list of repeated blocks; None finds it.
+        blocks: the name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
         seed: of the order of batches.
         progress: show a progress bar on a terminal.

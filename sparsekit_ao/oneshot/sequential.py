@@ -191,7 +191,10 @@ def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | 
 
 
 def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
-    """Return the blocks of the ModuleList (or Sequential, if it is named) that holds most of the layers."""
+    """Return the blocks of the list that holds most of the layers, or of the one that is named.
+
+    A list is a ModuleList, or a Sequential of modules of one class that has more than half of the layers.
+    """
     if name is not None:
         try:
             module = model.get_submodule(name)
@@ -202,9 +205,13 @@ def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | Non
             raise SparsityError(f"blocks={name!r} is a {kind}, not a ModuleList or Sequential")
         return list(module)
     ids = {id(layer) for layer in layers}
-    lists = [(sum(id(x) in ids for x in m.modules()), m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    most = max((count for count, _ in lists), default=0)
-    return next((list(m) for count, m in lists if count == most and count > 1 and len(m) > 1), [])
+    lists: dict[int, list[nn.Module]] = {}  # the first of those with so many layers
+    for m in model.modules():
+        count = sum(id(x) in ids for x in m.modules())
+        is_list = isinstance(m, nn.Sequential) and len({type(x) for x in m}) == 1 and 2 * count > len(ids)
+        if (is_list or isinstance(m, nn.ModuleList)) and count > 1 and len(m) > 1:  # type: ignore[arg-type]
+            lists.setdefault(count, list(m))  # type: ignore[call-overload]
+    return lists[max(lists)] if lists else []
 
 
 def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> bool:
