@@ -5,8 +5,8 @@
     python examples/export_minilm.py --tiny             # every step, in seconds
 
 One table (CSV): the median time of a batch of 1 and of 32 sentences, the size of the file, the mean cosine similarity
-of held-out sentences' embeddings to the dense model's, and what ran sparse. Model and sentences are those of
-prune_minilm.py; no network is needed. Nothing is trained here: prune_minilm.py distils, which brings the cosine back.
+of held-out sentences' embeddings to the dense model's, and what ran sparse. Nothing is trained here: prune_minilm.py
+recovers, which brings the cosine back.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_minilm import ENCODER_LINEARS, batched, load_model, pool, shuffled, similarity, split_sentences, write_rows
+from minilm import batched, load_model, pool, shuffled, similarity, split_sentences, write_rows
 from shrink_minilm import median_ms
 from torch import Tensor, nn
 
@@ -90,7 +90,7 @@ def prune(
 ) -> tuple[nn.Module, ScopeSparsifier]:
     """A copy of the model, pruned in one pass; kept weights make up for the others."""
     model, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score="wanda", pattern=pattern)
-    sparsifier.prepare(model, [{"tensor_fqn": ENCODER_LINEARS}])
+    sparsifier.prepare(model, None, exclude=["pooler"])
     one_shot(sparsifier, calibration, compensate=compensate, token_mask="attention_mask")
     sparsifier.squash_mask()
     return model, sparsifier

@@ -1,11 +1,12 @@
-"""Prune a trained transformer in one pass, without training: four structures, six methods.
+"""Prune a trained transformer in one pass, without labels: four structures, six methods, and recovery.
 
     python examples/one_shot_language_model.py          # a few minutes on one core, most of them for training once
     python examples/one_shot_language_model.py --tiny   # every structure and method, in seconds
 
 The byte-level language model and the text are those of dst_language_model.py. It is trained dense once; then copies of
 it are pruned by every method and measured on held-out files. Half of the MLP units are removed by `removal.compact`, so
-that this model is really smaller. Prints a table and writes a CSV.
+that this model is really smaller. "recovered" then trains the blocks to give what the dense model's blocks give, and
+"and logits" after that the whole model to give its logits (`recover`). Prints a table and writes a CSV.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from dst_language_model import BATCH, STEPS, LanguageModel, fit, held_out_loss, linears, read_text, windows
 from torch import Tensor, nn
 
-from sparsekit_ao import Coupling, ScopeSparsifier, one_shot, patterns
+from sparsekit_ao import Coupling, ScopeSparsifier, one_shot, patterns, recover
 from sparsekit_ao.removal import compact
 
 UNITS = "half of the MLP units"
@@ -38,10 +39,13 @@ METHODS: dict[str, tuple[str, str | None]] = {
     "wanda + least squares": ("wanda", "least_squares"),
     "obs": ("obs", "obs"),
     "admm": ("wanda", "admm"),
+    "recovered": ("wanda", "admm"),
+    "and logits": ("wanda", "admm"),
 }
 FOR_SPARSEGPT = ("2:4", "50 %")
 # Units are chosen by a score of the weights that read them. "obd" adds up to the square of Wanda's score for a unit.
-UNIT_SCORES = {"magnitude": "magnitude", "wanda": "obd", "wanda + least squares": "obd", "obs": "obs"}
+UNIT_SCORES = {"magnitude": "magnitude", **dict.fromkeys(("wanda", "wanda + least squares"), "obd")}
+UNIT_SCORES |= dict.fromkeys(("obs", "recovered", "and logits"), "obs")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default: {STEPS})")
-    parser.add_argument("--calibration", type=int, default=8, help="batches of 16 windows (default: 8)")
+    parser.add_argument("--calibration", type=int, default=64, help="batches of 16 windows (default: 64)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("out/one_shot_language_model"), help="folder for the CSV")
@@ -81,6 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.batch, args.every = 2 if args.tiny else BATCH, 1
     args.steps = 20 if args.tiny else args.steps
+    args.calibration = 8 if args.tiny else args.calibration
     if args.steps < 1 or args.calibration < 1:
         parser.error("--steps and --calibration must be at least 1")
     return args
@@ -98,11 +103,14 @@ def prune(dense: LanguageModel, structure: str, method: str, calibration: Sequen
     score, compensation = METHODS[method]
     model = copy.deepcopy(dense)
     if structure == UNITS:
-        return remove_units(model, method, compensation and "least_squares", calibration)
-    sparsifier = ScopeSparsifier(score=score)
-    sparsifier.prepare(model, [{**entry, **STRUCTURES[structure]} for entry in linears(model)])
-    one_shot(sparsifier, calibration, compensate=compensation, blocks="blocks")
-    sparsifier.squash_mask()
+        model = remove_units(model, method, compensation and "least_squares", calibration)
+    else:
+        sparsifier = ScopeSparsifier(score=score)
+        sparsifier.prepare(model, [{**entry, **STRUCTURES[structure]} for entry in linears(model)])
+        one_shot(sparsifier, calibration, compensate=compensation)
+        sparsifier.squash_mask()
+    if method in ("recovered", "and logits"):
+        recover(model, dense, calibration, outputs="kl" if method == "and logits" else None)
     return model
 
 
@@ -116,14 +124,14 @@ def remove_units(
     )
     sparsifier = ScopeSparsifier(score=UNIT_SCORES[method])
     sparsifier.prepare(model, units.entries(model, sparsity_level=0.5))
-    one_shot(sparsifier, calibration, compensate=compensation, blocks="blocks")
+    one_shot(sparsifier, calibration, compensate=compensation)
     sparsifier.squash_mask()
     return compact(model, units, calibration[0])[0]
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Held-out loss by structure and method."""
-    print(f"\nheld-out loss (nats per byte) in one pass, no training; dense {rows[0]['loss']:.3f}")
+    print(f"\nheld-out loss (nats per byte) without labels; dense {rows[0]['loss']:.3f}")
     print("| structure | " + " | ".join(METHODS) + " |\n|" + "---|" * (len(METHODS) + 1))
     loss = {(r["structure"], r["method"]): f"{r['loss']:.3f}" for r in rows}
     for structure in (*STRUCTURES, UNITS):

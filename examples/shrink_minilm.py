@@ -4,9 +4,9 @@
     python examples/shrink_minilm.py --tiny       # every step, in seconds
 
 Masks alone make nothing faster; here dropped units are removed. Several scores of units are compared first, each with
-and without compensation: by least squares, the layers that read the units make up for the dropped ones. The best model
-is then distilled. The compacted model is checked against the masked one, rebuilt from its manifest, exported to ONNX
-and checked again in onnxruntime. Model and sentences are those of prune_minilm.py; no network is needed. Writes one row
+and without compensation: by least squares, the layers that read the units make up for the dropped ones. The blocks of
+the best model are then trained to give what the dense model's blocks give. The compacted model is checked against the
+masked one, rebuilt from its manifest, exported to ONNX and checked again in onnxruntime. Writes one row
 for each model (CSV): size of the file, FLOPs, time of a batch, and the mean cosine similarity of held-out sentences'
 embeddings to the dense model's.
 """
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_minilm import BATCH, batched, distil, embed, load_model, shuffled, similarity, split_sentences, write_rows
+from minilm import batched, embed, load_model, shuffled, similarity, split_sentences, write_rows
 from torch import Tensor, nn
 
-from sparsekit_ao import Coupling, ScopeSparsifier, one_shot
+from sparsekit_ao import Coupling, ScopeSparsifier, one_shot, recover
 from sparsekit_ao.removal import Compaction, compact, cut_to
 
 SELF, OUT = "encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"
@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     scores = ["obs"] if args.tiny else SCORES
     small, report = compare(dense, calibration, batches, target, [HEADS, MLP], scores, args.out)
     print(report)
-    distil(small, dense, batched(tokenizer, train[: args.steps * BATCH]), args.steps, start)
+    data = batched(tokenizer, train[: args.sentences])
+    print(recover(small, dense, data, passes=args.passes, token_mask="attention_mask"))
 
     report.save(args.out / "manifest.json")
     files = {
@@ -140,17 +141,16 @@ def shrink(
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Remove coupled units of all-MiniLM-L6-v2 and distil it.")
+    parser = argparse.ArgumentParser(description="Remove coupled units of all-MiniLM-L6-v2.")
     parser.add_argument("--calibration", type=int, default=192, help="sentences to calibrate on (default: 192)")
-    parser.add_argument("--steps", type=int, help="distillation steps (default: 160)")
+    parser.add_argument("--sentences", type=int, default=1024, help="sentences to recover on (default: 1024)")
+    parser.add_argument("--passes", type=int, default=8, help="over these, for each block (default: 8)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/shrink_minilm"), help="folder (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="16 sentences, 3 steps")
+    parser.add_argument("--tiny", action="store_true", help="16 sentences")
     args = parser.parse_args(argv)
-    if args.steps is None:
-        args.steps = 3 if args.tiny else 160
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
+    if min(args.calibration, args.sentences, args.passes) < 1:
+        parser.error("--calibration, --sentences and --passes must be at least 1")
     return args
 
 

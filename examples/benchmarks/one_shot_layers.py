@@ -2,7 +2,7 @@
 
     python examples/benchmarks/one_shot_layers.py   # prints the table, writes a CSV in examples/benchmarks/results/
 
-Inputs are those of the layers of all-MiniLM-L6-v2 on 192 training sentences; see examples/prune_minilm.py. The error is
+Inputs are those of the layers of all-MiniLM-L6-v2 on 192 training sentences; see examples/minilm.py. The error is
 ||X (W - V)^T|| / ||X W^T|| for inputs X, weight W and pruned weight V. Seconds are the median of alternated runs, for
 masks and compensation from recorded statistics; recording takes the same time for all methods. SparseGPT is defined for
 2:4 and unstructured pruning only. For other structures the baseline is what generalizes it: structured OBS without
@@ -26,7 +26,7 @@ from sparsekit_ao.calibration import damped_gram
 from sparsekit_ao.oneshot import solvers
 from sparsekit_ao.oneshot.one_shot import DAMP, Layer, matrix_scopes
 
-sys.path.append(str(Path(__file__).parent.parent))  # for prune_minilm
+sys.path.append(str(Path(__file__).parent.parent))  # for minilm
 LAYERS = (
     "encoder.layer.2.intermediate.dense",
     "encoder.layer.4.attention.output.dense",
@@ -64,7 +64,7 @@ def structures(outputs: int, inputs: int) -> dict[str, dict[str, Any]]:
 @torch.no_grad()
 def minilm_layers(sentences: int, names: tuple[str, ...]) -> dict[str, tuple[Tensor, Tensor]]:
     """{layer: its weight, and its inputs at real tokens [tokens, inputs]}."""
-    from prune_minilm import batched, load_model, shuffled, split_sentences
+    from minilm import batched, load_model, shuffled, split_sentences
 
     tokenizer, model = load_model()
     train, _ = split_sentences(limit=sentences if sentences < 100 else None)

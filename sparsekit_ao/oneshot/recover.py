@@ -21,7 +21,8 @@ from ..tables import Table, aligned
 from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
 
 PASSES = 4
-RATE = 0.01  # learning rate as a fraction of the root mean square of a block's kept weights
+RATE = 0.02  # learning rate as a fraction of the root mean square of a block's kept weights
+WARM = 0.1  # the share of steps in which the learning rate rises
 LAST = 0.2  # the share of the learning rate that is left at the end, by a cosine
 HELD_OUT = 16  # one of so many batches is held out; fewer batches are all trained on, and measured too
 PATIENCE = 2  # passes without a smaller error on the held-out batches, after which a block is finished
@@ -251,7 +252,10 @@ class Teacher:
         steps, order = self.passes * len(train), torch.Generator().manual_seed(self.seed + at)
         optimizer = torch.optim.Adam(student.weights.values(), lr=self.rate * student.size())
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer,
+            lambda step: (
+                min(1, (step + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2)
+            ),
         )
 
         def error(k: int) -> tuple[Tensor, Tensor]:

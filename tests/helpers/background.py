@@ -88,7 +88,7 @@ JOBS = {  # in the order in which the tests need them
         "fsdp2.py", run_by=("-m", "torch.distributed.run", "--nproc-per-node", "2")
     ),
     "test_minilm_is_exported_to_every_target": lambda: _tiny("export_minilm.py", "--threads", "1"),
-    "test_minilm_2_4_is_pruned_trained_saved_and_loads_again": lambda: _tiny("prune_minilm.py", "--threads", "1"),
+    "test_minilm_2_4_is_pruned_recovered_saved_and_loads_again": lambda: _tiny("prune_minilm.py", "--threads", "1"),
     "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _tiny("shrink_minilm.py", "--threads", "1"),
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
     "test_every_case": _ranks,
