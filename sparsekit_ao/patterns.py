@@ -180,7 +180,10 @@ def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Patt
     >>> blocks(4, 2).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (4, 2), 'scope_shape': ()}
     """
-    return Pattern("blocks", (rows, columns), sparsity_level)
+    pattern = Pattern("blocks", (rows, columns), sparsity_level)
+    if min(rows, columns) < 1 and -1 not in (rows, columns):
+        raise SparsityError(f"blocks needs positive sizes (or -1 for all), got {rows} x {columns}")
+    return pattern
 
 
 def rows(sparsity_level: float | None = None) -> Pattern:

@@ -28,7 +28,7 @@ from ..scores import needs_of
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
 from ..tables import Table, aligned
-from .recover import RecoveryReport, Teacher, check_models
+from .recover import RecoveryReport, Teacher, check_models, check_ranks
 from .sequential import CalibrationData, SequentialPass
 from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 
@@ -177,6 +177,8 @@ def one_shot(
     """
     start = time.perf_counter()
     _check(sparsifier, compensate)
+    if not isinstance(recover, (bool, nn.Module)):
+        raise SparsityError(f"one_shot: recover must be True, False or the dense model, got {recover!r}")
     model = sparsifier.model
     assert model is not None
     data = CalibrationData.checked(model, batches, forward, token_mask, "one_shot")
@@ -190,6 +192,7 @@ def one_shot(
             sparsifier._live_mask(group, dense).fill_(True)
     if dense is not None:
         check_models(model, dense)
+        check_ranks(data)
     with eval_mode(model), torch.no_grad():
         one_pass = _Pass(sparsifier, data, compensate, blocks, saved)
         rows, repeated = one_pass.run(progress, checkpoint)
@@ -206,12 +209,17 @@ def one_shot(
     return OneShotReport(rows=rows, seconds=time.perf_counter() - start, blocks=len(repeated), recovery=recovery)
 
 
+def check_method(method: object) -> None:
+    """Raise unless `compensate` is a method."""
+    if method not in METHODS:
+        raise SparsityError(f"one_shot: compensate must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+
+
 def _check(sparsifier: object, method: str | None) -> None:
     if not isinstance(sparsifier, ScopeSparsifier):
         raise SparsityError(f"one_shot needs a ScopeSparsifier, got {type(sparsifier).__name__}")
     sparsifier._need_prepared("one_shot")
-    if method not in METHODS:
-        raise SparsityError(f"one_shot: compensate must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+    check_method(method)
     for group in sparsifier.groups:
         fqn, weight = group["tensor_fqn"], sparsifier._dense(group)
         if not masking.is_on_parameter(group["module"], group["tensor_name"]):

@@ -12,7 +12,8 @@ from ..patterns import Pattern
 from ..scores import Score
 from ..sparsifiers.config import Rule
 from ..sparsifiers.scope import ScopeSparsifier
-from .one_shot import LayerRow, OneShotReport, one_shot
+from .one_shot import LayerRow, OneShotReport, check_method, one_shot
+from .sequential import CalibrationData
 
 
 def prune(
@@ -62,11 +63,15 @@ def prune(
     checked_model(model, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
+    check_method(compensate)
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
+    if batches is not None:
+        batches = CalibrationData.checked(model, batches, forward, token_mask, "prune").batches
     pruned = model if inplace else copy.deepcopy(model)
     twin = dict(zip(model.modules(), pruned.modules(), strict=True))
-    rules = [twin.get(rule, rule) if isinstance(rule, nn.Module) else rule for rule in exclude]
-    sparsifier.prepare(pruned, exclude=rules, skip_unfit=True)
+    if isinstance(exclude, (list, tuple)):
+        exclude = [twin.get(rule, rule) if isinstance(rule, nn.Module) else rule for rule in exclude]
+    sparsifier.prepare(pruned, exclude=exclude, skip_unfit=True)
     left_out = sparsifier.report().skipped
     if batches is None:
         sparsifier.step()

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
+from .. import masking
 from ..calibration import call, eval_mode, progress_bar, token_rows
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number
+from ..sparsifiers.names import named_tensors, owner_of
 from ..tables import Table, aligned
-from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
+from .sequential import Arguments, CalibrationData, captured, copied_tensors, find_blocks, next_arguments, output_of
 
 PASSES = 4
 RATE = 0.02  # learning rate as a fraction of the root mean square of a block's kept weights
@@ -34,7 +37,8 @@ class BlockRow:
 
     Attributes:
         block: its name; "" is the whole model.
-        before: relative error of its output on held-out batches, ||B(x~) - B_dense(x)|| / ||B_dense(x)||.
+        before: relative error of its output on held-out batches, ||B(x~) - B_dense(x)|| / ||B_dense(x)||; of logits
+            (`outputs="kl"`) nats per row.
         after: the same with the recovered weights.
         passes: passes over the batches that led to these weights.
         seconds: spent on this block.
@@ -95,7 +99,8 @@ def recover(
     without repeated blocks is one block.
 
     Both models run in eval mode. Weights in 16 bits are trained by float32 copies. In memory are both models, one
-    block's weights three times more in float32, and the inputs of a block in both models for all batches.
+    block's weights six times more in float32, and the inputs of a block in both models for all batches. Of a model with
+    several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
     Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
 
@@ -135,17 +140,21 @@ def recover(
     (True, 256)
     """
     check_models(model, dense)
-    for value, what, least in ((passes, "passes", 1), (resume, "resume", 0)):
+    for value, what, least in ((passes, "passes", 1), (resume, "resume", 0), (seed, "seed", 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise SparsityError(f"recover: {what} must be an int >= {least}, got {value!r}")
     if not is_number(rate) or not 0 < float(rate) < math.inf:
         raise SparsityError(f"recover: rate must be a positive number, got {rate!r}")
     if outputs not in (None, "mse", "kl"):
         raise SparsityError(f"recover: outputs must be 'mse', 'kl' or None, got {outputs!r}")
+    if checkpoint is not None and not callable(checkpoint):
+        raise SparsityError(f"recover: checkpoint must be a function of a number of blocks, got {checkpoint!r}")
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
+    check_ranks(data)
     with eval_mode(model), torch.no_grad():
-        layers = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
-        repeated = find_blocks(data, layers, blocks)
+        repeated = find_blocks(data, _changed_layers(model, dense), blocks)
+    if resume > len(repeated):
+        raise SparsityError(f"recover: resume={resume}, but the model has {len(repeated)} repeated blocks")
     teacher = Teacher(dense, data, repeated, passes=passes, rate=rate, seed=seed)
     return teacher.match_all(outputs, resume, progress, checkpoint)
 
@@ -154,14 +163,49 @@ def check_models(model: object, dense: object) -> None:
     """Raise unless a pruned model can be trained to give what a dense one gives."""
     if checked_model(model, "recover") is checked_model(dense, "recover"):
         raise SparsityError("recover: model and dense are one object; keep a deep copy of the model before pruning")
-    shared = {id(p) for p in dense.parameters()}  # type: ignore[attr-defined]
-    for name, p in model.named_parameters():  # type: ignore[attr-defined]
-        if id(p) in shared:
-            raise SparsityError(f"recover: {name} is a parameter of both models; keep a deep copy before pruning")
-        if is_sharded(p):
-            raise SparsityError(f"recover: {name} is sharded over ranks; recover before fully_shard")
-        if p.is_meta or not bool(torch.isfinite(p).all()):
-            raise SparsityError(f"recover: {name} has values that are not finite, or none (meta device)")
+    if torch.is_inference_mode_enabled():
+        raise SparsityError("recover: weights cannot be trained in inference mode; call it outside, or use no_grad")
+    stored: set[int] = set()  # where the values of the dense model's parameters are
+    for what, one in (("the dense model's ", dense), ("", model)):
+        for name, p in one.named_parameters():  # type: ignore[attr-defined]
+            if is_sharded(p):
+                raise SparsityError(f"recover: {what}{name} is sharded over ranks; recover before fully_shard")
+            if p.is_meta or not bool(torch.isfinite(p).all()):
+                raise SparsityError(f"recover: {what}{name} has values that are not finite, or none (meta device)")
+            if one is dense:
+                stored.add(p.data_ptr())
+            elif p.numel() and p.data_ptr() in stored:
+                raise SparsityError(f"recover: both models share the values of {name}; keep a deep copy before pruning")
+    modules = dict(dense.named_modules())  # type: ignore[attr-defined]
+    for name, module in model.named_modules():  # type: ignore[attr-defined]
+        is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
+        if name not in modules and not is_of_mask:
+            raise SparsityError(f"recover: the dense model has no module {name!r}; give the model that was pruned")
+
+
+def check_ranks(data: CalibrationData) -> None:
+    """Raise unless every rank has the same number of batches."""
+    if has_process_group():
+        counts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(counts, len(data.batches))
+        if len(set(counts)) > 1:
+            text = " and ".join(map(str, counts))
+            raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
+
+
+def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
+    """Return the modules with a matrix that has another shape or other values in the dense model; else all with one."""
+    changed, layers, values = [], [], dict(named_tensors(dense))
+    for name, p in named_tensors(model):
+        module, tensor = owner_of(model, name)
+        if p.ndim < 2:
+            continue
+        layers.append(module)
+        other = values.get(name)
+        weight = masking.used_weight(module, tensor)
+        if other is None or weight.shape != other.shape or not torch.equal(weight, other.to(weight.device)):
+            changed.append(module)
+    return changed or layers
 
 
 class Teacher:
@@ -184,23 +228,11 @@ class Teacher:
         rate: float = RATE,
         seed: int = 0,
     ) -> None:
-        if has_process_group():
-            counts: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(counts, len(data.batches))
-            if len(set(counts)) > 1:
-                text = " and ".join(map(str, counts))
-                raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
         self.data, self.dense = data, replace(data, model=dense)
         self.passes, self.rate, self.seed = passes, rate, seed
         names = {id(module): name for name, module in data.model.named_modules()}
-        self.names, self.blocks, self.dense_blocks = [names[id(block)] for block in blocks], blocks, []
-        for name in self.names:
-            try:
-                self.dense_blocks.append(dense.get_submodule(name))
-            except AttributeError:
-                raise SparsityError(
-                    f"recover: the dense model has no block {name!r}; give the model as it was"
-                ) from None
+        self.names, self.blocks = [names[id(block)] for block in blocks], blocks
+        self.dense_blocks = [dense.get_submodule(name) for name in self.names]
         self._inputs: list[Arguments] = []
         self._next = 0  # the block whose inputs these are
 
@@ -214,7 +246,8 @@ class Teacher:
             inputs = [captured(data, self.blocks[0], k) for k in range(len(data.batches))] if self.blocks else []
             for at, block in enumerate(progress_bar(self.blocks, "recover", progress, unit="block")):
                 if at >= resume:
-                    rows.append(self.match(at, inputs))
+                    if any(p.is_floating_point() for p in block.parameters()):
+                        rows.append(self.match(at, inputs))
                     if checkpoint is not None:
                         checkpoint(at + 1)
                 for k, arguments in enumerate(inputs if at + 1 < len(self.blocks) else ()):
@@ -239,7 +272,7 @@ class Teacher:
     def match_outputs(self, loss: str) -> BlockRow:
         """Train the whole pruned model, embeddings left out, to give the dense model's outputs."""
         run, batches = self.data.forward or call, self.data.batches
-        student = _Student(self.data.model, lambda model, k: run(model, batches[k]))
+        student = _Student(self.data.model, lambda model, k: run(model, copied_tensors(batches[k])))
         return self._train(student, lambda k: first_tensor(run(self.dense.model, batches[k])), loss, len(self.blocks))
 
     def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int) -> BlockRow:
@@ -259,7 +292,14 @@ class Teacher:
         )
 
         def error(k: int) -> tuple[Tensor, Tensor]:
-            actual, expected = student.output(k), target(k)
+            actual = student.output(k)
+            with torch.no_grad():
+                expected = target(k)
+            if not actual.is_floating_point() or actual.ndim == 0:
+                raise SparsityError(
+                    f"recover: {name or 'the model'} returns {actual.dtype} of shape {tuple(actual.shape)} first; give "
+                    "forward=lambda model, batch: ... that returns what is to be matched, such as logits"
+                )
             if actual.shape != expected.shape:
                 raise SparsityError(
                     f"recover: {name or 'the model'} returns {tuple(actual.shape)}, in the dense model "
@@ -276,16 +316,20 @@ class Teacher:
             return (math.sqrt if loss == "mse" else float)(lost / (total or 1))
 
         before = best = measured()
-        best_pass, best_weights = 0, student.copies()
-        scale = float(error(train[0])[1]) or 1.0
+        best_pass, best_weights, weights = 0, student.copies(), list(student.weights.values())
+        # The error of a row is about 1 at first, so that gradients are in the range of 16 bits.
+        first = error(train[0])[0] / target(train[0]).shape[:-1].numel()
+        scale = float(_over_ranks(first)) or 1.0
         for number in range(1, self.passes + 1):
             for k in torch.randperm(len(train), generator=order).tolist():
                 with torch.enable_grad():
-                    optimizer.zero_grad()
-                    (error(train[k])[0] / scale).backward()
-                for weight in student.weights.values():
-                    if weight.grad is not None:
-                        _over_ranks(weight.grad)
+                    lost = error(train[k])[0] / scale
+                if not lost.requires_grad:
+                    raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
+                gradients = torch.autograd.grad(lost, weights, allow_unused=True)
+                for (key, weight), gradient in zip(student.weights.items(), gradients, strict=True):
+                    full = torch.zeros_like(weight) if gradient is None else gradient
+                    weight.grad = _over_ranks(full * student.kept[key] if key in student.kept else full)
                 optimizer.step()
                 schedule.step()
             after = measured()
@@ -306,7 +350,8 @@ class _Student(nn.Module):
         run: `(module, index of a batch) -> output`.
 
     Attributes:
-        weights: {name: a copy} of all floating-point parameters but embeddings; gradients of zeros are zero.
+        weights: {name: a copy} of all floating-point parameters but embeddings.
+        kept: {name: its elements that are neither masked nor zero}, of those with two or more dimensions.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
@@ -314,13 +359,18 @@ class _Student(nn.Module):
         self.module, self.run = module, run
         embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         parameters = [(n, p) for n, p in self.named_parameters() if p.is_floating_point() and id(p) not in embeddings]
-        self.trained, self.weights = dict(parameters), {}
+        masks = {
+            id(masking.parameter_under(m, name)): mask.mask != 0
+            for m in module.modules()
+            for name in masking.parametrized_names(m)
+            if (mask := masking.find_mask(m, name)) is not None and masking.is_on_parameter(m, name)
+        }
+        self.trained, self.weights, self.kept = dict(parameters), {}, {}
         for name, p in parameters:
-            wide = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
+            wide = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            self.weights[name] = wide.requires_grad_()
             if p.ndim > 1:
-                kept = p.detach() != 0
-                wide.register_hook(lambda gradient, kept=kept: gradient * kept)
-            self.weights[name] = wide
+                self.kept[name] = (p.detach() != 0) & masks.get(id(p), True)
 
     def forward(self, k: int) -> Tensor:
         return first_tensor(self.run(self.module, k))
@@ -331,12 +381,10 @@ class _Student(nn.Module):
         return functional_call(self, weights, (k,))
 
     def size(self) -> float:
-        """The root mean square of the kept elements of weights of two or more dimensions; of all if there is none."""
-        weights = [w.detach() for w in self.weights.values() if w.ndim > 1] or [
-            w.detach() for w in self.weights.values()
-        ]
-        count = sum(int(w.count_nonzero()) for w in weights)
-        return math.sqrt(sum(float(w.square().sum()) for w in weights) / max(count, 1)) or 1.0
+        """The root mean square of the kept elements of weights of two or more dimensions; 1 if there are none."""
+        count = sum(int(kept.count_nonzero()) for kept in self.kept.values())
+        squares = sum(float(self.weights[name].detach().mul(kept).square().sum()) for name, kept in self.kept.items())
+        return math.sqrt(squares / max(count, 1)) or 1.0
 
     def copies(self) -> dict[str, Tensor]:
         return {name: weight.detach().clone() for name, weight in self.weights.items()}

@@ -178,7 +178,9 @@ def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | 
     """Return the repeated blocks of a model if their inputs can be computed from each other, else none of them."""
     blocks = _largest_list(data.model, layers, name)
     uses = Counter(id(m) for block in blocks for m in block.modules())
-    is_chain = bool(blocks) and not any(uses[id(layer)] > 1 for layer in layers)
+    uses.update(id(p) for block in blocks for p in block.parameters() if p.ndim > 1)  # may be tied between blocks
+    used = [*layers, *(p for layer in layers for p in layer.parameters())]
+    is_chain = bool(blocks) and not any(uses[id(one)] > 1 for one in used)
     for index in range(len(data.batches)):
         is_chain = is_chain and _is_chained(data, blocks, index)
     if name is not None and not is_chain:
@@ -223,7 +225,7 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module], index: int) 
 
     def hook(k: int) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append((k, _copied((args, kwargs), objects=False) if index == 0 else ((), {})))
+            calls.append((k, copied_tensors((args, kwargs), objects=False) if index == 0 else ((), {})))
 
         return before
 
@@ -247,7 +249,7 @@ def captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
     calls: list[Arguments] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(_copied((args, kwargs)))
+        calls.append(copied_tensors((args, kwargs)))
         raise _Stop
 
     with _hooks([(block, before)]):
@@ -257,11 +259,11 @@ def captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
 
 def output_of(block: nn.Module, arguments: Arguments) -> Any:
     """Run a block on copies of its arguments, which it may change in place (a cache of keys and values, say)."""
-    args, kwargs = _copied(arguments)
+    args, kwargs = copied_tensors(arguments)
     return block(*args, **kwargs)
 
 
-def _copied(value: Any, objects: bool = True) -> Any:
+def copied_tensors(value: Any, objects: bool = True) -> Any:
     """Nested arguments with copies of their tensors, and of other objects if wanted."""
 
     def copied(leaf: Any) -> Any:
@@ -285,6 +287,8 @@ def next_arguments(arguments: Arguments, output: Any) -> Arguments:
 def _are_same(a: Any, b: Any) -> bool:
     """Whether nested arguments are equal; tensors and arrays by value, objects by attributes, or by identity or ==."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if any(isinstance(t, Tensor) and t.is_nested for t in (a, b)):
+            return False
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_are_same(a[k], b[k]) for k in a)

@@ -120,9 +120,9 @@ def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_S
         kept = shifted * mask
         dual = dual + rho * (free - kept)
     solution = least_squares(weight, gram, mask, FEW_STEPS, kept / scale)
-    if relative_error(weight, gram, first) < relative_error(weight, gram, solution):
-        return first_mask, first
-    return mask, solution
+    if relative_error(weight, gram, solution) <= relative_error(weight, gram, first):
+        return mask, solution
+    return first_mask, first
 
 
 def structured_obs(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,8 @@ def resolve_groups(
         keys: those that an entry may have besides the ones that name its tensors.
         complete: adds defaults to what an entry gives for one tensor.
         is_default: the config was made from the model; tied parameters and adapters are then left out.
-        check: called with each group by itself; a tensor for which it raises a SparsityError is skipped.
+        check: called with each group by itself; a tensor for which it raises a SparsityError is skipped, if the entry
+            fits another tensor.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
@@ -122,6 +123,7 @@ def resolve_groups(
         **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
     }
     resolved = ResolvedConfig(skipped=skipped)
+    unfit: dict[int, SparsityError | None] = {}  # the first error of each entry, or None where it fits some tensor
     for fqn, (at, is_exact) in owners.items():
         if fqn not in skipped:
             try:
@@ -131,12 +133,17 @@ def resolve_groups(
             except SparsityError as e:
                 if check is None:
                     raise
-                skipped[fqn] = str(e)
+                skipped[fqn] = str(e).removeprefix(f"config[{at}]: ").removeprefix(f"{fqn}: ")
+                unfit.setdefault(at, e)
                 continue
+            unfit[at] = None
             resolved.groups.append(group)
             resolved.rules[fqn] = "config=None" if is_default else labels[at]
         elif is_exact and not is_default:
             raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
+    for error in () if is_default else unfit.values():
+        if error is not None:  # an entry that fits no tensor is a mistake
+            raise error
     if not resolved.groups:
         reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
         what = "config=None finds" if is_default else "config names"

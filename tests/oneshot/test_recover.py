@@ -121,7 +121,7 @@ def test_language_models_blocks_first_and_then_logits_and_models_made_smaller():
     batches = [{"input_ids": torch.randint(0, 32, (4, 12), generator=generator), "use_cache": False} for _ in range(4)]
     for row in (small := prune(model, 0.5, batches=batches))[1]:
         assert row.density == pytest.approx(0.5, abs=0.02)
-    report = recover(small[0], model, batches, outputs="kl")
+    report = recover(small[0], model, batches, outputs="kl", rate=0.005)
     assert [row.block for row in report] == ["model.layers.0", "model.layers.1", ""]
     assert all(row.after < row.before for row in report)
     thin, _ = removal.shrink(model, inputs, 0.5, exclude=["model.embed_tokens.weight"])
@@ -158,26 +158,42 @@ def mistakes():
     model = copy.deepcopy(dense)
     yield "model and dense are one object", lambda: recover(dense, dense, x)
     shared = nn.ModuleDict({"a": dense})
-    yield "a.first.weight is a parameter of both models", lambda: recover(shared, dense, x)
+    yield "both models share the values of a.first.weight", lambda: recover(shared, dense, x)
     yield "passes must be an int >= 1, got 0", lambda: recover(model, dense, x, passes=0)
     yield "rate must be a positive number, got 0", lambda: recover(model, dense, x, rate=0)
     yield "outputs must be 'mse', 'kl' or None, got 'ce'", lambda: recover(model, dense, x, outputs="ce")
     yield "resume must be an int >= 0", lambda: recover(model, dense, x, resume=True)
     yield "recover: there are no batches", lambda: recover(model, dense, [])
-    yield "the dense model has no block 'blocks.1'", lambda: recover(model, Model(blocks=1), x)
+    yield "the dense model has no module 'blocks.1'", lambda: recover(model, Model(blocks=1), x)
     yield r"blocks.0 returns \(32, 16\), in the dense model \(32, 24\)", lambda: recover(model, Model(width=24), x)
     yield "not finite, or none", lambda: recover(Model().to("meta"), dense, x)
     yield "lower rate=1e", lambda: recover(Model(), dense, x, rate=1e30)
     yield "recover, forward and token_mask need batches", lambda: prune(model, recover=True)
     yield "must return a tensor, got str", lambda: recover(nn.Linear(8, 8), nn.Linear(8, 8), x, lambda m, b: str(m(b)))
 
+    yield "resume=3, but the model has 2 repeated blocks", lambda: recover(model, dense, x, resume=3)
+    yield "seed must be an int >= 0, got 'a'", lambda: recover(model, dense, x, seed="a")
+    yield "checkpoint must be a function", lambda: recover(model, dense, x, checkpoint=3)
+    yield (
+        r"returns torch.float32 of shape \(\) first; give forward=",
+        lambda: recover(Model(), dense, x, lambda m, b: m(b).sum(), outputs="mse"),
+    )
+    yield (
+        "forward runs without gradients",
+        lambda: recover(Model(), dense, x, lambda m, b: m(b).detach(), outputs="mse"),
+    )
+    yield "recover must be True, False or the dense model, got 1", lambda: one_shot(prepared(), x, recover=1)
+    for bad in ({"compensate": "foo"}, {"batches": []}, {"token_mask": "k"}, {"forward": 3}, {"exclude": "0.weight"}):
+        yield "prune|one_shot|exclude", lambda bad=bad: prune(model, **{"batches": x, "inplace": True, **bad})
 
-@pytest.mark.parametrize("at", range(13))
+
+@pytest.mark.parametrize("at", range(24))
 def test_mistakes_change_nothing(at):
+    torch.manual_seed(0)
     text, call = list(mistakes())[at]
     with pytest.raises(SparsityError, match=text):
         call()
-    assert len(list(mistakes())) == 13
+    assert len(list(mistakes())) == 24
 
 
 def test_an_error_in_the_middle_leaves_the_weights_as_they_were():
@@ -198,3 +214,59 @@ def test_a_sparsifier_that_leaves_out_what_does_not_fit_is_resumed():
     sparsifier.prepare(model, [{"tensor_fqn": "*.weight"}], skip_unfit=True)
     assert [g["tensor_fqn"] for g in sparsifier.groups] == ["1.weight"]
     assert "divisible by 4" in sparsifier.report().skipped["0.weight"]
+
+
+class Wide(nn.Module):
+    """A block whose output is large, as that of a language model's residual stream; one channel is an outlier."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.outlier = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), torch.zeros(64)
+        self.outlier[0] = 1e3
+
+    def forward(self, x):
+        return x * 30 + self.mlp(x) + self.outlier.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_outputs_and_outliers_do_not_stop_the_training(dtype):
+    torch.manual_seed(0)
+    dense, x = Wide(), torch.randn(8, 1024, 64)
+    x[..., 0] = 0  # so that bfloat16 can hold the outlier's channel
+    model, report = prune(dense.to(dtype), 0.75, batches=list(x.to(dtype)), recover=True)
+    with torch.no_grad():
+        errors = [(m.float().mlp(x) - dense.float().mlp(x)).square().sum() for m in (model, prune(dense, 0.75)[0])]
+    assert report.recovery[0].passes > 0 and errors[0] < 0.85 * errors[1]
+
+
+def test_gradients_of_both_models_stay_as_they_were():
+    dense, inputs = make("BERT")
+    batches = [inputs for _ in range(3)]
+    model, _ = prune(dense, 0.5, batches=batches, exclude=["pooler"])
+    recover(model, dense, batches, outputs="mse")
+    assert all(p.grad is None for m in (model, dense) for p in m.parameters())
+
+
+def test_the_list_that_was_pruned_is_trained_and_blocks_that_share_a_weight_are_one():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.b = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            for layer in (*self.a, *self.b):
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    dense, batches = Two(), correlated()
+    model, _ = prune(dense, 0.5, batches=batches, exclude=["b.*"])
+    assert [row.block for row in recover(model, dense, batches)] == ["a.0", "a.1"]
+    tied = Two()
+    tied.a[1].weight = tied.a[0].weight
+    masked = copy.deepcopy(tied)
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(masked, [{"tensor_fqn": "a.0.weight"}])
+    sparsifier.step()
+    assert [row.block for row in recover(masked, tied, batches)] == [""]
