@@ -70,13 +70,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     train = shuffled(train)
     batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
     target, example = embed(dense, batches), dict(batches[len(batches) // 2])
-    if not args.tiny:
-        compare(dense, calibration, batches, target, [MLP], SCORES, args.out)
-    scores = ["obs"] if args.tiny else SCORES
-    small, report = compare(dense, calibration, batches, target, [HEADS, MLP], scores, args.out)
+    data, scores, recovered = batched(tokenizer, train[: args.sentences]), ["obs"] if args.tiny else SCORES, []
+    for couplings in ([HEADS, MLP],) if args.tiny else ([MLP], [HEADS, MLP]):
+        small, report = compare(dense, calibration, batches, target, couplings, scores, args.out)
+        before = similarity(embed(small, batches), target)
+        print(recover(small, dense, data, passes=args.passes, token_mask="attention_mask"), flush=True)
+        after = similarity(embed(small, batches), target)
+        units = "half of the MLP units" if HEADS not in couplings else "and a third of the heads"
+        recovered.append({"removed": units, "before": f"{before:.4f}", "recovered": f"{after:.4f}"})
+    write_rows(recovered, args.out / "shrink_minilm_recovered.csv")
     print(report)
-    data = batched(tokenizer, train[: args.sentences])
-    print(recover(small, dense, data, passes=args.passes, token_mask="attention_mask"))
 
     report.save(args.out / "manifest.json")
     files = {

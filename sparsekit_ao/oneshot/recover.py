@@ -24,6 +24,7 @@ from ..tables import Table, aligned
 from .sequential import Arguments, CalibrationData, captured, copied_tensors, find_blocks, next_arguments, output_of
 
 PASSES = 4
+WHOLE = 0.5  # the share of the learning rate that a whole model is trained with
 RATE = 0.02  # learning rate as a fraction of the root mean square of a block's kept weights
 WARM = 0.1  # the share of steps in which the learning rate rises
 LAST = 0.2  # the share of the learning rate that is left at the end, by a cosine
@@ -110,7 +111,8 @@ def recover(
         batches: unlabelled inputs, as for `one_shot`; kept in a list. More data helps more than more passes.
         forward: `(model, batch) -> outputs`, called instead of the models.
         passes: over all batches, for each block. The weights of the best pass on held-out batches are taken.
-        rate: first learning rate, as a fraction of the root mean square of a block's kept weights.
+        rate: highest learning rate, as a fraction of the root mean square of a block's kept weights; a whole model is
+            trained with half of it.
         outputs: train the whole model once more, to give the dense model's outputs (the first tensor that the model or
             `forward` returns): `"mse"` by the mean squared error, `"kl"` by the Kullback-Leibler divergence of logits.
         blocks: the name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
@@ -283,7 +285,8 @@ class Teacher:
         held_out = list(range(every // 2, count, every))
         train = list(range(count)) if every == 1 else [k for k in range(count) if k not in held_out]
         steps, order = self.passes * len(train), torch.Generator().manual_seed(self.seed + at)
-        optimizer = torch.optim.Adam(student.weights.values(), lr=self.rate * student.size())
+        rate = self.rate * student.size() * (WHOLE if at == len(self.blocks) else 1)
+        optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
             lambda step: (
