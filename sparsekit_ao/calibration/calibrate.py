@@ -386,6 +386,11 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 def checked_batches(batches: Any, token_mask: TokenMask, forward: object, caller: str) -> None:
     """Raise unless batches can be iterated over, and `token_mask` and `forward` are of the right kinds."""
+    if isinstance(batches, Tensor):
+        raise SparsityError(
+            f"{caller}: batches must be a list of batches, got one tensor {tuple(batches.shape)}, whose rows would be "
+            "taken one by one; give [batch]"
+        )
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if not is_iterable or isinstance(batches, (str, bytes, Mapping)):
         raise SparsityError(

@@ -448,6 +448,17 @@ def _warn_of_stale_masks(
         if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
             text = "squash_mask: step was never called, so every mask keeps everything and nothing is pruned"
             warnings.warn(f"{text}; call step() first", stacklevel=3)
+        elif whole := [
+            group["tensor_fqn"]
+            for group, mask in zip(groups, masks, strict=True)
+            if not mask.is_meta and group.get("sparsity_level", 0) > 0 and bool(mask.all())
+        ]:
+            warnings.warn(
+                f"squash_mask: {len(whole)} of {len(masks)} masks keep everything, so that {', '.join(whole[:5])} stay "
+                "dense: they were never chosen, as after an interrupted one_shot. Call one_shot(..., resume=True) or "
+                "step() first",
+                stacklevel=3,
+            )
         return
     for group, before in zip(groups, chosen_at, strict=True):
         if group.get("sparsity_level") != before:

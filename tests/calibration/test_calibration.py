@@ -276,6 +276,7 @@ def test_bad_token_masks(mask, text):
 
 def test_bad_calls():
     check_error(prepared(mlp()), "calibrate: there are no batches", [])
+    check_error(prepared(mlp()), r"got one tensor \(3, 8\).*give \[batch\]", torch.ones(3, 8))
     check_error(prepared(mlp()), "forward and token_mask need batches", forward=loss)
     check_error(prepared(mlp()), "needs are some of 'input_square'.*got 'hessian'", [0], needs=["hessian"])
     check_error(prepared(mlp(), score=None), "no score of this sparsifier needs statistics", [torch.ones(1, 8)])

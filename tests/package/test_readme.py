@@ -129,13 +129,23 @@ def test_the_figures_of_one_pass_equal_the_csvs():
     def three(cell):
         return f"{float(cell):.3f}"
 
-    for path in (ROOT / "examples/results").glob("prune_minilm_*.csv"):
-        rows = [r for r in read(path.stem) if "distilled" not in r["method"]]
-        assert [r["method"] for r in rows] == ["magnitude", "wanda", "sparsegpt", "wanda + least_squares", "admm"]
+    text = page("one_shot")
+    methods = ["magnitude", "wanda", "sparsegpt", "wanda + least_squares", "admm", "admm", "admm, recovered"]
+    for name in ("2_4", "unstructured"):
+        rows = read(f"prune_minilm_{name}")
+        assert [r["method"] for r in rows] == methods
         row = f"| {rows[0]['pattern']} | {' | '.join(three(r['cosine']) for r in rows)} |"
-        assert row in page("one_shot") and row in README
-    text, distilled = page("one_shot"), read("prune_minilm_2_4")[-1]
-    assert f"the best 2:4 model has {three(distilled['cosine'])}" in text and "distilled" in distilled["method"]
+        assert row in text and row in README
+    for name in ("1x4", "16x16"):
+        one_pass, recovered = read(f"prune_minilm_{name}")
+        assert f"| {name} | {three(one_pass['cosine'])} | {three(recovered['cosine'])} |" in text
+    recovered, more = read("prune_minilm_2_4")[-1], read("prune_minilm_2_4_more")[-1]
+    for r, count in ((recovered, "1,024"), (more, "4,096")):
+        assert f"{three(r['cosine'])} on {count} sentences after {float(r['seconds']):.0f} s" in text
+    for r in read("shrink_minilm_recovered"):
+        assert f"| {r['removed']} | {three(r['before'])} | {three(r['recovered'])} |" in text
+    for r in read("prune_crepe")[1:]:
+        assert f"| {r['structure']} | {r['before']} | {r['recovered']} |" in text
     dense, *rows = read("one_shot_language_model")
     assert f"dense has {three(dense['loss'])}" in page("one_shot")
     methods = list(dict.fromkeys(r["method"] for r in rows))

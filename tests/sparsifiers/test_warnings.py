@@ -10,7 +10,7 @@ from stock import linear_model
 from torch import nn
 from torch.ao.pruning import LambdaSL
 
-from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
+from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier, one_shot, schedules
 
 
 def prepared(*sizes, **options):
@@ -114,3 +114,15 @@ def test_optimizer_state_that_was_saved_before_prepare(kind, make):
     again.prepare(fresh)
     again.attach(before)  # parameters stay the same objects
     trained(fresh, before)
+
+
+def test_squashing_after_an_interrupted_pass_names_what_stays_dense():
+    def stop():
+        raise KeyboardInterrupt
+
+    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
+    sparsifier.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    with pytest.raises(KeyboardInterrupt):
+        one_shot(sparsifier, [torch.randn(16, 8)], checkpoint=stop)
+    with pytest.warns(UserWarning, match=r"1 of 2 masks keep everything, so that 2.weight stay dense.*resume=True"):
+        sparsifier.squash_mask()
