@@ -85,7 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.batch, args.every = 2 if args.tiny else BATCH, 1
     args.steps = 20 if args.tiny else args.steps
-    args.calibration = 8 if args.tiny else args.calibration
+    args.calibration = 2 if args.tiny else args.calibration
     if args.steps < 1 or args.calibration < 1:
         parser.error("--steps and --calibration must be at least 1")
     return args

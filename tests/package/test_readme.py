@@ -144,8 +144,6 @@ def test_the_figures_of_one_pass_equal_the_csvs():
         assert f"{three(r['cosine'])} on {count} sentences after {float(r['seconds']):.0f} s" in text
     for r in read("shrink_minilm_recovered"):
         assert f"| {r['removed']} | {three(r['before'])} | {three(r['recovered'])} |" in text
-    for r in read("prune_crepe")[1:]:
-        assert f"| {r['structure']} | {r['before']} | {r['recovered']} |" in text
     dense, *rows = read("one_shot_language_model")
     assert f"dense has {three(dense['loss'])}" in page("one_shot")
     methods = list(dict.fromkeys(r["method"] for r in rows))
