@@ -30,6 +30,8 @@ _running: list[subprocess.Popen] = []
 _found: dict[str, subprocess.CompletedProcess] = {}
 _folders: dict[str, Path] = {}
 _ended: dict[str, threading.Event] = {}
+_begun: set[str] = set()
+_lock = threading.Lock()
 
 
 def _aot():
@@ -123,11 +125,18 @@ def _start(names):
 def result(name):
     """What a job printed and its exit code, and the folder in which it ran, empty before; waits for it."""
     _start([name])
+    for other in (name, *_ended):  # the tests would wait: take the jobs that have not begun
+        if not _ended[name].is_set():
+            _run(other)
     assert _ended[name].wait(900), f"the child process of {name} takes too long"
     return _found[name], _folders[name]
 
 
 def _run(name):
+    with _lock:
+        if name in _begun:
+            return
+        _begun.add(name)
     command, environment = JOBS[name]()
     folder = _folders[name] = Path(tempfile.mkdtemp())
     child = subprocess.Popen(
