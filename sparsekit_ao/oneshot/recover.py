@@ -287,27 +287,13 @@ class Teacher:
         steps, order = self.passes * len(train), torch.Generator().manual_seed(self.seed + at)
         rate = self.rate * student.size() * (WHOLE if at == len(self.blocks) else 1)
         optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: (
-                min(1, (step + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2)
-            ),
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_share(step, steps))
 
         def error(k: int) -> tuple[Tensor, Tensor]:
             actual = student.output(k)
             with torch.no_grad():
                 expected = target(k)
-            if not actual.is_floating_point() or actual.ndim == 0:
-                raise SparsityError(
-                    f"recover: {name or 'the model'} returns {actual.dtype} of shape {tuple(actual.shape)} first; give "
-                    "forward=lambda model, batch: ... that returns what is to be matched, such as logits"
-                )
-            if actual.shape != expected.shape:
-                raise SparsityError(
-                    f"recover: {name or 'the model'} returns {tuple(actual.shape)}, in the dense model "
-                    f"{tuple(expected.shape)}; only outputs of the same shape can be matched"
-                )
+            _refuse_unfit(actual, expected, name or "the model")
             return _error(token_rows(actual, masks[k]), token_rows(expected, masks[k]), loss)
 
         def measured() -> float:
@@ -404,6 +390,25 @@ def first_tensor(output: Any) -> Tensor:
     if found is None:
         raise SparsityError(f"recover: the model or forward must return a tensor, got {type(output).__name__}")
     return found
+
+
+def _rate_share(step: int, steps: int) -> float:
+    """The share of the highest learning rate: a linear rise, and a cosine to `LAST`."""
+    return min(1, (step + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
+    """Raise unless an output can be matched to that of the dense model."""
+    if not actual.is_floating_point() or actual.ndim == 0:
+        raise SparsityError(
+            f"recover: {name} returns {actual.dtype} of shape {tuple(actual.shape)} first; give forward=lambda model, "
+            "batch: ... that returns what is to be matched, such as logits"
+        )
+    if actual.shape != expected.shape:
+        raise SparsityError(
+            f"recover: {name} returns {tuple(actual.shape)}, in the dense model {tuple(expected.shape)}; only outputs "
+            "of the same shape can be matched"
+        )
 
 
 def _error(actual: Tensor, expected: Tensor, loss: str) -> tuple[Tensor, Tensor]:
