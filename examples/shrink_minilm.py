@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer, dense = load_model()
+    tokenizer, dense = load_model(layers=2 if args.tiny else 6)
     train, held_out = split_sentences(limit=16 if args.tiny else None)
     train = shuffled(train)
     batches, calibration = batched(tokenizer, held_out), batched(tokenizer, train[: args.calibration])
@@ -150,7 +150,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=8, help="over these, for each block (default: 8)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/shrink_minilm"), help="folder (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="16 sentences")
+    parser.add_argument("--tiny", action="store_true", help="16 sentences, two layers")
     args = parser.parse_args(argv)
     if min(args.calibration, args.sentences, args.passes) < 1:
         parser.error("--calibration, --sentences and --passes must be at least 1")

@@ -1,12 +1,13 @@
 """Statistics of layers over calibration data, which scores and compensation read."""
 
-from .adapters import LayerAdapter, adapter_of, token_rows
+from .adapters import SAMPLED, LayerAdapter, adapter_of, token_rows
 from .calibrate import (
     GRADIENTS,
     INPUTS,
     NEEDS,
     Calibration,
     Forward,
+    RowGram,
     Statistics,
     Target,
     TokenMask,

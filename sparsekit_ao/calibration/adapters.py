@@ -15,6 +15,7 @@ from ..distributed import full_tensor
 from ..errors import SparsityError
 
 UNFOLDED = 1 << 24  # elements of unfolded inputs that are stored at once
+SAMPLED = 1 << 27  # elements of unfolded inputs that `one_shot` takes from all batches of a convolution
 
 
 class LayerAdapter:
@@ -28,6 +29,9 @@ class LayerAdapter:
     reads_rows = True
     #: whether X^T X can be recorded
     has_gram = True
+
+    #: positions that a convolution takes from the input of one call, drawn with a fixed seed; None for all
+    sampled: int | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
@@ -61,6 +65,16 @@ class LayerAdapter:
         for rows in chunks:
             total, tokens = torch.baddbmm(total, rows.mT, rows), tokens + rows.shape[1]
         return total, tokens
+
+    def few_rows(self, x: Tensor, token_mask: Tensor | None) -> Tensor | None:
+        """Copy the rows, float32 [groups, tokens, inputs]; None where there are as many tokens as inputs or more."""
+        chunks, tokens = [], 0
+        for rows in self.rows(x, token_mask):
+            tokens += rows.shape[1]
+            if tokens >= rows.shape[2]:
+                return None
+            chunks.append(rows.float())
+        return torch.cat(chunks, 1)
 
 
 class _TransposedLinear(LayerAdapter):
@@ -100,7 +114,7 @@ class _Convolution(LayerAdapter):
         x = x if x.ndim == len(conv.kernel_size) + 2 else x[None]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         padded = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
-        yield from unfolded(padded, conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        yield from unfolded(padded, conv.kernel_size, conv.stride, conv.dilation, conv.groups, self.sampled)
 
 
 class _TransposedConvolution(_Convolution):
@@ -127,7 +141,7 @@ class _TransposedConvolution(_Convolution):
             for k, d, p, o in zip(conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True)
         ]
         padded = F.pad(spread, [side for pair in reversed(sides) for side in pair])
-        yield from unfolded(padded, conv.kernel_size, (1,) * n, conv.dilation, conv.groups)
+        yield from unfolded(padded, conv.kernel_size, (1,) * n, conv.dilation, conv.groups, self.sampled)
 
 
 class _Attention(LayerAdapter):
@@ -202,14 +216,29 @@ def token_rows(x: Tensor, token_mask: Tensor | None) -> Tensor:
 
 
 def unfolded(
-    padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+    padded: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    sampled: int | None = None,
 ) -> Iterator[Tensor]:
-    """What every position of a kernel covers: [groups, positions, channels of the group x kernel], some at a time."""
+    """What every position of a kernel covers: [groups, positions, channels of the group x kernel], some at a time.
+
+    With `sampled`, at most so many positions, drawn with a fixed seed.
+    """
     n, x = len(kernel), padded
     for k in range(n):
         x = x.unfold(2 + k, dilation[k] * (kernel[k] - 1) + 1, stride[k])[..., :: dilation[k]]
     x = x.unflatten(1, (groups, -1))  # [batch, groups, channels, *positions, *kernel]
     order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+    windows = x.permute(order)  # [groups, batch, *positions, channels, *kernel], a view
+    positions = windows.shape[1 : 2 + n]
+    if sampled is not None and positions.numel() > sampled:
+        drawn = torch.randperm(positions.numel(), generator=torch.Generator().manual_seed(0))[:sampled].to(x.device)
+        for some in drawn.split(max(1, UNFOLDED // max(windows[0, 0, ..., 0].numel(), 1))):
+            yield windows[(slice(None), *torch.unravel_index(some, positions))].flatten(2)
+        return
     at_once = max(1, UNFOLDED // max(x[0].numel(), 1)) if len(x) else 1
     for images in x.split(at_once):
         rows = images.permute(order)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ class Statistics:
         passes: backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape.
+        rows: inputs [groups, tokens, inputs] that are kept instead of "input_gram", while they are fewer than inputs.
         blocks: int64 in the weight's shape, the block of each element, for scores with `uses_blocks`.
     """
 
@@ -42,6 +43,7 @@ class Statistics:
     tokens: int = 0
     passes: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
+    rows: list[Tensor] = field(default_factory=list)
     blocks: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,7 +64,9 @@ class Statistics:
     @property
     def input_square(self) -> Tensor:
         """Each weight's sum of squares of its input, G_jj; in the weight's shape."""
-        if "input_gram" not in self.sums:
+        if self.rows:
+            squares = torch.stack([rows.square().sum(1) for rows in self.rows]).sum(0)
+        elif "input_gram" not in self.sums:
             squares = self._sum("input_square")
         else:  # a calibration records one of the two, so both are of different tokens
             squares = self.sums["input_gram"].diagonal(dim1=1, dim2=2) + self.sums.get("input_square", 0)
@@ -71,7 +75,13 @@ class Statistics:
     @property
     def input_gram(self) -> Tensor:
         """G = X^T X, [groups, inputs, inputs], in the order of the columns of `matrix`."""
+        self._sum_rows()
         return self._sum("input_gram")
+
+    @property
+    def gram(self) -> "Tensor | RowGram | None":
+        """G as `input_gram`, or by its rows where these are kept; None where neither was recorded."""
+        return RowGram.of(torch.cat(self.rows, 1)) if self.rows else self.sums.get("input_gram")
 
     @property
     def gradient(self) -> Tensor:
@@ -96,9 +106,21 @@ class Statistics:
         self.tokens += tokens
         self.passes += passes
 
+    def add_rows(self, rows: Tensor) -> None:
+        """Keep rows [groups, tokens, inputs]; sum them once there are as many as inputs."""
+        self.rows.append(rows)
+        self.tokens += rows.shape[1]
+        if sum(r.shape[1] for r in self.rows) >= rows.shape[2]:
+            self._sum_rows()
+
+    def _sum_rows(self) -> None:
+        for rows in self.rows:
+            self.add({"input_gram": rows.mT @ rows})
+        self.rows = []
+
     def missing(self, needs: Sequence[str]) -> list[str]:
         """Those of `needs` that were not collected."""
-        collected = {*self.sums, *(["input_square"] if "input_gram" in self.sums else [])}
+        collected = {*self.sums, *(INPUTS if self.rows or "input_gram" in self.sums else ())}
         return [n for n in needs if n not in collected]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -148,18 +170,74 @@ def loaded_statistics(
     return loaded
 
 
-def damped_gram(gram: Tensor, damp: float) -> Tensor:
-    """G + damp * mean(diag G) I of each group."""
+@dataclass(frozen=True, eq=False)
+class RowGram:
+    """The matrix L^T R + diag(d) of each group by fewer rows than columns: products with it cost rows, not columns.
+
+    A Gram matrix has L = R = X. This class has those operations of a tensor that the solvers use.
+
+    Attributes:
+        left, right: L and R, [groups, tokens, inputs].
+        added: d, [groups, 1, inputs].
+
+    >>> x = torch.tensor([[[1.0, 2.0, 0.0]]])
+    >>> gram = damped_gram(RowGram.of(x), 0.6)
+    >>> torch.equal(torch.eye(3)[None] @ gram, x.mT @ x + torch.eye(3))
+    True
+    >>> torch.allclose((torch.eye(3)[None] @ gram) @ gram.penalized_inverse(0.5), (x.mT @ x + torch.eye(3)) @ (
+    ...     x.mT @ x + 1.5 * torch.eye(3)).inverse())
+    True
+    """
+
+    left: Tensor
+    right: Tensor
+    added: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Self:
+        """X^T X."""
+        return cls(rows, rows, torch.zeros_like(rows[:, :1]))
+
+    def __rmatmul__(self, matrix: Tensor) -> Tensor:
+        return torch.addcmul((matrix @ self.left.mT) @ self.right, matrix, self.added)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same in another dtype."""
+        return type(self)(self.left.to(dtype), self.right.to(dtype), self.added.to(dtype))
+
+    def diagonal(self, dim1: int = 1, dim2: int = 2) -> Tensor:
+        """The diagonal, [groups, inputs]."""
+        return (self.left * self.right).sum(1) + self.added[:, 0]
+
+    def scaled(self, scale: Tensor) -> Self:
+        """Divide rows and columns by a scale, [groups, 1, inputs]."""
+        return type(self)(self.left / scale, self.right / scale, self.added / scale.square())
+
+    def penalized_inverse(self, rho: float) -> Self:
+        """Invert the matrix after adding rho to its diagonal, by a system of as many equations as rows (Woodbury)."""
+        added = self.added + rho
+        left, right = self.left / added, self.right / added
+        small = right @ self.left.mT
+        small.diagonal(dim1=1, dim2=2).add_(1)
+        return type(self)(left, -torch.linalg.solve(small, right), 1 / added)
+
+
+def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:
+    """G + damp * mean(diag G) I of each group, as a tensor or by rows as `gram` is."""
     scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    if isinstance(gram, RowGram):
+        return replace(gram, added=gram.added + scale)
     return gram + scale * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
 
 
-def damped_inverse(gram: Tensor, damp: float, name: str) -> Tensor:
+def damped_inverse(gram: Tensor | RowGram, damp: float, name: str) -> Tensor:
     """(G + damp * mean(diag G) I)^-1 of each group, by way of float64 where the Cholesky factor of float32 fails.
 
     Raises:
         SparsityError: all inputs are zero.
     """
+    if isinstance(gram, RowGram):
+        gram = torch.eye(gram.added.shape[2], dtype=gram.added.dtype, device=gram.added.device) @ gram
     if not bool((gram.diagonal(dim1=1, dim2=2).mean(1) > 0).all()):
         raise SparsityError(f"{name}: all inputs of this layer are zero in the calibration data")
     damped = damped_gram(gram, damp)
@@ -214,6 +292,7 @@ class Calibration:
     Args:
         targets: the weights, and what is recorded for each.
         on_success: called with the statistics when the context ends without an error.
+        keep_rows: keep inputs instead of X^T X where they have fewer tokens than inputs; not over ranks.
 
     Attributes:
         token_mask: which tokens count, bool [batch, tokens] such as an attention mask, or None for all. Set it before
@@ -222,11 +301,16 @@ class Calibration:
     """
 
     def __init__(
-        self, targets: Iterable[Target], on_success: Callable[[Mapping[str, Statistics]], None] = lambda _: None
+        self,
+        targets: Iterable[Target],
+        on_success: Callable[[Mapping[str, Statistics]], None] = lambda _: None,
+        *,
+        keep_rows: bool = False,
     ) -> None:
         self.token_mask: Tensor | None = None
         self.statistics: dict[str, Statistics] = {}
         self._targets, self._on_success = list(targets), on_success
+        self._keep_rows = keep_rows and not has_process_group()
         for target in self._targets:
             target.check()
         self._hooks = ExitStack()
@@ -286,14 +370,22 @@ class Calibration:
         if last is None or last[0] is not x or last[1] != version or version < 0 or last[2] is not self.token_mask:
             last = self._last_read = (x, version, self.token_mask, {})
         sums = last[3] if adapter.reads_rows else {}
-        if need not in sums:
-            with torch.autocast(x.device.type, enabled=False):  # sums are float32
-                take = adapter.gram if need == "input_gram" else adapter.squares
+        statistics = self._statistics_of(target)
+        take = adapter.gram if need == "input_gram" else adapter.squares
+        for_rows = self._keep_rows and take == adapter.gram and need not in statistics.sums
+        with torch.autocast(x.device.type, enabled=False):  # sums are float32
+            if for_rows and "rows" not in sums:
+                sums["rows"] = adapter.few_rows(x.detach(), self.token_mask)
+            for_rows = for_rows and sums["rows"] is not None
+            if not for_rows and need not in sums:
                 sums[need] = take(x.detach(), self.token_mask)
-            if not bool(torch.isfinite(sums[need][0]).all()):
-                raise SparsityError(f"{target.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
-        total, tokens = sums[need]
-        self._statistics_of(target).add({need: total}, tokens=tokens)
+        total, tokens = (sums["rows"], 0) if for_rows else sums[need]
+        if not bool(torch.isfinite(total).all()):
+            raise SparsityError(f"{target.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
+        if for_rows:
+            statistics.add_rows(total)
+        else:
+            statistics.add({need: total}, tokens=tokens)
 
     @torch.no_grad()
     def _take_gradient(self, target: Target, gradient: Tensor, needs: Sequence[str]) -> None:

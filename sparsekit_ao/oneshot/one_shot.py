@@ -16,6 +16,7 @@ from .. import masking
 from ..calibration import (
     GRADIENTS,
     INPUTS,
+    RowGram,
     Statistics,
     Target,
     damped_gram,
@@ -43,7 +44,8 @@ class LayerRow:
 
     Attributes:
         tensor: its name.
-        before: relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN without inputs.
+        before: relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN where X^T X is
+            not recorded: without inputs, or with `compensate=None`.
         after: the same with compensated weights.
         density: the fraction of elements that the mask keeps.
         seconds: spent on this layer, its share of recording not included.
@@ -256,9 +258,9 @@ class Layer:
     seconds: float = 0.0
 
     @property
-    def gram(self) -> Tensor | None:
+    def gram(self) -> Tensor | RowGram | None:
         """G of its inputs, or None where there is none."""
-        return None if self.statistics is None else self.statistics.sums.get("input_gram")
+        return None if self.statistics is None else self.statistics.gram
 
 
 class _Pass:
@@ -305,7 +307,9 @@ class _Pass:
                     for layer in fresh:
                         prune_layer(self.sparsifier, layer, self.method)
                     for layer in fresh:
-                        row = _finish(self.sparsifier, layer, layer.target.name in unreached)
+                        note = "" if self.method is None else "no inputs recorded: not compensated"
+                        note = "not reached by any batch" if layer.target.name in unreached else note
+                        row = _finish(self.sparsifier, layer, note)
                         self.rows[layer.target.name] = asdict(row)
                 bar.update(len(layers))
                 if fresh and checkpoint is not None:
@@ -329,10 +333,11 @@ class _Pass:
         return self.sparsifier._statistics_of(self.groups[at])
 
     def _needs(self, at: int) -> Iterable[str]:
-        """Return the statistics to record: G, for compensation and the report, and those that its scores need."""
+        """Return the statistics to record: G for compensation, and those that its scores need."""
         adapter = self.sparsifier._adapter(self.groups[at])
         scores = [n for c in self.single[at] for n in needs_of(c.score) if n not in GRADIENTS]
-        return [*scores, "input_gram"] if adapter is not None and adapter.has_gram else scores
+        compensation = "input_square" if self.method is None else "input_gram"  # squares only show which layers run
+        return [*scores, compensation] if adapter is not None and adapter.has_gram else scores
 
     def _sequence(self, needs: Callable[[int], Iterable[str]]) -> SequentialPass:
         """Return a pass over the layers that have something to record."""
@@ -481,17 +486,16 @@ def matrix_scopes(sparsifier: BudgetSparsifier, layer: Layer, statistics: Statis
     )
 
 
-def _finish(sparsifier: ScopeSparsifier, layer: Layer, is_unreached: bool) -> LayerRow:
+def _finish(sparsifier: ScopeSparsifier, layer: Layer, note: str) -> LayerRow:
     """Write mask and weight of a layer, both of which are computed before either is changed, and report on it."""
     parameter, mask, weight = layer.target.parameter, layer.mask, layer.compensated
     assert mask is not None and weight is not None
     before = after = float("nan")
-    note = "not reached by any batch" if is_unreached else "no inputs recorded: not compensated"
     if layer.gram is not None and layer.statistics is not None:
         dense, gram = layer.statistics.matrix(layer.weight), layer.gram.to(layer.weight.dtype)
         before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
         after = relative_error(dense, gram, layer.statistics.matrix(weight))
-        tokens, inputs = layer.statistics.tokens, gram.shape[1]
+        tokens, inputs = layer.statistics.tokens, dense.shape[2]
         note = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
     compensated = torch.where(mask, weight, 0).to(parameter.dtype)
     if not bool(torch.isfinite(compensated).all()):

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import Calibration, Forward, Statistics, Target, TokenMask, call, checked_batches, token_mask_of
+from ..calibration import (
+    SAMPLED,
+    Calibration,
+    Forward,
+    Statistics,
+    Target,
+    TokenMask,
+    call,
+    checked_batches,
+    token_mask_of,
+)
 from ..errors import SparsityError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -76,6 +86,10 @@ class SequentialPass:
 
     def __init__(self, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None) -> None:
         self._data = data
+        for target in targets:
+            if target.adapter is not None:
+                inputs = target.adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]
+                target.adapter.sampled = max(1, SAMPLED // (inputs * len(data.batches)))
         order, self.unreached, self._repeated = _order(data, targets)
         self.blocks = find_blocks(data, [target.module for target, _ in order], blocks)
         block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
@@ -93,7 +107,7 @@ class SequentialPass:
                 yield targets, self._statistics_of_model(targets)
                 continue
             self._go_to(block)
-            with Calibration(targets) as calibration:
+            with Calibration(targets, keep_rows=True) as calibration:
                 for arguments, mask in zip(self._inputs, self._data.token_masks, strict=True):
                     calibration.token_mask = mask
                     output_of(self.blocks[block], arguments)
@@ -108,7 +122,7 @@ class SequentialPass:
         modules = [t.adapter.module for t in targets if t.adapter is not None]
         can_stop = not any(id(m) in self._repeated for m in modules)
         stop = modules[-1].register_forward_hook(_stop) if can_stop else nullcontext()
-        with stop, Calibration(targets) as calibration:
+        with stop, Calibration(targets, keep_rows=True) as calibration:
             for index, mask in enumerate(self._data.token_masks):
                 calibration.token_mask = mask
                 self._data.run(index)

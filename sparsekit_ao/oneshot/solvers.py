@@ -1,8 +1,9 @@
 """Solvers on matrices: masks of a layer's weight, and kept weights that make up for the dropped ones.
 
-Everywhere W is [groups, outputs, inputs], and G = X^T X of the layer's inputs is [groups, inputs, inputs]; both are
-float32 (or both float64). A mask is bool in the shape of W. The error of V for W is tr((W - V) G (W - V)^T). A solver
-of `SOLVERS` is called as `(W, G, scopes) -> (mask, V)`, V final; `least_squares` takes a mask instead of scopes.
+Everywhere W is [groups, outputs, inputs], and G = X^T X of the layer's inputs is [groups, inputs, inputs], or a
+`RowGram` where there are fewer tokens than inputs. Both are float32, or both float64. A mask is bool in the shape of W.
+The error of V for W is tr((W - V) G (W - V)^T). A solver of `SOLVERS` is called as `(W, G, scopes) -> (mask, V)`, V
+final; `least_squares` takes a mask instead of scopes.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..calibration import damped_inverse
+from ..calibration import RowGram, damped_inverse
 from ..errors import SparsityError
 from ..scores import joint_saliency
 from ..selection import keep_mask
@@ -48,10 +49,11 @@ class MatrixScopes:
     is_plain: bool
 
 
-Solver = Callable[[Tensor, Tensor, MatrixScopes], tuple[Tensor, Tensor]]
+Gram = Tensor | RowGram
+Solver = Callable[[Tensor, Gram, MatrixScopes], tuple[Tensor, Tensor]]
 
 
-def relative_error(weight: Tensor, gram: Tensor, solution: Tensor) -> float:
+def relative_error(weight: Tensor, gram: Gram, solution: Tensor) -> float:
     """Return sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
 
     >>> w, g = torch.ones(1, 1, 4), torch.eye(4)[None]
@@ -64,7 +66,7 @@ def relative_error(weight: Tensor, gram: Tensor, solution: Tensor) -> float:
 
 
 def least_squares(
-    weight: Tensor, gram: Tensor, mask: Tensor, steps: int = CG_STEPS, start: Tensor | None = None
+    weight: Tensor, gram: Gram, mask: Tensor, steps: int = CG_STEPS, start: Tensor | None = None
 ) -> Tensor:
     """Return the best kept weights for a mask, zero where it drops.
 
@@ -94,7 +96,7 @@ def least_squares(
     return solution
 
 
-def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
+def admm(weight: Tensor, gram: Gram, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
     """Mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831).
 
     The projection is an exact selection, so that any structure can be given. Where that ends with a larger error than
@@ -103,7 +105,7 @@ def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_S
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
     scaled = weight * scale
-    hessian = gram / (scale.mT * scale)
+    hessian = gram.scaled(scale) if isinstance(gram, RowGram) else gram / (scale.mT * scale)
     target = scaled @ hessian
     first_mask = scopes.project(scaled, 2)
     first = least_squares(weight, gram, first_mask, FEW_STEPS)
@@ -112,8 +114,7 @@ def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_S
     for step in range(steps):
         if step % EVERY == 0:
             rho = rho * GROWTH if step else rho
-            penalized = hessian + rho * torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(penalized))
+            inverse = penalized_inverse(hessian, rho)
         free = (target - dual + rho * kept) @ inverse
         shifted = free + dual / rho
         mask = scopes.project(shifted, 2)
@@ -125,7 +126,15 @@ def admm(weight: Tensor, gram: Tensor, scopes: MatrixScopes, steps: int = ADMM_S
     return first_mask, first
 
 
-def structured_obs(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
+def penalized_inverse(hessian: Gram, rho: float) -> Gram:
+    """(H + rho I)^-1 of each group."""
+    if isinstance(hessian, RowGram):
+        return hessian.penalized_inverse(rho)
+    identity = torch.eye(hessian.shape[1], dtype=hessian.dtype, device=hessian.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(hessian + rho * identity))
+
+
+def structured_obs(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
     """Structured optimal brain surgeon (S3, arXiv 2604.11315): scope after scope, compensated in the columns after it.
 
     Scopes that are wider than `WIDEST` columns or of several stages are chosen at once instead. The weights are the
@@ -210,7 +219,7 @@ def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
     return chunks
 
 
-def sparsegpt(weight: Tensor, gram: Tensor, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
+def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
     """SparseGPT (arXiv 2301.00774), a loop over columns with the Cholesky factor of C; the baseline of comparisons.
 
     For N:M along the inputs, and for single elements over the whole tensor: of these every `WIDTH` columns keep the

@@ -18,7 +18,7 @@ from grids import EXHAUSTIVE
 from kernel_cases import INTERPRETS
 
 HERE = Path(__file__).parent
-ARCHES = (80, 90, 100)
+ARCHES = (80, 90, 100) if EXHAUSTIVE else (90,)
 # releases (3.4 3.6) or folders of triton to compile with too; a wheel has 150 MB, so only where it is asked for
 OLDER_TRITON = os.environ.get("SPARSEKIT_AO_TRITON", "").split()
 

