@@ -15,7 +15,7 @@ from ..distributed import full_tensor
 from ..errors import SparsityError
 
 UNFOLDED = 1 << 24  # elements of unfolded inputs that are stored at once
-SAMPLED = 1 << 27  # elements of unfolded inputs that `one_shot` takes from all batches of a convolution
+SAMPLED = 1 << 26  # elements of unfolded inputs that `one_shot` takes from all batches of a convolution
 
 
 class LayerAdapter:

@@ -172,54 +172,55 @@ def loaded_statistics(
 
 @dataclass(frozen=True, eq=False)
 class RowGram:
-    """The matrix L^T R + diag(d) of each group by fewer rows than columns: products with it cost rows, not columns.
+    """The matrix X^T A X + diag(d) of each group, with fewer rows than columns in X: products with it cost rows only.
 
-    A Gram matrix has L = R = X. This class has those operations of a tensor that the solvers use.
+    A Gram matrix has A = I and d = 0. This class has those operations of a tensor that the solvers use.
 
     Attributes:
-        left, right: L and R, [groups, tokens, inputs].
+        rows: X, [groups, tokens, inputs].
+        core: A, [groups, tokens, tokens], or None for the identity.
         added: d, [groups, 1, inputs].
 
     >>> x = torch.tensor([[[1.0, 2.0, 0.0]]])
-    >>> gram = damped_gram(RowGram.of(x), 0.6)
-    >>> torch.equal(torch.eye(3)[None] @ gram, x.mT @ x + torch.eye(3))
+    >>> gram, dense = damped_gram(RowGram.of(x), 0.6), x.mT @ x + torch.eye(3)
+    >>> torch.equal(torch.eye(3)[None] @ gram, dense)
     True
-    >>> torch.allclose((torch.eye(3)[None] @ gram) @ gram.penalized_inverse(0.5), (x.mT @ x + torch.eye(3)) @ (
-    ...     x.mT @ x + 1.5 * torch.eye(3)).inverse())
+    >>> torch.allclose(dense @ gram.penalized_inverse(0.5), dense @ (dense + 0.5 * torch.eye(3)).inverse())
     True
     """
 
-    left: Tensor
-    right: Tensor
+    rows: Tensor
+    core: Tensor | None
     added: Tensor
 
     @classmethod
     def of(cls, rows: Tensor) -> Self:
         """X^T X."""
-        return cls(rows, rows, torch.zeros_like(rows[:, :1]))
+        return cls(rows, None, torch.zeros_like(rows[:, :1]))
 
     def __rmatmul__(self, matrix: Tensor) -> Tensor:
-        return torch.addcmul((matrix @ self.left.mT) @ self.right, matrix, self.added)
+        of_rows = matrix @ self.rows.mT
+        return torch.addcmul((of_rows if self.core is None else of_rows @ self.core) @ self.rows, matrix, self.added)
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same in another dtype."""
-        return type(self)(self.left.to(dtype), self.right.to(dtype), self.added.to(dtype))
+        """Convert to another dtype."""
+        return replace(self, rows=self.rows.to(dtype), added=self.added.to(dtype))
 
     def diagonal(self, dim1: int = 1, dim2: int = 2) -> Tensor:
-        """The diagonal, [groups, inputs]."""
-        return (self.left * self.right).sum(1) + self.added[:, 0]
+        """Return the diagonal of a Gram matrix, [groups, inputs]."""
+        return self.rows.square().sum(1) + self.added[:, 0]
 
     def scaled(self, scale: Tensor) -> Self:
-        """Divide rows and columns by a scale, [groups, 1, inputs]."""
-        return type(self)(self.left / scale, self.right / scale, self.added / scale.square())
+        """Divide rows and columns of a Gram matrix by a scale, [groups, 1, inputs]."""
+        return replace(self, rows=self.rows / scale, added=self.added / scale.square())
 
     def penalized_inverse(self, rho: float) -> Self:
-        """Invert the matrix after adding rho to its diagonal, by a system of as many equations as rows (Woodbury)."""
+        """Invert a Gram matrix after adding rho to its diagonal, by an inverse of as many rows as X has (Woodbury)."""
         added = self.added + rho
-        left, right = self.left / added, self.right / added
-        small = right @ self.left.mT
+        rows = self.rows / added
+        small = rows @ self.rows.mT
         small.diagonal(dim1=1, dim2=2).add_(1)
-        return type(self)(left, -torch.linalg.solve(small, right), 1 / added)
+        return type(self)(rows, -torch.cholesky_inverse(torch.linalg.cholesky(small)), 1 / added)
 
 
 def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:

@@ -35,6 +35,7 @@ from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 
 METHODS = (None, "least_squares", *SOLVERS)
 DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
+WIDEST = 32_768  # inputs of a layer whose Gram matrix is inverted
 Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
 
 
@@ -290,6 +291,7 @@ class _Pass:
     ) -> tuple[tuple[LayerRow, ...], list[nn.Module]]:
         """Return the rows of all layers, and the repeated blocks."""
         self._check_gradients()
+        self._check_sizes()
         if self.shared and not self.masks and not self.rows:
             self.masks.update(self._shared_masks())
         self.sparsifier._one_shot = self.progress
@@ -327,6 +329,17 @@ class _Pass:
                         f"one_shot: {self.groups[at]['tensor_fqn']}: {pruning_group.score} needs {', '.join(missing)}; "
                         "run sparsifier.calibrate(batches, forward) first, with a forward that returns the loss"
                     )
+
+    def _check_sizes(self) -> None:
+        """Raise if a method would invert a matrix of more than 4 GiB."""
+        for group in self.groups if self.method in ("obs", "sparsegpt") else ():
+            adapter = self.sparsifier._adapter(group)
+            inputs = 0 if adapter is None else adapter.matrix(self.sparsifier._dense(group)).shape[2]
+            if inputs > WIDEST:
+                raise SparsityError(
+                    f"one_shot: {group['tensor_fqn']} has {inputs:,} inputs, and compensate={self.method!r} inverts a "
+                    f"matrix of their products; use 'admm' or 'least_squares' for more than {WIDEST:,}"
+                )
 
     def _collected(self, at: int) -> Statistics:
         """Return the statistics that the user collected before."""

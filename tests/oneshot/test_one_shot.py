@@ -15,7 +15,7 @@ from pruned_models import STRUCTURES, Model, correlated, distance, layer_of, pre
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, one_shot, patterns, removal
-from sparsekit_ao.calibration import Statistics, calibrate
+from sparsekit_ao.calibration import LayerAdapter, Statistics, calibrate
 from sparsekit_ao.oneshot import sequential
 from sparsekit_ao.oneshot.one_shot import prune_layer
 
@@ -217,6 +217,36 @@ def test_one_token_dead_inputs_and_frozen_layers():
     batch[0, :4] = 0
     report = one_shot(prepared(model), [batch])
     assert report[0].note == "1 tokens for 8 inputs" and all(r.after <= r.before + 1e-6 for r in report)
+
+
+def test_no_gram_matrix_is_recorded_that_nothing_needs(monkeypatch):
+    model = nn.Sequential(nn.Conv1d(4, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
+    monkeypatch.setattr(LayerAdapter, "gram", lambda *_: pytest.fail("a Gram matrix was recorded"))
+    few = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))  # 12 positions of 20 inputs, 3 rows of 32
+    for method, score in ((None, "wanda"), ("admm", None)):
+        sparsifier = prepared(copy.deepcopy(model), sparsity_level=0.5, score=score)
+        rows = one_shot(sparsifier, [few], compensate=method)
+        assert sparsifier.check() and all(math.isnan(r.after) or r.after < r.before for r in rows)
+    assert [r.note for r in rows] == ["12 tokens for 20 inputs", "3 tokens for 32 inputs"]
+
+
+def test_what_would_invert_too_large_a_matrix_is_refused_and_the_advice_works():
+    model = nn.Sequential(nn.Conv1d(2048, 2, 17))
+    sparsifier = prepared(model, sparsity_level=0.5)
+    with pytest.raises(SparsityError, match=r"0.weight has 34,816 inputs, and compensate='obs' .* use 'admm'"):
+        one_shot(sparsifier, [torch.randn(1, 2048, 18)], compensate="obs")
+    assert sparsifier.mask("0.weight").all() and one_shot(sparsifier, [torch.randn(1, 2048, 18)], compensate="admm")
+
+
+def test_positions_of_a_convolution_are_sampled(monkeypatch):
+    monkeypatch.setattr(sequential, "SAMPLED", 2 * 12 * 30)
+    sparsifier = prepared(nn.Sequential(nn.Conv2d(3, 8, 2), nn.ConvTranspose2d(8, 4, 2)), sparsity_level=0.5)
+    data = sequential.CalibrationData.checked(sparsifier.model, [torch.randn(2, 3, 9, 7)] * 2, None, None, "test")
+    state = torch.get_rng_state()
+    targets = [sparsifier._target(g, ["input_gram"]) for g in sparsifier.groups]
+    records = sequential.SequentialPass(data, targets).record()
+    tokens = {t.name: statistics[t.name].tokens for group, statistics in records for t in group}
+    assert tokens == {"0.weight": 2 * 30, "1.weight": 2 * 11} and torch.equal(torch.get_rng_state(), state)
 
 
 def test_bad_calls_change_nothing():

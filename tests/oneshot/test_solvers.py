@@ -8,6 +8,7 @@ from pruned_models import STRUCTURES, correlated, layer_of, prepared
 from torch import nn
 
 from sparsekit_ao import SparsityError
+from sparsekit_ao.calibration import RowGram, damped_gram
 from sparsekit_ao.oneshot.one_shot import matrix_scopes
 from sparsekit_ao.oneshot.solvers import (
     SOLVERS,
@@ -47,6 +48,17 @@ def test_masks_are_exact_and_weights_make_up_for_what_is_dropped(solver, structu
     masked, best = weight * mask, least_squares(weight, gram, mask, steps=100)
     errors = [relative_error(weight, gram, v) for v in (best, solution, masked)]
     assert errors[0] <= errors[1] * 1.0001 and errors[0] < errors[2] and not best[~mask].any()
+
+
+@pytest.mark.parametrize("solver", ["obs", "admm"])
+def test_fewer_tokens_than_inputs_give_the_same_by_their_rows(solver):
+    weight, x, gram = problem(8, 16, tokens=12)
+    scopes = scopes_of(weight, **STRUCTURES["2:4"])
+    by_rows, by_gram = damped_gram(RowGram.of(x[None]), 0.01), damped_gram(gram, 0.01)
+    (mask, solution), (expected_mask, expected) = (SOLVERS[solver](weight, g, scopes) for g in (by_rows, by_gram))
+    assert torch.equal(mask, expected_mask)
+    torch.testing.assert_close(solution, expected)
+    assert relative_error(weight, by_rows, solution) == pytest.approx(relative_error(weight, by_gram, solution))
 
 
 def test_admm_is_never_worse_than_where_it_starts():
