@@ -99,7 +99,9 @@ class Statistics:
         return self._sum("movement")
 
     def add(self, increments: Mapping[str, Tensor], tokens: int = 0, passes: int = 0) -> None:
-        """Add to the sums."""
+        """Add to the sums, which rows that were kept join then."""
+        if "input_gram" in increments:
+            self._sum_rows()
         for need, increment in increments.items():
             total = self.sums.get(need)
             self.sums[need] = increment.clone() if total is None else total.add_(increment.to(total.device))
@@ -114,9 +116,9 @@ class Statistics:
             self._sum_rows()
 
     def _sum_rows(self) -> None:
-        for rows in self.rows:
+        kept, self.rows = self.rows, []
+        for rows in kept:
             self.add({"input_gram": rows.mT @ rows})
-        self.rows = []
 
     def missing(self, needs: Sequence[str]) -> list[str]:
         """Those of `needs` that were not collected."""

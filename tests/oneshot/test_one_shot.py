@@ -15,7 +15,7 @@ from pruned_models import STRUCTURES, Model, correlated, distance, layer_of, pre
 from torch import nn
 
 from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, one_shot, patterns, removal
-from sparsekit_ao.calibration import LayerAdapter, Statistics, calibrate
+from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics, calibrate
 from sparsekit_ao.oneshot import sequential
 from sparsekit_ao.oneshot.one_shot import prune_layer
 
@@ -236,6 +236,20 @@ def test_what_would_invert_too_large_a_matrix_is_refused_and_the_advice_works():
     with pytest.raises(SparsityError, match=r"0.weight has 34,816 inputs, and compensate='obs' .* use 'admm'"):
         one_shot(sparsifier, [torch.randn(1, 2048, 18)], compensate="obs")
     assert sparsifier.mask("0.weight").all() and one_shot(sparsifier, [torch.randn(1, 2048, 18)], compensate="admm")
+
+
+def test_batches_of_any_size_are_summed():
+    model, rows = nn.Sequential(nn.Linear(8, 4)), torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    for sizes in ((3, 2, 30, 5), (7, 33), (40,), (2, 2), (3, 5)):
+        sparsifier, used = prepared(copy.deepcopy(model), sparsity_level=0.5), rows[: sum(sizes)]
+        data = sequential.CalibrationData.checked(sparsifier.model, used.split(sizes), None, None, "test")
+        targets = [sparsifier._target(sparsifier.groups[0], ["input_gram"])]
+        ((_, recorded),) = sequential.SequentialPass(data, targets).record()
+        statistics = recorded["0.weight"]
+        assert statistics.tokens == len(used) and isinstance(statistics.gram, RowGram) == (len(used) < 8)
+        torch.testing.assert_close(statistics.input_square[0], used.square().sum(0))
+        torch.testing.assert_close(torch.eye(8)[None] @ statistics.gram, (used.T @ used)[None])
+        torch.testing.assert_close(statistics.input_gram, (used.T @ used)[None])
 
 
 def test_positions_of_a_convolution_are_sampled(monkeypatch):
