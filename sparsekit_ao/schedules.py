@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.ao.pruning import BaseScheduler, BaseSparsifier
-
 from .errors import SparsityError, is_number
+from .torch_ao import BaseScheduler, BaseSparsifier
 
 __all__ = [
     "Schedule",

@@ -3,7 +3,7 @@
 from ..masking import dense_state_dict
 from .pretrained import load_masks, load_pretrained, merge_lora, save_pretrained
 from .quantization import quantize
-from .two_four import load_2_4, pack_2_4
+from .two_four import load_2_4, pack_2_4, to_2_4
 from .weights import Conversion, LayerReport, LayerRow, check, report
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "quantize",
     "report",
     "save_pretrained",
+    "to_2_4",
 ]

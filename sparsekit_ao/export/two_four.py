@@ -1,14 +1,69 @@
-"""2:4 weights packed as values and metadata, in the layout of torch's CUTLASS kernels, and loaded again."""
+"""2:4 weights for torch's sparse kernels: converted in memory on CUDA, or packed in a file and loaded again."""
 
 import os
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn, sparse
+from torch.nn.utils import parametrize
 from torch.sparse import _semi_structured_conversions as conversions
 
+from .. import masking
 from ..errors import SparsityError
-from .weights import Conversion, checked_layers, layers_of, memory_of, pack_refusals, same_bits
+from .weights import Conversion, Layer, checked_layers, layers_of, memory_of, pack_refusals, same_bits
+
+DEVICE = "cuda"  # on which torch has 2:4 kernels
+
+
+def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion:
+    """Replace 2:4 weights of Linear layers on CUDA by `torch.sparse.to_sparse_semi_structured`, in place.
+
+    Weights that do not fit stay dense; the report lists them with a reason each (`left`). Converted weights are the
+    same values, without gradient. A masked layer loses its mask, so this is for a model that is trained no more.
+
+    Args:
+        model: masked or squashed; float16, bfloat16 or int8. `export.check(model, "pack_2_4")` checks the same dtypes,
+            shapes and zeros on any machine.
+        tensors: weights that must fit, as for `export.check`. None converts all that fit.
+
+    Raises:
+        SparsityError: no weight is on CUDA, none fits, or one of `tensors` does not. The model is not changed.
+
+    >>> report = to_2_4(model.cuda())  # doctest: +SKIP
+    """
+    layers = layers_of(model)
+    if not any(layer.weight.device.type == DEVICE for layer in layers):
+        raise SparsityError(
+            "to_2_4: no weight of the model is on CUDA, where torch has 2:4 kernels. Call model.cuda() first, or "
+            "export.pack_2_4, which writes a file on any machine."
+        )
+    if tensors is None:
+        refused = {layer.fqn: _cuda_refusals(layer) for layer in layers}
+        if all(refused.values()):
+            first = "; ".join(f"{name}: {why[0]}" for name, why in list(refused.items())[:5])
+            raise SparsityError(f"to_2_4: no weight fits. Call export.report(model) to see all of them. {first}")
+        tensors = [name for name, why in refused.items() if not why]
+        others = {name: "; ".join(why) for name, why in refused.items() if why}
+        chosen = [layer for layer in layers if layer.fqn in tensors]
+    else:
+        chosen, others = checked_layers(model, "to_2_4", _cuda_refusals, tensors)
+    before, after, converted = 0, 0, list[str]()
+    for layer in chosen:
+        weight = layer.weight
+        try:
+            packed: Tensor = sparse.to_sparse_semi_structured(weight.contiguous())
+        except RuntimeError as e:  # such as a shape that only cuSPARSELt refuses
+            others[layer.fqn] = f"torch refuses it: {e}"
+            continue
+        if masking.find_mask(layer.module, "weight") is not None:
+            masking.remove_mask(layer.module, "weight")
+        elif layer.masked:  # by torch.ao
+            parametrize.remove_parametrizations(layer.module, "weight")
+        layer.module.weight = nn.Parameter(packed, requires_grad=False)
+        converted.append(layer.fqn)
+        before += weight.nbytes
+        after += sum(getattr(packed, name).nbytes for name in packed.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+    return Conversion(target="to_2_4", converted=tuple(converted), left=others, before=before, after=after)
 
 
 def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[str] | None = None) -> Conversion:
@@ -93,6 +148,11 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
     for name, weight in on_cuda.items():
         owner, _, tensor_name = name.rpartition(".")
         setattr(model.get_submodule(owner), tensor_name, nn.Parameter(weight, requires_grad=False))
+
+
+def _cuda_refusals(layer: Layer) -> list[str]:
+    device = layer.weight.device.type
+    return pack_refusals(layer) if device == DEVICE else [f"needs a weight on CUDA, got one on {device}"]
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from .. import patterns
@@ -19,6 +18,7 @@ from ..masking import parametrized_names, used_weight
 from ..patterns import is_of_transformers
 from ..sparsifiers.names import matcher, parameter_of, plain_name
 from ..tables import Table, aligned
+from ..torch_ao import FakeSparsity
 
 DENSE = 0.99  # a weight of a larger density is called dense
 ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from torch.ao.pruning import BaseScheduler
-
 from ..sparsifiers.base import MaskSparsifier
 from ..sparsifiers.usage import checked_schedulers, update_interval_of
+from ..torch_ao import BaseScheduler
 
 
 class StepCallback:

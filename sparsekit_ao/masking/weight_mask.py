@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError, checked_model
+from ..torch_ao import FakeSparsity
 
 # On CPU in eager mode `where` with a bool mask takes five times as long as a product in these dtypes.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

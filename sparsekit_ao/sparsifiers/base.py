@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.pruning import BaseSparsifier
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
+from ..torch_ao import BaseSparsifier
 from . import checkpoint, usage
 from .checkpoint import check_saved
 from .config import ConfigContext, ResolvedConfig, Rule, TensorGroup, copied, make_config, resolve_groups

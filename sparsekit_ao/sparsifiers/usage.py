@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.ao.pruning import BaseScheduler, BaseSparsifier
 
 from ..errors import SparsityError
 from ..schedules import UpdateInterval
+from ..torch_ao import BaseScheduler, BaseSparsifier
 from .config import TensorGroup
 
 #: names that optimizers give to state of the parameter's shape

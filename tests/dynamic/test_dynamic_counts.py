@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from stock import Holder
 from strategies import examples
 from torch import nn
-from torch.ao.pruning import LambdaSL
 
 from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, dynamic, schedules
 from sparsekit_ao.dynamic import criteria
 from sparsekit_ao.dynamic.budgets import exchange
 from sparsekit_ao.dynamic.update import count_after_pruning
+from sparsekit_ao.torch_ao import LambdaSL
 
 # A thousand of every combination take some twenty minutes: SPARSEKIT_AO_EXHAUSTIVE=1 SPARSEKIT_UPDATES=1000
 UPDATES = int(os.environ.get("SPARSEKIT_UPDATES", "8"))

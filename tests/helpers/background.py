@@ -65,6 +65,11 @@ def _ranks():
     return command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 
+def _without_torch_ao():
+    command = [sys.executable, str(HERE / "without_torch_ao_child.py")]
+    return command, os.environ | {"OMP_NUM_THREADS": "1"}
+
+
 def _process():
     command = [sys.executable, "-W", "ignore", str(HERE / "process_child.py")]
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
@@ -95,6 +100,7 @@ JOBS = {  # in the order in which the tests need them
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
     "test_every_case": _ranks,
     "test_a_process_is_the_same_before_and_after": _process,
+    "test_the_library_works_without_torch_ao": _without_torch_ao,
     "test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits": _forks,
     "test_triton_aot.py": _aot,
     "test_triton_interpreter.py": _interpreter,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.utils.prune
-from stock import StockWeightNorm, linear_model, refuses
+from stock import linear_model, refuses
 from torch import nn
 
 from sparsekit_ao import (
@@ -334,10 +334,6 @@ def test_prepare_twice():
         sparsifier.prepare(sparsifier.model, None)
     with refuses("'0.weight' already has a sparsity mask; squash it before"):
         ScopeSparsifier().prepare(sparsifier.model, None)
-    stock = StockWeightNorm()
-    for _ in range(2):
-        stock.prepare(linear_model(8, 4), [{**LINEAR, "sparsty_level": 0.9}])
-    assert len(stock.groups) == 2 and stock.groups[0]["sparsity_level"] == 0.5  # torch.ao ignores both mistakes
 
 
 def test_masks_that_are_gone():

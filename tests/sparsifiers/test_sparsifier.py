@@ -4,9 +4,9 @@ import pytest
 import torch
 from stock import Holder, linear_model, refuses
 from torch import nn
-from torch.ao.pruning import CubicSL, LambdaSL
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
+from sparsekit_ao.torch_ao import CubicSL, LambdaSL
 
 
 def masks_after_step(model: nn.Module, config, sparsifier=None) -> ScopeSparsifier:

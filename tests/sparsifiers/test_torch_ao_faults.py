@@ -239,3 +239,10 @@ def test_stock_has_these_faults():
         stock(linear_model(7, 5), sparse_block_shape=(1, 4), zeros_per_block=2)
     with pytest.raises(AttributeError):  # 9
         stock(nn.Sequential(weight_norm(nn.Linear(8, 4))), entry)
+
+
+def test_stock_prepares_twice_and_ignores_a_typo():
+    stock = StockWeightNorm()
+    for _ in range(2):
+        stock.prepare(linear_model(8, 4), [{"tensor_fqn": "0.weight", "sparsty_level": 0.9}])
+    assert len(stock.groups) == 2 and stock.groups[0]["sparsity_level"] == 0.5

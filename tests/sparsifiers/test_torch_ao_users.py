@@ -1,14 +1,18 @@
 """What users of torch.ao's sparsifiers rely on: classes derived from them, their arguments, state and schedulers."""
 
+import re
+
+import background
 import pytest
 import torch
+import without_torch_ao_child as child
 from stock import StockWeightNorm, linear_model, reloaded
 from torch import nn
-from torch.ao.pruning import BaseSparsifier, FakeSparsity
 from torch.nn.utils import parametrize
 
 from sparsekit_ao import NearlyDiagonalSparsifier, WeightNormSparsifier
 from sparsekit_ao.sparsifiers import MaskSparsifier
+from sparsekit_ao.torch_ao import BaseScheduler, BaseSparsifier, CubicSL, FakeSparsity, LambdaSL
 
 BASES = {"torch.ao": BaseSparsifier, "ours": MaskSparsifier}
 NORM_BASES = {"torch.ao": StockWeightNorm, "ours": WeightNormSparsifier}
@@ -130,3 +134,84 @@ def test_a_norm_function_that_is_set_later_is_used():
         sparsifier.model[0].parametrizations.weight.original.copy_(torch.tensor([[-3.0, 1.0]]))
     sparsifier.step()
     assert sparsifier.mask("0.weight").tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_what_stays_after_squash_what_convert_replaces_and_what_a_state_dict_restores(base):
+    model, again = (nn.Sequential(linear_model(8, 4), nn.Linear(4, 2)) for _ in range(2))
+    sparsifier, other = (rows_dropped(base)(rows=2) for _ in range(2))
+    sparsifier.prepare(model, [{"tensor_fqn": "0.0.weight"}, {"tensor_fqn": "1.weight", "rows": 1}])
+    other.prepare(again, None)
+    sparsifier.step()
+    sparsifier.enable_mask_update = False
+    sparsifier.groups[0]["rows"] = 4
+    sparsifier.step()
+    other.load_state_dict(sparsifier.state_dict())
+    assert [g["rows"] for g in other.groups] == [4, 1]
+    masks = [again[0][0].parametrizations.weight[0].mask, again[1].parametrizations.weight[0].mask]
+    assert [int(mask.sum()) for mask in masks] == [16, 4]
+
+    class Count(nn.Module):
+        @classmethod
+        def from_dense(cls, module):
+            found = cls()
+            found.zeros = int((module.weight == 0).sum())
+            return found
+
+    with pytest.raises(NotImplementedError):
+        sparsifier.convert(model)
+    converted = sparsifier.convert(model, {nn.Linear: Count})
+    assert (converted[0][0].zeros, converted[1].zeros) == (16, 4) and type(model[1]) is not Count
+    assert sparsifier.convert(again, {nn.Linear: Count}, inplace=True) is again and type(again[1]) is Count
+    sparsifier.squash_mask(params_to_keep=("rows",), params_to_keep_per_layer={"1": ("tensor_fqn",)})
+    assert model[0][0].sparse_params == {"rows": 4}
+    assert model[1].sparse_params == {"rows": 1, "tensor_fqn": "1.weight"} and type(model[1]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("make", "levels"),
+    [
+        (lambda s: LambdaSL(s, lambda epoch: epoch / 4), [0, 0.2, 0.4, 0.6, 0.8]),
+        (lambda s: LambdaSL(s, [lambda epoch: epoch / 8], last_epoch=3), [0.4, 0.5, 0.6, 0.7, 0.8]),
+        (lambda s: CubicSL(s, delta_t=2, total_t=2), [0, 0.4625, 0.7, 0.7875, 0.8]),
+        (lambda s: CubicSL(s, [0.1], 2, 1, total_t=2), [0.1, 0.1, 0.1, 0.7125, 0.8]),
+        (lambda s: CubicSL(s, 0.1, 2, 1, 2, initially_zero=True), [0, 0, 0.1, 0.7125, 0.8]),
+    ],
+)
+def test_the_levels_that_torch_aos_schedulers_give(make, levels):
+    sparsifier = WeightNormSparsifier(0.8)
+    sparsifier.prepare(linear_model(8, 8), ENTRY)
+    scheduler, found = make(sparsifier), []
+    for _ in levels:
+        found += scheduler.get_last_sl()
+        assert sparsifier.groups[0]["sparsity_level"] == found[-1]
+        sparsifier.step()
+        scheduler.step()
+    assert (
+        found == pytest.approx(levels)
+        and {"base_sl": [0.8], "verbose": False}.items() <= scheduler.state_dict().items()
+    )
+
+
+def test_what_torch_aos_schedulers_warn_of_refuse_and_print(capsys):
+    sparsifier = WeightNormSparsifier(0.5)
+    sparsifier.prepare(linear_model(8, 8), ENTRY)
+    with pytest.raises((TypeError, AttributeError)):
+        CubicSL(3)
+    with pytest.raises(NotImplementedError):
+        BaseScheduler(sparsifier)
+    with pytest.raises(ValueError, match="but got 2|2 values for 1 groups"):
+        LambdaSL(sparsifier, [abs, abs])
+    scheduler, sparsifier.enable_mask_update = LambdaSL(sparsifier, lambda epoch: 0.5, verbose=True), False
+    with pytest.warns(UserWarning, match=r"`scheduler.step\(\)` (was called )?before `sparsifier.step\(\)`"):
+        scheduler.step()
+    assert sparsifier.enable_mask_update and "sparsity level of group 0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_library_works_without_torch_ao():
+    done, folder = background.result("test_the_library_works_without_torch_ao")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 70 and "skipped" not in done.stdout
+    for kind in (StockWeightNorm, WeightNormSparsifier):
+        child.read(folder / "without.pt", child.parts(kind))

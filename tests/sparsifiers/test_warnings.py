@@ -8,9 +8,9 @@ import torch
 import torch.nn.utils.prune
 from stock import linear_model
 from torch import nn
-from torch.ao.pruning import LambdaSL
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier, one_shot, schedules
+from sparsekit_ao.torch_ao import LambdaSL
 
 
 def prepared(*sizes, **options):
