@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..distributed import fill, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError
 from ..masking import select
+from ..sparsifiers import usage
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.optimizer_state import (
     check_state,
@@ -191,6 +192,16 @@ class DynamicSparsifier(BudgetSparsifier):
                 self._initial_masks = initial_masks(budgets, self.init, level, later, settings.seed)
         super()._check_groups(groups)
 
+    def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
+        levels = super()._levels(groups)
+        if self.settings.target is not None or not levels:
+            return {}
+        if self.settings.redistribute is None:
+            return levels
+        sizes = {g["tensor_fqn"]: original(g).numel() for g in groups}
+        overall = sum(levels[name] * size for name, size in sizes.items()) / max(sum(sizes.values()), 1)
+        return {"the whole of all tensors": round(overall, 3)}
+
     def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
         return Budgets(pruning_groups=self._pruning_groups(groups), groups=groups, densities=self.init.densities)
 
@@ -266,6 +277,7 @@ class DynamicSparsifier(BudgetSparsifier):
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
+        usage.refuse_meta("step", self.groups, [mask_of(g).mask for g in self.groups])
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from .. import distributed, masking
-from ..errors import SparsityError, checked_model
+from ..errors import SparsityError, checked_model, is_number
 from . import checkpoint, usage
 from .checkpoint import check_saved
 from .config import ConfigContext, ResolvedConfig, Rule, TensorGroup, copied, make_config, resolve_groups
@@ -84,6 +84,14 @@ class MaskSparsifier(BaseSparsifier):
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise if a group is invalid; called before anything is changed."""
+
+    def _structure(self, group: TensorGroup) -> list[dict[str, Any]]:
+        """What a group says besides its level, stage by stage; a saved state must say the same."""
+        return [{"sparse_block_shape": tuple(group.get("sparse_block_shape", ()))}]
+
+    def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
+        """{tensor_fqn: level} of tensors whose level stays as it is while no scheduler changes it."""
+        return {g["tensor_fqn"]: g["sparsity_level"] for g in groups if is_number(g.get("sparsity_level"))}
 
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
@@ -209,6 +217,7 @@ class MaskSparsifier(BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
+            usage.refuse_meta("step", self.groups, [self._live_mask(g) for g in self.groups])
             if not self._warned:
                 adapted, replaced = self._moved_layers()
                 for text in (*adapted[:1], *replaced[:1]):
@@ -222,7 +231,7 @@ class MaskSparsifier(BaseSparsifier):
     def materialized(self) -> Iterator[None]:
         """Compute every masked weight once for many forward passes, such as generation or evaluation.
 
-        Inside, `step` and the optimizer must not run, since weights are not masked anew.
+        Inside, `step` raises and the optimizer must not run, since weights are not masked anew.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> sparsifier = ScopeSparsifier()
@@ -266,6 +275,7 @@ class MaskSparsifier(BaseSparsifier):
             warnings.warn(f"squash_mask: {text}", stacklevel=2)
         kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
+        usage.refuse_meta("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
             _warn_of_stale_masks(self.groups, masks, self._chosen_at)
         if model is not None:
@@ -404,6 +414,8 @@ class MaskSparsifier(BaseSparsifier):
             raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(self.keys))}")
 
     def _need_prepared(self, what: str) -> None:
+        if what == "step" and parametrize._cache_enabled:
+            raise SparsityError("step: inside materialized() weights are not masked anew; call it after that context")
         if self._phase == "prepared":
             if distributed.has_process_group():
                 distributed.reshard(self.model)
