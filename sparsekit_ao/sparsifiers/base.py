@@ -375,6 +375,15 @@ class MaskSparsifier(BaseSparsifier):
         except AttributeError as e:
             raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
 
+    def move_to(self, model: nn.Module) -> None:
+        """Continue on a model that has the masked modules under other names, as after adapters were merged."""
+        names, rules = {m: name for name, m in model.named_modules()}, {}
+        for group in self.groups:
+            before, prefix = group["tensor_fqn"], names.get(group["module"], group["module_fqn"])
+            group |= {"module_fqn": prefix, "tensor_fqn": f"{prefix}.{group['tensor_name']}".removeprefix(".")}
+            rules[group["tensor_fqn"]] = self._resolved.rules.get(before, "")
+        self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, rules=rules)
+
     def _moved_layers(self) -> tuple[list[str], list[str]]:
         """What to say of masked layers that are inside of an adapter (peft's LoRA and the like) by now, or gone."""
         assert self.model is not None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
-from ..masking import find_mask
+from ..masking import find_mask, refuse_uninvertible
 from ..patterns import is_of_transformers
 from ..structure.view import refuse_expanded
 from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, parameter_of
@@ -345,7 +345,13 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
         raise SparsityError(
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
+    if type(tensor).__module__.startswith("torchao"):
+        raise SparsityError(
+            f"{where}{fqn!r} is a {type(tensor).__name__}, which torchao has quantized; prune the model before it "
+            "is quantized (export.quantize), or leave the tensor out (exclude=[...])"
+        )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
+    refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
     keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
 

@@ -171,17 +171,6 @@ def test_loading_keeps_functions_in_stages_and_refuses_another_structure():
     assert torch.equal(staged.mask("0.weight"), before) and "stages" in staged.groups[0]
 
 
-def test_step_report_and_check_leave_spectral_norm_unchanged():
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)))
-    sparsifier = masks_after_step(model, None)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    sparsifier.step()
-    sparsifier.report()
-    sparsifier.check()
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert model[0].parametrizations.weight[0].training
-
-
 def test_check_names_the_wrong_scope():
     sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
     sparsifier.mask("0.weight")[1, 4:] = True
