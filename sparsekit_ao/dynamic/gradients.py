@@ -166,8 +166,10 @@ class GradientCapture(StepHooks):
         self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
 
     def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
-        """Work on groups whose masks are new and closed."""
+        """Work on groups whose masks are new, or taken over from a copy of the model; closes them."""
         super().watch(groups, model)
+        for group in groups:
+            mask_of(group).set_open(False)
         self.is_open = False
 
     @property

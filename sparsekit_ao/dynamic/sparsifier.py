@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..distributed import fill, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError
-from ..masking import select
+from ..masking import find_mask, select
 from ..sparsifiers import usage
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.optimizer_state import (
@@ -89,6 +89,7 @@ class DynamicSparsifier(BudgetSparsifier):
         k: v for k, v in BudgetSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
     optional_keys = tuple(k for k in BudgetSparsifier.optional_keys if k != "stages")
+    mask_class = DynamicMask
 
     def __init__(
         self,
@@ -176,7 +177,11 @@ class DynamicSparsifier(BudgetSparsifier):
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         if self._phase != "prepared":
             for group in groups:
-                if parametrize.is_parametrized(group["module"], group["tensor_name"]):
+                place = group["module"], group["tensor_name"]
+                mask = find_mask(*place) if self._resumes else None  # of a copy of the model, which is taken over
+                if parametrize.is_parametrized(*place) and (
+                    mask is None or len(place[0].parametrizations[place[1]]) > 1
+                ):
                     raise SparsityError(
                         f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient "
                         "of its own to grow by. Remove that one first, or leave the tensor out."

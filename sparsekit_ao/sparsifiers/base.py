@@ -54,6 +54,8 @@ class MaskSparsifier(BaseSparsifier):
     optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
     bool_masks = False
+    #: the parametrization that `prepare` registers
+    mask_class: type[masking.WeightMask] = masking.WeightMask
 
     __deepcopy__ = checkpoint.deepcopy
     __getstate__ = checkpoint.getstate
@@ -127,7 +129,7 @@ class MaskSparsifier(BaseSparsifier):
                 expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
                 have precedence, then later entries. A parameter with several names has one mask, under all of them.
                 None is every Linear and convolution but for adapters and weights tied to another module; after
-                unpickling, it is the pickled config, and pickled masks are restored.
+                unpickling, it is the pickled config, and pickled masks are restored, also into masks of a copy.
             exclude: names, globs and regular expressions of tensors or modules, modules and module classes, to leave
                 out; modules with all that is inside them.
             skip_unfit: leave out tensors that a block, scope or pattern does not fit, in place of an error;
@@ -150,15 +152,17 @@ class MaskSparsifier(BaseSparsifier):
         config, exclude, saved = self._chosen(model, config, exclude)
         skip_unfit |= self._resumes and self._skip_unfit
         check = self._check_groups if skip_unfit else None
-        found = resolve_groups(
-            model, config, self.keys, self._complete, exclude=exclude, is_default=is_default, check=check
-        )
+        options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
+        mask_class = self.mask_class if self._resumes else None
+        found = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        own = [(g["module"], g["tensor_name"], m) for g in found.groups if (m := self._new_mask(g)) is not None]
+        places = [(g["module"], g["tensor_name"], g) for g in found.groups]
+        unmasked = [place for place in places if masking.find_mask(*place[:2]) is None]
+        own = [(module, name, m) for module, name, g in unmasked if (m := self._new_mask(g)) is not None]
         masks = masking.under_all_names(model, own)
         before = dict(self.__dict__)
         self.model, self.groups, self._skip_unfit = model, found.groups, skip_unfit

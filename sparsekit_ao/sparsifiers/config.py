@@ -93,6 +93,7 @@ def resolve_groups(
     exclude: Sequence[Rule] = (),
     is_default: bool = False,
     check: Callable[[Sequence[TensorGroup]], None] | None = None,
+    mask_class: type | None = None,
 ) -> ResolvedConfig:
     """One complete group for each tensor that the config names, in the config's order; see `MaskSparsifier.prepare`.
 
@@ -103,6 +104,7 @@ def resolve_groups(
         is_default: the config was made from the model; tied parameters and adapters are then left out.
         check: called with each group by itself; a tensor for which it raises a SparsityError is skipped, if the entry
             fits another tensor.
+        mask_class: masks of this class that are there already are taken over; None refuses all masks.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
@@ -127,7 +129,7 @@ def resolve_groups(
     for fqn, (at, is_exact) in owners.items():
         if fqn not in skipped:
             try:
-                group = _group(model, fqn, config[at], complete, f"config[{at}]: ")
+                group = _group(model, fqn, config[at], complete, f"config[{at}]: ", mask_class)
                 if check is not None:
                     check([group])
             except SparsityError as e:
@@ -310,7 +312,9 @@ def _named(rules: Iterable[Rule]) -> str:
     return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in rules)
 
 
-def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:
+def _group(
+    model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str, mask_class: type | None
+) -> TensorGroup:
     """The complete group of one tensor; raises where the tensor cannot be masked."""
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
@@ -324,7 +328,8 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
             f"{where}{fqn!r} is in a scripted or traced module, whose weights cannot be masked; prune the model before "
             "torch.jit, or leave the tensor out of the config"
         )
-    if find_mask(module, name) is not None:
+    mask = find_mask(module, name)
+    if mask is not None and type(mask) is not mask_class:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")
     tensor = parameter_of(module, name)
     if tensor.layout != torch.strided:
@@ -351,7 +356,8 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
             "is quantized (export.quantize), or leave the tensor out (exclude=[...])"
         )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
-    refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
+    if mask is None:
+        refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
     keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
 

@@ -14,7 +14,15 @@ from torch.ao.pruning import CubicSL
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
+from sparsekit_ao import (
+    SRSTE,
+    DynamicSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    Static,
+    WeightNormSparsifier,
+    patterns,
+)
 
 TWO_OF_FOUR = {"sparsity_level": 1.0, "sparse_block_shape": (1, 4), "zeros_per_block": 2}
 
@@ -126,6 +134,26 @@ def test_5_an_unpickled_sparsifier_can_be_prepared_with_a_model():
     assert torch.equal(loaded.state_dict()["state"]["0.weight"]["mask"], sparsifier.mask("0.weight"))
     loaded.step()
     loaded.squash_mask()
+
+
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier, SRSTE, Static])
+def test_5_an_unpickled_sparsifier_attaches_to_the_masks_of_a_copy(kind):
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, kind() if kind is not SRSTE else SRSTE(decay=0.0))
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(sparsifier))
+    with pytest.raises(SparsityError, match="already has a sparsity mask; squash it before preparing it again"):
+        kind().prepare(copied)
+    parameter = copied[0].parametrizations.weight.original
+    loaded.prepare(copied)
+    assert copied[0].parametrizations.weight.original is parameter
+    assert torch.equal(loaded.mask("0.weight"), sparsifier.mask("0.weight"))
+    loaded.step()
+    loaded.squash_mask()
+    assert int((copied[0].weight == 0).sum()) == int((sparsifier.mask("0.weight") == 0).sum())
+    other = DynamicSparsifier() if kind in (ScopeSparsifier, WeightNormSparsifier) else ScopeSparsifier()
+    other.prepare(taken := linear_model(8, 4))
+    with pytest.raises(SparsityError, match="already has a sparsity mask"):
+        pickle.loads(pickle.dumps(sparsifier)).prepare(taken)
 
 
 @pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
