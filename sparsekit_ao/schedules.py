@@ -188,8 +188,8 @@ def _check_schedules(what: str, schedules: Sequence[Any]) -> None:
 class ScheduleSL(BaseScheduler):
     """Set every group's sparsity level to `schedule(step)`, and update masks only every `interval` steps.
 
-    The loop is torch.ao's: `optimizer.step(); sparsifier.step(); scheduler.step()`. Construct it after
-    `sparsifier.prepare`; construction counts as step 0.
+    The loop is torch.ao's: `optimizer.step(); sparsifier.step(); scheduler.step()`, and `sparsifier.step()` once more
+    after it, for the last level. Construct it after `sparsifier.prepare`; construction counts as step 0.
 
     Args:
         sparsifier: a prepared sparsifier.

@@ -367,8 +367,8 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
     """Call a score for one weight and check what it returns.
 
     Args:
-        score: called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`; it must not change
-            the weight.
+        score: called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`. One that is not
+            built in gets a copy of the weight, so that it may work in place.
         weight, name: the dense weight, whole, detached, and its `tensor_fqn`.
         statistics: of this weight, if there are any.
 
@@ -389,9 +389,8 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
                 f"{name}: {score} needs {', '.join(missing)}, and calibration data did not reach this layer or there "
                 "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"
             )
-        saliency = score(weight, statistics)
-    else:
-        saliency = score(weight, name)
+    given = weight if isinstance(score, BuiltInScore) else weight.clone()
+    saliency = score(given, statistics if hasattr(score, "needs") else name)
     if not isinstance(saliency, Tensor) or saliency.shape != weight.shape or saliency.dtype not in _FLOATS:
         what = f"{saliency.dtype} {tuple(saliency.shape)}" if isinstance(saliency, Tensor) else type(saliency).__name__
         raise SparsityError(

@@ -4,16 +4,19 @@ While masks are open `.grad` is dense. Before the optimizer reads it, `GradientC
 masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay of SR-STE.
 """
 
+import math
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import all_agree, from_local, is_placed_like, local, placed_like, reshard
+from ..distributed import all_agree, from_local, is_placed_like, is_sharded, local, placed_like, reshard
 from ..errors import SparsityError
 from ..masking import live_mask, select
 from ..sparsifiers.config import TensorGroup
@@ -26,6 +29,7 @@ ORDER = (
     "fully_shard replaces parameters by sharded ones: call prepare, then fully_shard, then make the optimizer, then "
     "sparsifier.attach(optimizer)."
 )
+_SAMPLED = 256  # elements of each gradient that are compared between backward and an optimizer's step
 
 
 class StepHooks(ABC):
@@ -148,6 +152,9 @@ class GradientCapture(StepHooks):
         self._used: set[str] = set()  # captured gradients that an optimizer has stepped with
         self._before_open: dict[str, Snapshot | None] = {}  # gradients from before masks were opened
         self._before_closure: dict[str, Snapshot | None] = {}  # gradients when a closure was called
+        self._sampled: dict[str, Tensor] = {}  # of gradients as backward left them
+        self._sample_handles: list[Any] = []
+        self._warned: set[str] = set()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Register the hooks; none of the optimizers has stepped."""
@@ -159,8 +166,10 @@ class GradientCapture(StepHooks):
         self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
 
     def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
-        """Work on groups whose masks are new and closed."""
+        """Work on groups whose masks are new, or taken over from a copy of the model; closes them."""
         super().watch(groups, model)
+        for group in groups:
+            mask_of(group).set_open(False)
         self.is_open = False
 
     @property
@@ -181,6 +190,11 @@ class GradientCapture(StepHooks):
     def set_open(self, is_open: bool, *, keep: bool, masked: bool) -> None:
         """Open or close every mask for the coming iteration; free where that changes nothing."""
         self.keep, self.masked = keep, masked
+        for handle in self._sample_handles:
+            handle.remove()
+        self._sample_handles, self._sampled = [], {}
+        if is_open and keep and "clipped" not in self._warned:
+            self._sample_gradients()
         if is_open == self.is_open:
             return
         if is_open:
@@ -192,6 +206,45 @@ class GradientCapture(StepHooks):
     def clear(self) -> None:
         """Drop what was captured; a new iteration begins."""
         self.restore({}, has_stepped=False)
+
+    def _sample_gradients(self) -> None:
+        """Sample each gradient when backward has accumulated it, so that `_warn_if_clipped` knows what it was."""
+
+        def note(parameter: Tensor, name: str) -> None:
+            self._sampled[name] = _sample(parameter.grad)
+
+        for group in self.groups:
+            parameter = original(group)
+            if parameter.requires_grad and not is_sharded(parameter):
+                hook = partial(note, name=group["tensor_fqn"])
+                self._sample_handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _warn_if_clipped(self, gradients: Mapping[str, Tensor]) -> None:
+        """Warn if dense gradients were multiplied by one factor since backward, as clipping by their norm does.
+
+        The inverses of whole numbers and powers of two are no such factors: averages and gradient scaling use them.
+        """
+        names = [name for name in gradients if name in self._sampled]
+        if not names or "clipped" in self._warned:
+            return
+        before = torch.cat([self._sampled[name].double().cpu() for name in names])
+        after = torch.cat([_sample(gradients[name]).double().cpu() for name in names])
+        factor = float((before * after).sum() / before.square().sum())
+        rounding = max(torch.finfo(gradients[name].dtype).eps for name in names)
+        if not 0 < factor < 1 - 4 * rounding or bool(
+            ((after - factor * before).abs() > 8 * rounding * after.abs()).any()
+        ):
+            return
+        inverse, tolerance = 1 / factor, max(1e-5, 4 * rounding)
+        near = round(inverse) if inverse < 4096 else 2.0 ** round(math.log2(inverse))
+        if abs(inverse / near - 1) > tolerance:
+            self._warned.add("clipped")
+            warnings.warn(
+                f"DynamicSparsifier: gradients were multiplied by {factor:.4g} between backward and the optimizer's "
+                "step while they were dense, so clipping by their norm counted dropped weights too. Call "
+                "sparsifier.take_gradients() after backward (and after scaler.unscale_), before clipping",
+                stacklevel=5,
+            )
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer | None = None) -> None:
@@ -208,7 +261,9 @@ class GradientCapture(StepHooks):
     @torch.no_grad()
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Keep the dense gradients (divided by `scale`), and leave in `.grad` what the optimizer is to step with."""
-        for name, parameter, kept, before in self._open_gradients(optimizer):
+        opened = list(self._open_gradients(optimizer))
+        self._warn_if_clipped({name: parameter.grad for name, parameter, _, before in opened if before is None})
+        for name, parameter, kept, before in opened:
             grad = local(parameter.grad)
             dense = grad.clone() if scale is None else grad / scale
             if before is not None:  # kept elements may have been clipped since
@@ -265,10 +320,25 @@ class GradientCapture(StepHooks):
             self._used.update(g["tensor_fqn"] for g in self._trained(optimizer))
         skipped = getattr(optimizer, "found_inf", None) if self.keep else None
         index = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
+        if self._stepped[index] and "twice" not in self._warned:
+            self._warned.add("twice")
+            warnings.warn(
+                f"DynamicSparsifier: {type(optimizer).__name__} has taken several steps since the last "
+                "sparsifier.step(), which counts iterations, so updates come later than they should; call "
+                "sparsifier.step() after each optimizer.step()",
+                stacklevel=4,
+            )
         self._stepped[index] = skipped is None or not bool(skipped > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_before_open": {}, "_before_closure": {}}
+        blank: dict[str, Any] = {"_before_open": {}, "_before_closure": {}, "_sampled": {}, "_sample_handles": []}
+        return {**super().__getstate__(), **blank}
+
+
+def _sample(grad: Any) -> Tensor:
+    """Return a copy of some elements of a gradient, evenly over it."""
+    flat = local(grad).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
 
 
 def _snapshot(grad: Tensor | None) -> Snapshot | None:

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from ..distributed import fill, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError
-from ..masking import select
+from ..masking import find_mask, select
+from ..sparsifiers import usage
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.optimizer_state import (
     check_state,
@@ -88,6 +89,7 @@ class DynamicSparsifier(BudgetSparsifier):
         k: v for k, v in BudgetSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
     optional_keys = tuple(k for k in BudgetSparsifier.optional_keys if k != "stages")
+    mask_class = DynamicMask
 
     def __init__(
         self,
@@ -175,7 +177,11 @@ class DynamicSparsifier(BudgetSparsifier):
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         if self._phase != "prepared":
             for group in groups:
-                if parametrize.is_parametrized(group["module"], group["tensor_name"]):
+                place = group["module"], group["tensor_name"]
+                mask = find_mask(*place) if self._resumes else None  # of a copy of the model, which is taken over
+                if parametrize.is_parametrized(*place) and (
+                    mask is None or len(place[0].parametrizations[place[1]]) > 1
+                ):
                     raise SparsityError(
                         f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient "
                         "of its own to grow by. Remove that one first, or leave the tensor out."
@@ -190,6 +196,16 @@ class DynamicSparsifier(BudgetSparsifier):
                 level, later = self.defaults["sparsity_level"], settings.extreme_targets()
                 self._initial_masks = initial_masks(budgets, self.init, level, later, settings.seed)
         super()._check_groups(groups)
+
+    def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
+        levels = super()._levels(groups)
+        if self.settings.target is not None or not levels:
+            return {}
+        if self.settings.redistribute is None:
+            return levels
+        sizes = {g["tensor_fqn"]: original(g).numel() for g in groups}
+        overall = sum(levels[name] * size for name, size in sizes.items()) / max(sum(sizes.values()), 1)
+        return {"the whole of all tensors": round(overall, 3)}
 
     def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
         return Budgets(pruning_groups=self._pruning_groups(groups), groups=groups, densities=self.init.densities)
@@ -266,6 +282,7 @@ class DynamicSparsifier(BudgetSparsifier):
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
+        usage.refuse_meta("step", self.groups, [mask_of(g).mask for g in self.groups])
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()

@@ -46,6 +46,8 @@ class StraightThrough(BudgetSparsifier):
     tensor([[1., 1., 1., 1.]])
     """
 
+    mask_class = DynamicMask
+
     def __init__(
         self, sparsity_level: float | None = None, *, backward_level: float = 0.0, decay: float = 0.0, **structure: Any
     ) -> None:

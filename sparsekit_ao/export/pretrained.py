@@ -212,12 +212,13 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
 
     Args:
         model: of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
-        sparsifier: that masked the base model, before or after `squash_mask`; or {name: mask}, as from `load_masks`,
-            with names of the base model, or of `model`.
+        sparsifier: prepared before or after `get_peft_model`; squash it afterwards, or before adapters are added. Or
+            {name: mask}, as from `load_masks`, with names of the base model, or of `model`.
 
     Returns:
         The base model, without adapters, and a `Conversion` whose notes and difference are the fraction of each
-        adapter's norm that its mask drops, and the largest of them. Masks that were registered still are.
+        adapter's norm that its mask drops, and the largest of them. Masks that were registered still are, and their
+        tensors have the names of the base model from now on.
 
     Raises:
         SparsityError: no adapters; some are merged already, disabled, or not finite; the base model has no tensor of a
@@ -240,10 +241,6 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     tensors = _masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
     masks = {name: find_mask(module, key) for name, module, key, _ in tensors}
     registered = {name: mask for name, mask in masks.items() if mask is not None}
-    if renamed := [name for name in registered if _owner(model.get_base_model(), name) is None]:
-        raise SparsityError(
-            f"merge_lora: without adapters, {renamed[0]} has another name; call sparsifier.squash_mask() first"
-        )
     idle = sorted(set(getattr(model, "peft_config", ())) - set(model.active_adapters))
     before = {name: parameter_of(module, key).detach().clone() for name, module, key, _ in tensors}
     shares: dict[str, float] = {}
@@ -264,6 +261,8 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
                 parameter.copy_(torch.where(mask, parameter, hidden))
             with installed([(module, key, registered[name]) for name, module, key, _ in tensors if name in registered]):
                 pass
+    if registered and isinstance(sparsifier, MaskSparsifier) and sparsifier.model is model:
+        sparsifier.move_to(merged)
     size = sum(values.nbytes for values in before.values())
     notes = [f"{name}: its mask drops {share:.0%} of the adapter's norm" for name, share in shares.items()]
     notes += [f"the adapter {name!r} is not active, so it is not merged but removed" for name in idle]

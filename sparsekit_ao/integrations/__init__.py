@@ -27,3 +27,10 @@ class StepCallback:
             self.sparsifier.step()
         for scheduler in self.schedulers:
             scheduler.step()
+
+    def _finish(self) -> None:
+        """Choose the masks once more if schedulers have changed the levels since; masks after `until` stay."""
+        chosen, levels = self.sparsifier._chosen_at, [g.get("sparsity_level") for g in self.sparsifier.groups]
+        is_open = self.sparsifier.enable_mask_update and not self.sparsifier._is_frozen and self._interval.until is None
+        if self.schedulers and is_open and chosen is not None and chosen != levels:
+            MaskSparsifier.step(self.sparsifier)

@@ -15,8 +15,9 @@ __all__ = ["SparsifierCallback"]
 class SparsifierCallback(StepCallback, Callback):
     """Call a prepared sparsifier from a Lightning `Trainer`.
 
-    After a batch in which optimizers stepped, the sparsifier steps once, then the schedulers. The trainer's optimizers
-    are attached when fitting begins; a `DynamicSparsifier` masks dense gradients before Lightning clips them.
+    After a batch in which optimizers stepped, the sparsifier steps once, then the schedulers; when training ends, the
+    sparsifier steps once more for the last level. The trainer's optimizers are attached when fitting begins; a
+    `DynamicSparsifier` masks dense gradients before Lightning clips them.
 
     Args:
         sparsifier: prepared on (a part of) the LightningModule before `fit`.
@@ -55,6 +56,10 @@ class SparsifierCallback(StepCallback, Callback):
         self._global_step = trainer.global_step
         self._steps += 1
         self._step(self._steps)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Apply the last level."""
+        self._finish()
 
     def state_dict(self) -> dict[str, Any]:
         """The sparsifier's and the schedulers' state, and the number of steps."""

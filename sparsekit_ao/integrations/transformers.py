@@ -1,31 +1,64 @@
 """A callback for `transformers.Trainer`: calls `step` after every optimizer step; its state is part of checkpoints.
 
-Masks are buffers of the model, so they are in the trainer's own checkpoints; the rest of a sparsifier's state is saved
-in `trainer_state.json`.
+A model of transformers is saved as plain, masked weights. Dense weights and masks are in a file beside them, from which
+training resumes; of other models they are in the checkpoint itself. The rest of a sparsifier's state is saved in
+`trainer_state.json`.
 """
 
+import types
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from ..distributed import is_sharded
 from ..errors import SparsityError
-from ..masking import dense_state_dict
+from ..masking import select
 from ..sparsifiers.usage import refuse_other_model
 from . import StepCallback
 
 __all__ = ["SparsifierCallback"]
 
+STATE = "masked_state.safetensors"  # dense weights and masks, beside the plain weights of a checkpoint
+
+
+def save_pretrained(self: Any, save_directory: str | Path, *args: Any, state_dict: Any = None, **options: Any) -> None:
+    """A model's method while it is trained: saves plain weights, and dense ones and masks in a file of their own."""
+    state = self.state_dict() if state_dict is None else state_dict
+    plain = _plain(state)
+    masked = {name: t.clone() for name, t in state.items() if name not in plain}
+    type(self).save_pretrained(self, save_directory, *args, state_dict=plain, **options)
+    if masked and options.get("is_main_process", True):
+        save_file(masked, str(Path(save_directory, STATE)))
+
+
+def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with masked weights under their plain names, in place of dense ones and masks."""
+    plain = dict(state)
+    by_address: dict[int, Tensor] = {}
+    for key, original in state.items():
+        prefix, mask = key.removesuffix("original"), state.get(f"{key.removesuffix('original')}0.mask")
+        if mask is not None and prefix != key:
+            for name in [name for name in plain if name.startswith(prefix)]:
+                del plain[name]
+            module, _, tensor = prefix.rstrip(".").rpartition("parametrizations.")
+            masked = by_address.setdefault(original.data_ptr(), select(original.detach(), mask))
+            plain[module + tensor] = masked  # one tensor for a tied parameter
+    return plain
+
 
 class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
     """Call a prepared sparsifier from a `transformers.Trainer`.
 
-    After every optimizer step the sparsifier steps, then the schedulers. The trainer's optimizer is attached when
-    training begins. Resuming needs only `resume_from_checkpoint`; leave `restore_callback_states_from_checkpoint` off,
-    which would construct another callback without its sparsifier.
+    After every optimizer step the sparsifier steps, then the schedulers; after the last one, the sparsifier steps once
+    more for the last level. The trainer's optimizer is attached when training begins. `from_pretrained` loads the
+    checkpoints, as plain weights. Resuming needs only `resume_from_checkpoint`; leave
+    `restore_callback_states_from_checkpoint` off, which would construct another callback without its sparsifier.
 
     Args:
         sparsifier: prepared on the trainer's model before the trainer is constructed.
@@ -39,6 +72,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
     """
 
     _watched: Any = None  # the trainer whose clipping is watched
+    _model: Any = None  # the one that is trained
 
     def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
         """Mask dense gradients before the trainer clips them, which it does before it calls any callback.
@@ -63,35 +97,11 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         self._watched = trainer
         return self
 
-    def watch_saving(self, trainer: Any, folder: str = "squashed") -> "SparsifierCallback":
-        """Save a plain, squashed model beside each checkpoint that the trainer saves, `save_model` included.
-
-        A checkpoint holds dense weights and masks, so that training can resume from it; `from_pretrained` of the plain
-        model in `<checkpoint>/<folder>` needs nothing of this library.
-
-        Args:
-            trainer: the one that has this callback.
-            folder: name of the folder inside of a checkpoint.
-
-        Raises:
-            SparsityError: when a checkpoint is saved, if the model is sharded.
-        """
-        save = trainer._save
-
-        def save_both(output_dir: str | None = None, state_dict: Any = None) -> None:
-            save(output_dir, state_dict)
-            if not trainer.args.should_save:
-                return
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            if any(is_sharded(p) for p in model.parameters()):
-                raise SparsityError(
-                    "SparsifierCallback: the model is sharded, so no plain one can be saved beside its checkpoint; "
-                    "load the checkpoint into a model that is not sharded, and call squash_mask"
-                )
-            save(str(Path(output_dir or trainer.args.output_dir) / folder), dense_state_dict(model))
-
-        trainer._save = save_both
-        return self
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the model save plain weights from now on."""
+        self._model = kwargs.get("model")
+        if isinstance(self._model, PreTrainedModel):
+            self._model.save_pretrained = types.MethodType(save_pretrained, self._model)  # type: ignore[method-assign]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the optimizer; when resuming, restore the state of the checkpoint."""
@@ -104,24 +114,30 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
                 "the norm of dense ones. Call callback.watch_clipping(trainer), or set max_grad_norm=0."
             )
         self.sparsifier.attach(kwargs["optimizer"])
+        self.on_init_end(args, state, control, **kwargs)
         if state.global_step:
-            self._load(state)
+            given = getattr(args, "resume_from_checkpoint", None)
+            last = Path(getattr(args, "output_dir", None) or "", f"checkpoint-{state.global_step}")
+            self._load(state, [Path(given), last] if isinstance(given, str) else [last])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step the sparsifier and its schedulers."""
         self._step(state.global_step)
+        if state.global_step == getattr(state, "max_steps", None):
+            self._finish()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Where the trainer went back to its best checkpoint, restore the sparsifier's state of that one too.
+        """Apply the last level; where the trainer went back to its best checkpoint, restore the state of that one.
 
         Warns if its sparsity levels are not the last ones, since the model then has fewer zeros than the schedule says.
         """
         best = args.load_best_model_at_end and state.best_model_checkpoint
         path = Path(best or "", "trainer_state.json")
         if not best or not path.exists():
+            self._finish()
             return
         last = [g.get("sparsity_level") for g in self.sparsifier.groups]
-        self._load(TrainerState.load_from_json(str(path)))
+        self._load(TrainerState.load_from_json(str(path)), [path.parent])
         for group, level in zip(self.sparsifier.groups, last, strict=True):
             if group.get("sparsity_level") != level:
                 warnings.warn(
@@ -139,10 +155,14 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
             return {"args": {}, "attributes": {}}
         saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}
         schedulers = [s.state_dict() for s in self.schedulers]
-        return {"args": {}, "attributes": {"sparsifier": saved, "schedulers": schedulers}}
+        attributes = {"sparsifier": saved, "schedulers": schedulers}
+        return {"args": {}, "attributes": {**attributes, "is_plain": isinstance(self._model, PreTrainedModel)}}
 
-    def _load(self, trainer_state: Any) -> None:
-        """Restore the state from a checkpoint's; the trainer has loaded the model by now, masks included."""
+    def _load(self, trainer_state: Any, folders: list[Path]) -> None:
+        """Restore the state from a checkpoint's; the trainer has loaded the model by now.
+
+        One of the folders must have its dense weights and masks, if the checkpoint itself has plain weights.
+        """
         entry = trainer_state.stateful_callbacks.get(type(self).__name__)
         if isinstance(entry, list):  # the trainer has several callbacks of this class
             names = {g["tensor_fqn"] for g in self.sparsifier.groups}
@@ -159,7 +179,24 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
                 "weights, load them by model.load_state_dict and train without resume_from_checkpoint"
             )
         saved = entry["attributes"]
+        if saved.get("is_plain") and self._model is not None:
+            self._load_masked(folders)
         masks = {fqn: {"mask": s["mask"].clone()} for fqn, s in self.sparsifier.state.items()}
         self.sparsifier.load_state_dict({**saved["sparsifier"], "state": masks})
         for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(state)
+
+    def _load_masked(self, folders: list[Path]) -> None:
+        """Load dense weights and masks from the first folder in which they amount to the model's plain weights."""
+        now = {k: t for k, t in self._model.state_dict().items() if k.endswith(".original")}
+        for folder in folders:
+            masked = load_file(str(folder / STATE)) if (folder / STATE).exists() else {}
+            masks = {k: masked.get(f"{k.removesuffix('original')}0.mask") for k in now}
+            if all(m is not None and torch.equal(select(masked[k], m), now[k].cpu()) for k, m in masks.items()):
+                self._model.load_state_dict(masked, strict=False)
+                return
+        raise SparsityError(
+            f"SparsifierCallback: the checkpoint has plain weights, and training resumes from {STATE} beside them, but "
+            f"{' and '.join(map(str, folders))} has no such file that fits. If the checkpoint is in another folder, "
+            "give that one as TrainingArguments(resume_from_checkpoint=...) too."
+        )

@@ -1,12 +1,14 @@
 """Removing masks for good: values of the parameters that need no mask, and masks removed together or not at all."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from ..distributed import without_fsdp_class
+from ..distributed import is_sharded, without_fsdp_class
 from ..errors import SparsityError
 from .weight_mask import (
     WeightMask,
@@ -41,17 +43,54 @@ def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
     if mask is None or not layers:
         return []
     masked = select(dense_weight(module, tensor_name), mask.mask)
+    try:
+        return _inverted(layers, parameters_under(module, tensor_name), masked)
+    except SparsityError as e:
+        raise SparsityError(
+            f"{tensor_name}: cannot squash the mask through {e}. Leave the tensor out (exclude=[...]) when you prepare "
+            "the dense model again."
+        ) from None
+
+
+def refuse_uninvertible(module: nn.Module, tensor_name: str, where: str) -> None:
+    """Raise if parametrizations of a tensor cannot express it with zeros, as `squash_mask` will need."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return
+    originals = parameters_under(module, tensor_name)
+    if any(p.is_meta or is_sharded(p) for p in originals):
+        return
+    layers = copy.deepcopy(list(module.parametrizations[tensor_name]))  # type: ignore  # inverting may change buffers
+    weight = through(layers, originals)
+    half = torch.arange(weight.numel(), device=weight.device).view(weight.shape) % 2 == 0
+    try:
+        _inverted(layers, originals, select(weight, half).detach())
+    except SparsityError as e:
+        raise SparsityError(
+            f"{where}squash_mask could not write zeros through {e}. Remove that parametrization first "
+            f"(torch.nn.utils.parametrize.remove_parametrizations(module, {tensor_name!r})), or leave the tensor out "
+            "(exclude=[...])."
+        ) from None
+
+
+@torch.no_grad()
+def _inverted(layers: list[nn.Module], originals: Sequence[Tensor], masked: Tensor) -> list[Tensor]:
+    """Values of the originals for which parametrizations give the masked weight; raises if there are none."""
     back: tuple[Tensor, ...] = (masked,)
     for p in reversed(layers):
         if not hasattr(p, "right_inverse"):
-            raise SparsityError(_cannot(tensor_name, p, "it has no right_inverse"))
-        found: Tensor | Sequence[Tensor] = p.right_inverse(*back)  # type: ignore[operator]
+            raise SparsityError(f"{type(p).__name__}: it has no right_inverse")
+        try:
+            found: Tensor | Sequence[Tensor] = p.right_inverse(*back)  # type: ignore[operator]
+        except (NotImplementedError, RuntimeError, ValueError) as e:
+            raise SparsityError(f"{type(p).__name__}: its right_inverse says {e}") from None
         back = (found,) if isinstance(found, Tensor) else tuple(found)
-    again = through(layers, list(back))
+    lost = through(layers, list(back)).isnan()  # a row of zeros has no direction: weight_norm then keeps the old one
+    kept = [torch.where(lost, o, b) if b.shape == lost.shape else b for o, b in zip(originals, back, strict=True)]
+    again = through(layers, kept)
     close = torch.allclose(again, masked, rtol=8 * torch.finfo(masked.dtype).eps, atol=1e-6)
     if not close or not torch.equal(again != 0, masked != 0):
-        raise SparsityError(_cannot(tensor_name, layers[-1], "its right_inverse does not give the masked weight"))
-    return list(back)
+        raise SparsityError(f"{type(layers[-1]).__name__}: its right_inverse does not give the masked weight")
+    return kept
 
 
 @torch.no_grad()
@@ -81,10 +120,3 @@ def removed(tensors: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
                 with without_fsdp_class(module):
                     register(module, name, mask, at)
         raise
-
-
-def _cannot(tensor_name: str, layer: nn.Module, why: str) -> str:
-    return (
-        f"{tensor_name}: cannot squash the mask through {type(layer).__name__}: {why}. Remove that parametrization "
-        "first (torch.nn.utils.parametrize.remove_parametrizations)."
-    )

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from .. import distributed, masking
-from ..errors import SparsityError, checked_model
+from ..errors import SparsityError, checked_model, is_number
 from ..torch_ao import BaseSparsifier
 from . import checkpoint, usage
 from .checkpoint import check_saved
@@ -54,6 +54,8 @@ class MaskSparsifier(BaseSparsifier):
     optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
     bool_masks = False
+    #: the parametrization that `prepare` registers
+    mask_class: type[masking.WeightMask] = masking.WeightMask
 
     __deepcopy__ = checkpoint.deepcopy
     __getstate__ = checkpoint.getstate
@@ -84,6 +86,14 @@ class MaskSparsifier(BaseSparsifier):
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise if a group is invalid; called before anything is changed."""
+
+    def _structure(self, group: TensorGroup) -> list[dict[str, Any]]:
+        """What a group says besides its level, stage by stage; a saved state must say the same."""
+        return [{"sparse_block_shape": tuple(group.get("sparse_block_shape", ()))}]
+
+    def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
+        """{tensor_fqn: level} of tensors whose level stays as it is while no scheduler changes it."""
+        return {g["tensor_fqn"]: g["sparsity_level"] for g in groups if is_number(g.get("sparsity_level"))}
 
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
@@ -119,7 +129,7 @@ class MaskSparsifier(BaseSparsifier):
                 expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
                 have precedence, then later entries. A parameter with several names has one mask, under all of them.
                 None is every Linear and convolution but for adapters and weights tied to another module; after
-                unpickling, it is the pickled config, and pickled masks are restored.
+                unpickling, it is the pickled config, and pickled masks are restored, also into masks of a copy.
             exclude: names, globs and regular expressions of tensors or modules, modules and module classes, to leave
                 out; modules with all that is inside them.
             skip_unfit: leave out tensors that a block, scope or pattern does not fit, in place of an error;
@@ -142,15 +152,17 @@ class MaskSparsifier(BaseSparsifier):
         config, exclude, saved = self._chosen(model, config, exclude)
         skip_unfit |= self._resumes and self._skip_unfit
         check = self._check_groups if skip_unfit else None
-        found = resolve_groups(
-            model, config, self.keys, self._complete, exclude=exclude, is_default=is_default, check=check
-        )
+        options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
+        mask_class = self.mask_class if self._resumes else None
+        found = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
         if saved is not None:
             check_saved(saved, found.groups, strict=True)
         self._check_groups(found.groups)
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        own = [(g["module"], g["tensor_name"], m) for g in found.groups if (m := self._new_mask(g)) is not None]
+        places = [(g["module"], g["tensor_name"], g) for g in found.groups]
+        unmasked = [place for place in places if masking.find_mask(*place[:2]) is None]
+        own = [(module, name, m) for module, name, g in unmasked if (m := self._new_mask(g)) is not None]
         masks = masking.under_all_names(model, own)
         before = dict(self.__dict__)
         self.model, self.groups, self._skip_unfit = model, found.groups, skip_unfit
@@ -209,6 +221,7 @@ class MaskSparsifier(BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
+            usage.refuse_meta("step", self.groups, [self._live_mask(g) for g in self.groups])
             if not self._warned:
                 adapted, replaced = self._moved_layers()
                 for text in (*adapted[:1], *replaced[:1]):
@@ -222,7 +235,7 @@ class MaskSparsifier(BaseSparsifier):
     def materialized(self) -> Iterator[None]:
         """Compute every masked weight once for many forward passes, such as generation or evaluation.
 
-        Inside, `step` and the optimizer must not run, since weights are not masked anew.
+        Inside, `step` raises and the optimizer must not run, since weights are not masked anew.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> sparsifier = ScopeSparsifier()
@@ -266,6 +279,7 @@ class MaskSparsifier(BaseSparsifier):
             warnings.warn(f"squash_mask: {text}", stacklevel=2)
         kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
+        usage.refuse_meta("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
             _warn_of_stale_masks(self.groups, masks, self._chosen_at)
         if model is not None:
@@ -365,6 +379,15 @@ class MaskSparsifier(BaseSparsifier):
         except AttributeError as e:
             raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
 
+    def move_to(self, model: nn.Module) -> None:
+        """Continue on a model that has the masked modules under other names, as after adapters were merged."""
+        names, rules = {m: name for name, m in model.named_modules()}, {}
+        for group in self.groups:
+            before, prefix = group["tensor_fqn"], names.get(group["module"], group["module_fqn"])
+            group |= {"module_fqn": prefix, "tensor_fqn": f"{prefix}.{group['tensor_name']}".removeprefix(".")}
+            rules[group["tensor_fqn"]] = self._resolved.rules.get(before, "")
+        self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, rules=rules)
+
     def _moved_layers(self) -> tuple[list[str], list[str]]:
         """What to say of masked layers that are inside of an adapter (peft's LoRA and the like) by now, or gone."""
         assert self.model is not None
@@ -404,6 +427,8 @@ class MaskSparsifier(BaseSparsifier):
             raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(self.keys))}")
 
     def _need_prepared(self, what: str) -> None:
+        if what == "step" and parametrize._cache_enabled:
+            raise SparsityError("step: inside materialized() weights are not masked anew; call it after that context")
         if self._phase == "prepared":
             if distributed.has_process_group():
                 distributed.reshard(self.model)

@@ -6,6 +6,7 @@ until `prepare`.
 
 import copy
 import numbers
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,10 @@ def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict:
         strict: the tensors must be the same ones; else only those in both are loaded.
 
     Raises:
-        SparsityError: not prepared, names or shapes that do not fit. Nothing is then changed.
+        SparsityError: not prepared; names, shapes or a structure that do not fit. Nothing is then changed.
+
+    Warns:
+        UserWarning: levels differ. Those of the state are taken, and schedulers may change them.
     """
     self._need_prepared("load_state_dict")
     masks, saved = check_saved(state_dict, self.groups, strict)
@@ -91,6 +95,7 @@ def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict:
         self._check_groups(groups)
     except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as e:
         raise SparsityError(f"load_state_dict: the saved groups are not valid: {e}") from e
+    _check_replaced(self, groups)
     live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
     for old, new in zip(self.groups, groups, strict=True):
         old.clear()
@@ -102,6 +107,36 @@ def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict:
                 saved_state = copied_state(state_dict["state"][fqn])
                 self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
     self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
+
+
+def _check_replaced(self: MaskSparsifier, groups: Sequence[TensorGroup]) -> None:
+    """Raise where loaded groups have another structure than the live ones; warn where they have other levels."""
+    for live, new in zip(self.groups, groups, strict=True):
+        before, after = self._structure(live), self._structure(new)
+        if before != after:
+            raise SparsityError(
+                f"load_state_dict: {live['tensor_fqn']}: the state was saved with {_text(after)}, and this sparsifier "
+                f"was prepared with {_text(before)}. Prepare with the structure of the state; for another structure "
+                "load the model's weights alone, and call step() to choose new masks."
+            )
+    if self._resumes or "step" in self.__dict__:  # a pickle of its own, or a scheduler that determines the levels
+        return
+    before, after = self._levels(self.groups), self._levels(groups)
+    changed = [name for name in before if before[name] != after[name]]
+    if changed:
+        name, others = changed[0], f" (and {len(changed) - 1} more)" if changed[1:] else ""
+        warnings.warn(
+            f"load_state_dict: {name}{others} was prepared at sparsity_level {before[name]:.4g}, and continues at "
+            f"{after[name]:.4g}, the level of the state. To continue at the new one, set group['sparsity_level'] = "
+            f"{before[name]:.4g} in sparsifier.groups after loading, and call step()",
+            stacklevel=4,
+        )
+
+
+def _text(structure: Sequence[Mapping[str, Any]]) -> str:
+    """A structure as `_structure` gives it, in words."""
+    stages = [", ".join(f"{k}={v!r}" for k, v in s.items() if v not in (None, ())) for s in structure]
+    return " then ".join(stage or "single elements over the tensor" for stage in stages)
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
-from ..masking import find_mask
+from ..masking import find_mask, refuse_uninvertible
 from ..patterns import is_of_transformers
 from ..structure.view import refuse_expanded
 from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, parameter_of
@@ -93,6 +93,7 @@ def resolve_groups(
     exclude: Sequence[Rule] = (),
     is_default: bool = False,
     check: Callable[[Sequence[TensorGroup]], None] | None = None,
+    mask_class: type | None = None,
 ) -> ResolvedConfig:
     """One complete group for each tensor that the config names, in the config's order; see `MaskSparsifier.prepare`.
 
@@ -103,6 +104,7 @@ def resolve_groups(
         is_default: the config was made from the model; tied parameters and adapters are then left out.
         check: called with each group by itself; a tensor for which it raises a SparsityError is skipped, if the entry
             fits another tensor.
+        mask_class: masks of this class that are there already are taken over; None refuses all masks.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
@@ -127,7 +129,7 @@ def resolve_groups(
     for fqn, (at, is_exact) in owners.items():
         if fqn not in skipped:
             try:
-                group = _group(model, fqn, config[at], complete, f"config[{at}]: ")
+                group = _group(model, fqn, config[at], complete, f"config[{at}]: ", mask_class)
                 if check is not None:
                     check([group])
             except SparsityError as e:
@@ -310,7 +312,9 @@ def _named(rules: Iterable[Rule]) -> str:
     return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in rules)
 
 
-def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:
+def _group(
+    model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str, mask_class: type | None
+) -> TensorGroup:
     """The complete group of one tensor; raises where the tensor cannot be masked."""
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
@@ -324,7 +328,8 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
             f"{where}{fqn!r} is in a scripted or traced module, whose weights cannot be masked; prune the model before "
             "torch.jit, or leave the tensor out of the config"
         )
-    if find_mask(module, name) is not None:
+    mask = find_mask(module, name)
+    if mask is not None and type(mask) is not mask_class:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")
     tensor = parameter_of(module, name)
     if tensor.layout != torch.strided:
@@ -345,7 +350,14 @@ def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Compl
         raise SparsityError(
             f"{where}{fqn!r} is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be sparsified"
         )
+    if type(tensor).__module__.startswith("torchao"):
+        raise SparsityError(
+            f"{where}{fqn!r} is a {type(tensor).__name__}, which torchao has quantized; prune the model before it "
+            "is quantized (export.quantize), or leave the tensor out (exclude=[...])"
+        )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
+    if mask is None:
+        refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
     keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
 

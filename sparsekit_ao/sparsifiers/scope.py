@@ -156,6 +156,11 @@ class BudgetSparsifier(MaskSparsifier):
             changed["level_of_nnz"] = changed["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
+    def _structure(self, group: TensorGroup) -> list[dict[str, Any]]:
+        keys = (*SHAPES, "block_coupling", "coupling_order", "scope_coupling")
+        stages = [{k: getattr(stage, k) for k in keys} for stage in stages_of(group)]
+        return [{**s, **dict([b] if b else [])} for s, b in zip(stages, stage_budgets(group), strict=True)]
+
     def _rows(self) -> Iterator[Row]:
         pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
         for at, group in enumerate(shown(self.groups, "report", elements_of(pruning_groups))):

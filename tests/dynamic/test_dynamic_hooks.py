@@ -1,7 +1,9 @@
 """What hooks around the optimizer's step take and leave: closures, several optimizers, any order of calls."""
 
+import contextlib
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -111,14 +113,16 @@ def test_a_closure_that_is_called_several_times_leaves_the_last_gradient(to_none
     assert calls > 4
 
 
-def test_of_several_steps_in_one_iteration_the_last_gradient_counts():
+def test_of_several_steps_in_one_iteration_the_last_gradient_counts_with_one_warning():
     recorder = Recorder()
     model, optimizer, sparsifier = prepared(grow=recorder)
     for step in range(1, 5):
         for half in range(2):
             want = dense_gradients(model, 10 * step + half)
             backward(model, optimizer, 10 * step + half)
-            optimizer.step()
+            is_first = step == 1 and half == 1
+            with pytest.warns(UserWarning, match="SGD has taken several") if is_first else contextlib.nullcontext():
+                optimizer.step()
         sparsifier.step()
         compare(recorder, step, want, sparsifier)
 
@@ -244,3 +248,39 @@ def test_an_overflow_of_a_hidden_gradient_alone_makes_the_scaler_skip_the_step()
         scales.append(scaler.get_scale())
     assert scales == [64.0, 32.0, 32.0]
     assert sparsifier.last_update.iteration == 3
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def scale(model, by):
+    for p in model.parameters():
+        p.grad.mul_(by)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("way", ["clipped", "taken", "averaged", "unscaled", "unscaled and clipped", "by value"])
+def test_clipping_by_the_norm_of_dense_gradients_is_noticed(way, kind):
+    model, optimizer, sparsifier = prepared(kind)
+    caught = []
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        (loss_of(model, step) * (1024 if "unscaled" in way else 1)).backward()
+        if way == "taken":
+            sparsifier.take_gradients()
+        if "unscaled" in way:
+            scale(model, 1 / 1024)
+        if way == "averaged":
+            scale(model, 1 / 3)
+        if way == "by value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        if way in ("clipped", "taken", "unscaled and clipped"):
+            clip(model)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        caught += [str(w.message) for w in seen]
+        sparsifier.step()
+    assert len(caught) == ("clipped" in way), caught  # once
+    assert all("sparsifier.take_gradients() after backward" in text for text in caught)

@@ -1,5 +1,6 @@
 """Masked transformers models saved as dense ones with masks beside them, and LoRA adapters merged under masks."""
 
+import copy
 from collections import OrderedDict
 
 import pytest
@@ -202,18 +203,23 @@ def test_several_adapters_and_other_kinds():
     assert report.converted == ("up.weight",) and float((merged.up.weight == 0).float().mean()) == 0.5
 
 
-def test_sparsifiers_prepared_on_the_model_with_adapters():
+@pytest.mark.parametrize("squash", [False, True])
+def test_sparsifiers_prepared_on_the_model_with_adapters(squash):
     peft = pytest.importorskip("peft")
-    for squash in (False, True):
-        model = nn.Sequential(OrderedDict(up=nn.Linear(64, 64), down=nn.Linear(64, 4)))
-        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up"]))
-        torch.nn.init.normal_(lora.get_base_model().up.lora_B["default"].weight)
-        _, sparsifier = pruned(lora, patterns.n_m(2, 4), ["base_model.model.up.base_layer.weight"], squash)
-        if squash:
-            assert float((export.merge_lora(lora, sparsifier)[0].up.weight == 0).float().mean()) == 0.5
-            continue
-        with pytest.raises(SparsityError, match="call sparsifier.squash_mask"):
-            export.merge_lora(lora, sparsifier)
+    model = nn.Sequential(OrderedDict(up=nn.Linear(64, 64), down=nn.Linear(64, 4)))
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up"]))
+    torch.nn.init.normal_(lora.get_base_model().up.lora_B["default"].weight)
+    _, sparsifier = pruned(lora, patterns.n_m(2, 4), ["base_model.model.up.base_layer.weight"], squash)
+    merged = export.merge_lora(lora, sparsifier)[0]
+    assert float((merged.up.weight == 0).float().mean()) == 0.5
+    if not squash:  # the rule of the other order: merge, then go on or squash
+        sparsifier.step()
+        sparsifier.load_state_dict(sparsifier.state_dict())
+        assert sparsifier.check() == 1024 and sparsifier.report()[0].tensor == "up.weight"
+        snapshot = copy.deepcopy(merged)
+        for part in (snapshot, None):
+            sparsifier.squash_mask(model=part)
+        assert float((merged.up.weight == 0).float().mean()) == float((snapshot.up.weight == 0).float().mean()) == 0.5
 
 
 def test_a_merge_that_does_not_fit_is_refused_before_anything_changes():

@@ -213,3 +213,13 @@ def test_sparse_float8_on_cuda():
     small, report = export.quantize(model, sparse_float8(), inputs)
     assert sorted(report.converted) == ["0.weight", "1.weight"] and report.after < 0.4 * report.before
     assert ((small[0].weight.dequantize() == 0) | (model[0].weight != 0)).all()
+
+
+def test_weights_that_torchao_has_quantized_are_refused_by_prepare():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    torchao.quantize_(model[0], INT8)
+    with pytest.raises(SparsityError, match=r"0.weight' is a Int8\w*, which torchao has quantized; prune the model"):
+        ScopeSparsifier().prepare(model)
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model, exclude=["0.weight"])
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["1.weight"]

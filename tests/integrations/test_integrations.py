@@ -122,6 +122,53 @@ def test_transformers_clipping_unseen_is_refused(tmp_path):
         hugging_face(tmp_path, "RigL", 1.0, STEPS, watch=False)
 
 
+def bert(folder, steps, level=0.5, resume=None, **options):
+    """A small BERT that is trained, and its sparsifier."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**sizes, intermediate_size=16, **dropout)
+    model = transformers.BertForSequenceClassification(config)
+    sparsifier = ScopeSparsifier(level)
+    sparsifier.prepare(model, [{"tensor_fqn": "bert.encoder.*.dense.weight"}])
+    own = [ScheduleSL(sparsifier, schedules.linear(0.0, level, steps=4))]
+    rows = [{"input_ids": torch.arange(8) % (k + 2), "labels": k % 2} for k in range(16)]
+    settings = {"per_device_train_batch_size": 2, "max_steps": steps, "save_steps": 2, "report_to": []}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_strategy": "no"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        arguments = transformers.TrainingArguments(
+            str(folder), use_cpu=True, disable_tqdm=True, **{**settings, **options}
+        )
+        callbacks = [SparsifierCallback(sparsifier, own)]
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+    return model, sparsifier
+
+
+def test_transformers_checkpoints_are_plain_and_training_resumes_from_them(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, sparsifier = bert(tmp_path / "whole", 4)
+    sparsifier.check()  # the last level has been applied
+    saved = tmp_path / "whole" / "checkpoint-2"
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(saved)
+    assert float((plain.bert.encoder.layer[0].intermediate.dense.weight == 0).float().mean()) == 0.125
+    again, other = bert(tmp_path / "whole", 4, resume=str(saved))
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert all(torch.equal(sparsifier.mask(n), other.mask(n)) for n in sparsifier.state)
+    with pytest.raises(SparsityError, match=r"training resumes from masked_state.*TrainingArguments\(resume_from"):
+        bert(tmp_path / "moved", 4, resume=str(saved))
+    bert(tmp_path / "moved", 4, resume=str(saved), resume_from_checkpoint=str(saved))
+    last = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole" / "checkpoint-4")
+    sparsifier.squash_mask()
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in last.state_dict().items())
+
+
 def fake_trainer():
     class Accelerator:
         unscaled = 0

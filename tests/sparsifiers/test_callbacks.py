@@ -93,6 +93,18 @@ def test_callbacks(library):
         callback_of(library, prepared(kind=DynamicSparsifier), update_every=2)
 
 
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_callbacks_apply_the_last_level(library):
+    sparsifier = prepared(update_every=2)
+    callback, step = callback_of(library, sparsifier, [ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 4))])
+    for k in range(4):
+        step(k)
+    end = {"lightning": (None, None), "transformers": (SimpleNamespace(load_best_model_at_end=False), None, None)}
+    callback.on_train_end(*end[library])
+    sparsifier.squash_mask()  # without a warning
+    assert (sparsifier.model[0].weight == 0).sum() == 32
+
+
 @pytest.mark.parametrize("options", [{"update_every": 0}, {"until": 0}, {"update_every": 1.5}])
 def test_numbers_that_cannot_be_meant(options):
     with pytest.raises(SparsityError, match=f"{next(iter(options))} must be an int >= 1, got"):

@@ -321,7 +321,7 @@ def test_what_update_mask_cannot_take(given, text):
 
 
 def test_a_state_of_a_counted_budget_is_loaded_where_a_level_was_given():
-    counted, level = ScopeSparsifier(nnz=2, scope_shape=(1, 4)), ScopeSparsifier()
+    counted, level = ScopeSparsifier(nnz=2, scope_shape=(1, 4)), ScopeSparsifier(scope_shape=(1, 4))
     states = []
     for sparsifier in (counted, level):
         sparsifier.prepare(nn.Sequential(nn.Linear(8, 4)))

@@ -307,6 +307,22 @@ def test_a_score_that_returns_something_else(score, text):
     assert sparsifier.mask("0.weight").all()
 
 
+class InPlace:
+    needs = ()
+
+    def __call__(self, weight, statistics):
+        return weight.abs_()
+
+
+@pytest.mark.parametrize("score", [lambda w, name: w.abs_(), InPlace()])
+def test_a_score_that_works_in_place_leaves_the_weight_as_it_is(score):
+    sparsifier = prepared(score=score)
+    before = copy.deepcopy(sparsifier.model.state_dict())
+    sparsifier.step()
+    weight = "0.parametrizations.weight.original"
+    assert torch.equal(sparsifier.model.state_dict()[weight], before[weight])
+
+
 # the order of calls
 
 
@@ -432,9 +448,29 @@ def test_weights_and_masks_without_values():
     moved.step()
     saved = moved.state_dict()
     moved.model.to("meta")
-    for call in ("check", "report"):
+    for call in ("check", "report", "step", "squash_mask"):
         with refuses(f"{call}: 0.weight is on the meta device, so its mask has no values; give"):
             getattr(moved, call)()
     saved["state"]["0.weight"]["mask"] = saved["state"]["0.weight"]["mask"].to("meta")
     with refuses("load_state_dict: 0.weight: the saved mask is on the meta device"):
         prepared().load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        (
+            patterns.n_m(2, 4),
+            "the state was saved with block_shape=(1, 1), scope_shape=(1, 4), and this sparsifier was",
+        ),
+        (patterns.v_n_m(4, 2, 4), "nnz=4 then block_shape=(1, 1), scope_shape=(1, 4), nnz=2"),
+        (patterns.rows(0.5), "was prepared with single elements over the tensor. Prepare with the structure"),
+    ],
+)
+def test_a_state_of_another_structure_is_refused(saved, text):
+    state = prepared(pattern=saved).state_dict()
+    sparsifier = prepared()
+    before = copy.deepcopy(sparsifier.state_dict())
+    with refuses(text):
+        sparsifier.load_state_dict(state)
+    assert str(sparsifier.state_dict()) == str(before)

@@ -14,7 +14,15 @@ from torch.ao.pruning import CubicSL
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
+from sparsekit_ao import (
+    SRSTE,
+    DynamicSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    Static,
+    WeightNormSparsifier,
+    patterns,
+)
 
 TWO_OF_FOUR = {"sparsity_level": 1.0, "sparse_block_shape": (1, 4), "zeros_per_block": 2}
 
@@ -128,6 +136,26 @@ def test_5_an_unpickled_sparsifier_can_be_prepared_with_a_model():
     loaded.squash_mask()
 
 
+@pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier, SRSTE, Static])
+def test_5_an_unpickled_sparsifier_attaches_to_the_masks_of_a_copy(kind):
+    model = linear_model(8, 4)
+    sparsifier = prepared(model, kind() if kind is not SRSTE else SRSTE(decay=0.0))
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(sparsifier))
+    with pytest.raises(SparsityError, match="already has a sparsity mask; squash it before preparing it again"):
+        kind().prepare(copied)
+    parameter = copied[0].parametrizations.weight.original
+    loaded.prepare(copied)
+    assert copied[0].parametrizations.weight.original is parameter
+    assert torch.equal(loaded.mask("0.weight"), sparsifier.mask("0.weight"))
+    loaded.step()
+    loaded.squash_mask()
+    assert int((copied[0].weight == 0).sum()) == int((sparsifier.mask("0.weight") == 0).sum())
+    other = DynamicSparsifier() if kind in (ScopeSparsifier, WeightNormSparsifier) else ScopeSparsifier()
+    other.prepare(taken := linear_model(8, 4))
+    with pytest.raises(SparsityError, match="already has a sparsity mask"):
+        pickle.loads(pickle.dumps(sparsifier)).prepare(taken)
+
+
 @pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
 def test_7_masks_are_filled_in_place(kind):
     model = linear_model(8, 4)
@@ -186,13 +214,59 @@ def test_9_a_parametrization_above_is_kept():
     assert int((masked == 0).sum()) == 16
 
 
-def test_9_what_cannot_be_expressed_is_refused_and_nothing_changes():
+def test_9_whole_rows_are_dropped_through_weight_norm():
     model = nn.Sequential(nn.Linear(8, 8), weight_norm(nn.Linear(8, 4)))
     sparsifier = prepared(model, ScopeSparsifier(0.5, block_shape=(1, -1)))
+    masked = model[1].weight.detach().clone()
+    assert int((masked == 0).all(1).sum()) == 2
+    sparsifier.squash_mask()
+    assert torch.equal(model[1].weight == 0, masked == 0) and bool(model[1].weight.isfinite().all())
+    torch.testing.assert_close(model[1].weight.detach(), masked)
+
+
+class NoEmptyRows(nn.Module):
+    def forward(self, x):
+        return x + 0
+
+    def right_inverse(self, x):
+        if not x.any(1).all():
+            raise ValueError("a row is zero")
+        return x
+
+
+def test_9_what_cannot_be_expressed_is_refused_and_nothing_changes():
+    model = linear_model(8, 8, 4)
+    parametrize.register_parametrization(model[2], "weight", NoEmptyRows())
+    sparsifier = prepared(model, ScopeSparsifier(0.5, block_shape=(1, -1)))
     before = [m.clone() for m in model.state_dict().values()]
-    with pytest.raises(SparsityError, match="cannot squash the mask through _WeightNorm"):
+    with pytest.raises(SparsityError, match="through NoEmptyRows: its right_inverse says a row is zero. Leave the"):
         sparsifier.squash_mask()
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (nn.utils.parametrizations.spectral_norm, "_SpectralNorm: its right_inverse does not give the masked weight"),
+        (nn.utils.parametrizations.orthogonal, "_Orthogonal: its right_inverse does not give the masked weight"),
+        (
+            lambda layer: parametrize.register_parametrization(layer, "weight", Doubled(), unsafe=True),
+            "Doubled: it has no right_inverse",
+        ),
+    ],
+)
+def test_9_what_could_never_be_squashed_is_refused_in_prepare(make, text):
+    model = nn.Sequential(make(nn.Linear(8, 8)), nn.Linear(8, 4))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(SparsityError, match=rf"0.weight': squash_mask could not write zeros through {text}"):
+        ScopeSparsifier().prepare(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model[0].parametrizations.weight[0].training
+    ScopeSparsifier().prepare(copy.deepcopy(model), exclude=["0.weight"])  # as the error says
+    parametrize.remove_parametrizations(model[0], "weight")
+    sparsifier = prepared(model)
+    sparsifier.squash_mask()
+    assert int((model[0].weight == 0).sum()) == 32
 
 
 def test_stock_has_these_faults():

@@ -116,6 +116,45 @@ def test_optimizer_state_that_was_saved_before_prepare(kind, make):
     trained(fresh, before)
 
 
+@pytest.mark.parametrize(
+    ("kind", "saved", "prepared"),
+    [
+        (ScopeSparsifier, {"sparsity_level": 0.5}, {"sparsity_level": 0.75}),
+        (ScopeSparsifier, {"nnz": 2, "scope_shape": (1, 4)}, {"nnz": 1, "scope_shape": (1, 4)}),
+        (WeightNormSparsifier, {"sparsity_level": 0.5}, {"sparsity_level": 0.75}),
+        (DynamicSparsifier, {"sparsity_level": 0.5, "grow": None}, {"sparsity_level": 0.75, "grow": None}),
+        (
+            DynamicSparsifier,
+            {"sparsity_level": 0.5, "grow": "momentum", "redistribute": "momentum"},
+            {"sparsity_level": 0.75, "grow": "momentum", "redistribute": "momentum"},
+        ),
+    ],
+)
+def test_a_state_of_another_level_is_loaded_with_a_warning_whose_advice_works(kind, saved, prepared):
+    def made(options):
+        sparsifier = kind(**options)
+        sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+        return sparsifier
+
+    state = made(saved).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(saved).load_state_dict(state)
+        scheduled = made(prepared)
+        LambdaSL(scheduled, lambda epoch: 1.0)  # whoever resumes a schedule restores its levels next
+        scheduled.load_state_dict(state)
+    sparsifier = made(prepared)
+    text = r"was prepared at sparsity_level 0.75, and continues at 0.5, .*set group\['sparsity_level'\] = 0.75 in"
+    with pytest.warns(UserWarning, match=text):
+        sparsifier.load_state_dict(state)
+    assert sparsifier.groups[0]["sparsity_level"] == 0.5
+    if kind is not DynamicSparsifier:
+        for group in sparsifier.groups:
+            group["sparsity_level"] = 0.75
+        sparsifier.step()
+        assert int((sparsifier.mask("0.weight") != 0).sum()) == 16
+
+
 def test_squashing_after_an_interrupted_pass_names_what_stays_dense():
     def stop():
         raise KeyboardInterrupt
