@@ -111,8 +111,8 @@ def _check_changes(changes: Sequence[Change]) -> None:
             is_valid = isinstance(change.now, float) and 0 < change.now < math.inf
         else:
             is_filled = change.was is None and names[-1] in FILLED
-            is_valid = type(change.now) is int and change.now >= 1
-            is_valid &= is_filled or (type(change.was) is int and change.now <= change.was)
+            was = change.now if is_filled else change.was
+            is_valid = type(change.now) is type(was) is int and 1 <= change.now <= was
         if not (is_public and is_valid):
             raise SparsityError(f"cut_to: {change.path!r} cannot be set to {change.now!r} by a manifest")
 
