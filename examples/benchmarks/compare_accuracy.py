@@ -261,7 +261,7 @@ def ours(task: Any, model: nn.Module, score: str | None, budget: float) -> nn.Mo
     def loss(m: nn.Module, _: Any) -> Tensor:
         return torch.stack([task.loss(m, batch) for batch in calibration(task)]).mean()
 
-    return shrink(model, task.example, 1 - budget, score, cost="flops", forward=loss)[0]
+    return shrink(model, task.example, 1 - budget, score, cost="flops", forward=loss, uniform=False)[0]
 
 
 def theirs(

@@ -23,6 +23,7 @@ from .weights import Conversion, same_bits
 
 MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 Masks = MaskSparsifier | Mapping[str, Tensor]
 
 
@@ -93,10 +94,13 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
     shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
     bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
     save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
-    for file in {*folder.glob("*.safetensors")} - {folder / MASKS}:
-        for name, written in load_file(file).items():
-            if name in masks and not same_bits(written, values[name]):
-                raise SparsityError(f"save_pretrained: {file.name} does not hold the masked values of {name}")
+    files = {*folder.glob("*.safetensors")} - {folder / MASKS}
+    written = [(name, tensor) for file in files for name, tensor in load_file(file).items() if name in masks]
+    if len({name for name, _ in written}) < len(masks):  # transformers renamed or split some of them
+        written = [*type(model).from_pretrained(folder).state_dict().items()]
+    wrong = {name for name, tensor in written if name in masks and not same_bits(tensor, values[name])}
+    if wrong := wrong | (masks.keys() - {name for name, _ in written}):
+        raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {min(wrong)}")
     return Conversion(
         target="save_pretrained",
         converted=tuple(masks),
@@ -109,14 +113,17 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
 def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
     """Save an ordinary checkpoint where the config describes the model, else the dense config and the manifest."""
     name, is_written = type(model).__name__, report.not_in_config == ""
+    if not is_written and "save_original_format" in inspect.signature(model.save_pretrained).parameters:
+        kwargs = {"save_original_format": False} | kwargs  # under its own names, which `load_pretrained` reads
     changes = [Change(**change) for change in report.manifest["attributes"]]
     of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
+    for stale in (MANIFEST, WEIGHTS, INDEX):  # since transformers leaves one of the last two beside the other
+        (folder / stale).unlink(missing_ok=True)
     apply_changes(model, [] if is_written else undone(of_config))
     try:
         model.save_pretrained(folder, **kwargs)
     finally:
         apply_changes(model, [] if is_written else of_config)
-    (folder / MANIFEST).unlink(missing_ok=True)
     note = f"{name}.from_pretrained loads it"
     if not is_written:
         report.save(folder / MANIFEST)
@@ -145,27 +152,66 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
         kwargs: for `from_pretrained`, where the config describes the model; else for its constructor.
 
     Raises:
-        SparsityError: weights are missing, or the manifest is of another model.
+        SparsityError: a file is missing or damaged; the manifest is of another model; the weights are not those of the
+            model, or in files that neither the index nor the one standard name (`model.safetensors`) says.
 
     >>> model = load_pretrained("smaller", transformers.AutoModelForCausalLM)  # doctest: +SKIP
     """
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     folder = Path(path)
-    if not (folder / MANIFEST).exists():
-        return model_class.from_pretrained(folder, **kwargs)
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        if not (folder / MANIFEST).exists():
+            return model_class.from_pretrained(folder, **kwargs)
+        if not isinstance(manifest := json.loads((folder / MANIFEST).read_text()), dict):
+            raise ValueError(f"{MANIFEST} is no JSON object")
+        config, values = AutoConfig.from_pretrained(folder), _weights(folder)
+    except SparsityError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as e:  # of damaged files
+        raise SparsityError(f"load_pretrained: {folder} cannot be read: {type(e).__name__}: {e}") from e
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
-    model = cut_to(make(config, **kwargs), folder / MANIFEST)
-    values = {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
+    model = cut_to(make(config, **kwargs), manifest)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    loaded = {id(tensors[name]) for name in values if name in tensors}
+    for name, value in values.items():
+        if name not in tensors or tensors[name].shape != value.shape:
+            shape = tuple(tensors[name].shape) if name in tensors else "no tensor of the model"
+            raise SparsityError(f"load_pretrained: {folder} holds {name} {tuple(value.shape)}, which is {shape}")
+    loaded = {id(tensors[name]) for name in values}
     missing = [name for name in model.state_dict() if name not in values and id(tensors[name]) not in loaded]
-    if missing or not values:
+    if missing:
         raise SparsityError(f"load_pretrained: {folder} holds no values of {', '.join(missing[:5])}")
     model.load_state_dict(values, strict=False)
     return model.eval()
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of `model.safetensors`, or of the files that the index lists; refuse other `model*` files."""
+    from safetensors.torch import load_file
+
+    single, index, where = folder / WEIGHTS, folder / INDEX, "load_pretrained: "
+    if single.exists() == index.exists():
+        both = "both" if single.exists() else "neither"
+        raise SparsityError(f"{where}{folder} must hold {WEIGHTS} or {INDEX}, and holds {both}")
+    file_of = json.loads(index.read_text()).get("weight_map") if index.exists() else None
+    if index.exists() and not (isinstance(file_of, dict) and all(Path(f).name == f for f in file_of.values())):
+        raise SparsityError(f"{where}{INDEX} must map names to files of its folder under 'weight_map'")
+    files = {WEIGHTS} if file_of is None else {*file_of.values()}
+    if unnamed := {file.name for file in folder.glob("model*.safetensors")} - files:
+        which = WEIGHTS if file_of is None else f"those of {INDEX}"
+        raise SparsityError(
+            f"{where}{folder} holds {min(unnamed)} beside {which}: move out of the folder what is not of this model"
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(files):
+        for name, tensor in load_file(folder / file).items():
+            if file_of is not None and file_of.get(name) != file:
+                raise SparsityError(f"{where}{file} holds {name}, for which {INDEX} names {file_of.get(name)}")
+            tensors[name] = tensor
+    if file_of is not None and (absent := file_of.keys() - tensors.keys()):
+        raise SparsityError(f"{where}{file_of[min(absent)]} does not hold {min(absent)}, as {INDEX} says")
+    return tensors
 
 
 def load_masks(path: str | Path) -> dict[str, Tensor]:

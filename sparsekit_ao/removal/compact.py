@@ -81,6 +81,7 @@ class Compaction:
         changed: attributes of modules and configs with their old and new values.
         not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
             that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
+        fits: engines that load the model as `save_pretrained` writes it, if its config describes it; only of `shrink`.
         left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
         manifest: plain data for `cut_to`.
 
@@ -103,6 +104,7 @@ class Compaction:
     unlisted: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     not_in_config: str | None = None
+    fits: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
@@ -124,6 +126,7 @@ class Compaction:
         if self.not_in_config:
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
+        lines += [f"fits: {text}" for text in self.fits]
         lines += [f"left out: {text}" for text in self.left_out]
         return "\n".join(lines)
 
@@ -226,7 +229,7 @@ def verified(
         for removal in removals
     ]
     numbers = re.compile(r"(?<![^.])\d+(?![^.])")  # of repeated layers, which become stars
-    integers = [c for c in changes if isinstance(c.was, int) and c.was != c.now]
+    integers = [c for c in changes if isinstance(c.now, int) and c.was != c.now]
     report = Compaction(
         couplings=tuple(rows),
         before=_size(model, reference.flops),

@@ -15,7 +15,7 @@ from ..errors import SparsityError
 from ..structure import AxisPattern
 from .norms import CONFIG_EPS, EPS_NAMES
 from .remove import Removal, check_lists, drop_modules, plain_tensors, remove_units
-from .sizes import Change, apply_changes, check_old_values
+from .sizes import FILLED, Change, apply_changes, check_old_values
 
 VERSION = 1
 
@@ -110,7 +110,9 @@ def _check_changes(changes: Sequence[Change]) -> None:
         if names[-1] in (*EPS_NAMES, *CONFIG_EPS):
             is_valid = isinstance(change.now, float) and 0 < change.now < math.inf
         else:
-            is_valid = type(change.now) is type(change.was) is int and 1 <= change.now <= change.was
+            is_filled = change.was is None and names[-1] in FILLED
+            was = change.now if is_filled else change.was
+            is_valid = type(change.now) is type(was) is int and 1 <= change.now <= was
         if not (is_public and is_valid):
             raise SparsityError(f"cut_to: {change.path!r} cannot be set to {change.now!r} by a manifest")
 

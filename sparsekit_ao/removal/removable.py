@@ -19,7 +19,7 @@ from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
 from .compact import compared, find_removals, without_units
 from .remove import Removal, check_multiple, zero_units
-from .sizes import candidate_attrs
+from .sizes import candidate_attrs, fit_config
 from .verify import Reference
 
 _NEAREST = 7  # candidates for attributes of one coupling that are tried by themselves
@@ -199,6 +199,40 @@ class Trials:
             else:
                 good = [*good, coupling]
         return good, failing
+
+
+def in_config(
+    model: nn.Module,
+    discovery: Discovery,
+    inputs: Any,
+    ratio: float,
+    multiples: Mapping[str, int],
+    tolerance: float,
+) -> Discovery:
+    """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
+
+    Those that fail are tried again together with others of as many units: one field may hold the size of both.
+    """
+
+    def problem(couplings: Sequence[Coupling]) -> str:
+        masked = _zeroed(model, couplings, ratio)
+        removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings})
+        return fit_config(masked, without_units(masked, removals)[0], removals, Reference(masked, inputs), tolerance)[1]
+
+    failing = {coupling: why for coupling in discovery.couplings if (why := problem([coupling]))}
+    units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
+    for number in dict.fromkeys(units.values()):
+        equal = [coupling for coupling in failing if units[coupling] == number]
+        if len(equal) > 1 and not problem(equal):
+            failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
+    kept = [at for at, coupling in enumerate(discovery.couplings) if coupling not in failing]
+    reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
+    return replace(
+        discovery,
+        couplings=tuple(discovery.couplings[at] for at in kept),
+        counts=tuple(discovery.counts[at] for at in kept),
+        left_out=(*discovery.left_out, *reasons),
+    )
 
 
 def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:

@@ -17,8 +17,9 @@ from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level
 from .compact import Compaction, check_names, find_removals, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
-from .removable import Trials, removable, with_own_names
+from .removable import Trials, in_config, removable, with_own_names
 from .remove import Removal, zero_units
+from .sizes import fitting_engines, has_config
 
 T = TypeVar("T")
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
@@ -36,6 +37,8 @@ def shrink(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     max_sparsity: float | Mapping[str, float] = 0.9,
     multiple_of: int | Mapping[str, int] | None = None,
+    uniform: bool | None = None,
+    tensor_parallel: int = 1,
     tolerance: float = 1e-5,
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
@@ -48,6 +51,10 @@ def shrink(
     one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of its own; where the
     model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can hold
     them.
+
+    Of a transformers model, only those units are dropped whose number the config can hold, the same in all layers, so
+    that `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left
+    out, as parts of heads; `uniform=False` drops them too, and the result needs `export.load_pretrained`.
 
     Args:
         model: not changed.
@@ -63,6 +70,10 @@ def shrink(
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
         max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
         multiple_of: as for `compact`; by default dimensions of 16-bit weights stay multiples of 8.
+        uniform: whether to leave out what the config cannot hold. None: of a transformers model, if neither `couplings`
+            nor a `ratio` by names says what is dropped, and the config can hold some of it.
+        tensor_parallel: number of devices that an engine divides each layer over; numbers of units, times
+            `multiple_of`, stay multiples of it.
 
     Returns:
         The smaller model, and a `Compaction`. Where nothing can be removed it is a copy.
@@ -84,6 +95,10 @@ def shrink(
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
         raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
+    if type(tensor_parallel) is not int or tensor_parallel < 1:
+        raise SparsityError(f"shrink: tensor_parallel must be a positive int, got {tensor_parallel!r}")
+    if uniform and not has_config(model):
+        raise SparsityError(f"shrink: uniform=True needs a model of transformers, got {type(model).__name__}")
     ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
     trial_ratio = max(checked_level(level, "shrink: ratio: ") for level in ratios)
     discovery = removable(
@@ -97,7 +112,14 @@ def shrink(
     )
     known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
     check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
-    multiples = {c.name: _number(multiple_of, c.name, 1) or multiple_for(model, c) for c in discovery.couplings}
+    multiples = {
+        c.name: tensor_parallel * (_number(multiple_of, c.name, 1) or multiple_for(model, c))
+        for c in discovery.couplings
+    }
+    is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(model)
+    if uniform or (uniform is None and is_open):
+        described = in_config(model, discovery, example_inputs, trial_ratio, multiples, tolerance)
+        discovery = described if uniform or described.couplings else discovery
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
     always = cost_of is not None and not hasattr(model, "config")
     layers: list[tuple[Coupling, str]] = []  # a coupling for each layer, where layers keep numbers of their own
@@ -130,7 +152,8 @@ def shrink(
             break
     removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
-    return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left_out))
+    fits = fitting_engines(small, tensor_parallel) if report.not_in_config == "" else ()
+    return small, replace(report, fits=fits, left_out=tuple(f"{name}: {why}" for name, why in left_out))
 
 
 def _scored(

@@ -21,6 +21,8 @@ from .verify import Reference
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _AXES = 6  # beside the unit, of which products are formed
 _ENTRIES = 16  # of a tuple or list
+_ORDERS = 4  # in which changes of a config are tried
+FILLED = ("head_dim", "n_inner")  # fields of configs that may be None or missing, and are then computed from others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,10 @@ def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
         if at is not None:
             entries = getattr(holder, attribute)
             value = (list if isinstance(entries, list) else tuple)([*entries[:at], value, *entries[at + 1 :]])
-        setattr(holder, attribute, value)
+        if value is None and not hasattr(type(holder), attribute):
+            delattr(holder, attribute)  # a field of `FILLED` that was missing
+        else:
+            setattr(holder, attribute, value)
 
 
 def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> list[str]:
@@ -175,7 +180,7 @@ def _holders(model: nn.Module, path: str, where: str | None = None) -> list[tupl
     holders = [
         (f"{full}.{name}".removeprefix("."), holder, name)
         for full, holder in _objects(model, prefix)
-        if _value(holder, name, ...) is not ...
+        if _value(holder, name, ...) is not ... or (name in FILLED and hasattr(holder, "to_dict"))
     ]
     if not holders and where is not None:
         raise SparsityError(f"{where}the model has no attribute {path!r}")
@@ -331,37 +336,66 @@ def fit_config(
     a model constructed from the config differs ("" if it does not).
     """
     now = dict(_config_sizes(small))
-    candidates = {  # {(path, new value): old value}
+    options: dict[tuple[str, int], int | None] = {  # {(path, new value): old value}
         (path, value // removal.scope_units * removal.kept): value
         for removal in removals
         if not removal.is_empty
         for path, value in _config_sizes(dense)
         if value in _products(removal.coupling) and now.get(path) == value
     }
-    wrong, changes = _misfits(small), list[Change]()
-    for (path, kept), value in candidates.items() if wrong else ():
-        changes.append(Change(path=path, was=value, now=kept))
-        apply_changes(small, changes[-1:])
-        fewer = _misfits(small)
-        if len(fewer) < len(wrong):
-            wrong = fewer
-        else:
-            apply_changes(small, undone([changes.pop()]))
-    problem = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
-    if problem:
+    unset = [f"{path}.n_inner" for path, config in _configs(small) if getattr(config, "n_inner", ...) is None]
+    options |= {(path, removal.kept): None for path in unset for removal in removals if not removal.is_empty}
+    candidates = [Change(path=path, was=was, now=kept) for (path, kept), was in options.items()]
+    candidates.sort(key=lambda change: change.path.endswith("head_dim"))  # often equal to the number of heads
+    head_dims = _head_dims(small)
+    apply_changes(small, head_dims)
+    problem = ""
+    for start in range(min(max(1, len(candidates)), _ORDERS)):  # equal numbers are ambiguous
+        wrong, changes = _misfits(small), list[Change]()
+        for change in [*candidates[start:], *candidates[:start]] if wrong else ():
+            if any(change.path == other.path for other in changes):
+                continue
+            apply_changes(small, [change])
+            fewer = _misfits(small)
+            if len(fewer) < len(wrong):
+                wrong = fewer
+                changes.append(change)
+            else:
+                apply_changes(small, undone([change]))
+        found = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
+        if not found:
+            apply_changes(small, undone(head_dims))
+            needed = head_dims if _misfits(small) else []
+            apply_changes(small, needed)
+            return needed + changes, ""
+        problem = problem or found
         apply_changes(small, undone(changes))
-    return [] if problem else changes, problem
+    apply_changes(small, undone(head_dims))
+    return [], problem
+
+
+def _head_dims(model: nn.Module) -> list[Change]:
+    """The changes that write the size of heads into configs that compute it from the numbers that removal changes."""
+    sizes = {vars(m)["head_dim"] for m in model.modules() if _is_size(vars(m).get("head_dim"))}
+    paths = [path for path, config in _configs(model) if getattr(config, "head_dim", None) is None]
+    return [Change(path=f"{path}.head_dim", was=None, now=size) for path in paths for size in sizes if len(sizes) == 1]
+
+
+def _configs(model: nn.Module) -> list[tuple[str, Any]]:
+    """(path, config) of a model and of its modules, and of configs in those."""
+    configs = [(f"{name}.config".removeprefix("."), vars(m).get("config")) for name, m in model.named_modules()]
+    seen: dict[int, tuple[str, Any]] = {}
+    for path, config in configs:  # which grows
+        if hasattr(config, "to_dict") and id(config) not in seen:
+            seen[id(config)] = (path, config)
+            configs += [(f"{path}.{name}", value) for name, value in vars(config).items()]
+    return list(seen.values())
 
 
 def _config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """(path, value) of the integers above one in the configs of a model and of its modules, and in configs in those."""
-    seen: set[int] = set()
-    configs = [(f"{name}.config".removeprefix("."), vars(m).get("config")) for name, m in model.named_modules()]
-    for path, config in configs:  # which grows
-        if hasattr(config, "to_dict") and id(config) not in seen:
-            seen.add(id(config))
-            yield from _integers_of(path, config)
-            configs += [(f"{path}.{name}", value) for name, value in vars(config).items()]
+    """(path, value) of the integers above one in the configs of a model."""
+    for path, config in _configs(model):
+        yield from _integers_of(path, config)
 
 
 def _misfits(model: nn.Module) -> list[str]:
@@ -392,3 +426,23 @@ def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> 
     except Exception as e:
         return f"a model constructed from the config does not run: {e}"
     return ""
+
+
+def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
+    """Judge which engines load a model that its config describes: transformers was run, the others were not.
+
+    These read the sizes of a known architecture from the config, divide heads and MLPs evenly over ranks, and llama.cpp
+    quantizes rows in blocks of 32.
+    """
+    config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        return ("transformers", f"other engines were not judged: {name} is no decoder")
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    parts = [heads, getattr(config, "moe_intermediate_size", None), getattr(config, "intermediate_size", None)]
+    wrong = [n for n in parts if n and n % ranks] + [key_heads] * (key_heads % ranks != 0 != ranks % key_heads)
+    odd = [name for name, p in model.named_parameters() if p.ndim > 1 and p.shape[-1] % 32]
+    split = f"on {ranks} ranks" if ranks > 1 else "on one rank"
+    split = f"on one rank only, since {ranks} ranks do not divide {wrong[0]}" if wrong else split
+    blocks = f", not quantized: the rows of {odd[0]} are no multiple of 32" if odd else ""
+    return ("transformers", f"vLLM, SGLang (by their rules; {split})", f"llama.cpp (by its rules{blocks})")

@@ -1,6 +1,7 @@
 """Masked transformers models saved as dense ones with masks beside them, and LoRA adapters merged under masks."""
 
 import copy
+import json
 from collections import OrderedDict
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from export_models import batches, looks, mlp, pruned, same
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, export, patterns
+from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
+from sparsekit_ao.removal import shrink
 
 
 def bert():
@@ -101,6 +103,119 @@ def test_damaged_files_of_masks_are_refused(tmp_path):
             export.load_masks(tmp_path)
     save({"shapes": '{"w": [4, 4]}'})
     assert export.load_masks(tmp_path)["w"].all()
+
+
+# Smaller models
+
+FC = {"fc1.weight": "u i", "fc1.bias": "u", "fc2.weight": "o u"}
+NEOX = {"dense_h_to_4h.weight": "u i", "dense_h_to_4h.bias": "u", "dense_4h_to_h.weight": "o u"}
+EXPERTS = {"gate_up_proj": "e (two u) i", "down_proj": "e o u"}
+UNITS = {  # of one layer alone, which no config holds
+    "ViT": ("vit.layers.0.mlp.", FC),
+    "DINOv2": ("encoder.layer.0.mlp.", FC),
+    "BEiT": ("layers.0.mlp.", FC),
+    "SegFormer": (
+        "stages.0.blocks.0.mlp.",
+        FC | {"dwconv.dwconv.weight": "u 1 h w", "dwconv.dwconv.bias": "u"},
+    ),
+    "GPT-NeoX": ("gpt_neox.layers.0.mlp.", NEOX),
+    "Qwen3-MoE": ("model.layers.0.mlp.experts.", EXPERTS),
+    "DeepSeek-V3": ("model.layers.1.mlp.experts.", EXPERTS),
+}
+
+
+def smaller(name):
+    """A model without half of the units of one layer, the report, inputs and the first output."""
+    hf_models = pytest.importorskip("hf_models")
+    model, inputs = hf_models.make(name)
+    prefix, members = UNITS[name]
+    experts = {"scope": "e", "sizes": {"two": 2}} if members is EXPERTS else {}
+    coupling = Coupling({prefix + member: axes for member, axes in members.items()}, **experts)
+    small, report = shrink(model, inputs, 0.5, couplings=[coupling])
+    assert report.not_in_config and report.couplings
+    return small, report, inputs, next(iter(small(**inputs).values()))
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_models_whose_tensors_transformers_renames_or_splits_on_save_are_read_back(name, tmp_path):
+    with torch.no_grad():
+        small, report, inputs, want = smaller(name)
+        export.save_pretrained(small, report, tmp_path)
+        again = next(iter(export.load_pretrained(tmp_path, type(small))(**inputs).values()))
+    torch.testing.assert_close(again, want)  # a config does not say by which kernels experts are computed
+
+
+@pytest.mark.parametrize("name", ["ViT", "Qwen3-MoE"])
+def test_masked_models_whose_tensors_are_renamed_or_split_are_read_back(name, tmp_path):
+    hf_models = pytest.importorskip("hf_models")
+    model, inputs = hf_models.make(name)
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, [{"tensor_fqn": "*.gate_up_proj" if name == "Qwen3-MoE" else "*.fc1.weight"}])
+    sparsifier.step()
+    export.save_pretrained(model, sparsifier, tmp_path)
+    with torch.no_grad():
+        again, want = type(model).from_pretrained(tmp_path).eval()(**inputs), model(**inputs)
+    torch.testing.assert_close(again.logits, want.logits)
+
+    with pytest.MonkeyPatch.context() as patch:  # a conversion that loses values is seen
+        patch.setattr(type(model), "from_pretrained", lambda *args, **kwargs: type(model)(model.config))
+        with pytest.raises(SparsityError, match="does not hold the masked values of"):
+            export.save_pretrained(model, sparsifier, tmp_path)
+
+
+def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_name(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    with torch.no_grad():
+        small, report, inputs, want = smaller("GPT-NeoX")
+
+    def save(**options):
+        export.save_pretrained(small, report, tmp_path, **options)
+
+    def refused(text):
+        with pytest.raises(SparsityError, match=text):
+            export.load_pretrained(tmp_path, type(small))
+
+    for options in ({}, {"max_shard_size": "16KB"}):  # the second into the folder of the first
+        save(**options)
+        with torch.no_grad():
+            assert torch.equal(export.load_pretrained(tmp_path, type(small))(**inputs).logits, want)
+            save_file(
+                {name: tensor + 1 for name, tensor in small.state_dict().items()}, tmp_path / "model_ema.safetensors"
+            )
+        refused("holds model_ema.safetensors beside .*model.safetensors.*: move out of the folder")
+        (tmp_path / "model_ema.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    text = index.read_text()
+    file_of = json.loads(text)["weight_map"]
+    (name, file), *_, (_, other) = sorted(file_of.items(), key=lambda item: item[1])
+    for message, entries in (
+        (f"{file} holds {name}, for which model.safetensors.index.json names {other}", file_of | {name: other}),
+        (f"{file} does not hold extra, as model.safetensors.index.json says", file_of | {"extra": file}),
+        ("must map names to files of its folder under 'weight_map'", file_of | {name: "../" + file}),
+        ("must map names to files of its folder under 'weight_map'", [1]),
+        ("cannot be read: FileNotFoundError", file_of | {"extra": "model-7.safetensors"}),
+    ):
+        index.write_text(json.dumps({"weight_map": entries}))
+        refused(message)
+    index.write_text(text)
+    tensors = load_file(tmp_path / file)
+    save_file(tensors | {name: torch.ones(3)}, tmp_path / file)
+    refused(rf"holds {name} \(3,\), which is \(")
+    (tmp_path / file).write_bytes(b"damaged")
+    refused("cannot be read: SafetensorError")
+    save_file(tensors, tmp_path / "model.safetensors")
+    refused("must hold model.safetensors or model.safetensors.index.json, and holds both")
+    save()
+    for damaged in ("manifest.json", "config.json"):
+        good = (tmp_path / damaged).read_bytes()
+        for content in (b"{", b"\xff\xfe", b"[" * 100_000, b"[1]"):
+            (tmp_path / damaged).write_bytes(content)
+            refused("load_pretrained: .* cannot be read: ")
+        (tmp_path / damaged).write_bytes(good)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "config.json").write_bytes(b"{")
+    refused("load_pretrained: .* cannot be read: ")
 
 
 # LoRA

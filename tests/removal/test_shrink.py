@@ -216,13 +216,18 @@ def test_proximal_training_makes_whole_units_of_couplings_zero_which_compact_rem
     assert all(1 < row.kept < row.of for row in report.couplings) and close(model(x), small(x))
 
 
+WEIGHTS = {"weight": "u i", "bias": "u"}
+MLP = {
+    **{f"model.layers.*.mlp.{up}_proj.{name}": axes for up in ("gate", "up") for name, axes in WEIGHTS.items()},
+    "model.layers.*.mlp.down_proj.weight": "o u",
+}
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
 def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_one_line(name, tmp_path):
     model, inputs = hf_models.make(name)
-    mlp = {f"{up}_proj.{tensor}": axes for up in ("gate", "up") for tensor, axes in (("weight", "u i"), ("bias", "u"))}
-    members = {f"model.layers.*.mlp.{name}": axes for name, axes in (mlp | {"down_proj.weight": "o u"}).items()}
-    couplings = [Coupling(members)] if name == "Llama" else None
-    small, report = shrink(model, inputs, couplings=couplings)
+    couplings = [Coupling(MLP)] if name == "Llama" else None
+    small, report = shrink(model, inputs, couplings=couplings, uniform=False)
     found = save_pretrained(small, report, tmp_path)
     want = small(**inputs).logits
     if name == "Llama":
@@ -237,6 +242,50 @@ def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_
         again = load_pretrained(tmp_path, type(model))
     assert torch.equal(again(**inputs).logits, want)
     assert torch.equal(load_pretrained(tmp_path, type(model))(**inputs).logits, want)
+
+
+UNIFORM = {  # {model: the fields of its config that change}
+    "GPT-2": {"n_inner"},
+    "ViT": {"head_dim", "num_attention_heads", "intermediate_size"},
+    "Qwen3": {"num_attention_heads", "num_key_value_heads", "intermediate_size"},
+    "Mixtral": {"num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size"},
+}
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_loads_the_result(name, tmp_path):
+    model, inputs = hf_models.make(name)
+    small, report = shrink(model, inputs)
+    changed = {text.split(":")[0].removeprefix("config.") for text in report.changed if text.startswith("config.")}
+    assert changed == UNIFORM[name] and report.not_in_config == ""
+    assert any("the config cannot hold it (" in text and "uniform=False" in text for text in report.left_out)
+    assert cut_to(hf_models.make(name)[0], report.manifest).config.to_dict() == small.config.to_dict()
+    assert save_pretrained(small, report, tmp_path).notes == (f"{type(model).__name__}.from_pretrained loads it",)
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(next(iter(again(**inputs).values())), next(iter(small(**inputs).values())))
+    texts = str(report).splitlines()
+    assert "fits: transformers" in texts and any("fits: vLLM" in text for text in texts) == (name != "ViT")
+
+
+def test_uniform_numbers_divide_over_ranks_and_the_report_says_where_they_do_not():
+    model, inputs = hf_models.make("Llama")
+    couplings = [Coupling(MLP)]
+    for ranks, kept, text in ((2, 34, "on 2 ranks"), (5, 35, "on one rank only, since 5 ranks do not divide 4")):
+        small, report = shrink(model, inputs, 0.3, couplings=couplings, uniform=True, tensor_parallel=ranks)
+        assert small.config.intermediate_size == kept and f"vLLM, SGLang (by their rules; {text})" in report.fits
+    with pytest.raises(SparsityError, match="tensor_parallel must be a positive int, got 0"):
+        shrink(model, inputs, tensor_parallel=0)
+    with pytest.raises(SparsityError, match="uniform=True needs a model of transformers, got Sequential"):
+        shrink(mlp(4, 8, 2), torch.randn(3, 4), uniform=True)
+
+
+def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it_is_asked_for():
+    model, inputs = hf_models.make("SegFormer")
+    exclude = ["*.attention.*", "*patch_embeddings*"]
+    small, report = shrink(model, inputs, exclude=exclude)
+    assert report.not_in_config and parameters(small) < parameters(model) and not report.fits
+    small, report = shrink(model, inputs, exclude=exclude, uniform=True)
+    assert parameters(small) == parameters(model) and "the config cannot hold it" in report.left_out[-1]
 
 
 def test_flops_of_attention_count_although_torch_fuses_it_in_the_larger_model():
