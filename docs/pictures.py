@@ -206,6 +206,20 @@ def plot_one_shot(path: pathlib.Path) -> None:
     _bars(path, names, series, "loss above the dense model's")
 
 
+def plot_sentences(path: pathlib.Path) -> None:
+    """Cosine of MiniLM at 2:4 to the dense model, by the number of calibration sentences."""
+    rows = [r for name in ("", "_more") for r in read(f"results/prune_minilm_2_4{name}")]
+    figure, axes = _figure(3)
+    for method in ("admm", "admm, recovered"):
+        points = sorted((int(r["sentences"]), float(r["cosine"])) for r in rows if r["method"] == method)
+        axes.plot(*zip(*points, strict=True), marker="o", label=method)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("calibration sentences")
+    axes.set_ylabel("cosine to the dense model, 2:4")
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
 def plot_digits(path: pathlib.Path) -> None:
     """Accuracy of methods of dynamic sparse training at 95 %, each of the ten runs."""
     rows = [r for r in read("results/rigl_digits") if r["level"] == "0.95"]
@@ -258,6 +272,7 @@ DRAWINGS = {"concepts": concepts, "views": views, "coupling": coupling, "one_bud
 PLOTS = {
     "mask_update": plot_mask_update,
     "one_shot": plot_one_shot,
+    "sentences": plot_sentences,
     "digits": plot_digits,
 }
 
