@@ -65,8 +65,10 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch
     names = {"__name__": "page"}
     for found in BLOCK.finditer(PAGES[name]):
         lines_above = PAGES[name].count("\n", 0, found.start(1))  # so that a traceback names the line of the page
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile("\n" * lines_above + found[1], name, "exec"), names)
+        for line in re.findall("^# prints: (.+)$", found[1], flags=re.MULTILINE):
+            assert line in printed.getvalue()
 
 
 def test_the_table_of_mask_updates_and_the_factors_beside_it_equal_the_csv():
@@ -93,7 +95,10 @@ def test_the_table_of_mask_updates_and_the_factors_beside_it_equal_the_csv():
     assert f"`MinSparsityConstraint` {factors('PAT MinSparsityConstraint')}" in page("speed")
     assert f"`prune.l1_unstructured` {factors('prune.l1_unstructured')}" in page("speed")
     faster = [float(r["times faster than stock"]) for r in rows if r["kind"] == "ScopeSparsifier"]
-    assert f"is {min(faster):.0f} to {max(faster):.0f} times faster than torch.ao's" in " ".join(README.split())
+    readme = " ".join(README.split())
+    assert f"is {min(faster):.0f} to {max(faster):.0f} times faster than torch.ao's" in readme
+    drop_in = [float(r["times faster than stock"]) for r in rows if r["kind"] == "WeightNormSparsifier"]
+    assert f"masks are torch.ao's, {min(drop_in):.0f} to {max(drop_in):.0f} times faster on a CPU" in readme
 
 
 def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
@@ -140,6 +145,10 @@ def test_the_figures_of_one_pass_equal_the_csvs():
         one_pass, recovered = read(f"prune_minilm_{name}")
         assert f"| {name} | {three(one_pass['cosine'])} | {three(recovered['cosine'])} |" in text
     recovered, more = read("prune_minilm_2_4")[-1], read("prune_minilm_2_4_more")[-1]
+    sentence = (
+        f"is {three(recovered['cosine'])} after {float(recovered['seconds']):.0f} s on two CPU cores. Magnitude pruning"
+    )
+    assert f"{sentence} has {three(read('prune_minilm_2_4')[0]['cosine'])}" in " ".join(README.split())
     for r, count in ((recovered, "1,024"), (more, "4,096")):
         assert f"{three(r['cosine'])} on {count} sentences after {float(r['seconds']):.0f} s" in text
     for r in read("shrink_minilm_recovered"):
@@ -164,6 +173,8 @@ def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     )
     text = page("compact")
     assert sentence in text and f"cosine {float(small['cosine']):.2f} to the dense model" in text
+    readme = " ".join(README.split())
+    assert sentence in readme and f"to the dense model's is {float(small['cosine']):.2f}" in readme
 
 
 def test_the_table_of_export_targets_equals_the_csv():
