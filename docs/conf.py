@@ -33,6 +33,7 @@ myst_heading_anchors = 3
 default_role = "literal"  # docstrings use single backticks for code
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_default_options = {"exclude-members": "optional_keys, bool_masks, mask_class"}  # for classes of this library
 autodoc_mock_imports = ["lightning", "transformers", "accelerate"]  # optional; their callbacks are documented without
 napoleon_use_ivar = True
 napoleon_use_rtype = False
@@ -78,7 +79,17 @@ def _escape(text: str) -> str:
 
 
 def _docstring(app, what, name, obj, options, lines):  # type: ignore[no-untyped-def]
-    """Escape docstrings but for their examples."""
+    """Escape docstrings but for their examples, and give each attribute a line of its own."""
+    if "Attributes:" in lines:
+        start = lines.index("Attributes:") + 1
+        end = next((k for k in range(start, len(lines)) if not lines[k].strip()), len(lines))
+        entries = re.split(r"\n(?=    \w)", "\n".join(lines[start:end]))  # with the lines that continue them
+        found = [re.match(r"    (\w+(?:, \w+)+)(:.*)", one, re.DOTALL) for one in entries]
+        split = [
+            [f"    {own}{m[2]}" for own in m[1].split(", ")] if m else [one]
+            for m, one in zip(found, entries, strict=True)
+        ]
+        lines[start:end] = "\n".join(one for several in split for one in several).split("\n")
     in_example = False
     for k, line in enumerate(lines):
         in_example = line.lstrip().startswith(">>>") or (in_example and bool(line.strip()))

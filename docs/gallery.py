@@ -163,8 +163,8 @@ ENTRIES = (
     Entry(
         name="v_n_m",
         title="V:N:M, two stages",
-        text="First four of every M columns are kept for V rows together, then 2:4 among those four, so that M sets "
-        "the sparsity and sparse tensor cores still run it (arXiv 2310.02065). Axes express each stage: `stages` takes "
+        text="First four of every M columns are kept for V rows together, then 2:4 among those four. M sets the "
+        "sparsity, and sparse tensor cores still run it (arXiv 2310.02065). Axes express each stage: `stages` takes "
         "dicts of either notation.",
         pattern="patterns.v_n_m(8, 2, 8)",
         shapes='{"stages": [{"block_shape": (8, 1), "scope_shape": (1, 8), "nnz": 4}, {"scope_shape": (1, 8), '

@@ -60,16 +60,16 @@ def power(
     Args:
         shapes: {name: shape} in elements, also of tensors that are pruned in blocks: a layer's density does not depend
             on its block shape.
-        density: the fraction of all elements together that is kept, in [0, 1].
-        fixed: {name: density} of tensors with a density of their own; the others are scaled to keep the overall one.
-        exponent: of the ratio; at least 0.
-        kernel: use sum(shape) / prod(shape), else the same of the first two dimensions alone.
+        density: The fraction of all elements together that is kept, in [0, 1].
+        fixed: {name: density} of tensors with a density of their own. The others are scaled to keep the overall one.
+        exponent: Of the ratio; at least 0.
+        kernel: Use sum(shape) / prod(shape), else the same of the first two dimensions alone.
 
     Returns:
         {name: density in [0, 1]}, in the order of `shapes`; weighted by size they average to `density`.
 
     Raises:
-        SparsityError: a density outside [0, 1], an unknown name, or an overall density that fixed ones make impossible.
+        SparsityError: A density outside [0, 1], an unknown name, or an overall density that fixed ones make impossible.
 
     >>> densities = power({"wide": (100, 100), "narrow": (10, 10)}, 0.1, exponent=0.5)
     >>> {name: round(d, 3) for name, d in densities.items()}
@@ -132,13 +132,13 @@ def allocate(
     """Integers near the ideals with the sum `total`: rounded down, then up in the order of the largest remainders.
 
     Args:
-        ideals: real numbers whose sum is about `total`.
-        total: the sum of the result: exactly if all units are 1, else at most and as near as units allow.
-        low, high: bounds of each number, themselves multiples of its unit.
-        unit: each number is a multiple of this.
+        ideals: Real numbers whose sum is about `total`.
+        total: The sum of the result: exactly if all units are 1, else at most and as near as units allow.
+        low, high: Bounds of each number, themselves multiples of its unit.
+        unit: Each number is a multiple of this.
 
     Raises:
-        SparsityError: the bounds do not allow `total`.
+        SparsityError: The bounds do not allow `total`.
 
     >>> allocate([2.5, 1.7, 0.8], 5, [0, 0, 0], [9, 9, 9], [1, 1, 1])
     [2, 2, 1]

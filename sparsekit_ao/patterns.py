@@ -34,9 +34,9 @@ class Pattern:
     """One structure; made by the functions of this module.
 
     Attributes:
-        kind: the name of the function.
-        arguments: its whole numbers.
-        sparsity_level: fraction of blocks dropped; None takes the entry's or the sparsifier's.
+        kind: The name of the function.
+        arguments: Its whole numbers.
+        sparsity_level: Fraction of blocks dropped; None takes the entry's or the sparsifier's.
 
     >>> pattern = unstructured(0.9)
     >>> pattern.resolve(nn.Linear(8, 4), "weight")
@@ -66,13 +66,13 @@ class Pattern:
         """The config keys that this pattern amounts to on one tensor.
 
         Args:
-            module: the tensor's module, whose class determines the order of the dimensions.
-            tensor_name: the tensor's name in the module.
-            tensor: the tensor, if the module does not hold it by that name as it is.
-            where: first words of error messages.
+            module: The tensor's module, whose class determines the order of the dimensions.
+            tensor_name: The tensor's name in the module.
+            tensor: The tensor, if the module does not hold it by that name as it is.
+            where: First words of error messages.
 
         Raises:
-            SparsityError: the tensor has no such dimension, or the numbers do not fit it.
+            SparsityError: The tensor has no such dimension, or the numbers do not fit it.
         """
         weight = getattr(module, tensor_name) if tensor is None else tensor
         keys = _KINDS[self.kind](_dimensions(module, tuple(weight.shape)), f"{where}{self}: ", *self.arguments)

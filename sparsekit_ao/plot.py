@@ -27,13 +27,13 @@ def plot_mask(
 
     Args:
         mask: True or 1 is keep; of rank 1 or more, drawn as the matrix (dimension 0) x (all the others).
-        path: where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
-        title: a line above the shape and the fraction that the mask drops.
-        ax: where to draw; a new figure if None. No window is opened and no global figure is registered.
+        path: Where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
+        title: A line above the shape and the fraction that the mask drops.
+        ax: Where to draw; a new figure if None. No window is opened and no global figure is registered.
 
     Raises:
-        SparsityError: a mask without elements or without dimensions.
-        ImportError: matplotlib is not installed.
+        SparsityError: A mask without elements or without dimensions.
+        ImportError: Matplotlib is not installed.
 
     >>> ax = plot_mask(torch.eye(4, 8), title="fc.weight")
     >>> print(ax.get_title())
@@ -70,13 +70,13 @@ def plot_layers(
     """Plot the density of every weight of an `export.report`, one bar each, coloured by the first pattern it satisfies.
 
     Args:
-        report: of a model.
-        path: where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
-        ax: where to draw; a new figure, as high as the number of layers needs, if None.
+        report: Of a model.
+        path: Where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
+        ax: Where to draw; a new figure, as high as the number of layers needs, if None.
 
     Raises:
-        SparsityError: a report without rows.
-        ImportError: matplotlib is not installed.
+        SparsityError: A report without rows.
+        ImportError: Matplotlib is not installed.
 
     >>> from sparsekit_ao import export
     >>> ax = plot_layers(export.report(torch.nn.Linear(8, 4)))

@@ -96,8 +96,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after another; each counts its steps from its own boundary.
 
     Args:
-        schedules: at least one.
-        boundaries: the step at which each schedule but the first begins, increasing.
+        schedules: At least one.
+        boundaries: The step at which each schedule but the first begins, increasing.
 
     >>> s = join([constant(0.0), linear(1.0, 0.0, 2)], [10])
     >>> [s(t) for t in (9, 10, 11, 12)]
@@ -192,13 +192,13 @@ class ScheduleSL(BaseScheduler):
     after it, for the last level. Construct it after `sparsifier.prepare`; construction counts as step 0.
 
     Args:
-        sparsifier: a prepared sparsifier.
-        schedule: step -> level in [0, 1], or a list with one for each group.
-        interval: levels and masks are updated at steps that are multiples of this.
-        last_epoch: the step before the first; -1 starts at 0.
+        sparsifier: A prepared sparsifier.
+        schedule: Step -> level in [0, 1], or a list with one for each group.
+        interval: Levels and masks are updated at steps that are multiples of this.
+        last_epoch: The step before the first; -1 starts at 0.
 
     Raises:
-        SparsityError: the sparsifier is not prepared, an interval below 1, or another number of schedules than groups.
+        SparsityError: The sparsifier is not prepared, an interval below 1, or another number of schedules than groups.
 
     >>> from sparsekit_ao import ScopeSparsifier, schedules
     >>> sparsifier = ScopeSparsifier()

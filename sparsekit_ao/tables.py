@@ -29,7 +29,7 @@ class Table(Sequence[Row], Generic[Row]):
     """A report that is a sequence of its rows.
 
     Attributes:
-        rows: dataclass objects of one class.
+        rows: Dataclass objects of one class.
     """
 
     rows: tuple[Row, ...]

@@ -19,8 +19,6 @@ from torch.nn.utils import parametrize
 
 __all__ = ["BaseScheduler", "BaseSparsifier", "CubicSL", "FakeSparsity", "LambdaSL"]
 
-_NOT_SAVED = ("module", "module_fqn", "tensor_name")
-
 
 class FakeSparsity(nn.Module):
     """Parametrization that multiplies a weight by its buffer `mask`, of the weight's shape."""
@@ -41,11 +39,8 @@ class FakeSparsity(nn.Module):
 class BaseSparsifier(abc.ABC):
     """Abstract base class of sparsifiers: a subclass chooses masks in `update_mask`.
 
-    Attributes:
-        defaults: config keys that an entry of the config may leave out.
-        groups: the completed config; each group has `tensor_fqn`, `module`, `module_fqn` and `tensor_name` too.
-        state: {tensor_fqn: {"mask": mask}}.
-        enable_mask_update: whether `step` updates masks.
+    Each of its `groups` is an entry of the config with the defaults, `module`, `module_fqn` and `tensor_name`. The
+    masks are in `state`, {tensor_fqn: {"mask": mask}}.
     """
 
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
@@ -123,7 +118,8 @@ class BaseSparsifier(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state`, and `groups` without their modules."""
-        groups = [{k: v for k, v in group.items() if k not in _NOT_SAVED} for group in self.groups]
+        unsaved = ("module", "module_fqn", "tensor_name")
+        groups = [{k: v for k, v in group.items() if k not in unsaved} for group in self.groups]
         return {"state": self.state, "groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -133,8 +129,7 @@ class BaseSparsifier(abc.ABC):
         if strict and names != set(saved):
             raise RuntimeError(f"saved for {sorted(saved)}, but {sorted(names)} are prepared")
         for group in self.groups:
-            name = group["tensor_fqn"]
-            if name in saved:
+            if (name := group["tensor_fqn"]) in saved:
                 group.update(saved[name])
                 self.state[name]["mask"].copy_(state_dict["state"][name]["mask"])
 
@@ -146,8 +141,6 @@ class BaseScheduler:
     """
 
     def __init__(self, sparsifier: BaseSparsifier, last_epoch: int = -1, verbose: bool = False) -> None:
-        if not isinstance(sparsifier, BaseSparsifier):
-            raise TypeError(f"{type(self).__name__} needs a sparsifier, got {type(sparsifier).__name__}")
         self.sparsifier, self.last_epoch, self.verbose = sparsifier, last_epoch, verbose
         self.base_sl = [group["sparsity_level"] for group in sparsifier.groups]
         self._step_count = 0
@@ -203,9 +196,9 @@ class LambdaSL(BaseScheduler):
 
 
 class CubicSL(BaseScheduler):
-    """Raise levels from `init_sl` at epoch `init_t` to `base_sl` at `init_t + delta_t * total_t` (arXiv 1710.01878).
+    """Raise levels from `init_sl` (before it 0, if `initially_zero`) to `base_sl` by a cube (arXiv 1710.01878).
 
-    Before, they are `init_sl`, or 0 if `initially_zero`. Each argument may be a list with one value for each group.
+    The last epoch is `init_t + delta_t * total_t`. Each argument may be a list with one value for each group.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """One shot: a trained model pruned without training
 
-Prune all-MiniLM-L6-v2 to 2:4 with 64 sentences, no labels and no training. `one_shot` goes through the model layer by
-layer, chooses each mask and changes the kept weights such that the layer's outputs change least. The measure is the
+Prune all-MiniLM-L6-v2 to 2:4 with 64 sentences, no labels and no training. Layer by layer, `one_shot` chooses each
+mask and changes the kept weights such that the layer's outputs change least. The measure is the
 cosine between the embeddings of the pruned and of the dense model, on sentences that were not used.
 """
 
@@ -62,8 +62,8 @@ print(f"{16 * half} sentences to calibrate on, {len(target)} held out")
 # %%
 # ## From magnitude to ADMM
 #
-# `compensate=None` only chooses masks; `"least_squares"` keeps the masks of the score and fits the weights; `"admm"`,
-# the default, searches for both. `where` names the input that marks padding, which should not count.
+# With `compensate=None` only masks are chosen. With `"least_squares"` the weights are fitted to the masks of the score.
+# The default, `"admm"`, searches for both. Padding should not count: `token_mask` names the input that marks it.
 
 reports = {}
 for score, compensate in (("magnitude", None), ("wanda", None), ("wanda", "least_squares"), ("wanda", "admm")):

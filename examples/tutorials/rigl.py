@@ -87,8 +87,8 @@ for name, make in methods.items():
 # %%
 # ## What RigL did
 #
-# The report of the last sparsifier shows how many weights each layer has: `init="erk"` gives small layers more. `check`
-# raises unless every budget holds exactly. `last_update` tells what the last update pruned and grew: almost nothing,
+# The report of the last sparsifier shows how many weights each layer has: `init="erk"` gives small layers more. Unless
+# every budget holds exactly, `check` raises. The last update is in `last_update`. It pruned and grew almost nothing,
 # since the replaced fraction falls to 0 by a cosine.
 
 print(sparsifier.report())

@@ -22,7 +22,7 @@ class LayerAdapter:
     """How a layer is a matrix; this one is for `nn.Linear` and layers with a weight of its shape, (outputs, inputs).
 
     Args:
-        module: the one whose forward calls are observed.
+        module: The one whose forward calls are observed.
     """
 
     #: whether the rows are the input itself, the same for every layer that reads it
@@ -148,7 +148,7 @@ class _Attention(LayerAdapter):
     """A projection inside `nn.MultiheadAttention`, whose forward does not call it as a module.
 
     Args:
-        module: the attention.
+        module: The attention.
         name: "in_proj_weight" (query, key and value stacked: three groups), "q_proj_weight", "k_proj_weight",
             "v_proj_weight", or "out_proj", whose inputs are computed by a call with an identity in its place.
     """
@@ -251,7 +251,7 @@ def adapter_of(
     """The adapter of a layer's tensor, or None where inputs cannot be recorded for it.
 
     Args:
-        module, tensor_name: the tensor.
+        module, tensor_name: The tensor.
         attentions: {id of `out_proj`: its attention} of the model.
     """
     if isinstance(module, nn.MultiheadAttention):

@@ -1,8 +1,8 @@
 """Mask requests of sharded tensors: every rank fills its part of the masks that one process would choose, bit for bit.
 
 Takes requests with DTensors in them. For each member of a scope all ranks agree on a method: LOCAL where
-every scope is whole on a rank (nothing is sent), BISECTION where every block is (counts of scores are summed), else
-GATHERED (the tensors are gathered while their masks are chosen).
+every scope is whole on a rank, so that nothing is sent. BISECTION where every block is, by sums of counts of scores.
+GATHERED elsewhere: the tensors are gathered while their masks are chosen.
 """
 
 import math
@@ -167,14 +167,14 @@ class _Shard:
     """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
 
     Attributes:
-        keys: of the blocks' scores, [rows, slots], the lowest integer where none may be kept; at last what is kept.
-        scopes: the scope of each row, among those of all requests.
-        first_index: the index that the member's first block has in a scope.
-        indices: what each dimension adds to it, for the slots of a row.
-        is_counted: whether this rank counts these blocks; False for all replicas but one.
-        windows: on values and masks.
-        layout: how the padded block grid is cut into rows.
-        inside: the block grid without its padding.
+        keys: Of the blocks' scores, [rows, slots], the lowest integer where none may be kept; at last what is kept.
+        scopes: The scope of each row, among those of all requests.
+        first_index: The index that the member's first block has in a scope.
+        indices: What each dimension adds to it, for the slots of a row.
+        is_counted: Whether this rank counts these blocks; False for all replicas but one.
+        windows: On values and masks.
+        layout: How the padded block grid is cut into rows.
+        inside: The block grid without its padding.
     """
 
     keys: Tensor

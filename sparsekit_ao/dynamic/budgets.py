@@ -34,9 +34,9 @@ class Budgets:
     """The budgets of all pruning groups, in their groups; pruning groups are given by their index.
 
     Attributes:
-        pruning_groups: of the sparsifier, stage by stage.
-        groups: where the budgets are stored.
-        densities: how an overall level is distributed; None where the masks were saved ones.
+        pruning_groups: Of the sparsifier, stage by stage.
+        groups: Where the budgets are stored.
+        densities: How an overall level is distributed; None where the masks were saved ones.
     """
 
     pruning_groups: Sequence[PruningGroup]

@@ -39,11 +39,11 @@ class Slots:
     kept; only masks that `masks_of` makes are sharded like their weights.
 
     Attributes:
-        pruning_group: the scopes and how their blocks are scored.
+        pruning_group: The scopes and how their blocks are scored.
         placed: {"weights", "masks", "gradients" or "momenta": tensors by block spec, as this rank holds them}.
-        statistics: what `sparsifier.calibrate` recorded, by block spec.
-        step: the training iteration.
-        seed: the key of random numbers, with name and step.
+        statistics: What `sparsifier.calibrate` recorded, by block spec.
+        step: The training iteration.
+        seed: The key of random numbers, with name and step.
 
     A rule of your own is a function of it:
 
@@ -104,8 +104,8 @@ class Slots:
         Args:
             values: `weights`, `gradients` or `momenta`, or anything of the same keys and shapes.
             norm: 1, 2 or inf, over the elements of a block; the tensor's own norm by default.
-            as_mean: divide by the number of elements; by default where some blocks are partial.
-            signed: values are saliencies, which are summed as they are.
+            as_mean: Divide by the number of elements; by default where some blocks are partial.
+            signed: Values are saliencies, which are summed as they are.
         """
         if not values:
             raise SparsityError(
@@ -120,7 +120,7 @@ class Slots:
         """Return `fn(magnitudes, dim=-1)` over the elements of each block, such as torch.amin; float rows, padding 0.
 
         Raises:
-            SparsityError: some blocks are partial.
+            SparsityError: Some blocks are partial.
         """
         rows = []
         for window in scope_windows(self.pruning_group.scope, {spec.view.param: t for spec, t in values.items()}):
@@ -178,12 +178,12 @@ class Rule:
     """A score of blocks, for pruning, growth and redistribution alike.
 
     Attributes:
-        name: used in messages.
+        name: Used in messages.
         score: `Slots` -> float rows [scopes, slots].
-        needs: of `NEEDS`: what is gathered for it, the dense gradient or the optimizer's momentum.
-        is_global: for pruning: the tensors compete over which of them loses how many blocks.
-        statistics: of `calibration.NEEDS`: what `sparsifier.calibrate` must have recorded before an update.
-        share: for redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
+        needs: Of `NEEDS`: what is gathered for it, the dense gradient or the optimizer's momentum.
+        is_global: For pruning: the tensors compete over which of them loses how many blocks.
+        statistics: Of `calibration.NEEDS`: what `sparsifier.calibrate` must have recorded before an update.
+        share: For redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
             is not finite, or not positive, counts as 0.
 
     >>> noisy = Rule(name="noisy", score=lambda slots: slots.scores(slots.weights, 1) + slots.random("noise"))
@@ -211,7 +211,7 @@ def magnitude(criterion: Criterion = None) -> Rule:
     """|weight|: in every scope the smallest blocks are pruned.
 
     Args:
-        criterion: how absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
+        criterion: How absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
             `fn(magnitudes, dim=-1)`; None is the tensor's own norm. The share of every rule by values is their mean
             absolute value over active blocks.
 

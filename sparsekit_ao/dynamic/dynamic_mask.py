@@ -24,8 +24,8 @@ class DynamicMask(WeightMask):
     code reads a Python bool, which never waits for a device.
 
     Args:
-        mask: of the weight's shape; the forward mask, only ever filled in place.
-        with_backward_mask: also keep a backward mask (bool buffer), all True to begin with: straight-through and
+        mask: Of the weight's shape; the forward mask, only ever filled in place.
+        with_backward_mask: Also keep a backward mask (bool buffer), all True to begin with: straight-through and
             Top-KAST (arXiv 2106.03517).
         is_initialized: False while the kept elements are still unknown, because the weight is on the meta device.
 
@@ -57,7 +57,7 @@ class DynamicMask(WeightMask):
         """The weight with dropped elements exactly zero; shape and dtype as given.
 
         Raises:
-            SparsityError: the mask is not initialized, or has another shape than the weight.
+            SparsityError: The mask is not initialized, or has another shape than the weight.
         """
         if not self.is_initialized:
             raise SparsityError(

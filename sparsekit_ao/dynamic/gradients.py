@@ -138,9 +138,9 @@ class GradientCapture(StepHooks):
 
     Attributes:
         gradients: {tensor_fqn: dense gradient} captured since the last `clear`.
-        is_open: masks are open, so `.grad` is dense.
-        keep: the coming step feeds an update: keep the captured gradients.
-        masked: mask `.grad` before the step; False leaves it dense, so that momentum includes inactive weights.
+        is_open: Masks are open, so `.grad` is dense.
+        keep: The coming step feeds an update: keep the captured gradients.
+        masked: Mask `.grad` before the step; False leaves it dense, so that momentum includes inactive weights.
     """
 
     def __init__(self) -> None:

@@ -31,12 +31,12 @@ class Init:
     """How masks start.
 
     Attributes:
-        name: used in messages.
+        name: Used in messages.
         densities: (shapes, overall density, fixed densities) -> densities; see `densities`.
-        masks: saved masks, or a checkpoint that holds them; an empty mapping stands for the zeros of the model's
+        masks: Saved masks, or a checkpoint that holds them; an empty mapping stands for the zeros of the model's
             weights; None where kept blocks are drawn at random.
-        shuffle: keep the counts of the saved masks, and draw which blocks are kept.
-        first_dense: the first tensor without a budget of its own stays dense; the others make up for it.
+        shuffle: Keep the counts of the saved masks, and draw which blocks are kept.
+        first_dense: The first tensor without a budget of its own stays dense; the others make up for it.
     """
 
     name: str

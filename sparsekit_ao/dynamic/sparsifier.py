@@ -51,27 +51,27 @@ class DynamicSparsifier(BudgetSparsifier):
     tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
-        sparsity_level: the overall fraction dropped, which `init` distributes over the tensors.
-        optimizer: the optimizer, or several, that train the sparsified parameters; or `attach` it later.
-        nnz: instead, blocks kept in each scope of every tensor.
+        sparsity_level: The overall fraction dropped, which `init` distributes over the tensors.
+        optimizer: The optimizer, or several, that train the sparsified parameters; or `attach` it later.
+        nnz: Instead, blocks kept in each scope of every tensor.
         init: "erk", "er", "uniform", "random" (as uniform), "resume", or from `inits`.
-        update_every: iterations from one update to the next; None for masks that never change.
-        update_fraction: iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
+        update_every: Iterations from one update to the next; None for masks that never change.
+        update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
             by default. Not used where `target` determines how many are pruned and `grow` is None.
-        until: the last iteration that may update; None for no end.
+        until: The last iteration that may update; None for no end.
         prune: "magnitude", "global", or from `prune`.
         grow: "gradient", "momentum", "random", None, or from `grow`.
         redistribute: "gradient", "momentum", "nonzero", None, or from `redistribute`.
-        target: iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
-        seed: of random choices, together with the tensor name, the iteration and the purpose.
-        state_init: the optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient, without
+        target: Iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
+        seed: Of random choices, together with the tensor name, the iteration and the purpose.
+        state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient, without
             which Adam's first step is several times too large.
         new_values: (weight, generator) -> values of grown weights, in the weight's shape; zeros by default.
-        structure: pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
+        structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
     Raises:
-        SparsityError: arguments that contradict each other; whatever needs a tensor is checked in `prepare`.
+        SparsityError: Arguments that contradict each other; whatever needs a tensor is checked in `prepare`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -158,7 +158,7 @@ class DynamicSparsifier(BudgetSparsifier):
         iterations whose gradients no update needs. Without it, the optimizer's step does the same.
 
         Args:
-            optimizer: take only the gradients of its parameters, where several optimizers have a backward pass each;
+            optimizer: Take only the gradients of its parameters, where several optimizers have a backward pass each;
                 by default all.
         """
         self._need_prepared("take_gradients")

@@ -27,8 +27,8 @@ class StraightThrough(BudgetSparsifier):
     """Drop `sparsity_level` of the blocks in every scope forward (0.5 by default), and train the dropped weights too.
 
     Args:
-        sparsity_level, nnz, structure: the forward masks, as for `ScopeSparsifier`.
-        backward_level: the fraction of blocks in each scope that gets no gradient. 0 is straight-through: all weights
+        sparsity_level, nnz, structure: The forward masks, as for `ScopeSparsifier`.
+        backward_level: The fraction of blocks in each scope that gets no gradient. 0 is straight-through: all weights
             are trained (STE, arXiv 1308.3432). A level between 0 and `sparsity_level` is Top-KAST (arXiv 2106.03517):
             the backward mask keeps more blocks than the forward mask, by the same scores.
         decay: `decay * weight` is added to the gradient of weights that the forward mask drops, so that masks change
@@ -36,7 +36,7 @@ class StraightThrough(BudgetSparsifier):
             clipping.
 
     Raises:
-        SparsityError: a backward mask smaller than the forward one, a negative decay; see `ScopeSparsifier`.
+        SparsityError: A backward mask smaller than the forward one, a negative decay; see `ScopeSparsifier`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False))
     >>> sparsifier = StraightThrough(nnz=2, scope_shape=(1, 4))
@@ -83,7 +83,7 @@ class StraightThrough(BudgetSparsifier):
         """Choose the masks from the present weights.
 
         Raises:
-            SparsityError: decay is not 0, and no optimizer is attached.
+            SparsityError: Decay is not 0, and no optimizer is attached.
         """
         self._need_prepared("step")
         if self.decay and not self._hooks.optimizers:

@@ -38,8 +38,8 @@ class UpdateStatistics:
     """What one update changed.
 
     Attributes:
-        iteration: when.
-        fraction: of the active blocks that were pruned, of which some may have grown again at once.
+        iteration: When.
+        fraction: Of the active blocks that were pruned, of which some may have grown again at once.
         grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
         kept: {tensor_fqn: elements} that are active now.
 

@@ -34,17 +34,17 @@ def quantize(
     """Return a copy whose Linear layers `torchao.quantize_` has quantized, and a `Conversion`; zeros stay zeros.
 
     Args:
-        model: squashed; it does not change.
-        config: of torchao, such as `Int8WeightOnlyConfig()`. One whose `packing_format` is sparse needs 2:4 weights on
+        model: Squashed; it does not change.
+        config: Of torchao, such as `Int8WeightOnlyConfig()`. One whose `packing_format` is sparse needs 2:4 weights on
             CUDA (torchao by itself drops whatever is too much for 2:4 without a word).
-        batches: typical inputs, on which both models are compared; dicts are passed as keyword arguments, tuples and
+        batches: Typical inputs, on which both models are compared; dicts are passed as keyword arguments, tuples and
             lists as positional ones.
-        tensors: weights that must be quantized, as for `export.check`. torchao quantizes other Linear layers too.
+        tensors: Weights that must be quantized, as for `export.check`. torchao quantizes other Linear layers too.
         forward: `(model, batch) -> output`, if the model is called in another manner.
 
     Raises:
-        SparsityError: a weight is masked, shared, not finite or not of a Linear; torchao refuses, leaves one of these
-            weights as it is, or changes a zero; the quantized model returns nan or other shapes.
+        SparsityError: A weight is masked, shared, not finite or not of a Linear. Torchao refuses, leaves one of these
+            weights as it is, or changes a zero. The quantized model returns nan or other shapes.
 
     >>> from torchao.quantization import Int8WeightOnlyConfig  # doctest: +SKIP
     >>> small, report = quantize(model, Int8WeightOnlyConfig(), batches)  # doctest: +SKIP

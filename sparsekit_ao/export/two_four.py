@@ -18,33 +18,29 @@ DEVICE = "cuda"  # on which torch has 2:4 kernels
 def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion:
     """Replace 2:4 weights of Linear layers on CUDA by `torch.sparse.to_sparse_semi_structured`, in place.
 
-    Weights that do not fit stay dense; the report lists them with a reason each (`left`). Converted weights are the
-    same values, without gradient. A masked layer loses its mask, so this is for a model that is trained no more.
+    Weights that do not fit stay dense, and are in the report's `left` with the reason. Converted ones have no gradient,
+    and masks are removed, so train no more. `export.check(model, "pack_2_4")` checks the same on any machine.
 
     Args:
-        model: masked or squashed; float16, bfloat16 or int8. `export.check(model, "pack_2_4")` checks the same dtypes,
-            shapes and zeros on any machine.
-        tensors: weights that must fit, as for `export.check`. None converts all that fit.
+        model: Masked or squashed; float16, bfloat16 or int8.
+        tensors: Weights that must fit, as for `export.check`. None converts all that fit.
 
     Raises:
-        SparsityError: no weight is on CUDA, none fits, or one of `tensors` does not. The model is not changed.
+        SparsityError: No weight is on CUDA, none fits, or one of `tensors` does not. The model is not changed.
 
     >>> report = to_2_4(model.cuda())  # doctest: +SKIP
     """
     layers = layers_of(model)
     if not any(layer.weight.device.type == DEVICE for layer in layers):
-        raise SparsityError(
-            "to_2_4: no weight of the model is on CUDA, where torch has 2:4 kernels. Call model.cuda() first, or "
-            "export.pack_2_4, which writes a file on any machine."
-        )
+        call = "Call model.cuda() first, or export.pack_2_4, which writes a file on any machine"
+        raise SparsityError(f"to_2_4: no weight of the model is on CUDA, where torch has 2:4 kernels. {call}.")
     if tensors is None:
         refused = {layer.fqn: _cuda_refusals(layer) for layer in layers}
-        if all(refused.values()):
-            first = "; ".join(f"{name}: {why[0]}" for name, why in list(refused.items())[:5])
-            raise SparsityError(f"to_2_4: no weight fits. Call export.report(model) to see all of them. {first}")
-        tensors = [name for name, why in refused.items() if not why]
         others = {name: "; ".join(why) for name, why in refused.items() if why}
-        chosen = [layer for layer in layers if layer.fqn in tensors]
+        chosen = [layer for layer in layers if layer.fqn not in others]
+        if not chosen:
+            first = "; ".join(f"{name}: {why}" for name, why in list(others.items())[:5])
+            raise SparsityError(f"to_2_4: no weight fits. Call export.report(model) to see all of them. {first}")
     else:
         chosen, others = checked_layers(model, "to_2_4", _cuda_refusals, tensors)
     before, after, converted = 0, 0, list[str]()
@@ -70,16 +66,16 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
     """Save a squashed 2:4 model with packed weights, as a safetensors file that `load_2_4` reads; without a GPU, too.
 
     The weight of a Linear (out, in) becomes `<name>.values` (out, in / 2), and `<name>.metadata` with two bits for each
-    value: 0.5625 of the bytes of float16 and bfloat16, 0.625 of int8; -0.0 becomes 0. All other tensors of the state
+    value. They take 0.5625 of the bytes of float16 and bfloat16, 0.625 of int8; -0.0 becomes 0. All others of the state
     dict are stored as they are, tied ones once. The report has the bytes of the dense tensors and of the file.
 
     Args:
-        model: squashed; float16, bfloat16 or int8. float32 is refused, since torch's packing does not restore it.
-        path: of the file, which is replaced if it exists.
-        tensors: weights to pack, as for `export.check`.
+        model: Squashed; float16, bfloat16 or int8. float32 is refused, since torch's packing does not restore it.
+        path: Of the file, which is replaced if it exists.
+        tensors: Weights to pack, as for `export.check`.
 
     Raises:
-        SparsityError: a weight cannot be packed (as `export.check` finds), or has a mask. No file is written.
+        SparsityError: A weight cannot be packed (as `export.check` finds), or has a mask. No file is written.
 
     >>> import tempfile
     >>> model, again = (torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).half() for _ in range(2))
@@ -116,7 +112,7 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
     they are unpacked to dense weights, the same bits as were packed.
 
     Raises:
-        SparsityError: names, dtypes or shapes do not fit the model, metadata are none of `pack_2_4`, or torch has no
+        SparsityError: Names, dtypes or shapes do not fit the model, metadata are none of `pack_2_4`, or torch has no
             sparse kernel for a weight on this GPU. The model is not changed.
 
     >>> load_2_4(model, "packed.safetensors")  # doctest: +SKIP

@@ -36,10 +36,10 @@ class Layer:
     """One weight of a model.
 
     Attributes:
-        path, module: module that holds the weight, and its name in `model.named_modules()`.
-        tensor_name: name of the weight in the module.
-        masked: whether it has a mask, this library's or torch.ao's.
-        names: every name of the weight in the model's state dict after `squash_mask`; several if it is tied, or its
+        path, module: Module that holds the weight, and its name in `model.named_modules()`.
+        tensor_name: Name of the weight in the module.
+        masked: Whether it has a mask, this library's or torch.ao's.
+        names: Every name of the weight in the model's state dict after `squash_mask`; several if it is tied, or its
             module is used in several places.
     """
 
@@ -72,14 +72,14 @@ class LayerRow:
     """One weight.
 
     Attributes:
-        tensor: name of the weight.
-        kind: class of its module.
-        shape, dtype: shape, and dtype without "torch.".
-        masked: whether its mask is still there.
-        density: the fraction that is not zero; 1 for an empty weight.
-        patterns: the structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured";
-            nothing if it is dense.
-        targets: {function of `export`: reasons why it does not take the weight}; no reasons if it does.
+        tensor: Name of the weight.
+        kind: Class of its module.
+        shape, dtype: Shape, and dtype without "torch.".
+        masked: Whether its mask is still there.
+        density: The fraction that is not zero; 1 for an empty weight.
+        patterns: The structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured".
+            Nothing if it is dense.
+        targets: {function of `export`: reasons why it does not take the weight}. No reasons if it does.
 
     >>> row = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4)))[0]
     >>> row.tensor, row.kind, row.density, row.patterns
@@ -130,13 +130,13 @@ class Conversion:
     """What an export did; `print(report)` shows it as text.
 
     Attributes:
-        target: the function that converted.
-        converted: names of the tensors that are stored, or run, sparse.
+        target: The function that converted.
+        converted: Names of the tensors that are stored, or run, sparse.
         left: {tensor: why} of all other weights.
-        before, after: bytes of what was converted; of the whole files where files are written.
-        difference: largest difference of an output, relative to the largest value that differs; None where values are
+        before, after: Bytes of what was converted; of the whole files where files are written.
+        difference: Largest difference of an output, relative to the largest value that differs; None where values are
             equal bit for bit.
-        notes: what else a user must know.
+        notes: What else a user must know.
 
     >>> print(Conversion(target="pack_2_4", converted=("0.weight",), before=200, after=120))
     pack_2_4: 1 of 1 weights
@@ -193,13 +193,13 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
     """Return the layers of a masked or squashed model, if a function of `export` takes the weights of all of them.
 
     Args:
-        model: masked, or squashed; it does not change.
+        model: Masked, or squashed; it does not change.
         target: "pack_2_4" or "quantize".
-        tensors: names, globs or `re:` expressions of weights. None is every masked weight; in a model without masks,
+        tensors: Names, globs or `re:` expressions of weights. None is every masked weight; in a model without masks,
             every weight of which at least a tenth is zero.
 
     Raises:
-        SparsityError: some are not taken: with tensor, rule and first place that breaks it; there is no such target or
+        SparsityError: Some are not taken: with tensor, rule and first place that breaks it; there is no such target or
             tensor, or nothing to check.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32)).half()

@@ -20,13 +20,13 @@ class SparsifierCallback(StepCallback, Callback):
     `DynamicSparsifier` masks dense gradients before Lightning clips them.
 
     Args:
-        sparsifier: prepared on (a part of) the LightningModule before `fit`.
-        schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
-        update_every: masks are updated after the first step and every such step after it.
-        until: steps after which masks stay as they are; None updates them until the end.
+        sparsifier: Prepared on (a part of) the LightningModule before `fit`.
+        schedulers: Torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+        update_every: Masks are updated after the first step and every such step after it.
+        until: Steps after which masks stay as they are; None updates them until the end.
 
     Raises:
-        SparsityError: when training begins, if the sparsifier was prepared on another model or not at all, or another
+        SparsityError: When training begins, if the sparsifier was prepared on another model or not at all, or another
             callback averages the masks.
     """
 

@@ -54,7 +54,7 @@ class WeightMask(FakeSparsity):
     """Masked weight: a `torch.ao.pruning.FakeSparsity` that compiles, keeps dtypes and saves its mask.
 
     Args:
-        mask: of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and is only
+        mask: Of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and is only
             ever filled in place.
 
     >>> layer = nn.Linear(2, 1)
@@ -272,7 +272,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     A masked model loads a dense state dict too, with `strict=True`; its masks stay as they are.
 
     Raises:
-        SparsityError: a mask is on top of another parametrization; squash a deep copy of the model instead.
+        SparsityError: A mask is on top of another parametrization; squash a deep copy of the model instead.
 
     >>> from sparsekit_ao import ScopeSparsifier, export
     >>> model = nn.Sequential(nn.Linear(8, 4))

@@ -38,21 +38,21 @@ def prune(
     `ScopeSparsifier`.
 
     Args:
-        model: of any device and dtype; not changed unless `inplace`.
-        sparsity_level: fraction dropped of each weight, in [0, 1]; 0.5 by default.
-        pattern: one of `patterns`, or its text ("2:4"); None drops single elements.
-        batches, forward, token_mask, compensate, progress: as for `one_shot`; inputs alone, no labels.
-        exclude: names, globs and regular expressions of tensors or modules, modules and module classes, to leave out.
-        score: how much each weight matters; see `scores`.
-        recover: then train the kept weights of each block to give the dense model's outputs; see `recover`.
-        inplace: prune the model itself.
+        model: Of any device and dtype; not changed unless `inplace`.
+        sparsity_level: Fraction dropped of each weight, in [0, 1]; 0.5 by default.
+        pattern: One of `patterns`, or its text ("2:4"); None drops single elements.
+        batches, forward, token_mask, compensate, progress: As for `one_shot`; inputs alone, no labels.
+        exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave out.
+        score: How much each weight matters; see `scores`.
+        recover: Then train the kept weights of each block to give the dense model's outputs; see `recover`.
+        inplace: Prune the model itself.
 
     Returns:
-        The pruned model, and a report: a row for each layer with its density and errors, what recovery did, and what
-        was left out, such as layers that the pattern does not fit.
+        The pruned model, and a report. It has a row for each layer with its density and errors, what recovery did, and
+        what was left out, such as layers that the pattern does not fit.
 
     Raises:
-        SparsityError: bad arguments, or nothing to prune. The model is then unchanged. An error in the middle leaves a
+        SparsityError: Bad arguments, or nothing to prune. The model is then unchanged. An error in the middle leaves a
             model that was pruned in place with masks, and partly pruned.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))

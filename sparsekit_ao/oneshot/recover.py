@@ -37,12 +37,12 @@ class BlockRow:
     """One block.
 
     Attributes:
-        block: its name; "" is the whole model.
-        before: relative error of its output on held-out batches, ||B(x~) - B_dense(x)|| / ||B_dense(x)||; of logits
+        block: Its name; "" is the whole model.
+        before: Relative error of its output on held-out batches, ||B(x~) - B_dense(x)|| / ||B_dense(x)||; of logits
             (`outputs="kl"`) nats per row.
-        after: the same with the recovered weights.
-        passes: passes over the batches that led to these weights.
-        seconds: spent on this block.
+        after: The same with the recovered weights.
+        passes: Passes over the batches that led to these weights.
+        seconds: Spent on this block.
 
     >>> BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5).after
     0.1
@@ -106,28 +106,28 @@ def recover(
     Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
 
     Args:
-        model: pruned: masked, squashed, or made smaller by `shrink`; changed in place.
-        dense: the model that it was made from, with blocks of the same names and outputs of the same shapes.
-        batches: unlabelled inputs, as for `one_shot`; kept in a list. More data helps more than more passes.
+        model: Pruned: masked, squashed, or made smaller by `shrink`; changed in place.
+        dense: The model that it was made from, with blocks of the same names and outputs of the same shapes.
+        batches: Unlabelled inputs, as for `one_shot`; kept in a list. More data helps more than more passes.
         forward: `(model, batch) -> outputs`, called instead of the models.
-        passes: over all batches, for each block. The weights of the best pass on held-out batches are taken.
-        rate: highest learning rate, as a fraction of the root mean square of a block's kept weights; a whole model is
+        passes: Over all batches, for each block. The weights of the best pass on held-out batches are taken.
+        rate: Highest learning rate, as a fraction of the root mean square of a block's kept weights; a whole model is
             trained with half of it.
-        outputs: train the whole model once more, to give the dense model's outputs (the first tensor that the model or
-            `forward` returns): `"mse"` by the mean squared error, `"kl"` by the Kullback-Leibler divergence of logits.
-        blocks: the name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
-        token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
-        seed: of the order of batches.
-        progress: show a progress bar on a terminal.
-        resume: the number of blocks that an interrupted call finished; these stay as they are. Load the state dict
+        outputs: Train the whole model once more, to give the dense model's outputs: the first tensor that the model or
+            `forward` returns. By the mean squared error (`"mse"`), or the divergence of logits (`"kl"`).
+        blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
+        token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+        seed: Of the order of batches.
+        progress: Show a progress bar on a terminal.
+        resume: The number of blocks that an interrupted call finished; these stay as they are. Load the state dict
             that `checkpoint` saved first. The result has the same bits as that of a call without interruption.
-        checkpoint: called after each block with the number of finished ones, to save the model's state dict.
+        checkpoint: Called after each block with the number of finished ones, to save the model's state dict.
 
     Returns:
         A row for each block that was trained, with its relative output error before and after.
 
     Raises:
-        SparsityError: bad arguments, no batches, sharded weights, blocks that do not fit each other, or values that are
+        SparsityError: Bad arguments, no batches, sharded weights, blocks that do not fit each other, or values that are
             not finite. After an error or an interruption, each block is as it was, or finished.
 
     >>> import copy
@@ -214,10 +214,10 @@ class Teacher:
     """The dense model in a recovery: its blocks, and the inputs of the next one.
 
     Args:
-        dense: the dense model.
-        data: batches of the pruned model.
-        blocks: the repeated blocks of the pruned model, which form a chain; none if it is to be trained as a whole.
-        passes, rate, seed: as for `recover`.
+        dense: The dense model.
+        data: Batches of the pruned model.
+        blocks: The repeated blocks of the pruned model, which form a chain; none if it is to be trained as a whole.
+        passes, rate, seed: As for `recover`.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class _Student(nn.Module):
     """A module with copies of its weights in float32 or float64, which are trained in place of them.
 
     Args:
-        module: a block, or the whole model.
+        module: A block, or the whole model.
         run: `(module, index of a batch) -> output`.
 
     Attributes:

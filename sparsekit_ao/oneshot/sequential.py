@@ -42,10 +42,10 @@ class CalibrationData:
     """A model with its calibration data, and how it runs on them.
 
     Attributes:
-        model: to be pruned.
-        batches: kept in a list, because the model runs on them several times.
+        model: To be pruned.
+        batches: Kept in a list, because the model runs on them several times.
         forward: `(model, batch) -> anything`, or None; see `calibration.call`.
-        token_masks: the tokens that count in each batch, or None for all.
+        token_masks: The tokens that count in each batch, or None for all.
     """
 
     model: nn.Module
@@ -75,13 +75,13 @@ class SequentialPass:
     """One pass over the model's layers.
 
     Args:
-        blocks: the name of the module list of repeated blocks; None finds it.
+        blocks: The name of the module list of repeated blocks; None finds it.
 
     Attributes:
-        groups: weights that are recorded together, in the order of the forward pass: those of a block, or those that
+        groups: Weights that are recorded together, in the order of the forward pass: those of a block, or those that
             read one tensor. Keys are the index of the block (None outside of blocks) and a number for the tensor.
-        unreached: targets that no batch reaches.
-        blocks: the repeated blocks; none where the model runs once for each layer.
+        unreached: Targets that no batch reaches.
+        blocks: The repeated blocks; none where the model runs once for each layer.
     """
 
     def __init__(self, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None) -> None:

@@ -31,13 +31,13 @@ class MatrixScopes:
     """Which elements of a weight matrix compete, and how many blocks of them are kept.
 
     Attributes:
-        name: the weight's, for errors.
-        project: saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every
+        name: The weight's, for errors.
+        project: Saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every
             scope; a block has the norm of its elements' saliencies, or with None their sum.
-        scopes, blocks: the scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
-        keep: blocks that are kept in each scope, int64 [scopes].
-        blocks_per_scope: their number.
-        is_plain: whether there is one stage, and no scope or block is smaller than the others.
+        scopes, blocks: The scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
+        keep: Blocks that are kept in each scope, int64 [scopes].
+        blocks_per_scope: Their number.
+        is_plain: Whether there is one stage, and no scope or block is smaller than the others.
     """
 
     name: str

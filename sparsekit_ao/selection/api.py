@@ -1,8 +1,8 @@
 """The public functions of selection: they check arguments, choose a backend and hand it the requests.
 
 A backend is a module with `name`, `refusals(request)`, `run(requests)` and `keep_rows(scores, keep, candidates)`.
-`impl="auto"` uses the first backend for the device that gives no refusal; an implementation requested by name is used,
-or an error lists its refusals.
+With `impl="auto"`, it is the first backend for the device that gives no refusal. An implementation requested by name is
+used, or an error lists its refusals.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
 
     Args:
         scores: [scopes, members], float16, bfloat16, float32 or float64.
-        keep: members kept in each scope, 0 <= keep <= members: an int, or an integer tensor [scopes].
-        candidates: bool [scopes, members]; a False member is never kept, and a scope with fewer candidates than
-            `keep` keeps them all.
+        keep: Members kept in each scope, 0 <= keep <= members: an int, or an integer tensor [scopes].
+        candidates: bool [scopes, members]. A False member is never kept. A scope with fewer candidates than `keep`
+            keeps them all.
         impl: `"auto"`, or the name of a backend: `"reference"`, `"cpu"`, `"triton"`.
 
     Returns:
         bool [scopes, members], True = keep.
 
     Raises:
-        SparsityError: wrong rank, dtype, budget or implementation.
+        SparsityError: Wrong rank, dtype, budget or implementation.
 
     >>> keep_mask(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 1)
     tensor([[False,  True, False, False]])

@@ -1,7 +1,7 @@
 """The backend "cpu": numpy on chunks of whole scopes that fit the cache, one thread a chunk.
 
 Members are compared as integer keys in the order of their scores. Up to `PAIRS` members are ranked by comparing every
-pair, more by `numpy.partition`. A scope of `LONG` members or more is read in chunks: a sample gives two keys between
+pair, more by `numpy.partition`. A scope of `LONG` members or more is read in chunks. A sample gives two keys between
 which the last kept one is, and only the keys between them are collected.
 """
 

@@ -14,7 +14,7 @@ name = "triton"
 def refusals(work: Request | Tensor) -> list[str]:
     """Return why the kernels cannot take a request, or rows of scores."""
     if importlib.util.find_spec("triton") is None:
-        return ['triton is not installed (pip install "sparsekit_ao[triton]")']
+        return ["triton is not installed (pip install triton)"]
     device = work.device
     if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return [f"kernels are tested for NVIDIA GPUs of compute capability 8.0 and above, not for {device}"]

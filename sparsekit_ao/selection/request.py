@@ -17,15 +17,15 @@ class Request:
     """The masks of one set of scopes, to be chosen and filled in place.
 
     Attributes:
-        scope: which blocks compete.
+        scope: Which blocks compete.
         masks: {block spec: parameter-shaped mask} for every block spec, of any dtype (1 = keep).
-        keep: blocks kept in each scope, checked before: an int, or an integer tensor of the scope grid's shape. A scope
+        keep: Blocks kept in each scope, checked before: an int, or an integer tensor of the scope grid's shape. A scope
             with fewer blocks keeps all of them.
-        values: what is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
+        values: What is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
         norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
             score is their signed sum (their mean where some block is partial).
-        within_mask: choose only among blocks that the masks still keep, scored as with `masked`.
-        masked: score the values that the masks keep, and 0 for the others, which still compete.
+        within_mask: Choose only among blocks that the masks still keep, scored as with `masked`.
+        masked: Score the values that the masks keep, and 0 for the others, which still compete.
     """
 
     scope: SparseScope

@@ -1,9 +1,8 @@
 """Axis patterns: view, block and scope in one line of einops notation.
 
-The factors of every dimension are named; `unit` axes index what is kept or dropped as one, `scope` axes (some of them)
-index independent budgets, every other axis is inside the block. einops parses the notation and makes the view.
-A dimension may be a concatenation of which one part is viewed, `(8 + u + 4)`: its first 8 and last 4 entries are
-outside of the view.
+The factors of every dimension are named. The `unit` axes index blocks, which are kept or dropped as one. Some of them,
+the `scope` axes, index independent budgets. Every other axis is inside the block. A dimension may be a concatenation,
+of which one part is viewed, `(8 + u + 4)`: its first 8 and last 4 entries are outside of the view.
 """
 
 import math
@@ -25,14 +24,14 @@ class AxisPattern:
     """A view function that also gives the block and the scope.
 
     Args:
-        axes: one entry a dimension of the tensor, factors in brackets: `"o (s m)"`.
-        unit: axes that index blocks, in the order that ties are broken by; a str of names or a sequence.
-        scope: those of them that index scopes; none is one scope for the whole tensor.
+        axes: One entry a dimension of the tensor, factors in brackets: `"o (s m)"`.
+        unit: Axes that index blocks, in the order that ties are broken by; a str of names or a sequence.
+        scope: Those of them that index scopes; none is one scope for the whole tensor.
         sizes: {axis: its length}, as far as the tensor's shape does not determine it.
-        where: opening words of error messages.
+        where: Opening words of error messages.
 
     Raises:
-        SparsityError: the pattern, an axis name or a size does not fit.
+        SparsityError: The pattern, an axis name or a size does not fit.
 
     >>> n_m = AxisPattern(axes="o (s m)", unit="o s m", scope="o s", sizes={"m": 4})
     >>> n_m(torch.zeros(2, 8)).shape, n_m.block_shape, n_m.scope_shape

@@ -77,7 +77,7 @@ class SparseBlock(Thresholded):
         With partial edges it is the power mean over the elements of a block.
 
         Args:
-            values: what the norms are taken of; None means the parameters.
+            values: What the norms are taken of; None means the parameters.
             p: 1, 2 or inf.
         """
         if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in (1, 2, math.inf):
@@ -124,8 +124,8 @@ class SparseBlock(Thresholded):
         """Zero the blocks whose norm is strictly below the threshold (equal stays), in place.
 
         Args:
-            thresholds: a number, or a tensor that broadcasts to the grid.
-            values: what the norms are taken of; None means the parameters.
+            thresholds: A number, or a tensor that broadcasts to the grid.
+            values: What the norms are taken of; None means the parameters.
         """
         scored = None if values is None else self._windows(values)
         zero_below(self._live(), self._thresholds(thresholds), scored=scored)
@@ -157,9 +157,9 @@ class BlockSpec(SparseBlock):
     """One View cut into blocks: the block of element i is floor(i / b).
 
     Args:
-        view_or_param: a View, or a parameter taken as it is.
-        shape: elements of a block; () is all ones, -1 the whole dimension.
-        name: opening words of error messages.
+        view_or_param: A View, or a parameter taken as it is.
+        shape: Elements of a block; () is all ones, -1 the whole dimension.
+        name: Opening words of error messages.
         edge: `"partial"` allows the last block of a dimension to be smaller.
 
     Raises:
@@ -202,13 +202,13 @@ class BlockCoupling(SparseBlock):
     """Blocks of several tensors that are kept or dropped together: `B_ref[k] = B_j[order_j(k)]`.
 
     Args:
-        specs: the members; the first one's grid is the reference. Missing grid dimensions have size 1, so a bias
+        specs: The members; the first one's grid is the reference. Missing grid dimensions have size 1, so a bias
             couples with a weight's rows.
-        orders: for each member None, or a permutation: aligned dimension k is the member's dimension order[k].
-        name: opening words of error messages.
+        orders: For each member None, or a permutation: aligned dimension k is the member's dimension order[k].
+        name: Opening words of error messages.
 
     Raises:
-        CouplingError: aligned grids differ, or an order is no permutation.
+        CouplingError: Aligned grids differ, or an order is no permutation.
 
     >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up go with columns of down
     >>> c = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], orders=[None, (1, 0)])

@@ -49,10 +49,10 @@ class ScopeMember:
     """One block grid of a `SparseScope`, tiled into scopes.
 
     Attributes:
-        block: the blocks that compete.
-        shape: blocks of a scope along each dimension of the block grid.
-        order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-        name: opening words of error messages.
+        block: The blocks that compete.
+        shape: Blocks of a scope along each dimension of the block grid.
+        order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
+        name: Opening words of error messages.
     """
 
     block: SparseBlock
@@ -79,7 +79,7 @@ class SparseScope(Thresholded):
 
     `values` are parameter-shaped (a mapping {parameter: tensor} for several parameters), None the parameters
     themselves. Budgets `nnz` count blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
-    `grid_shape` counts the scopes along each dimension of the aligned scope grid.
+    The scopes along each dimension of the aligned scope grid are counted by `grid_shape`.
     """
 
     _grid_name = "scope grid"
@@ -154,8 +154,8 @@ class SparseScope(Thresholded):
     def keep_thresholds(self, nnz: Budget, values: Values = None) -> dict[SparseBlock, Tensor]:
         """Thresholds of `soft_threshold` for each block that leave exactly nnz blocks in every scope.
 
-        They are the mean of the norms of the last block kept and the first dropped, inf for blocks that are dropped
-        (ties included), and below the block's own norm for those kept. Of each member's block grid shape.
+        They are the mean of the norms of the last block kept and the first dropped. For dropped blocks they are inf,
+        ties included; for kept ones they are below the block's own norm. Of each member's block grid shape.
         """
         rows = self._scores(values, None)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
@@ -172,11 +172,11 @@ class SparseScope(Thresholded):
         """Keep exactly nnz blocks in every scope.
 
         Args:
-            nnz: blocks kept in each scope.
-            values: what is scored (by 2-norm); not together with `block_scores`.
-            block_scores: scores instead of norms: of the block grid's shape, a mapping {block: tensor} for several; or
+            nnz: Blocks kept in each scope.
+            values: What is scored (by 2-norm); not together with `block_scores`.
+            block_scores: Scores instead of norms, of the block grid's shape; a mapping {block: tensor} for several. Or
                 (*scope grid, blocks per scope), as `block_norms` returns them.
-            candidates: bool of either shape, True where a block may compete; the others are dropped.
+            candidates: bool of either shape, True where a block may compete. The others are dropped.
 
         Returns:
             {block: parameter-shaped bool mask}, True = keep; elements outside a view are kept.
@@ -204,9 +204,9 @@ class SparseScope(Thresholded):
         """Zero blocks in place: those with a norm strictly below the scope's threshold, or all but nnz a scope.
 
         Args:
-            thresholds: a number, or a tensor that broadcasts to the scope grid.
-            nnz: blocks kept in each scope; exactly one of the two is given.
-            values: what the norms are taken of.
+            thresholds: A number, or a tensor that broadcasts to the scope grid.
+            nnz: Blocks kept in each scope; exactly one of the two is given.
+            values: What the norms are taken of.
         """
         if (thresholds is None) == (nnz is None):
             raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
@@ -325,9 +325,9 @@ class ScopeSpec(SparseScope):
     """One block grid tiled into scopes.
 
     Args:
-        block: a `SparseBlock`, or a View or parameter taken as single elements.
-        shape: blocks of a scope; () and missing trailing entries mean the whole dimension, as does -1.
-        name: opening words of error messages; the block's by default.
+        block: A `SparseBlock`, or a View or parameter taken as single elements.
+        shape: Blocks of a scope; () and missing trailing entries mean the whole dimension, as does -1.
+        name: Opening words of error messages; the block's by default.
         edge: `"partial"` allows smaller scopes at the edge; the block's by default.
 
     Raises:
@@ -368,9 +368,9 @@ class ScopeSpec(SparseScope):
         """A tensor of the block grid's shape cut into scopes.
 
         Args:
-            t: of the block grid's shape; scopes must divide it.
+            t: Of the block grid's shape; scopes must divide it.
             reorder: True gives (*scope grid, *scope); False interleaves (g0, s0, g1, s1, ...).
-            merge: with `reorder`, the scope's dimensions become one: (*scope grid, blocks per scope).
+            merge: With `reorder`, the scope's dimensions become one: (*scope grid, blocks per scope).
         """
         if tuple(t.shape) != self.block.grid_shape:
             raise SparsityError(
@@ -386,7 +386,7 @@ class ScopeSpec(SparseScope):
 
         Args:
             t: (*scope grid, *scope) or (*scope grid, blocks per scope); (g0, s0, g1, s1, ...) without `reorder`.
-            reorder: as it was given there.
+            reorder: As it was given there.
         """
         grid, width = self.grid_shape, math.prod(self.shape)
         interleaved = tuple(size for pair in zip(grid, self.shape, strict=True) for size in pair)
@@ -407,12 +407,12 @@ class ScopeCoupling(SparseScope):
     """Scopes of several block grids that share one budget: their blocks compete with each other.
 
     Args:
-        scopes: the members, which may have different counts of blocks in a scope; budgets count all of them.
-        orders: for each member None, or a permutation: aligned scope dimension k is the member's dimension order[k].
-        name: opening words of error messages.
+        scopes: The members, which may have different counts of blocks in a scope; budgets count all of them.
+        orders: For each member None, or a permutation: aligned scope dimension k is the member's dimension order[k].
+        name: Opening words of error messages.
 
     Raises:
-        CouplingError: aligned scope grids differ, or an order is no permutation.
+        CouplingError: Aligned scope grids differ, or an order is no permutation.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
     >>> c = ScopeCoupling([ScopeSpec(BlockSpec(a)), ScopeSpec(BlockSpec(b))])

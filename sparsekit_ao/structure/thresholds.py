@@ -59,16 +59,16 @@ class Thresholded(ABC):
         """Shrink every block by the proximal map of `t ||.||_2`, in place; t is the block's or its scope's.
 
         Args:
-            thresholds: t >= 0, a number or a tensor that broadcasts to the grid.
-            conditioners: positive parameter-shaped diagonals (Adam's preconditioner); None is the Euclidean map.
-            scale: multiply each t by sqrt(elements of the block), so that t is per element.
-            max_iter: the most Newton steps of the conditioned variant; by default as many as it needs, some four.
-            atol: with `max_iter`, the error of |phi - 1| (see `shrink_conditioned`) that is accepted after so many
+            thresholds: T >= 0, a number or a tensor that broadcasts to the grid.
+            conditioners: Positive parameter-shaped diagonals (Adam's preconditioner); None is the Euclidean map.
+            scale: Multiply each t by sqrt(elements of the block), so that t is per element.
+            max_iter: The most Newton steps of the conditioned variant; by default as many as it needs, some four.
+            atol: With `max_iter`, the error of |phi - 1| (see `shrink_conditioned`) that is accepted after so many
                 steps; by default 1e-6, or 1e-12 for float64.
-            eps: added to the conditioners (Adam's epsilon).
+            eps: Added to the conditioners (Adam's epsilon).
 
         Raises:
-            SparsityError: a negative or NaN threshold, a conditioner that is not positive, no convergence in `max_iter`
+            SparsityError: A negative or NaN threshold, a conditioner that is not positive, no convergence in `max_iter`
                 steps.
 
         >>> from sparsekit_ao import BlockSpec
@@ -203,8 +203,8 @@ def shrink_conditioned(
     """`argmin_w 1/2 (w - v)' D (w - v) + t ||w||` for each block, a row of v, where D = diag(h).
 
     w = 0 where `||Dv|| <= t`. Else, with `c = t / h`, `w_i = v_i s / (s + c_i)`, where `s = ||w||` is the root of
-    `phi(s) = ||v / (s + c)|| = 1`. `1 / phi` is concave, so that Newton's method on it never passes the root from
-    below; it starts at 0, and ends where the next step could not change the result.
+    `phi(s) = ||v / (s + c)|| = 1`. Since `1 / phi` is concave, Newton's method on it never passes the root from below.
+    It starts at 0, and ends where the next step could not change the result.
 
     `eps` is added to h >= 0; t >= 0 has no dimension, or is [blocks]. Raises if some |phi - 1| is above `atol` after
     `max_iter` steps; by default there is no limit.

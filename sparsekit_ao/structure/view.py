@@ -23,11 +23,11 @@ class View:
     The address of index i is `o + offset + sum(i_k * stride_k)`, o being the parameter's own storage offset.
 
     Args:
-        param: the tensor viewed; any rank, dtype and strides, on any device (meta included).
-        shape: sizes of the window.
-        stride: one stride a dimension, in elements of the parameter's memory.
-        offset: address of the window's first element, counted from the parameter's first.
-        name: opening words of error messages.
+        param: The tensor viewed; any rank, dtype and strides, on any device (meta included).
+        shape: Sizes of the window.
+        stride: One stride a dimension, in elements of the parameter's memory.
+        offset: Address of the window's first element, counted from the parameter's first.
+        name: Opening words of error messages.
 
     Raises:
         SparsityError: (a ValueError) lengths differ, an element is not the parameter's, or two indices are one element.
@@ -92,7 +92,7 @@ class View:
         """This window on another tensor of the parameter's shape: a live alias where the strides agree, else a copy.
 
         Raises:
-            SparsityError: t has another shape than the parameter.
+            SparsityError: T has another shape than the parameter.
         """
         if t.shape != self.param.shape:
             raise SparsityError(
@@ -147,7 +147,7 @@ class View:
         """Address of an index, counted from the parameter's first element.
 
         Args:
-            idx: one index, or an integer tensor of them [..., ndim].
+            idx: One index, or an integer tensor of them [..., ndim].
 
         Returns:
             An int; for a tensor int64 of its leading shape.
@@ -196,10 +196,10 @@ class View:
         """Any tensor of the parameter's or of the window's shape, cut into blocks.
 
         Args:
-            t: of the parameter's shape, of which the window is taken; or of the window's shape, taken as it is.
-            block_shape: as for `BlockSpec`; must divide.
+            t: Of the parameter's shape, of which the window is taken; or of the window's shape, taken as it is.
+            block_shape: As for `BlockSpec`; must divide.
             reorder: True gives (*grid, *block); False interleaves (g0, b0, g1, b1, ...).
-            merge: with `reorder`, the block's dimensions become one: (*grid, elements of a block).
+            merge: With `reorder`, the block's dimensions become one: (*grid, elements of a block).
 
         Returns:
             A view of t where its strides allow (always without `merge`, if t has the parameter's strides).
@@ -211,9 +211,9 @@ class View:
         """Every element gets the value of its block.
 
         Args:
-            values: of any dtype and device, and of a shape that broadcasts to the grid's.
-            block_shape: as for `BlockSpec`; must divide.
-            fake: return the expanded interleaved view (g0, b0, g1, b1, ...), which has strides of 0.
+            values: Of any dtype and device, and of a shape that broadcasts to the grid's.
+            block_shape: As for `BlockSpec`; must divide.
+            fake: Return the expanded interleaved view (g0, b0, g1, b1, ...), which has strides of 0.
 
         Returns:
             A tensor of the window's shape, or that view.

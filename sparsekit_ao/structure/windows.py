@@ -21,11 +21,11 @@ class Window:
     """One strided window cut into blocks: what backends are given.
 
     Attributes:
-        shape: elements of a block, one entry a dimension of the window.
-        values: the window on the values that are scored, or None.
-        mask: the window on the mask that is filled (True = keep), or None.
-        order: aligned grid dimension k is this grid's dimension order[k]; () is the identity.
-        under: the window on the mask that a `Request` with `masked` scores the values under; None: `mask` itself, else
+        shape: Elements of a block, one entry a dimension of the window.
+        values: The window on the values that are scored, or None.
+        mask: The window on the mask that is filled (True = keep), or None.
+        order: Aligned grid dimension k is this grid's dimension order[k]; () is the identity.
+        under: The window on the mask that a `Request` with `masked` scores the values under; None: `mask` itself, else
             another tensor of the same strides.
     """
 
@@ -56,8 +56,8 @@ class ScopeWindows:
     """Windows whose blocks at one aligned grid index are kept or dropped together (`members`), cut into scopes.
 
     Attributes:
-        shape: blocks of a scope along each dimension of the aligned grid.
-        order: aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
+        shape: Blocks of a scope along each dimension of the aligned grid.
+        order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
     """
 
     members: tuple[Window, ...]
@@ -120,7 +120,7 @@ def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
 
     Args:
         norm: 1, 2 or inf; None: values are saliencies, and a score is their signed sum.
-        as_mean: score by the (power) mean over the elements of a block; by default where some block is partial.
+        as_mean: Score by the (power) mean over the elements of a block; by default where some block is partial.
     """
     as_mean = any(m.is_partial for m in members) if as_mean is None else as_mean
     first = members[0]

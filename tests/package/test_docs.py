@@ -74,6 +74,21 @@ def test_every_tutorial_has_the_output_of_its_cells(path):
     assert text.startswith("# ") and "Output:" in text
 
 
+def sentences(page):
+    """The sentences of a page, without code blocks, tables, headings and marks of lists; code in a line is one word."""
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    text = re.sub(r"^\s*(\||#|:).*$|^\s*[-*] ", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    for paragraph in re.split(r"\n\s*\n", text):
+        yield from re.split(r"(?<=[.:;?!])\s+(?=[A-Z])", " ".join(paragraph.split()))
+
+
+def test_sentences_of_pages_are_short():
+    pages = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if "_generated" not in path.parts)]
+    long = [(path.name, one) for path in pages for one in sentences(path.read_text()) if len(one.split()) > 30]
+    assert len(long) <= 4, long
+
+
 def texts_of(path):
     """The texts of a file, with … for each value that is put in."""
     for node in ast.walk(ast.parse(path.read_text())):

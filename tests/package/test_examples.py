@@ -124,7 +124,7 @@ def test_proximal_trains_every_method(run, tmp_path):
 
 def test_the_committed_proximal_results_are_chosen_by_the_rule_and_as_the_page_has_them():
     rows = read_csv(EXAMPLES / "results" / "proximal.csv")
-    page = (EXAMPLES.parent / "docs/training.md").read_text()
+    page = (EXAMPLES.parent / "docs/benchmarks.md").read_text()
     for method in dict.fromkeys(r["method"] for r in rows):
         runs = []
         for seed in "012":

@@ -37,20 +37,20 @@ class Form:
     """What a kernel is specialised on when it is compiled.
 
     Attributes:
-        norm, within_mask, masked: see `Selection`.
-        signed, bits: whether scores have signs; bits of a key.
-        big: offsets have 64 bits.
-        tile: scopes, blocks or slots that a program holds at a time.
-        single: a block is one element of one tensor, so that its score is |x| as it is.
-        width, padded: blocks of a scope that a program takes whole, and the power of two above.
-        elements, chunk: elements of a block; how many are read at a time, a power of two.
-        outer, inner: the innermost loop over the elements of a block, and the trips of those around it.
-        contiguous: a tile is contiguous in values and mask alike.
-        apart: scopes are neighbours in memory, so that a program reads each of their slots as one vector.
-        vector, runs: neighbouring slots of a long row that a thread reads at once; slots of two tiles go in one run a
+        norm, within_mask, masked: See `Selection`.
+        signed, bits: Whether scores have signs; bits of a key.
+        big: Offsets have 64 bits.
+        tile: Scopes, blocks or slots that a program holds at a time.
+        single: A block is one element of one tensor, so that its score is |x| as it is.
+        width, padded: Blocks of a scope that a program takes whole, and the power of two above.
+        elements, chunk: Elements of a block; how many are read at a time, a power of two.
+        outer, inner: The innermost loop over the elements of a block, and the trips of those around it.
+        contiguous: A tile is contiguous in values and mask alike.
+        apart: Scopes are neighbours in memory, so that a program reads each of their slots as one vector.
+        vector, runs: Neighbouring slots of a long row that a thread reads at once; slots of two tiles go in one run a
             thread.
-        row_warps: warps of a program that reads all of a long row; more where offsets take many registers too.
-        narrow: long rows are sampled and narrowed first.
+        row_warps: Warps of a program that reads all of a long row; more where offsets take many registers too.
+        narrow: Long rows are sampled and narrowed first.
     """
 
     norm: str

@@ -1,8 +1,8 @@
 """Kernels that select in rows too long for one program: the k-th largest key of each row, then the mask.
 
 A row's keys are read from the tensor itself. Programs work on spans of consecutive tiles, each with its own record, so
-that ties go by index. Where rows are very long, a sample brackets the k-th key, one pass gathers the keys of
-the bracket and counts the others, and radix passes go over what was gathered. Where the sample missed, or a span
+that ties go by index. Where rows are very long, a sample brackets the k-th key. One pass gathers the keys of
+the bracket and counts the others; radix passes go over what was gathered. Where the sample missed, or a span
 has more keys inside than its buffer holds, they read the whole row: the result never depends on the sample.
 
 `part` is a `lowering.Part`, `FORM` a `launches.Form`, `spans` a `launches.Spans`.

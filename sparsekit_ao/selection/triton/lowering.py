@@ -64,12 +64,12 @@ class Selection:
     """What kernels are given: parts, a budget and how to score.
 
     Attributes:
-        parts: tensors; the blocks of one inner tuple are kept or dropped together, those of all of them compete.
-        keep: blocks kept in each scope: a number, or int64 with one element or one for each scope.
+        parts: Tensors; the blocks of one inner tuple are kept or dropped together, those of all of them compete.
+        keep: Blocks kept in each scope: a number, or int64 with one element or one for each scope.
         norm: "1", "2" or "inf"; "sum" for saliencies, which have signs.
-        within_mask: choose among the blocks that masks keep, scored as with `masked`; blocks are only removed.
-        masked: values that the mask drops score 0.
-        refusals: why kernels cannot take the request.
+        within_mask: Choose among the blocks that masks keep, scored as with `masked`; blocks are only removed.
+        masked: Values that the mask drops score 0.
+        refusals: Why kernels cannot take the request.
     """
 
     parts: tuple[tuple[Part, ...], ...]
