@@ -2,23 +2,25 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
+from ..calibration import Forward
+from ..coupling import BoundCoupling, Coupling, Discovery, expert_couplings, expert_scores, joint_entries
 from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
-from ..structure import checked_level
+from ..structure import checked_level, sparsity_to_nnz
 from .compact import Compaction, check_names, find_removals, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import Trials, in_config, removable, with_own_names
-from .remove import Removal, zero_units
+from .remove import Removal, check_multiple, rounded, zero_units
 from .sizes import fitting_engines, has_config
 
 T = TypeVar("T")
@@ -154,6 +156,55 @@ def shrink(
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
     fits = fitting_engines(small, tensor_parallel) if report.not_in_config == "" else ()
     return small, replace(report, fits=fits, left_out=tuple(f"{name}: {why}" for name, why in left_out))
+
+
+def shrink_experts(
+    model: nn.Module,
+    batches: Sequence[Any],
+    ratio: float = 0.5,
+    *,
+    multiple_of: int = 1,
+    forward: Forward | None = None,
+) -> tuple[nn.Module, Compaction]:
+    """Remove a fraction of the experts of every layer, those of the lowest `expert_scores` (REAP, arXiv 2510.13999).
+
+    Every layer keeps as many, and every group of experts where routers choose among groups, so that the config can hold
+    the number. The result is the model whose routers never choose the others: its outputs differ from the given model's
+    by `report.difference` on the first batch, and are not compared otherwise.
+
+    Args:
+        model: with experts of `expert_couplings`, packed as transformers 5 does; not changed.
+        batches, forward: as for `expert_scores`.
+        ratio: fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
+
+    Raises:
+        SparsityError: as `expert_scores`; fewer experts would be kept than a token needs.
+
+    >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
+    """
+    level, scores = checked_level(ratio, "shrink_experts: ratio: "), expert_scores(model, batches, forward)
+    check_multiple(multiple_of, "shrink_experts: ")
+    coupling = expert_couplings(model).get("experts")
+    if coupling is None:
+        raise SparsityError("shrink_experts: there is no router with a row for each expert beside the experts")
+    removals = []
+    for bound in coupling.bind(model):
+        units, path = (
+            bound.grid[-1],
+            next(m.fqn.rpartition(".")[0] for m in bound.members if m.fqn.endswith("down_proj")),
+        )
+        kept = rounded(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
+        keep = keep_mask(scores[path].reshape(-1, units), kept).reshape(bound.grid)
+        removals.append(Removal(coupling=bound, keep=keep))
+    least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
+    if removals[0].keep.sum() < least:
+        raise SparsityError(
+            f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {removals[0].keep.sum()}"
+        )
+    example = next(iter(batches))
+    small, report = verified(model, removals, example, sys.float_info.max, with_config=True)
+    fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
+    return small, replace(report, fits=fits, notes=(*report.notes, "experts are removed, which changes outputs"))
 
 
 def _scored(
