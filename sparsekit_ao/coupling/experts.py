@@ -73,7 +73,11 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     elif listed:
         path, name, experts = listed[1], _starred(listed[1]), model.get_submodule(listed[1])
         ups, name_of_down = _UP_AND_DOWN[listed[3]]
-        axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups} | {f"{name_of_down}.weight": "o u"}
+        axes = (
+            {f"{up}.weight": "u i" for up in ups}
+            | {f"{up}.bias": "u" for up in ups}
+            | {f"{name_of_down}.weight": "o u"}
+        )
         first = f"{path}.{listed[2]}"
         members = {f"{name}.*.{key}": text for key, text in axes.items() if f"{first}.{key}" in tensors}
         units = Coupling(members, name="expert_units")

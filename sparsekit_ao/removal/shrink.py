@@ -52,7 +52,7 @@ def shrink(
     With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did, exactly to
     one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of its own; where the
     model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can hold
-    them.
+    them, except with `uniform=False`.
 
     Of a transformers model, only those units are dropped whose number the config can hold, the same in all layers, so
     that `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left
@@ -123,7 +123,7 @@ def shrink(
         described = in_config(model, discovery, example_inputs, trial_ratio, multiples, tolerance)
         discovery = described if uniform or described.couplings else discovery
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
-    always = cost_of is not None and not hasattr(model, "config")
+    always = cost_of is not None and (uniform is False or not hasattr(model, "config"))
     layers: list[tuple[Coupling, str]] = []  # a coupling for each layer, where layers keep numbers of their own
     for coupling in chosen:
         differ = len({bound.grid for bound in coupling.bind(model)}) > 1
