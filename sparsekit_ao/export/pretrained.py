@@ -171,15 +171,9 @@ def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
         head_dim = getattr(getattr(layer, "self_attn", None), "head_dim", None)
         if q is None or k is None or down is None or head_dim is None:
             return []
-        sizes.append(
-            {
-                "num_attention_heads": q.out_features // head_dim,
-                "num_key_value_heads": k.out_features // head_dim,
-                "intermediate_size": down.in_features,
-                "hidden_size": q.in_features,
-                "head_dim": head_dim,
-            }
-        )
+        heads = {"num_attention_heads": q.out_features // head_dim, "num_key_value_heads": k.out_features // head_dim}
+        other = {"intermediate_size": down.in_features, "hidden_size": q.in_features, "head_dim": head_dim}
+        sizes.append(heads | other)
     return sizes
 
 
@@ -200,10 +194,6 @@ class DeciLMConfig(LlamaConfig):
     @property
     def block_configs(self):
         return [SimpleNamespace(**{part: SimpleNamespace(**keys) for part, keys in b.items()}) for b in self.blocks]
-
-    def to_dict(self):
-        data = super().to_dict()
-        return data | {"block_configs": data.pop("blocks", [])}
 '''
 
 

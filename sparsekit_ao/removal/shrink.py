@@ -5,12 +5,17 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..calibration import Forward
+from ..calibration import Forward, call, checked_batches, eval_mode
 from ..coupling import BoundCoupling, Coupling, Discovery, expert_couplings, expert_scores, joint_entries
+from ..coupling.bound import is_list
+from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
@@ -189,22 +194,77 @@ def shrink_experts(
         raise SparsityError("shrink_experts: there is no router with a row for each expert beside the experts")
     removals = []
     for bound in coupling.bind(model):
-        units, path = (
-            bound.grid[-1],
-            next(m.fqn.rpartition(".")[0] for m in bound.members if m.fqn.endswith("down_proj")),
-        )
+        units, names = bound.grid[-1], [member.fqn.rpartition(".")[0] for member in bound.members]
+        path = next(name for name in names if name in scores)
         kept = rounded(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
         keep = keep_mask(scores[path].reshape(-1, units), kept).reshape(bound.grid)
         removals.append(Removal(coupling=bound, keep=keep))
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
-    if removals[0].keep.sum() < least:
-        raise SparsityError(
-            f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {removals[0].keep.sum()}"
-        )
-    example = next(iter(batches))
-    small, report = verified(model, removals, example, sys.float_info.max, with_config=True)
+    if (kept := int(removals[0].keep.sum())) < least:
+        raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
+    return _without(model, removals, batches)
+
+
+def shrink_layers(
+    model: nn.Module,
+    batches: Sequence[Any],
+    ratio: float = 0.25,
+    *,
+    blocks: str | None = None,
+    forward: Forward | None = None,
+) -> tuple[nn.Module, Compaction]:
+    """Remove the fraction of the repeated blocks that change their input least (ShortGPT, arXiv 2403.03853).
+
+    A block's influence is one less the cosine of its input and its output, the mean over all tokens. Blocks that remain
+    are numbered anew (`layer_idx`), and the config of a transformers model too. Outputs change: by `report.difference`
+    on the first batch.
+
+    Args:
+        model: not changed.
+        batches, forward: as for `expert_scores`.
+        ratio: fraction of the blocks that is removed.
+        blocks: name of an `nn.ModuleList`; None takes the one with the most parameters.
+
+    Raises:
+        SparsityError: no such list; a block gives no tensor of its input's shape.
+
+    >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
+    """
+    checked_batches(batches, None, forward, "shrink_layers")
+    lists: dict[str, Any] = {n: m for n, m in model.named_modules() if is_list(m) and blocks in (None, n)}
+    if not lists:
+        raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {blocks!r}' if blocks else ''}")
+    path, layers = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    cosines: list[list[Tensor]] = [[] for _ in layers]
+
+    def record(at: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before, after = (next((t for _, t in tensors_in("", value)), None) for value in ([args, kwargs], output))
+        if before is None or after is None or before.shape != after.shape:
+            raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
+        cosines[at].append(F.cosine_similarity(before.double(), after.double(), dim=-1).flatten())
+
+    hooks = [m.register_forward_hook(partial(record, at), with_kwargs=True) for at, m in enumerate(layers)]
+    try:
+        with torch.no_grad(), eval_mode(model):
+            for batch in batches:
+                call(model, batch) if forward is None else forward(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not all(cosines):
+        raise SparsityError(f"shrink_layers: not all modules of {path} were called")
+    influences = torch.stack([1 - torch.cat(values).mean() for values in cosines])
+    keep = keep_mask(influences[None], sparsity_to_nnz(checked_level(ratio, "shrink_layers: "), len(cosines), ""))[0]
+    keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}, "lists": (path,)}
+    coupling = BoundCoupling(name="layers", unit="u", sizes={"u": len(cosines)}, **keys)
+    return _without(model, [Removal(coupling=coupling, keep=keep)], batches)
+
+
+def _without(model: nn.Module, removals: Sequence[Removal], batches: Iterable[Any]) -> tuple[nn.Module, Compaction]:
+    """Remove units that are not zero; the report's difference is that of the outputs on the first batch."""
+    small, report = verified(model, removals, next(iter(batches)), sys.float_info.max, with_config=True)
     fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
-    return small, replace(report, fits=fits, notes=(*report.notes, "experts are removed, which changes outputs"))
+    return small, replace(report, fits=fits, notes=(*report.notes, "what is removed is not zero"))
 
 
 def _scored(

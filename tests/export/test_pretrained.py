@@ -266,7 +266,6 @@ def read_decilm(folder):
     written = json.loads((folder / "config.json").read_text())
     config = module.DeciLMConfig(**written)
     assert (written["architectures"], written["model_type"]) == (["DeciLMForCausalLM"], "nemotron-nas")
-    assert config.to_dict()["block_configs"] == written["block_configs"]
     model = llama.LlamaForCausalLM(config)
     for at, block in enumerate(config.block_configs):
         own = copy.deepcopy(model.config)
