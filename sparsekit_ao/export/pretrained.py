@@ -96,7 +96,7 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
     save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
     files = {*folder.glob("*.safetensors")} - {folder / MASKS}
     written = [(name, tensor) for file in files for name, tensor in load_file(file).items() if name in masks]
-    if len({name for name, _ in written}) < len(masks):  # transformers renamed or split some of them
+    if len(dict(written)) < len(masks) and hasattr(model, "from_pretrained"):  # some were renamed or split
         written = [*type(model).from_pretrained(folder).state_dict().items()]
     wrong = {name for name, tensor in written if name in masks and not same_bits(tensor, values[name])}
     if wrong := wrong | (masks.keys() - {name for name, _ in written}):
