@@ -1,6 +1,7 @@
 """Masked transformers models saved as dense ones with masks beside them, and LoRA adapters merged under masks."""
 
 import copy
+import functools
 import json
 from collections import OrderedDict
 
@@ -218,6 +219,7 @@ def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_
     refused("load_pretrained: .* cannot be read: ")
 
 
+@functools.cache
 def decoder():
     """A Llama of eleven layers whose MLPs keep numbers of their own, the report, inputs and logits."""
     hf_models = pytest.importorskip("hf_models")
@@ -279,7 +281,7 @@ def read_decilm(folder):
 
 def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
     with torch.no_grad():
-        small, _, inputs, want = decoder()
+        small, _, inputs, want = copy.deepcopy(decoder())
         export.save_decilm(small, tmp_path)
         assert torch.equal(read_decilm(tmp_path)(**inputs).logits, want)
         other = small.model.layers[1].self_attn

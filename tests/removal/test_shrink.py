@@ -246,16 +246,15 @@ def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_
 
 UNIFORM = {  # {model: the fields of its config that change}
     "GPT-2": {"n_inner"},
-    "ViT": {"head_dim", "num_attention_heads", "intermediate_size"},
     "Qwen3": {"num_attention_heads", "num_key_value_heads", "intermediate_size"},
-    "Mixtral": {"num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size"},
+    "Mixtral": {"head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"},
 }
 
 
 @pytest.mark.parametrize("name", UNIFORM)
 def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_loads_the_result(name, tmp_path):
     model, inputs = hf_models.make(name)
-    small, report = shrink(model, inputs)
+    small, report = shrink(model, inputs, exclude=[] if name == "GPT-2" else ["model.embed_tokens"])
     changed = {text.split(":")[0].removeprefix("config.") for text in report.changed if text.startswith("config.")}
     assert changed == UNIFORM[name] and report.not_in_config == ""
     assert any("the config cannot hold it (" in text and "uniform=False" in text for text in report.left_out)
@@ -264,7 +263,7 @@ def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_l
     again = type(model).from_pretrained(tmp_path)
     torch.testing.assert_close(next(iter(again(**inputs).values())), next(iter(small(**inputs).values())))
     texts = str(report).splitlines()
-    assert "fits: transformers" in texts and any("fits: vLLM" in text for text in texts) == (name != "ViT")
+    assert "fits: transformers" in texts and any("fits: vLLM" in text for text in texts)
 
 
 def test_uniform_numbers_divide_over_ranks_and_the_report_says_where_they_do_not():
@@ -286,6 +285,7 @@ def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it
     assert report.not_in_config and parameters(small) < parameters(model) and not report.fits
     small, report = shrink(model, inputs, exclude=exclude, uniform=True)
     assert parameters(small) == parameters(model) and "the config cannot hold it" in report.left_out[-1]
+    assert report.fits == ("transformers", "other engines were not judged: SegformerModel is no decoder")
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT-2"])  # sliding and full attention alternate in the first
