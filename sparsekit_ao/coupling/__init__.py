@@ -3,6 +3,15 @@
 from .bound import BoundCoupling, Member
 from .coupling import Coupling, joint_entries
 from .discovery import Discovery, discover
-from .experts import expert_couplings
+from .experts import expert_couplings, expert_scores
 
-__all__ = ["BoundCoupling", "Coupling", "Discovery", "Member", "discover", "expert_couplings", "joint_entries"]
+__all__ = [
+    "BoundCoupling",
+    "Coupling",
+    "Discovery",
+    "Member",
+    "discover",
+    "expert_couplings",
+    "expert_scores",
+    "joint_entries",
+]

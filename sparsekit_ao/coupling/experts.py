@@ -3,12 +3,17 @@
 Which experts run depends on values, so that `discover` freezes them. Names and shapes of tensors tell them apart.
 """
 
+import contextlib
+import functools
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..calibration import Forward, call, checked_batches, eval_mode
 from ..errors import SparsityError, checked_model
 from ..sparsifiers.names import named_tensors
 from .bound import is_list
@@ -27,8 +32,9 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
 
     Packed experts hold `gate_up_proj` (experts, 2 * hidden, width) and `down_proj` (experts, width, hidden), as
-    Mixtral, Qwen-MoE and DeepSeek of transformers do. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`,
-    with `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3` and `w2`.
+    Mixtral, Qwen-MoE and DeepSeek of transformers do; or the transposed, with biases and alternating gate and up, as
+    GPT-OSS does. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`, with `gate_proj`, `up_proj` and
+    `down_proj`, or `w1`, `w3` and `w2`.
 
     Integers that count experts or hidden units, in modules and the config, are in the couplings' `attrs`, for
     `compact`. Couplings that share a tensor are prepared together by `joint_entries`. All other units of a model,
@@ -54,14 +60,24 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     listed = next(filter(None, map(_LISTED_EXPERT.fullmatch, tensors)), None)
     if packed is not None:
         path, name, experts = packed, _starred(packed), model.get_submodule(packed)
-        up, down = f"{name}.gate_up_proj", f"{name}.down_proj"
-        attrs = {f"{name}.intermediate_dim": "u"} if isinstance(getattr(experts, "intermediate_dim", None), int) else {}
-        units = Coupling({up: "s (g u) i", down: "s o u"}, scope="s", sizes={"g": 2}, attrs=attrs, name="expert_units")
-        whole = _whole_experts(model, tensors, path, len(tensors[f"{path}.down_proj"]), (up, down))
+        sizes = [key for key in ("intermediate_dim", "intermediate_size") if type(getattr(experts, key, None)) is int]
+        attrs = {f"{name}.{key}": "u" for key in sizes}
+        up, down = tensors[f"{path}.gate_up_proj"], tensors[f"{path}.down_proj"]
+        members = {"gate_up_proj": "s (g u) i", "down_proj": "s o u"}
+        if up.shape[1] != 2 * down.shape[2]:
+            members = {"gate_up_proj": "s i (u g)", "gate_up_proj_bias": "s (u g)", "down_proj": "s u o"}
+        members = {f"{name}.{key}": axes for key, axes in members.items() if f"{path}.{key}" in tensors}
+        units = Coupling(members, scope="s", sizes={"g": 2}, attrs=attrs, name="expert_units")
+        packs = {fqn: t for fqn, t in tensors.items() if fqn.rpartition(".")[0] == path and len(t) == len(down)}
+        whole = _whole_experts(model, tensors, path, len(down), {_starred(fqn): t.ndim for fqn, t in packs.items()})
     elif listed:
         path, name, experts = listed[1], _starred(listed[1]), model.get_submodule(listed[1])
-        ups, down = _UP_AND_DOWN[listed[3]]
-        axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups} | {f"{down}.weight": "o u"}
+        ups, name_of_down = _UP_AND_DOWN[listed[3]]
+        axes = (
+            {f"{up}.weight": "u i" for up in ups}
+            | {f"{up}.bias": "u" for up in ups}
+            | {f"{name_of_down}.weight": "o u"}
+        )
         first = f"{path}.{listed[2]}"
         members = {f"{name}.*.{key}": text for key, text in axes.items() if f"{first}.{key}" in tensors}
         units = Coupling(members, name="expert_units")
@@ -77,11 +93,17 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
 
 
 def _whole_experts(
-    model: nn.Module, tensors: Mapping[str, Tensor], path: str, experts: int, packed: tuple[str, ...] = (), **keys: Any
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    path: str,
+    experts: int,
+    packed: Mapping[str, int] | None = None,
+    **keys: Any,
 ) -> dict[str, Coupling]:
     """Return `"experts"`, whose unit is in the packed tensors or a module of `lists` in `keys`; {} without a router.
 
-    A router is a module beside the experts whose `weight` is a matrix with a row for each of them.
+    `packed` are names and numbers of dimensions. A router is a module beside the experts whose `weight` is a matrix
+    with a row for each of them.
     """
     parent = path.rpartition(".")[0]
     beside = re.compile(re.escape(f"{parent}." if parent else "") + r"[^.]+\.weight")
@@ -93,7 +115,7 @@ def _whole_experts(
     ints = [getattr(model.get_submodule(router), key, 1) for router in routers for key in ("num_group", "n_group")]
     groups = max(n for n in ints if isinstance(n, int))
     rows, axes = ("(s u)", "s u") if groups > 1 else ("u", "u")
-    members = dict.fromkeys(packed, f"{rows} a b")
+    members = {name: " ".join([rows, *"ab"[: dims - 1]]) for name, dims in (packed or {}).items()}
     for fqn, tensor in tensors.items():
         if fqn.rpartition(".")[0] in routers and tensor.shape[:1] == (experts,):
             members[_starred(fqn)] = rows + " i" * (tensor.ndim - 1)
@@ -110,7 +132,70 @@ def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
     up, down = tensors[fqn], tensors.get(f"{fqn.rpartition('.')[0]}.down_proj")
     if not fqn.endswith(".gate_up_proj") or down is None or (up.ndim, down.ndim) != (3, 3):
         return False
-    return tuple(up.shape) == (down.shape[0], 2 * down.shape[2], down.shape[1])
+    experts, first, second = down.shape
+    return tuple(up.shape) in ((experts, 2 * second, first), (experts, second, 2 * first))
+
+
+def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | None = None) -> dict[str, Tensor]:
+    """Rate the experts of a mixture by REAP (arXiv 2510.13999): the mean of gate value times norm of the output.
+
+    The mean is over those tokens for which the router chooses an expert; an expert that no token reaches has 0. Experts
+    must be packed in one module that is called with tokens, indices of their experts and the routers' weights, as all
+    of transformers 5 are.
+
+    Args:
+        model: run in eval mode; not changed.
+        batches: as for `one_shot`, padding included.
+        forward: `(model, batch) -> output`; None calls the model.
+
+    Returns:
+        {name of the module of experts: float64 scores (experts,)}.
+
+    Raises:
+        SparsityError: no such experts, or no batches.
+
+    >>> expert_scores(model, batches)["model.layers.0.mlp.experts"].shape  # doctest: +SKIP
+    torch.Size([128])
+    """
+    checked_batches(batches, None, forward, "expert_scores")
+    tensors = dict(named_tensors(checked_model(model, "expert_scores")))
+    paths = [fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)]
+    sums = {path: torch.zeros(2, len(tensors[f"{path}.down_proj"]), dtype=torch.float64) for path in paths}
+    if not paths:
+        raise SparsityError(f"expert_scores: {type(model).__name__} has no packed experts; see expert_couplings")
+    with torch.no_grad(), eval_mode(model), _recorded(model, sums):
+        for batch in batches:
+            call(model, batch) if forward is None else forward(model, batch)
+    if not any(bool(counts.any()) for _, counts in sums.values()):
+        raise SparsityError(
+            "expert_scores: no token reached an expert; there are no batches, or experts are not called"
+        )
+    return {path: total / counts.clamp(min=1) for path, (total, counts) in sums.items()}
+
+
+@contextlib.contextmanager
+def _recorded(model: nn.Module, sums: Mapping[str, Tensor]) -> Iterator[None]:
+    """Add the gate values times norms, and the numbers of tokens, of every expert while the model runs."""
+
+    def record(total: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens, chosen, gates = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3]
+        tokens, chosen, gates = tokens.flatten(0, -2), chosen.flatten(0, -2), gates.flatten(0, -2)
+        for expert in chosen.unique().tolist():
+            at, slot = (chosen == expert).nonzero(as_tuple=True)
+            ones = torch.ones_like(gates[at, :1])
+            output = experts.forward(tokens[at], chosen[at, slot, None], ones)
+            total[0, expert] += float((gates[at, slot].double() * output.double().norm(dim=-1)).sum())
+            total[1, expert] += len(at)
+
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(functools.partial(record, total), with_kwargs=True)
+        for path, total in sums.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _starred(path: str) -> str:

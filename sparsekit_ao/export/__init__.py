@@ -1,7 +1,7 @@
 """A masked or pruned model for use elsewhere: dense state dicts, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
-from .pretrained import load_masks, load_pretrained, merge_lora, save_pretrained
+from .pretrained import load_masks, load_pretrained, merge_lora, save_decilm, save_pretrained
 from .quantization import quantize
 from .two_four import load_2_4, pack_2_4, to_2_4
 from .weights import Conversion, LayerReport, LayerRow, check, report
@@ -19,6 +19,7 @@ __all__ = [
     "pack_2_4",
     "quantize",
     "report",
+    "save_decilm",
     "save_pretrained",
     "to_2_4",
 ]

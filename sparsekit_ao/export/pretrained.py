@@ -96,7 +96,7 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
     save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
     files = {*folder.glob("*.safetensors")} - {folder / MASKS}
     written = [(name, tensor) for file in files for name, tensor in load_file(file).items() if name in masks]
-    if len({name for name, _ in written}) < len(masks):  # transformers renamed or split some of them
+    if len(dict(written)) < len(masks) and hasattr(model, "from_pretrained"):  # some were renamed or split
         written = [*type(model).from_pretrained(folder).state_dict().items()]
     wrong = {name for name, tensor in written if name in masks and not same_bits(tensor, values[name])}
     if wrong := wrong | (masks.keys() - {name for name, _ in written}):
@@ -130,6 +130,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
         why = f" ({report.not_in_config})" if report.not_in_config else ""
         loads = f"{name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
         note = f"the config does not describe the smaller model{why}: {loads}"
+        note += _write_per_layer_config(model, folder / "config.json")
     loaded = load_pretrained(folder, type(model)).state_dict()
     for key, tensor in model.state_dict().items():
         if key not in loaded or not tensor.detach().cpu().equal(loaded[key].to(tensor.dtype).cpu()):
@@ -141,6 +142,108 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
         after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         notes=(note,),
     )
+
+
+def _write_per_layer_config(model: nn.Module, path: Path) -> str:
+    """Write the sizes of layers that differ from the config's into it, for a Llama-shaped decoder; return what to note.
+
+    This is `per_layer_config` of transformers 5, whose configs resolve it and whose models do not read it yet.
+    """
+    data, sizes = json.loads(path.read_text()), _layer_sizes(model)
+    per_layer = {
+        f"{at:0{len(str(len(sizes) - 1))}}": differing
+        for at, layer in enumerate(sizes)
+        if (differing := {key: n for key, n in layer.items() if data.get(key, n) != n})
+    }
+    if any({"hidden_size", "head_dim"} & differing.keys() for differing in per_layer.values()) or not per_layer:
+        return ""  # these are not of one layer, or rotate other positions than a smaller head would
+    path.write_text(json.dumps(data | {"per_layer_config": per_layer}, indent=2, sort_keys=True) + "\n")
+    return "; per_layer_config in it does, for code that reads that (no model of transformers 5.23 does)"
+
+
+def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
+    """The sizes of each layer of a decoder whose modules are named and shaped as Llama's, as its config calls them."""
+    sizes = []
+    for layer in getattr(getattr(model, "model", None), "layers", ()):
+        parts = [("self_attn", "q_proj"), ("self_attn", "k_proj"), ("mlp", "down_proj")]
+        linears = [getattr(getattr(layer, part, None), name, None) for part, name in parts]
+        q, k, down = (linear if isinstance(linear, nn.Linear) else None for linear in linears)
+        head_dim = getattr(getattr(layer, "self_attn", None), "head_dim", None)
+        if q is None or k is None or down is None or head_dim is None:
+            return []
+        heads = {"num_attention_heads": q.out_features // head_dim, "num_key_value_heads": k.out_features // head_dim}
+        other = {"intermediate_size": down.in_features, "hidden_size": q.in_features, "head_dim": head_dim}
+        sizes.append(heads | other)
+    return sizes
+
+
+_DECILM = '''"""The config of a model whose layers differ; engines read `block_configs`."""
+
+from types import SimpleNamespace
+
+from transformers import LlamaConfig
+
+
+class DeciLMConfig(LlamaConfig):
+    model_type = "nemotron-nas"
+
+    def __init__(self, block_configs=(), **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = [dict(block) for block in block_configs]
+
+    @property
+    def block_configs(self):
+        return [SimpleNamespace(**{part: SimpleNamespace(**keys) for part, keys in b.items()}) for b in self.blocks]
+'''
+
+
+def save_decilm(model: Any, path: str | Path) -> None:
+    """Save a Llama whose layers have different sizes as a DeciLM (Nemotron-NAS) folder, which vLLM loads.
+
+    `block_configs` in config.json has the number of query heads for each key head, and of MLP units, of every layer.
+    Tensors have Llama's names. The folder has the code of its config (`trust_remote_code=True`). vLLM is not run here.
+
+    Args:
+        model: a `LlamaForCausalLM`, as `shrink(..., uniform=False)` returns it.
+        path: folder.
+
+    Raises:
+        SparsityError: of another class; layers have different numbers of query heads, or a number that their key heads
+            do not divide, which the format cannot hold.
+
+    >>> small, report = sparsekit_ao.shrink(llama, inputs, cost="flops", uniform=False)  # doctest: +SKIP
+    >>> save_decilm(small, "smaller")  # doctest: +SKIP
+    """
+    if type(model).__name__ != "LlamaForCausalLM" or not (sizes := _layer_sizes(model)):
+        raise SparsityError(f"save_decilm: expected a LlamaForCausalLM, got {type(model).__name__}")
+    heads, key_heads = ([layer[f"num_{kind}_heads"] for layer in sizes] for kind in ("attention", "key_value"))
+    head_dims = [layer["head_dim"] for layer in sizes]
+    if len({*heads}) > 1 or any(heads[0] % n for n in key_heads) or {*head_dims} != {model.config.head_dim}:
+        raise SparsityError(
+            f"save_decilm: layers must have one number of query heads, {heads[0]}, which their key heads divide, and "
+            f"heads of {model.config.head_dim}; they have {heads} and {key_heads}, of {head_dims}. Shrink heads with "
+            "uniform=True, and MLPs by their own couplings."
+        )
+    folder = Path(path)
+    model.save_pretrained(folder)
+    data = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["DeciLMForCausalLM"],
+        "model_type": "nemotron-nas",
+        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
+        "hidden_size": sizes[0]["hidden_size"],
+        "num_attention_heads": heads[0],
+        "intermediate_size": max(layer["intermediate_size"] for layer in sizes),
+        "num_key_value_heads": max(key_heads),
+        "block_configs": [
+            {
+                "attention": {"no_op": False, "n_heads_in_group": heads[0] // layer["num_key_value_heads"]},
+                "ffn": {"no_op": False, "intermediate_size": layer["intermediate_size"]},
+            }
+            for layer in sizes
+        ],
+    }
+    (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
+    (folder / "configuration_decilm.py").write_text(_DECILM)
 
 
 def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Module:
@@ -166,7 +269,7 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
             return model_class.from_pretrained(folder, **kwargs)
         if not isinstance(manifest := json.loads((folder / MANIFEST).read_text()), dict):
             raise ValueError(f"{MANIFEST} is no JSON object")
-        config, values = AutoConfig.from_pretrained(folder), _weights(folder)
+        config, values = AutoConfig.from_pretrained(folder, per_layer_config=None), _weights(folder)
     except SparsityError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as e:  # of damaged files

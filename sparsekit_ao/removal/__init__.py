@@ -3,6 +3,16 @@
 from .compact import Compaction, KeptUnits, Size, compact
 from .manifest import cut_to
 from .removable import removable
-from .shrink import shrink
+from .shrink import shrink, shrink_experts, shrink_layers
 
-__all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "removable", "shrink"]
+__all__ = [
+    "Compaction",
+    "KeptUnits",
+    "Size",
+    "compact",
+    "cut_to",
+    "removable",
+    "shrink",
+    "shrink_experts",
+    "shrink_layers",
+]

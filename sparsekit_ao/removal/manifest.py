@@ -140,7 +140,11 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
     sizes = [size for axes in (data["sizes"], *(m["sizes"] for m in data["members"])) for size in axes.values()]
     lengths = [member.pattern.lengths(tuple(shapes[member.fqn])) for member in members]
     axes = {axis: data["sizes"][axis] for axis in (*scope, unit)}
-    if not members or not all(type(n) is int for n in sizes) or any(axes.items() - by.items() for by in lengths):
+    if (
+        not (members or coupling.lists)
+        or not all(type(n) is int for n in sizes)
+        or any(axes.items() - by.items() for by in lengths)
+    ):
         raise SparsityError(f"{where}the sizes of its axes are not those of its tensors")
     kept = torch.tensor(data["kept"], device="cpu")
     if not kept.numel() or bool((kept.diff() <= 0).any()):

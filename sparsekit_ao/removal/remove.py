@@ -307,12 +307,20 @@ def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> No
 
 
 def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
-    """Drop the modules of dropped units from their lists, in place; later ones move up."""
+    """Drop the modules of dropped units from their lists, in place; later ones move up, also in what numbers them."""
     # All lists are looked up first, since one list may be in a module of another.
     lists = [(model.get_submodule(path), removal) for removal in removals for path in removal.coupling.lists]
     for modules, removal in lists:
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]  # type: ignore[operator]
+        kept, config = removal.keep.flatten().nonzero().flatten().tolist(), vars(model).get("config")
+        layers = [layer for block in modules.children() for layer in block.modules()]
+        numbered = [layer for layer in layers if vars(layer).get("layer_idx") in kept]  # in caches of keys and values
+        for layer in numbered:
+            vars(layer)["layer_idx"] = kept.index(vars(layer)["layer_idx"])
+        for key in ("layer_types", "mlp_layer_types") if numbered and hasattr(config, "to_dict") else ():
+            if vars(config).get(key):
+                setattr(config, key, [vars(config)[key][at] for at in kept])
 
 
 def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:

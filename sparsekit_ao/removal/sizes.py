@@ -139,7 +139,7 @@ def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], changes: Seque
     """Describe integers, in the modules around smaller tensors and in configs, that equal a removed size."""
     changed = {change.path for change in changes}
     texts: dict[str, str] = {}
-    for removal in (removal for removal in removals if not removal.is_empty):
+    for removal in (removal for removal in removals if not removal.is_empty and removal.coupling.members):
         coupling = removal.coupling
         sizes = {removal.scope_units, coupling.units}
         for pattern in (member.pattern for member in coupling.members):

@@ -1,6 +1,7 @@
 """Masked transformers models saved as dense ones with masks beside them, and LoRA adapters merged under masks."""
 
 import copy
+import functools
 import json
 from collections import OrderedDict
 
@@ -216,6 +217,84 @@ def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "config.json").write_bytes(b"{")
     refused("load_pretrained: .* cannot be read: ")
+
+
+@functools.cache
+def decoder():
+    """A Llama of eleven layers whose MLPs keep numbers of their own, the report, inputs and logits."""
+    hf_models = pytest.importorskip("hf_models")
+    model, inputs = hf_models.make("Llama")
+    torch.manual_seed(0)
+    config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 11, "attention_bias": False}))
+    model = type(model)(config).eval()
+    for layer in model.model.layers[:3]:
+        layer.mlp.down_proj.weight.data *= 0.1
+    names = {"gate_proj.weight": "u i", "gate_proj.bias": "u", "up_proj.weight": "u i", "up_proj.bias": "u"}
+    mlp = Coupling({f"model.layers.*.mlp.{name}": axes for name, axes in (names | {"down_proj.weight": "o u"}).items()})
+    small, report = shrink(model, inputs, 0.3, couplings=[mlp], uniform=False, cost="parameters")
+    return small, report, inputs, small(**inputs).logits
+
+
+def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.no_grad():
+        small, report, inputs, want = decoder()
+        widths = [layer.mlp.down_proj.in_features for layer in small.model.layers]
+        assert len(set(widths)) > 1
+        found = export.save_pretrained(small, report, tmp_path)
+        assert "per_layer_config in it does, for code that reads that" in found.notes[0]
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written["intermediate_size"] == 48
+        entries = {f"{at:02}": {"intermediate_size": width} for at, width in enumerate(widths) if width != 48}
+        assert written["per_layer_config"] == entries
+        resolved = AutoConfig.from_pretrained(tmp_path).per_layer_config
+        assert [resolved[at].intermediate_size for at in range(11)] == widths
+        with pytest.raises(RuntimeError, match="is a per-layer attribute"):  # so its models do not read it
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(export.load_pretrained(tmp_path, AutoModelForCausalLM)(**inputs).logits, want)
+
+
+def read_decilm(folder):
+    """Construct a DeciLM by the rules of vLLM's nemotron_nas: sizes by layer from `block_configs`, Llama's names."""
+    import importlib.util
+
+    from safetensors.torch import load_file
+    from transformers.models.llama import modeling_llama as llama
+
+    spec = importlib.util.spec_from_file_location("configuration_decilm", folder / "configuration_decilm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = json.loads((folder / "config.json").read_text())
+    config = module.DeciLMConfig(**written)
+    assert (written["architectures"], written["model_type"]) == (["DeciLMForCausalLM"], "nemotron-nas")
+    model = llama.LlamaForCausalLM(config)
+    for at, block in enumerate(config.block_configs):
+        own = copy.deepcopy(model.config)
+        own.num_key_value_heads = config.num_attention_heads // block.attention.n_heads_in_group
+        own.intermediate_size = block.ffn.intermediate_size
+        assert not block.attention.no_op and not block.ffn.no_op
+        model.model.layers[at] = llama.LlamaDecoderLayer(own, at)
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+    return model.eval()
+
+
+def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
+    with torch.no_grad():
+        small, _, inputs, want = copy.deepcopy(decoder())
+        export.save_decilm(small, tmp_path)
+        assert torch.equal(read_decilm(tmp_path)(**inputs).logits, want)
+        other = small.model.layers[1].self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(other, name)
+            linear.out_features //= 2
+        with pytest.raises(
+            SparsityError, match="layers must have one number of query heads, 4, .* uniform=True, and MLPs"
+        ):
+            export.save_decilm(small, tmp_path / "new")
+        with pytest.raises(SparsityError, match="expected a LlamaForCausalLM, got BertModel"):
+            export.save_decilm(bert(), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 # LoRA

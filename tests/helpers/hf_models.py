@@ -91,6 +91,7 @@ _FAMILIES = {
         **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 16},
         **{"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
     ),
+    "GPT-OSS": _of("GptOssForCausalLM", _HEADS_OF_8, num_local_experts=4, num_experts_per_tok=2, **_BATCHED),
     "Mamba": _of("MambaForCausalLM", _STATES),
     "Mamba2": _of("Mamba2ForCausalLM", _STATES, num_heads=8, head_dim=8, n_groups=1, chunk_size=8),
     "BART": _of("BartForConditionalGeneration", _SEQUENCES),
