@@ -14,7 +14,7 @@ from ..coupling import Coupling
 from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
-from .norms import fold_norms
+from .norms import Normed, fold_norms, redo_weight_norms
 from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference
@@ -81,7 +81,9 @@ class Compaction:
         changed: attributes of modules and configs with their old and new values.
         not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
             that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
-        left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
+        left_out: couplings from which nothing was removed, modules that were never called, and what `discover` does not
+            follow, with the reason; only of `shrink`.
+        values: what the forward read from values of the example inputs, as in `Discovery`; only of `shrink`.
         manifest: plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -104,6 +106,7 @@ class Compaction:
     changed: tuple[str, ...] = ()
     not_in_config: str | None = None
     left_out: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -125,6 +128,7 @@ class Compaction:
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
         lines += [f"left out: {text}" for text in self.left_out]
+        lines += [f"decided by values of the example inputs: {text}" for text in self.values]
         return "\n".join(lines)
 
 
@@ -193,10 +197,17 @@ def compact(
 
 
 def verified(
-    model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float, *, with_config: bool = False
+    model: nn.Module,
+    removals: Sequence[Removal],
+    example_inputs: Any,
+    tolerance: float,
+    *,
+    with_config: bool = False,
+    normed: Normed = (),
 ) -> tuple[nn.Module, Compaction]:
-    """Return a model without some units, if it gives the same outputs; see `compact` and `fit_config`."""
+    """Return a model without some units, if it gives the same outputs; see `compact`, `fit_config`, `norms`."""
     small, changes, notes = without_units(model, removals)
+    redo_weight_norms(small, normed)
     reference = Reference(model, example_inputs)
     comparison = compared(reference, small, tolerance)
     if isinstance(comparison, str):
@@ -229,8 +240,8 @@ def verified(
     integers = [c for c in changes if isinstance(c.was, int) and c.was != c.now]
     report = Compaction(
         couplings=tuple(rows),
-        before=_size(model, reference.flops),
-        after=_size(small, comparison.flops),
+        before=size_of(model, reference.flops),
+        after=size_of(small, comparison.flops),
         difference=comparison.difference,
         in_float64=comparison.in_float64,
         notes=tuple(notes),
@@ -291,7 +302,8 @@ def compared(reference: Reference, small: nn.Module, tolerance: float, *, discar
     return f"gives other outputs: a relative difference of {comparison.difference:.1e}"
 
 
-def _size(model: nn.Module, flops: int) -> Size:
+def size_of(model: nn.Module, flops: int) -> Size:
+    """Return the size of a model whose forward has so many FLOPs."""
     tensors = [*model.parameters(), *model.buffers()]
     return Size(
         parameters=sum(p.numel() for p in model.parameters()), bytes=sum(t.nbytes for t in tensors), flops=flops

@@ -9,14 +9,16 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
+from ..coupling.discovery.trace import COMPUTED, NOT_UNDERSTOOD
 from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level
-from .compact import Compaction, check_names, find_removals, verified
+from .compact import Compaction, check_names, find_removals, size_of, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
+from .norms import plain_copy, undo_weight_norms
 from .removable import Trials, removable, with_own_names
 from .remove import Removal, zero_units
 
@@ -86,6 +88,8 @@ def shrink(
         raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
     ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
     trial_ratio = max(checked_level(level, "shrink: ratio: ") for level in ratios)
+    whole, model = model, plain_copy(model)
+    normed = undo_weight_norms(model)
     discovery = removable(
         model,
         example_inputs,
@@ -129,8 +133,14 @@ def shrink(
         if not failing:
             break
     removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
-    small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
-    return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left_out))
+    small, report = verified(masked, removals, example_inputs, tolerance, with_config=True, normed=normed)
+    report = replace(report, before=size_of(whole, report.before.flops))
+    texts = [f"{name}: {why}" for name, why in left_out]
+    texts += [f"{name}: never called with these example inputs" for name in discovery.uncalled]
+    frozen = [axis for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output", "not used"))]
+    not_followed = [axis for axis in frozen if NOT_UNDERSTOOD in axis.why or COMPUTED in axis.why]
+    texts += map(str, not_followed if texts or chosen else frozen)
+    return small, replace(report, left_out=tuple(texts), values=discovery.values)
 
 
 def _scored(

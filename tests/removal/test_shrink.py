@@ -1,6 +1,7 @@
 """shrink: budgets of a whole model, levels by coupling, rounding, repeated shrinking, and what a config can hold."""
 
 import itertools
+import warnings
 from types import SimpleNamespace
 
 import hf_models
@@ -8,7 +9,7 @@ import pytest
 import torch
 from compact_models import close
 from discovered import fill
-from networks import NETWORKS
+from networks import NETWORKS, Net
 from torch import nn
 from torch.nn import functional as F
 
@@ -252,3 +253,57 @@ def test_a_smaller_model_is_exported_by_torch():
     small, _ = shrink(fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12))
     x = torch.randn(2, 3, 12, 12)
     torch.testing.assert_close(torch.export.export(small, (x,)).module()(x), small(x), rtol=1e-4, atol=1e-5)
+
+
+def weight_norm_of_before(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+NORMS = {"new": nn.utils.parametrizations.weight_norm, "old": weight_norm_of_before}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_weights_of_weight_norm_lose_units_and_are_normalized_anew(norm):
+    def make():
+        layers = [nn.Conv1d(3, 8, 3), nn.ReLU(), nn.ConvTranspose1d(8, 6, 3), nn.ReLU(), nn.Conv1d(6, 2, 1)]
+        with torch.enable_grad():  # the old one then has a weight that cannot be copied
+            return nn.Sequential(*(layer if isinstance(layer, nn.ReLU) else NORMS[norm](layer) for layer in layers))
+
+    model, x = make(), torch.randn(2, 3, 7)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    small, report = shrink(model, x)
+    assert [row.kept for row in report.couplings] == [4, 3] and report.difference <= 1e-5 and not report.left_out
+    assert list(state) == list(small.state_dict())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert report.before.parameters == parameters(model) and report.after.parameters == parameters(small)
+    again = cut_to(make(), report.manifest)
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(x), small(x)) and not torch.equal(model(x), small(x))
+    with torch.enable_grad():
+        again(x).sum().backward()
+    assert all(p.grad is not None for p in again.parameters())
+
+
+def test_a_weight_of_zeros_keeps_a_direction():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 2))
+    model[0].parametrizations.weight.original0[:3] = 0.0
+    small, report = shrink(model, torch.randn(5, 4), 0.5, multiple_of=2)
+    assert [row.kept for row in report.couplings] == [2] and report.difference <= 1e-5
+    assert sorted((small[0].weight != 0).any(1).tolist()) == [False, True]
+
+
+def test_what_is_computed_or_read_from_values_is_reported_and_the_rest_is_removed():
+    def run(m, x):
+        y = F.relu(m.a(x))
+        return m.c(F.relu(m.b(y if x.sum().item() > -1e9 else -y)))
+
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8))
+    model = Net(run, a=spectral, b=nn.Linear(8, 8), c=nn.Linear(8, 2), unused=nn.Linear(2, 2))
+    _, report = shrink(model, torch.randn(5, 4))
+    assert [row.kept for row in report.couplings] == [4] and report.difference <= 1e-5
+    assert "unused: never called with these example inputs" in report.left_out
+    assert any("a.weight is computed by a parametrization" in text for text in report.left_out)
+    (value,) = report.values
+    assert "return m.c(F.relu(m.b(y if x.sum().item() > -1e9 else -y))) (read " in value and value in str(report)
