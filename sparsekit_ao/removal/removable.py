@@ -18,6 +18,7 @@ from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
 from .compact import compared, find_removals, without_units
+from .levels import multiple_for
 from .remove import Removal, check_multiple, zero_units
 from .sizes import candidate_attrs
 from .verify import Reference
@@ -32,7 +33,7 @@ def removable(
     *,
     ratio: float = 0.5,
     exclude: Sequence[str | type] = (),
-    multiple_of: int | Mapping[str, int] = 1,
+    multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
 ) -> Discovery:
     """Find the couplings that `compact` can remove from a model, with the integers that this changes.
@@ -44,7 +45,8 @@ def removable(
 
     Args:
         model: not changed; copies run.
-        example_inputs, multiple_of, tolerance: as for `compact`.
+        example_inputs, tolerance: as for `compact`.
+        multiple_of: as for `shrink`.
         couplings: to be tried; None takes what `discover` finds.
         ratio: fraction of the units of every coupling that is removed in the trial.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
@@ -67,7 +69,9 @@ def removable(
     >>> removable(Heads(), torch.randn(2, 5, 8)).couplings[0].attrs
     {'heads': 'u'}
     """
-    for number in multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]:
+    for number in (
+        multiple_of.values() if isinstance(multiple_of, Mapping) else [1 if multiple_of is None else multiple_of]
+    ):
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
     if couplings is None:
         discovery = discover(model, example_inputs)
@@ -85,6 +89,8 @@ def removable(
             left_out.append((coupling.name, why))
         else:
             tried.append(coupling)
+    if multiple_of is None:
+        multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
         good, failing = _sorted(
             model, tried, lambda cs: Trials(_zeroed(model, cs, ratio), example_inputs, multiple_of, tolerance, done)

@@ -64,7 +64,8 @@ def shrink(
         couplings: those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
         max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
-        multiple_of: as for `compact`; by default dimensions of 16-bit weights stay multiples of 8.
+        multiple_of: as for `compact`; by default dimensions of 16-bit weights, and of packed experts (experts, out, in)
+            in any dtype, stay multiples of 16 bytes.
 
     Returns:
         The smaller model, and a `Compaction`. Where nothing can be removed it is a copy.
@@ -96,7 +97,7 @@ def shrink(
         couplings,
         ratio=trial_ratio,
         exclude=exclude,
-        multiple_of=1 if multiple_of is None else multiple_of,
+        multiple_of=multiple_of,
         tolerance=tolerance,
     )
     known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
@@ -114,9 +115,12 @@ def shrink(
     multiples = {layer: multiples[name] for layer, name in names.items()}
     limits = {layer: _number(max_sparsity, name, 1.0) for layer, name in names.items()}
     while True:  # until what was pruned is what can be removed
-        scores = _scored(model, chosen, example_inputs, score, forward)
-        rated = [c for c in chosen if any(bool(rows.any()) for rows in scores[c.name])]
-        left_out += [(c.name, "the score rates all of its units 0") for c in chosen if c not in rated]
+        scores, unscored = _scored(model, chosen, example_inputs, score, forward)
+        left_out += unscored
+        rated = [c for c in chosen if c.name in scores and any(bool(rows.any()) for rows in scores[c.name])]
+        left_out += [
+            (c.name, "the score rates all of its units 0") for c in chosen if c.name in scores and c not in rated
+        ]
         if cost_of is None:
             counts = counts_at_levels(model, rated, levels, multiples)
         else:
@@ -149,8 +153,36 @@ def _scored(
     inputs: Any,
     score: Score | str | None,
     forward: Callable[[nn.Module, Any], Any] | None,
+) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]]]:
+    """The scores of the units of each layer, by the coupling's name; and (name, reason) of those that it does not fit.
+
+    Raises:
+        SparsityError: it fits none.
+    """
+    try:
+        return _all_scored(model, couplings, inputs, score, forward), []
+    except SparsityError:
+        if len(couplings) == 1:
+            raise
+    scores, unscored, error = dict[str, list[Tensor]](), list[tuple[str, str]](), SparsityError()
+    for half in (couplings[: len(couplings) // 2], couplings[len(couplings) // 2 :]):
+        try:
+            some, others = _scored(model, half, inputs, score, forward)
+        except SparsityError as e:
+            some, others, error = {}, [(coupling.name, str(e)) for coupling in half], e
+        scores, unscored = scores | some, unscored + others
+    if not scores:
+        raise error
+    return scores, unscored
+
+
+def _all_scored(
+    model: nn.Module,
+    couplings: Sequence[Coupling],
+    inputs: Any,
+    score: Score | str | None,
+    forward: Callable[[nn.Module, Any], Any] | None,
 ) -> dict[str, list[Tensor]]:
-    """The scores of the units of each layer of couplings, by the coupling's name."""
     needs = needs_of(parse_score(score, "shrink: "))
     if not couplings:
         return {}

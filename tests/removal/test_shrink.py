@@ -307,3 +307,43 @@ def test_what_is_computed_or_read_from_values_is_reported_and_the_rest_is_remove
     assert any("a.weight is computed by a parametrization" in text for text in report.left_out)
     (value,) = report.values
     assert "return m.c(F.relu(m.b(y if x.sum().item() > -1e9 else -y))) (read " in value and value in str(report)
+
+
+def test_packed_experts_keep_multiples_of_16_bytes_in_any_dtype():
+    model, inputs = hf_models.make("Mixtral")
+    model.set_experts_implementation("grouped_mm")
+    small, report = shrink(model, inputs, 0.3)
+    assert not any("does not run" in text for text in report.left_out) and report.difference <= 1e-5
+    assert small.model.layers[0].mlp.experts.down_proj.shape == (4, 24, 36)  # of 32 and 48; 23 and 34 would not run
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.up, self.down = nn.Linear(4, 8), *(nn.Parameter(torch.randn(s)) for s in ((3, 8, 6), (3, 6, 2)))
+
+    def forward(self, x):
+        hidden = F.relu(torch.einsum("bi,eih->beh", F.relu(self.stem(x)), self.up))
+        return torch.einsum("beh,eho->bo", hidden, self.down)
+
+
+def test_a_score_that_does_not_fit_one_coupling_leaves_that_one_out():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), Experts())
+    _, report = shrink(model, torch.randn(5, 4), 0.5, "wanda", exclude=["3.stem.*"])
+    assert [row.name for row in report.couplings] == ["0.weight"]
+    assert any(text.startswith("3.up: ") and "consumers" in text for text in report.left_out)
+    with pytest.raises(SparsityError, match="no member's blocks are inputs of its layer"):
+        shrink(Experts(), torch.randn(5, 4), 0.5, "wanda", exclude=["stem.*"])
+
+
+def test_a_cost_of_a_model_that_does_not_run_says_which():
+    def cost(model):
+        if model[0].out_features % 4:
+            raise RuntimeError("strides should be multiple of 16 bytes")
+        return parameters(model)
+
+    x = torch.randn(3, 8)
+    with pytest.raises(SparsityError, match="with [0-9]+ of 16 '0.weight' does not run: strides .*; give another multiple"):
+        shrink(mlp(8, 16, 8), x, 0.1, cost=cost)
+    _, report = shrink(mlp(8, 16, 8), x, 0.1, cost=cost, multiple_of=4)
+    assert report.couplings[0].kept == 12
