@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..coupling import Coupling
+from ..coupling.discovery.trace import code_line
 from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
@@ -294,7 +296,8 @@ def compared(reference: Reference, small: nn.Module, tolerance: float, *, discar
     try:
         comparison = reference.compare(small, tolerance, discarded=discarded)
     except Exception as e:
-        return f"does not run: {e}"
+        line = code_line(reversed(list(traceback.walk_tb(e.__traceback__))))
+        return f"does not run: {e}" + (f" (at {line})" if line else "")
     if comparison.decisive <= tolerance:
         return comparison
     if comparison.decisive == float("inf"):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from .sizes import candidate_attrs
 from .verify import Reference
 
 _NEAREST = 7  # candidates for attributes of one coupling that are tried by themselves
+_ENOUGH = 3  # couplings that differ in numbers of names only and cannot be removed: no more of them are tried
+NOT_TRIED = f"not tried, since {_ENOUGH} like it cannot be removed: "
 
 
 def removable(
@@ -91,9 +94,12 @@ def removable(
             tried.append(coupling)
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
+    failed = Counter[str]()
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
         good, failing = _sorted(
-            model, tried, lambda cs: Trials(_zeroed(model, cs, ratio), example_inputs, multiple_of, tolerance, done)
+            model,
+            tried,
+            lambda cs: Trials(_zeroed(model, cs, ratio), example_inputs, multiple_of, tolerance, done, failed),
         )
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name))
@@ -113,7 +119,7 @@ def _sorted(
     good, failing = first.sort(couplings)
     fitted, replaced = list[Coupling](), set[Coupling]()  # those that replace others, and these
     for merged, parts in _merges(model, good, failing):
-        if replaced.isdisjoint(parts) and (fit := trials([merged]).fitted(merged)):
+        if replaced.isdisjoint(parts) and not first.has_failed(merged) and (fit := trials([merged]).fitted(merged)):
             fitted.append(fit)
             replaced.update(parts)
     for coupling in failing:
@@ -128,7 +134,10 @@ def _sorted(
 
 
 class Trials:
-    """Compactions of a model in which units of all couplings are zero; `done` is called after each."""
+    """Compactions of a model in which units of all couplings are zero; `done` is called after each.
+
+    `failed` counts the couplings of each kind for which no attributes were found.
+    """
 
     def __init__(
         self,
@@ -137,12 +146,21 @@ class Trials:
         multiple_of: int | Mapping[str, int],
         tolerance: float,
         done: Callable[[], object] = lambda: None,
+        failed: Counter[str] | None = None,
     ) -> None:
+        self._failed = Counter[str]() if failed is None else failed
+        self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
+        self._problems: dict[tuple[Coupling, ...], str] = {}
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self._reference = Reference(masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
+        if (tried := self._problems.get(tuple(couplings))) is None:
+            tried = self._problems[tuple(couplings)] = self._problem(couplings)
+        return tried
+
+    def _problem(self, couplings: Sequence[Coupling]) -> str:
         names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
@@ -158,7 +176,7 @@ class Trials:
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
         good, failing = self._split(list(couplings))
-        fits = {coupling: self.fitted(coupling) for coupling in failing}
+        fits = {coupling: self._fits.get(coupling) for coupling in failing}
         good, more = self._extended(good, [fit for fit in fits.values() if fit is not None])
         return good, {coupling: why for coupling, why in failing.items() if fits[coupling] is None} | more
 
@@ -167,6 +185,17 @@ class Trials:
 
         Tried are all candidates, those that are not of a config, and so many of the nearest ones together.
         """
+        if self.has_failed(coupling, together):
+            return None
+        fit = self._fitted(coupling, together)
+        self._failed[_kind(coupling, together)] += fit is None
+        return fit
+
+    def has_failed(self, coupling: Coupling, together: int = 1) -> bool:
+        """Whether enough couplings of its kind have failed."""
+        return self._failed[_kind(coupling, together)] >= _ENOUGH
+
+    def _fitted(self, coupling: Coupling, together: int) -> Coupling | None:
         if not self.problem([coupling]):
             return coupling
         axes = {p: a for p, a in candidate_attrs(self._masked, coupling).items() if p not in coupling.attrs}
@@ -181,12 +210,23 @@ class Trials:
                     fewer = [other for other in paths if other != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
-        sets = itertools.combinations(list(axes)[:_NEAREST], together)
+        nearest = list(axes)[:_NEAREST]
+        sets = [(path,) for path in nearest]
+        if together > 1:  # of which one changes something by itself
+            idle = {path for path in nearest if self.problem([with_attrs([path])]) == self.problem([coupling])}
+            sets = [paths for paths in itertools.combinations(nearest, together) if not idle.issuperset(paths)]
         return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
+        stopped = {c: NOT_TRIED + self._why.get(_kind(c), "") for c in couplings if self.has_failed(c)}
+        if stopped:
+            good, failing = self._split([coupling for coupling in couplings if coupling not in stopped])
+            return good, failing | stopped
         why = self.problem(couplings)
+        if why and len(couplings) == 1:
+            self._why[_kind(couplings[0])] = why
+            self._fits[couplings[0]] = self.fitted(couplings[0])
         if not why or len(couplings) <= 1:  # without any, the model itself may not run
             return ([], dict.fromkeys(couplings, why)) if why else (couplings, {})
         half = len(couplings) // 2
@@ -205,6 +245,11 @@ class Trials:
             else:
                 good = [*good, coupling]
         return good, failing
+
+
+def _kind(coupling: Coupling, together: int = 1) -> str:
+    """Name the members of a coupling without the numbers in their names, and how many attributes are tried together."""
+    return re.sub(r"\d+|\*+", "*", " ".join(coupling.members)) + f"{[*coupling.members.values()]} {together}"
 
 
 def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:

@@ -19,7 +19,7 @@ from ..structure import checked_level
 from .compact import Compaction, check_names, find_removals, size_of, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .norms import plain_copy, undo_weight_norms
-from .removable import Trials, removable, with_own_names
+from .removable import NOT_TRIED, Trials, removable, with_own_names
 from .remove import Removal, zero_units
 
 T = TypeVar("T")
@@ -139,7 +139,13 @@ def shrink(
     removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True, normed=normed)
     report = replace(report, before=size_of(whole, report.before.flops))
-    texts = [f"{name}: {why}" for name, why in left_out]
+    names: dict[str, list[str]] = {}  # of one reason, for couplings that were not tried
+    for name, why in left_out:
+        names.setdefault(why if why.startswith(NOT_TRIED) else f"{name}: {why}", []).append(name)
+    texts = [
+        f"{first}{f' and {len(more)} more' * bool(more)}: {why}" if why.startswith(NOT_TRIED) else why
+        for why, (first, *more) in names.items()
+    ]
     texts += [f"{name}: never called with these example inputs" for name in discovery.uncalled]
     frozen = [axis for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output", "not used"))]
     not_followed = [axis for axis in frozen if NOT_UNDERSTOOD in axis.why or COMPUTED in axis.why]
