@@ -211,7 +211,7 @@ class Trials:
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
         nearest = list(axes)[:_NEAREST]
-        sets = [(path,) for path in nearest]
+        sets: list[tuple[str, ...]] = [(path,) for path in nearest]
         if together > 1:  # of which one changes something by itself
             idle = {path for path in nearest if self.problem([with_attrs([path])]) == self.problem([coupling])}
             sets = [paths for paths in itertools.combinations(nearest, together) if not idle.issuperset(paths)]

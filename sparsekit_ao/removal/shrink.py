@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -139,13 +140,10 @@ def shrink(
     removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
     small, report = verified(masked, removals, example_inputs, tolerance, with_config=True, normed=normed)
     report = replace(report, before=size_of(whole, report.before.flops))
-    names: dict[str, list[str]] = {}  # of one reason, for couplings that were not tried
-    for name, why in left_out:
-        names.setdefault(why if why.startswith(NOT_TRIED) else f"{name}: {why}", []).append(name)
-    texts = [
-        f"{first}{f' and {len(more)} more' * bool(more)}: {why}" if why.startswith(NOT_TRIED) else why
-        for why, (first, *more) in names.items()
-    ]
+    alike = Counter(why for _, why in left_out if why.startswith(NOT_TRIED))
+    first = {why: name for name, why in reversed(left_out) if why in alike}
+    more = {why: f" and {count - 1} more" for why, count in alike.items() if count > 1}
+    texts = [f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name]
     texts += [f"{name}: never called with these example inputs" for name in discovery.uncalled]
     frozen = [axis for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output", "not used"))]
     not_followed = [axis for axis in frozen if NOT_UNDERSTOOD in axis.why or COMPUTED in axis.why]
