@@ -72,9 +72,8 @@ def removable(
     >>> removable(Heads(), torch.randn(2, 5, 8)).couplings[0].attrs
     {'heads': 'u'}
     """
-    for number in (
-        multiple_of.values() if isinstance(multiple_of, Mapping) else [1 if multiple_of is None else multiple_of]
-    ):
+    numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
+    for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
     if couplings is None:
         discovery = discover(model, example_inputs)
@@ -94,6 +93,7 @@ def removable(
             tried.append(coupling)
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
+    multiple_of = by_name(multiple_of, tried)
     failed = Counter[str]()
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
         good, failing = _sorted(
@@ -134,10 +134,7 @@ def _sorted(
 
 
 class Trials:
-    """Compactions of a model in which units of all couplings are zero; `done` is called after each.
-
-    `failed` counts the couplings of each kind for which no attributes were found.
-    """
+    """Compactions of a model in which units of all couplings are zero; `done` is called after each; `failed` counts."""
 
     def __init__(
         self,
@@ -263,6 +260,13 @@ def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn
 
 def _kept(bound: BoundCoupling, ratio: float) -> int:
     return max(1, sparsity_to_nnz(ratio, bound.grid[-1], "ratio: "))
+
+
+def by_name(numbers: Any, couplings: Iterable[Coupling]) -> Any:
+    """Return {name of a coupling: number} for numbers of which some are by kinds; one number stays as it is."""
+    if not isinstance(numbers, Mapping):
+        return numbers
+    return {coupling.name: numbers[coupling.kind] for coupling in couplings if coupling.kind in numbers} | dict(numbers)
 
 
 def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:

@@ -20,7 +20,7 @@ from ..structure import checked_level
 from .compact import Compaction, check_names, find_removals, size_of, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .norms import plain_copy, undo_weight_norms
-from .removable import NOT_TRIED, Trials, removable, with_own_names
+from .removable import NOT_TRIED, Trials, by_name, removable, with_own_names
 from .remove import Removal, zero_units
 
 T = TypeVar("T")
@@ -35,6 +35,7 @@ def shrink(
     exclude: Sequence[str | type] = (),
     *,
     cost: str | Cost = "units",
+    kinds: Sequence[str] | None = None,
     couplings: Sequence[Coupling] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     max_sparsity: float | Mapping[str, float] = 0.9,
@@ -44,8 +45,8 @@ def shrink(
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
     Couplings from which `compact` cannot remove units are left out (see `removable`). Of several that divide one
-    dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned that remove most
-    parameters, or the first. The report lists what is left out, with the reason.
+    dimension of a tensor (key heads, query heads in each, numbers of a head) whole heads are pruned before numbers of
+    each; else those that remove most parameters, or the first. The report lists what is left out, with the reason.
 
     With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did, exactly to
     one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of its own; where the
@@ -55,13 +56,14 @@ def shrink(
     Args:
         model: not changed.
         example_inputs, tolerance: as for `compact`.
-        ratio: fraction of the units of every coupling that is dropped in each scope; or {name of a coupling: fraction},
-            and nothing of others; or the fraction of the cost that is saved.
+        ratio: fraction of the units of every coupling that is dropped in each scope; or {kind or name of a coupling:
+            fraction}, and nothing of others; or the fraction of the cost that is saved.
         score: one of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: as for `removable`.
         cost: what `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
             function of a model that returns its cost (a measured time, say).
+        kinds: kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
         couplings: those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
         max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
@@ -102,7 +104,12 @@ def shrink(
         tolerance=tolerance,
     )
     known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
+    known += dict.fromkeys(coupling.kind for coupling in discovery.couplings)
+    named = dict.fromkeys(kinds or ())
+    check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity, kinds=named)
+    ratio, multiple_of, max_sparsity = (by_name(x, discovery.couplings) for x in (ratio, multiple_of, max_sparsity))
+    if kinds is not None:
+        ratio = {c.name: _number(ratio, c.name, 0.0) for c in discovery.couplings if {c.name, c.kind} & {*kinds}}
     multiples = {c.name: _number(multiple_of, c.name, 1) or multiple_for(model, c) for c in discovery.couplings}
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
     always = cost_of is not None and not hasattr(model, "config")
@@ -118,10 +125,9 @@ def shrink(
     while True:  # until what was pruned is what can be removed
         scores, unscored = _scored(model, chosen, example_inputs, score, forward)
         left_out += unscored
-        rated = [c for c in chosen if c.name in scores and any(bool(rows.any()) for rows in scores[c.name])]
-        left_out += [
-            (c.name, "the score rates all of its units 0") for c in chosen if c.name in scores and c not in rated
-        ]
+        chosen = [c for c in chosen if c.name in scores]
+        rated = [c for c in chosen if any(bool(rows.any()) for rows in scores[c.name])]
+        left_out += [(c.name, "the score rates all of its units 0") for c in chosen if c not in rated]
         if cost_of is None:
             counts = counts_at_levels(model, rated, levels, multiples)
         else:
@@ -152,26 +158,18 @@ def shrink(
 
 
 def _scored(
-    model: nn.Module,
-    couplings: Sequence[Coupling],
-    inputs: Any,
-    score: Score | str | None,
-    forward: Callable[[nn.Module, Any], Any] | None,
+    model: nn.Module, couplings: Sequence[Coupling], *how: Any
 ) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]]]:
-    """The scores of the units of each layer, by the coupling's name; and (name, reason) of those that it does not fit.
-
-    Raises:
-        SparsityError: it fits none.
-    """
+    """Scores as `_all_scored`, with the same arguments; and (name, reason) of couplings that the score does not fit."""
     try:
-        return _all_scored(model, couplings, inputs, score, forward), []
+        return _all_scored(model, couplings, *how), []
     except SparsityError:
-        if len(couplings) == 1:
+        if len(couplings) < 2:
             raise
     scores, unscored, error = dict[str, list[Tensor]](), list[tuple[str, str]](), SparsityError()
     for half in (couplings[: len(couplings) // 2], couplings[len(couplings) // 2 :]):
         try:
-            some, others = _scored(model, half, inputs, score, forward)
+            some, others = _scored(model, half, *how)
         except SparsityError as e:
             some, others, error = {}, [(coupling.name, str(e)) for coupling in half], e
         scores, unscored = scores | some, unscored + others
@@ -235,8 +233,11 @@ def _chosen(
                 if compatible.keys().isdisjoint(places[coupling]):
                     compatible |= dict.fromkeys(places[coupling], coupling)
             sets.append(list(dict.fromkeys(compatible.values())))
-        # Of a grouped convolution, fewer inputs and outputs in each group remove more than fewer groups.
-        chosen += max(sets, key=lambda some: round(_removed_parameters(model, some, places, dropped)))
+        # Whole heads, which a config can count, before numbers of each. Of a grouped convolution, fewer inputs and
+        # outputs in each group remove more than fewer groups.
+        parts = {c for c in rivals if c.kind == "head size" or not dropped[c]}
+        sizes = [round(_removed_parameters(model, some, places, dropped)) for some in sets]
+        chosen += max(zip(sets, sizes, strict=True), key=lambda row: (not parts & {*row[0]}, row[1]))[0]
     owners = {place: coupling.name for coupling in chosen for place in places[coupling]}
     for coupling in places:
         if coupling not in chosen:

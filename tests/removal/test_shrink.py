@@ -349,3 +349,15 @@ def test_a_cost_of_a_model_that_does_not_run_says_which():
         shrink(mlp(8, 16, 8), x, 0.1, cost=cost)
     _, report = shrink(mlp(8, 16, 8), x, 0.1, cost=cost, multiple_of=4)
     assert report.couplings[0].kept == 12
+
+
+def test_kinds_choose_couplings_and_whole_heads_come_before_numbers_of_each():
+    model, inputs = hf_models.make("BERT")
+    _, report = shrink(model, inputs, 0.3)
+    assert [(row.kept, row.of) for row in report.couplings] == [(3, 4), (3, 4), (34, 48), (34, 48)]
+    _, report = shrink(model, inputs, 0.5, kinds=("mlp",))
+    assert [(row.kept, row.of) for row in report.couplings] == [(24, 48), (24, 48)]
+    _, report = shrink(model, inputs, {"mlp": 0.25, "heads": 0.5}, multiple_of={"mlp": 16})
+    assert [(row.kept, row.of) for row in report.couplings] == [(2, 4), (2, 4), (48, 48), (48, 48)]
+    with pytest.raises(SparsityError, match="kinds names 'mpl', but the couplings are .*'mlp'"):
+        shrink(model, inputs, 0.5, kinds=["mpl"])

@@ -111,7 +111,7 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
     >>> print(discover(mlp, torch.zeros(1, 4)))
     couplings = [
-        # 1 coupling of 16 units
+        # mlp: 1 coupling of 16 units
         Coupling(
             {
                 "0.weight": "u i",
@@ -153,7 +153,7 @@ def _coupling_lines(coupling: Coupling, count: int, units: int) -> list[str]:
     sizes = ", ".join(f'"{axis}": {size}' for axis, size in coupling.sizes.items())
     attrs = ", ".join(f'"{path}": "{axes}"' for path, axes in coupling.attrs.items())
     return [
-        f"    # {count} coupling{'s' * (count > 1)} of {units} units",
+        f"    # {coupling.kind}: {count} coupling{'s' * (count > 1)} of {units} units",
         "    Coupling(",
         "        {",
         *(f'            "{member}": "{axes}",' for member, axes in coupling.members.items()),

@@ -230,21 +230,13 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
             raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
     try:
         return _traced(model, example_inputs, FakeTensorMode(allow_non_fake_inputs=True))
-    except _ForwardError as failure:
+    except _ForwardError:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            raise SparsityError(
-                f"discover: {failure}. It ran on fake tensors without values, as the model has none; if it reads "
-                "values, move the model to a device."
-            ) from failure.__cause__
-    try:
-        return _traced(model, example_inputs, None)
-    except _ForwardError as failure:
-        raise SparsityError(
-            f"discover: {failure}. Check that model(*example_inputs), or model(**example_inputs) for a dict, runs."
-        ) from failure.__cause__
+            raise
+    return _traced(model, example_inputs, None)
 
 
-class _ForwardError(Exception):
+class _ForwardError(SparsityError):
     """The forward failed."""
 
 
@@ -271,7 +263,11 @@ def _traced(model: nn.Module, example_inputs: Any, mode: FakeTensorMode | None) 
             with mode or contextlib.nullcontext(), recorded:
                 output = running(*args, **kwargs)
         except Exception as e:
-            raise _ForwardError(f"the forward failed in {recorded.where}: {type(e).__name__}: {e}") from e
+            remedy = "; if it reads values, move it from the meta device to one that has them" if mode else ""
+            raise _ForwardError(
+                f"discover: the forward failed in {recorded.where}: {type(e).__name__}: {e}. Check that "
+                f"model(*example_inputs), or model(**example_inputs) for a dict, runs{remedy}."
+            ) from e
         recorded.follow(args or kwargs, output)  # one of both is empty
         recorded.opaque = opaque_in("output", output)
     return recorded
