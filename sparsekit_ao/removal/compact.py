@@ -16,7 +16,7 @@ from ..coupling.discovery.trace import code_line
 from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
-from .norms import Normed, fold_norms, redo_weight_norms
+from .norms import Normed, fold_norms, plain_copy, redo_weight_norms
 from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference
@@ -194,6 +194,7 @@ def compact(
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
+    model = plain_copy(model)
     removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
     return verified(model, removals, example_inputs, tolerance)
 

@@ -20,6 +20,7 @@ from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
 from .compact import compared, find_removals, without_units
 from .levels import multiple_for
+from .norms import plain_copy
 from .remove import Removal, check_multiple, zero_units
 from .sizes import candidate_attrs
 from .verify import Reference
@@ -75,6 +76,7 @@ def removable(
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
+    model = plain_copy(model)
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:

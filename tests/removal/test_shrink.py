@@ -278,6 +278,7 @@ def test_weights_of_weight_norm_lose_units_and_are_normalized_anew(norm):
     assert list(state) == list(small.state_dict())
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert report.before.parameters == parameters(model) and report.after.parameters == parameters(small)
+    assert removable(model, x).frozen  # the old one can be copied
     again = cut_to(make(), report.manifest)
     again.load_state_dict(small.state_dict())
     assert torch.equal(again(x), small(x)) and not torch.equal(model(x), small(x))

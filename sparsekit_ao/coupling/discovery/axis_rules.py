@@ -402,10 +402,7 @@ def _index_put(op: Operation) -> Label:
 
 
 def _indexed(indices: Sequence[Tensor | None]) -> tuple[list[int], int, int]:
-    """The dimensions that indices read; the first of those that replace them, and their number.
-
-    A mask reads each of its own dimensions.
-    """
+    """The dimensions that indices read, a mask as many as it has; the first of those that replace them; number."""
     at: list[int] = []
     d, starts, count = 0, 0, 0
     for index in indices:

@@ -50,8 +50,7 @@ class Discovery:
         counts: for each, how often it is bound and how many units each bound coupling has.
         frozen: axes from which nothing may be removed, with the reason, and how many are alike.
         opaque: objects in the output that were not inspected, so tensors in them are not frozen.
-        values: lines of code that read values of the example inputs, and what they read. Where inputs give others, the
-            forward may take another branch, which was not followed.
+        values: lines of code that read values of the example inputs, and these; others may take another branch.
         uncalled: modules with parameters of which the forward read none, outermost ones.
         left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `removal.removable`.
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -62,6 +63,7 @@ class Trace(TorchDispatchMode):
         self.names = WeakIdKeyDictionary()
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
+        self._normed: dict[str, str] = {}  # {parameter of the former weight_norm: the tensor that it computes}
         self._modules: list[tuple[str, nn.Module]] = []
         self._steps: list[tuple[AxisRule | None, Operation]] = []
 
@@ -74,6 +76,9 @@ class Trace(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Record for each operation which module runs it."""
         for name, module in model.named_modules():
+            norms = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+            dotted = f"{name}.".lstrip(".")
+            self._normed |= {f"{dotted}{tensor}_{part}": dotted + tensor for tensor in norms for part in "gv"}
             module.register_forward_pre_hook(lambda module, _, name=name: self._modules.append((name, module)))
             module.register_forward_hook(lambda *_: self._modules.pop() and None)  # the output stays as it is
 
@@ -149,10 +154,10 @@ class Trace(TorchDispatchMode):
             sizes = zip(tensor.shape, zero, strict=True)
             self.named[name] = tuple(() if n == 1 else (AxisFactor(Factor(n), is_zero),) for n, is_zero in sizes)
             self._labels[tensor] = self.named[name]
-            if ".parametrizations." in f".{name}":
-                path, _, rest = f".{name}".rpartition(".parametrizations.")
-                for axis in self.named[name]:
-                    freeze(axis, f"{path}.{rest.split('.')[0]} {COMPUTED}".lstrip("."))
+            path, found, rest = f".{name}".rpartition(".parametrizations.")
+            computed = f"{path}.{rest.split('.')[0]}".lstrip(".") if found else self._normed.get(name)
+            for axis in self.named[name] if computed else ():
+                freeze(axis, f"{computed} {COMPUTED}")
         self.fix(inputs, "input")
 
     def _repeated(self) -> Iterator[tuple[str, int]]:
@@ -282,10 +287,7 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 
 
 def code_line(frames: Iterable[tuple[Any, int]]) -> str:
-    """Describe the first of some frames, innermost first, that is code of a model: `file.py:12: x = y`.
-
-    Without one, it is that of a module of torch.nn.
-    """
+    """Describe the first of frames, innermost first, that is code of a model, else of torch.nn: `file.py:12: x = y`."""
     torchs, ours = os.path.dirname(torch.__file__), os.path.abspath(os.path.join(os.path.dirname(__file__), "../.."))
     texts = {False: "", True: ""}  # by whether the file is one of torch
     for frame, line in frames:
