@@ -4,6 +4,7 @@ A `Coupling` refers to no model; `bind` matches it against one.
 """
 
 import itertools
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import ascii_letters
@@ -117,6 +118,32 @@ class Coupling:
 
     def __hash__(self) -> int:
         return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name, self.lists))
+
+    @property
+    def kind(self) -> str:
+        """What the units are, by names and axes: "heads", "key heads", "query heads", "head size", "mlp", "width"...
+
+        "width" is what many layers write. Others are of a module: "conv2 channels", "gate units".
+
+        >>> Coupling({"blocks.*.attn.qkv.weight": "(g u d) i", "blocks.*.attn.proj.weight": "o (u d)"}).kind
+        'heads'
+        """
+        first = next(iter(self.members))
+        path = [part for part in first.split(".")[:-1] if not part.isdigit() and set(part) != {"*"}]
+        shapes = [dimensions_of(occurrences(axes, self.unit)[0]) for axes in self.members.values()]
+        divided = [d for shape in shapes for d in shape if self.unit in d]
+        inside = [len(d) - 1 - d.index(self.unit) for d in divided]  # factors inside of a unit
+        if len(divided[0]) > 1 and re.search("attn|attention", first, re.IGNORECASE):
+            whole = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
+            return "head size" if not inside[0] else "query heads" if self.scope else whole
+        if any("**" in member for member in self.members):
+            return "width"
+        if "experts" in path:
+            return "expert units"
+        if len(shapes[0]) > 2:
+            return " ".join([*path[-1:], "channels"])
+        is_mlp = re.search(r"mlp|ffn|pwconv|feed_?forward|fc\d?\b|dense|intermediate|linear", first, re.IGNORECASE)
+        return "mlp" if is_mlp or not path else f"{path[-1]} units"
 
     def bind(self, model: nn.Module) -> list[BoundCoupling]:
         """Return the coupling in a model: one for each value of the `*`s, in the model's order.

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..coupling import Coupling
+from ..coupling.discovery.trace import code_line
 from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
-from .norms import fold_norms
+from .norms import Normed, fold_norms, plain_copy, redo_weight_norms
 from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference
@@ -82,7 +84,9 @@ class Compaction:
         not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
             that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
         fits: engines that load the model as `save_pretrained` writes it, if its config describes it; only of `shrink`.
-        left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
+        left_out: couplings from which nothing was removed, modules that were never called, and what `discover` does not
+            follow, with the reason; only of `shrink`.
+        values: what the forward read from values of the example inputs, as in `Discovery`; only of `shrink`.
         manifest: plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -106,6 +110,7 @@ class Compaction:
     not_in_config: str | None = None
     fits: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -128,6 +133,7 @@ class Compaction:
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
         lines += [f"fits: {text}" for text in self.fits]
         lines += [f"left out: {text}" for text in self.left_out]
+        lines += [f"decided by values of the example inputs: {text}" for text in self.values]
         return "\n".join(lines)
 
 
@@ -191,15 +197,23 @@ def compact(
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
+    model = plain_copy(model)
     removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
     return verified(model, removals, example_inputs, tolerance)
 
 
 def verified(
-    model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float, *, with_config: bool = False
+    model: nn.Module,
+    removals: Sequence[Removal],
+    example_inputs: Any,
+    tolerance: float,
+    *,
+    with_config: bool = False,
+    normed: Normed = (),
 ) -> tuple[nn.Module, Compaction]:
-    """Return a model without some units, if it gives the same outputs; see `compact` and `fit_config`."""
+    """Return a model without some units, if it gives the same outputs; see `compact`, `fit_config`, `norms`."""
     small, changes, notes = without_units(model, removals)
+    redo_weight_norms(small, normed)
     reference = Reference(model, example_inputs)
     comparison = compared(reference, small, tolerance)
     if isinstance(comparison, str):
@@ -234,8 +248,8 @@ def verified(
     integers = [c for c in changes if isinstance(c.now, int) and c.was != c.now]
     report = Compaction(
         couplings=tuple(rows),
-        before=_size(model, dense_flops),
-        after=_size(small, comparison.flops),
+        before=size_of(model, dense_flops),
+        after=size_of(small, comparison.flops),
         difference=comparison.difference,
         in_float64=comparison.in_float64,
         notes=tuple(notes),
@@ -288,7 +302,8 @@ def compared(reference: Reference, small: nn.Module, tolerance: float, *, discar
     try:
         comparison = reference.compare(small, tolerance, discarded=discarded)
     except Exception as e:
-        return f"does not run: {e}"
+        line = code_line(reversed(list(traceback.walk_tb(e.__traceback__))))
+        return f"does not run: {e}" + (f" (at {line})" if line else "")
     if comparison.decisive <= tolerance:
         return comparison
     if comparison.decisive == float("inf"):
@@ -296,7 +311,8 @@ def compared(reference: Reference, small: nn.Module, tolerance: float, *, discar
     return f"gives other outputs: a relative difference of {comparison.difference:.1e}"
 
 
-def _size(model: nn.Module, flops: int) -> Size:
+def size_of(model: nn.Module, flops: int) -> Size:
+    """Return the size of a model whose forward has so many FLOPs."""
     tensors = [*model.parameters(), *model.buffers()]
     return Size(
         parameters=sum(p.numel() for p in model.parameters()), bytes=sum(t.nbytes for t in tensors), flops=flops

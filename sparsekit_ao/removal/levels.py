@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..coupling import Coupling
 from ..errors import SparsityError
+from ..sparsifiers.names import owner_of
 from ..structure import sparsity_to_nnz
 from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes
@@ -36,7 +38,9 @@ def cost_function(cost: str | Cost, inputs: Any) -> Cost:
 
 
 def multiple_for(model: nn.Module, coupling: Coupling) -> int:
-    """Return the number of units whose multiples make dimensions of 16-bit weights multiples of 8, for their kernels.
+    """Return the number of units whose multiples make dimensions multiples of 16 bytes, where kernels need it.
+
+    Those are the dimensions of 16-bit weights, and of packed experts (experts, out, in) in any dtype.
 
     >>> mlp = Coupling({"0.weight": "u i", "1.weight": "o u"})
     >>> model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
@@ -46,13 +50,16 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
     multiple = 1
     for member in (member for bound in coupling.bind(model) for member in bound.members):
         tensor, pattern = plain_tensors(model, [member.fqn])[member.fqn], member.pattern
-        if tensor.ndim > 1 and tensor.is_floating_point() and tensor.element_size() == 2:
+        is_packed = tensor.ndim == 3 and len(tensor) > 1 and not isinstance(owner_of(model, member.fqn)[0], _ConvNd)
+        is_aligned = is_packed and pattern.dimension_of(coupling.unit) > 0
+        if tensor.ndim > 1 and tensor.is_floating_point() and (is_aligned or tensor.element_size() == 2):
             lengths, axes = (
                 pattern.lengths(tuple(tensor.shape)),
                 pattern.dimensions[pattern.dimension_of(coupling.unit)],
             )
             inner = math.prod(lengths[axis] for axis in axes if axis != coupling.unit)
-            multiple = max(multiple, 8 // math.gcd(8, inner))
+            length = max(16 // tensor.element_size(), 1)
+            multiple = max(multiple, length // math.gcd(length, inner))
     return multiple
 
 
@@ -96,7 +103,11 @@ def counts_within(
         small = copy.deepcopy(model)
         remove_units(small, removals)
         apply_changes(small, find_changes(model, removals))
-        return cost(small)
+        try:
+            return cost(small)
+        except RuntimeError as e:
+            kept = ", ".join(f"{count} of {full[name]} {name!r}" for name, count in counts.items())
+            raise SparsityError(f"shrink: the model with {kept} does not run: {e}; give another multiple_of") from e
 
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
     for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # by one integer

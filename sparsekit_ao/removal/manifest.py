@@ -13,7 +13,7 @@ from torch import nn
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
 from ..structure import AxisPattern
-from .norms import CONFIG_EPS, EPS_NAMES
+from .norms import CONFIG_EPS, EPS_NAMES, redo_weight_norms, undo_weight_norms
 from .remove import Removal, check_lists, drop_modules, plain_tensors, remove_units
 from .sizes import FILLED, Change, apply_changes, check_old_values
 
@@ -73,6 +73,15 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     version = data.get("version") if isinstance(data, Mapping) else data
     if type(version) is not int or version != VERSION:
         raise SparsityError(f"cut_to: the manifest has version {version!r}, this library reads {VERSION}")
+    normed = undo_weight_norms(fresh_model)
+    try:
+        _cut(fresh_model, data)
+    finally:
+        redo_weight_norms(fresh_model, normed)
+    return fresh_model
+
+
+def _cut(fresh_model: nn.Module, data: Mapping[str, Any]) -> None:
     try:
         _check_shapes(fresh_model, data["tensors"])
         changes = [Change(**change) for change in data["attributes"]]
@@ -87,7 +96,6 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     remove_units(fresh_model, removals)
     apply_changes(fresh_model, changes)
     drop_modules(fresh_model, removals)
-    return fresh_model
 
 
 def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:

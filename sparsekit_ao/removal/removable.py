@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +19,15 @@ from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
 from .compact import compared, find_removals, without_units
+from .levels import multiple_for
+from .norms import Normed, plain_copy, redo_weight_norms
 from .remove import Removal, check_multiple, zero_units
 from .sizes import candidate_attrs, fit_config
 from .verify import Reference
 
 _NEAREST = 7  # candidates for attributes of one coupling that are tried by themselves
+_ENOUGH = 3  # couplings that differ in numbers of names only and cannot be removed: no more of them are tried
+NOT_TRIED = f"not tried, since {_ENOUGH} like it cannot be removed: "
 
 
 def removable(
@@ -32,7 +37,7 @@ def removable(
     *,
     ratio: float = 0.5,
     exclude: Sequence[str | type] = (),
-    multiple_of: int | Mapping[str, int] = 1,
+    multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
 ) -> Discovery:
     """Find the couplings that `compact` can remove from a model, with the integers that this changes.
@@ -44,7 +49,8 @@ def removable(
 
     Args:
         model: not changed; copies run.
-        example_inputs, multiple_of, tolerance: as for `compact`.
+        example_inputs, tolerance: as for `compact`.
+        multiple_of: as for `shrink`.
         couplings: to be tried; None takes what `discover` finds.
         ratio: fraction of the units of every coupling that is removed in the trial.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
@@ -67,8 +73,10 @@ def removable(
     >>> removable(Heads(), torch.randn(2, 5, 8)).couplings[0].attrs
     {'heads': 'u'}
     """
-    for number in multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]:
+    numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
+    for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
+    model = plain_copy(model)
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
@@ -85,9 +93,15 @@ def removable(
             left_out.append((coupling.name, why))
         else:
             tried.append(coupling)
+    if multiple_of is None:
+        multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
+    multiple_of = by_name(multiple_of, tried)
+    failed = Counter[str]()
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
         good, failing = _sorted(
-            model, tried, lambda cs: Trials(_zeroed(model, cs, ratio), example_inputs, multiple_of, tolerance, done)
+            model,
+            tried,
+            lambda cs: Trials(_zeroed(model, cs, ratio), example_inputs, multiple_of, tolerance, done, failed),
         )
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name))
@@ -107,7 +121,7 @@ def _sorted(
     good, failing = first.sort(couplings)
     fitted, replaced = list[Coupling](), set[Coupling]()  # those that replace others, and these
     for merged, parts in _merges(model, good, failing):
-        if replaced.isdisjoint(parts) and (fit := trials([merged]).fitted(merged)):
+        if replaced.isdisjoint(parts) and not first.has_failed(merged) and (fit := trials([merged]).fitted(merged)):
             fitted.append(fit)
             replaced.update(parts)
     for coupling in failing:
@@ -122,7 +136,7 @@ def _sorted(
 
 
 class Trials:
-    """Compactions of a model in which units of all couplings are zero; `done` is called after each."""
+    """Compactions of a model in which units of all couplings are zero; `done` is called after each; `failed` counts."""
 
     def __init__(
         self,
@@ -131,12 +145,21 @@ class Trials:
         multiple_of: int | Mapping[str, int],
         tolerance: float,
         done: Callable[[], object] = lambda: None,
+        failed: Counter[str] | None = None,
     ) -> None:
+        self._failed = Counter[str]() if failed is None else failed
+        self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
+        self._problems: dict[tuple[Coupling, ...], str] = {}
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self._reference = Reference(masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
+        if (tried := self._problems.get(tuple(couplings))) is None:
+            tried = self._problems[tuple(couplings)] = self._problem(couplings)
+        return tried
+
+    def _problem(self, couplings: Sequence[Coupling]) -> str:
         names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
@@ -152,7 +175,7 @@ class Trials:
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
         good, failing = self._split(list(couplings))
-        fits = {coupling: self.fitted(coupling) for coupling in failing}
+        fits = {coupling: self._fits.get(coupling) for coupling in failing}
         good, more = self._extended(good, [fit for fit in fits.values() if fit is not None])
         return good, {coupling: why for coupling, why in failing.items() if fits[coupling] is None} | more
 
@@ -161,6 +184,17 @@ class Trials:
 
         Tried are all candidates, those that are not of a config, and so many of the nearest ones together.
         """
+        if self.has_failed(coupling, together):
+            return None
+        fit = self._fitted(coupling, together)
+        self._failed[_kind(coupling, together)] += fit is None
+        return fit
+
+    def has_failed(self, coupling: Coupling, together: int = 1) -> bool:
+        """Whether enough couplings of its kind have failed."""
+        return self._failed[_kind(coupling, together)] >= _ENOUGH
+
+    def _fitted(self, coupling: Coupling, together: int) -> Coupling | None:
         if not self.problem([coupling]):
             return coupling
         axes = {p: a for p, a in candidate_attrs(self._masked, coupling).items() if p not in coupling.attrs}
@@ -175,12 +209,23 @@ class Trials:
                     fewer = [other for other in paths if other != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
-        sets = itertools.combinations(list(axes)[:_NEAREST], together)
+        nearest = list(axes)[:_NEAREST]
+        sets: list[tuple[str, ...]] = [(path,) for path in nearest]
+        if together > 1:  # of which one changes something by itself
+            idle = {path for path in nearest if self.problem([with_attrs([path])]) == self.problem([coupling])}
+            sets = [paths for paths in itertools.combinations(nearest, together) if not idle.issuperset(paths)]
         return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
+        stopped = {c: NOT_TRIED + self._why.get(_kind(c), "") for c in couplings if self.has_failed(c)}
+        if stopped:
+            good, failing = self._split([coupling for coupling in couplings if coupling not in stopped])
+            return good, failing | stopped
         why = self.problem(couplings)
+        if why and len(couplings) == 1:
+            self._why[_kind(couplings[0])] = why
+            self._fits[couplings[0]] = self.fitted(couplings[0])
         if not why or len(couplings) <= 1:  # without any, the model itself may not run
             return ([], dict.fromkeys(couplings, why)) if why else (couplings, {})
         half = len(couplings) // 2
@@ -208,6 +253,7 @@ def in_config(
     ratio: float,
     multiples: Mapping[str, int],
     tolerance: float,
+    normed: Normed,
 ) -> Discovery:
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
 
@@ -217,7 +263,9 @@ def in_config(
     def problem(couplings: Sequence[Coupling]) -> str:
         masked = _zeroed(model, couplings, ratio)
         removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings})
-        return fit_config(masked, without_units(masked, removals)[0], removals, Reference(masked, inputs), tolerance)[1]
+        small = without_units(masked, removals)[0]
+        redo_weight_norms(small, normed)
+        return fit_config(masked, small, removals, Reference(masked, inputs), tolerance)[1]
 
     failing = {coupling: why for coupling in discovery.couplings if (why := problem([coupling]))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
@@ -235,6 +283,11 @@ def in_config(
     )
 
 
+def _kind(coupling: Coupling, together: int = 1) -> str:
+    """Name the members of a coupling without the numbers in their names, and how many attributes are tried together."""
+    return re.sub(r"\d+|\*+", "*", " ".join(coupling.members)) + f"{[*coupling.members.values()]} {together}"
+
+
 def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:
     """A copy with random units of all couplings zero, always the same."""
     masked, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
@@ -246,6 +299,13 @@ def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn
 
 def _kept(bound: BoundCoupling, ratio: float) -> int:
     return max(1, sparsity_to_nnz(ratio, bound.grid[-1], "ratio: "))
+
+
+def by_name(numbers: Any, couplings: Iterable[Coupling]) -> Any:
+    """Return {name of a coupling: number} for numbers of which some are by kinds; one number stays as it is."""
+    if not isinstance(numbers, Mapping):
+        return numbers
+    return {coupling.name: numbers[coupling.kind] for coupling in couplings if coupling.kind in numbers} | dict(numbers)
 
 
 def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:

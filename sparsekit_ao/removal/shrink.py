@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from ..calibration import Forward, call, checked_batches, eval_mode
 from ..coupling import BoundCoupling, Coupling, Discovery, expert_couplings, expert_scores, joint_entries
 from ..coupling.bound import is_list
+from ..coupling.discovery.trace import COMPUTED, NOT_UNDERSTOOD
 from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
@@ -22,9 +24,10 @@ from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level, sparsity_to_nnz
-from .compact import Compaction, check_names, find_removals, verified
+from .compact import Compaction, check_names, find_removals, size_of, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
-from .removable import Trials, in_config, removable, with_own_names
+from .norms import plain_copy, undo_weight_norms
+from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
 from .remove import Removal, check_multiple, rounded, zero_units
 from .sizes import fitting_engines, has_config
 
@@ -40,6 +43,7 @@ def shrink(
     exclude: Sequence[str | type] = (),
     *,
     cost: str | Cost = "units",
+    kinds: Sequence[str] | None = None,
     couplings: Sequence[Coupling] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     max_sparsity: float | Mapping[str, float] = 0.9,
@@ -51,8 +55,8 @@ def shrink(
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
     Couplings from which `compact` cannot remove units are left out (see `removable`). Of several that divide one
-    dimension of a tensor (key heads, query heads in each, numbers of a head) those are pruned that remove most
-    parameters, or the first. The report lists what is left out, with the reason.
+    dimension of a tensor (key heads, query heads in each, numbers of a head) whole heads are pruned before numbers of
+    each; else those that remove most parameters, or the first. The report lists what is left out, with the reason.
 
     With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did, exactly to
     one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of its own; where the
@@ -66,17 +70,19 @@ def shrink(
     Args:
         model: not changed.
         example_inputs, tolerance: as for `compact`.
-        ratio: fraction of the units of every coupling that is dropped in each scope; or {name of a coupling: fraction},
-            and nothing of others; or the fraction of the cost that is saved.
+        ratio: fraction of the units of every coupling that is dropped in each scope; or {kind or name of a coupling:
+            fraction}, and nothing of others; or the fraction of the cost that is saved.
         score: one of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: as for `removable`.
         cost: what `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
             function of a model that returns its cost (a measured time, say).
+        kinds: kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
         couplings: those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
         max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
-        multiple_of: as for `compact`; by default dimensions of 16-bit weights stay multiples of 8.
+        multiple_of: as for `compact`; by default dimensions of 16-bit weights, and of packed experts (experts, out, in)
+            in any dtype, stay multiples of 16 bytes.
         uniform: whether to leave out what the config cannot hold. None: of a transformers model, if neither `couplings`
             nor a `ratio` by names says what is dropped, and the config can hold some of it.
         tensor_parallel: number of devices that an engine divides each layer over; numbers of units, times
@@ -108,25 +114,32 @@ def shrink(
         raise SparsityError(f"shrink: uniform=True needs a model of transformers, got {type(model).__name__}")
     ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
     trial_ratio = max(checked_level(level, "shrink: ratio: ") for level in ratios)
+    whole, model = model, plain_copy(model)
+    normed = undo_weight_norms(model)
     discovery = removable(
         model,
         example_inputs,
         couplings,
         ratio=trial_ratio,
         exclude=exclude,
-        multiple_of=1 if multiple_of is None else multiple_of,
+        multiple_of=multiple_of,
         tolerance=tolerance,
     )
     known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
+    known += dict.fromkeys(coupling.kind for coupling in discovery.couplings)
+    named = dict.fromkeys(kinds or ())
+    check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity, kinds=named)
+    is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(model)
+    ratio, multiple_of, max_sparsity = (by_name(x, discovery.couplings) for x in (ratio, multiple_of, max_sparsity))
     multiples = {
         c.name: tensor_parallel * (_number(multiple_of, c.name, 1) or multiple_for(model, c))
         for c in discovery.couplings
     }
-    is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(model)
     if uniform or (uniform is None and is_open):
-        described = in_config(model, discovery, example_inputs, trial_ratio, multiples, tolerance)
+        described = in_config(model, discovery, example_inputs, trial_ratio, multiples, tolerance, normed)
         discovery = described if uniform or described.couplings else discovery
+    if kinds is not None:
+        ratio = {c.name: _number(ratio, c.name, 0.0) for c in discovery.couplings if {c.name, c.kind} & {*kinds}}
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
     always = cost_of is not None and (uniform is False or not hasattr(model, "config"))
     layers: list[tuple[Coupling, str]] = []  # a coupling for each layer, where layers keep numbers of their own
@@ -139,7 +152,9 @@ def shrink(
     multiples = {layer: multiples[name] for layer, name in names.items()}
     limits = {layer: _number(max_sparsity, name, 1.0) for layer, name in names.items()}
     while True:  # until what was pruned is what can be removed
-        scores = _scored(model, chosen, example_inputs, score, forward)
+        scores, unscored = _scored(model, chosen, example_inputs, score, forward)
+        left_out += unscored
+        chosen = [c for c in chosen if c.name in scores]
         rated = [c for c in chosen if any(bool(rows.any()) for rows in scores[c.name])]
         left_out += [(c.name, "the score rates all of its units 0") for c in chosen if c not in rated]
         if cost_of is None:
@@ -158,9 +173,18 @@ def shrink(
         if not failing:
             break
     removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
-    small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
+    small, report = verified(masked, removals, example_inputs, tolerance, with_config=True, normed=normed)
+    report = replace(report, before=size_of(whole, report.before.flops))
     fits = fitting_engines(small, tensor_parallel) if report.not_in_config == "" else ()
-    return small, replace(report, fits=fits, left_out=tuple(f"{name}: {why}" for name, why in left_out))
+    alike = Counter(why for _, why in left_out if why.startswith(NOT_TRIED))
+    first = {why: name for name, why in reversed(left_out) if why in alike}
+    more = {why: f" and {count - 1} more" for why, count in alike.items() if count > 1}
+    texts = [f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name]
+    texts += [f"{name}: never called with these example inputs" for name in discovery.uncalled]
+    frozen = [axis for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output", "not used"))]
+    not_followed = [axis for axis in frozen if NOT_UNDERSTOOD in axis.why or COMPUTED in axis.why]
+    texts += map(str, not_followed if texts or chosen else frozen)
+    return small, replace(report, fits=fits, left_out=tuple(texts), values=discovery.values)
 
 
 def shrink_experts(
@@ -268,13 +292,33 @@ def _without(model: nn.Module, removals: Sequence[Removal], batches: Iterable[An
 
 
 def _scored(
+    model: nn.Module, couplings: Sequence[Coupling], *how: Any
+) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]]]:
+    """Scores as `_all_scored`, with the same arguments; and (name, reason) of couplings that the score does not fit."""
+    try:
+        return _all_scored(model, couplings, *how), []
+    except SparsityError:
+        if len(couplings) < 2:
+            raise
+    scores, unscored, error = dict[str, list[Tensor]](), list[tuple[str, str]](), SparsityError()
+    for half in (couplings[: len(couplings) // 2], couplings[len(couplings) // 2 :]):
+        try:
+            some, others = _scored(model, half, *how)
+        except SparsityError as e:
+            some, others, error = {}, [(coupling.name, str(e)) for coupling in half], e
+        scores, unscored = scores | some, unscored + others
+    if not scores:
+        raise error
+    return scores, unscored
+
+
+def _all_scored(
     model: nn.Module,
     couplings: Sequence[Coupling],
     inputs: Any,
     score: Score | str | None,
     forward: Callable[[nn.Module, Any], Any] | None,
 ) -> dict[str, list[Tensor]]:
-    """The scores of the units of each layer of couplings, by the coupling's name."""
     needs = needs_of(parse_score(score, "shrink: "))
     if not couplings:
         return {}
@@ -323,8 +367,11 @@ def _chosen(
                 if compatible.keys().isdisjoint(places[coupling]):
                     compatible |= dict.fromkeys(places[coupling], coupling)
             sets.append(list(dict.fromkeys(compatible.values())))
-        # Of a grouped convolution, fewer inputs and outputs in each group remove more than fewer groups.
-        chosen += max(sets, key=lambda some: round(_removed_parameters(model, some, places, dropped)))
+        # Whole heads, which a config can count, before numbers of each. Of a grouped convolution, fewer inputs and
+        # outputs in each group remove more than fewer groups.
+        parts = {c for c in rivals if c.kind == "head size" or not dropped[c]}
+        sizes = [round(_removed_parameters(model, some, places, dropped)) for some in sets]
+        chosen += max(zip(sets, sizes, strict=True), key=lambda row: (not parts & {*row[0]}, row[1]))[0]
     owners = {place: coupling.name for coupling in chosen for place in places[coupling]}
     for coupling in places:
         if coupling not in chosen:

@@ -301,3 +301,24 @@ def test_the_parts_of_a_concatenation_have_units_of_their_own_and_are_removed_on
     assert torch.equal(fresh(inputs), small(inputs))
     with pytest.raises(CouplingError, match="of its .2, 10. that do not form a rectangle"):
         compact(model, [second, Coupling({"c.weight": "o (3 + u)"}, name="c")], inputs)
+
+
+KINDS = [
+    ({"l.*.attn.q.weight": "(u g d) i", "l.*.attn.k.weight": "(u d) i", "l.*.attn.o.weight": "o (u g d)"}, "key heads"),
+    ({"l.*.attn.q.weight": "(s u d) i", "l.*.attn.o.weight": "o (s u d)"}, "query heads"),
+    ({"l.*.attention.qkv.weight": "(u g d) i", "l.*.attention.dense.weight": "o (u d)"}, "heads"),
+    ({"l.*.attn.q.weight": "(u d) i", "l.*.attn.table": "o u", "l.*.attn.o.weight": "o (u d)"}, "heads"),
+    ({"l.*.attn.c_attn.weight": "o (d s u)", "l.*.attn.c_proj.weight": "(s u) i"}, "head size"),
+    ({"l.*.mlp.up_proj.weight": "u i", "l.*.mlp.down_proj.weight": "o u"}, "mlp"),
+    ({"0.weight": "u i", "2.weight": "o u"}, "mlp"),
+    ({"l.*.conv2.weight": "u i h w", "l.*.bn2.weight": "u", "l.*.conv3.weight": "o (u + 4) 1 1"}, "conv2 channels"),
+    ({"embed.weight": "o u", "l.**.attn.q.weight": "o u"}, "width"),
+    ({"l.*.mlp.experts.gate_up_proj": "o (d u) h", "l.*.mlp.experts.down_proj": "o i u"}, "expert units"),
+    ({"rnn.weight_ih_l0": "(g u) i", "rnn.weight_hh_l0": "(g u) u"}, "rnn units"),
+]
+
+
+@pytest.mark.parametrize(("members", "kind"), KINDS)
+def test_the_kind_of_units_is_named_for_people(members, kind):
+    text = next(iter(members.values()))
+    assert Coupling(members, scope="s" if "s" in text else "").kind == kind

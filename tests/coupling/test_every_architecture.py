@@ -27,6 +27,7 @@ ALWAYS += tuple(f"transformers {name}" for name in ("GPT-NeoX", "OPT", "DeepSeek
 NOTHING = {  # each with the reason
     "gMLP": "LayerNorm over the gate's channels, and a matrix over tokens",
     "maxout": "a size in the forward's code",
+    "transformers EnCodec": "weight_norm computes all weights; shrink makes them plain",
     "transformers ConvNeXt-V2": "a norm over the means of all hidden channels",
 }
 ALL = (

@@ -26,6 +26,9 @@ _STATES = {**_LAYERS, "state_size": 4, "vocab_size": 50, "pad_token_id": 0, **_T
 _CONVOLUTIONS = {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2, "image_size": 32}
 _STAGES = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 2]}
 _MOBILE = {"image_size": 32, "depth_multiplier": 0.25}
+_SOUND = {**_HEADS, "intermediate_size": 48, "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3)}
+_SOUND |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+_CLIP = {**_VISION, "patch_size": 8, "model_type": "clip_vision_model"}
 
 
 def _of(model, base=None, **keys):
@@ -147,6 +150,23 @@ _FAMILIES = {
     "CodeGen": _of("CodeGenForCausalLM", _GPT, rotary_dim=4),
     "GPT-BigCode": _of("GPTBigCodeForCausalLM", _GPT),
     "XLNet": _of("XLNetModel", d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=50),
+    "Wav2Vec2": _of("Wav2Vec2Model", _SOUND),
+    "HuBERT": _of("HubertModel", _SOUND),
+    "EnCodec": _of(
+        "EncodecModel",
+        **{"hidden_size": 16, "num_filters": 4, "codebook_size": 16, "codebook_dim": 16, "upsampling_ratios": [4, 2]},
+        **{"num_lstm_layers": 1, "target_bandwidths": [1.5], "sampling_rate": 1000},
+    ),
+    "LLaVA": _of("LlavaForConditionalGeneration", vision_config=_CLIP, text_config=_DECODER, image_token_index=49),
+    "Qwen2.5-VL": _of(
+        "Qwen2_5_VLForConditionalGeneration",
+        vision_config={
+            **{"hidden_size": 32, "depth": 2, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32},
+            **{"patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1]},
+        },
+        text_config={**_DECODER, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        **{"image_token_id": 49, "vision_start_token_id": 48, "vision_end_token_id": 47, "video_token_id": 46},
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -167,4 +187,18 @@ def make(name):
         inputs["decoder_input_ids"] = torch.randint(3, 50, (2, 5), generator=generator)
     if name == "Whisper":
         inputs = {"input_features": torch.randn(2, 8, 16), "decoder_input_ids": inputs["decoder_input_ids"]}
-    return model, inputs
+    return model, _INPUTS[name]() if name in _INPUTS else inputs
+
+
+def _tokens_with(images, size):
+    """Token ids, of which some stand for an image."""
+    return {"input_ids": torch.tensor([[3, 48, *[49] * images, 47, 5, 6, 7]]), "pixel_values": torch.randn(size)}
+
+
+_INPUTS = {
+    "Wav2Vec2": lambda: {"input_values": torch.randn(2, 400)},
+    "HuBERT": lambda: {"input_values": torch.randn(2, 400)},
+    "EnCodec": lambda: {"input_values": torch.randn(1, 1, 400)},
+    "LLaVA": lambda: _tokens_with(4, (1, 3, 16, 16)),
+    "Qwen2.5-VL": lambda: _tokens_with(4, (16, 96)) | {"image_grid_thw": torch.tensor([[1, 4, 4]])},
+}

@@ -1,6 +1,7 @@
 """removable, shrink, joint entries and attention of torch: what is found is removed, what cannot be is listed apart."""
 
 import itertools
+import re
 
 import hf_models
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
+from sparsekit_ao.removal.removable import Trials
 from sparsekit_ao.removal.sizes import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL
 from sparsekit_ao.sparsifiers import progress
@@ -268,3 +270,32 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     removable(model, x)
     shown = capsys.readouterr().err
     assert "removable: " in shown and "compactions" in shown and "compact: " in shown
+
+
+class Divided(nn.Module):
+    """Attention whose size of a head follows from the width of its input, as in many vision models."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.num_heads = nn.LayerNorm(width), 4
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        n, t, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(n, t, 3, self.num_heads, c // self.num_heads).permute(2, 0, 3, 1, 4)
+        return x + self.proj(((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).reshape(n, t, c))
+
+
+def test_of_couplings_that_fail_alike_three_are_tried_and_the_code_is_quoted(monkeypatch):
+    widths, tried = (8, 12, 16, 20, 24, 28, 32), []
+    layers = [layer for a, b in itertools.pairwise((4, *widths)) for layer in (nn.Linear(a, b), Divided(b))]
+    problem = Trials._problem
+    monkeypatch.setattr(Trials, "_problem", lambda self, some: tried.append(some) or problem(self, some))
+    model, x = fill(nn.Sequential(*layers, nn.Linear(32, 2))), torch.randn(2, 3, 4)
+    found = removable(model, x)
+    assert len(found.left_out) == 8 and not found.couplings
+    assert len({some[0].name for some in tried if len(some) == 1}) == 4  # and the numbers in all heads of one layer
+    monkeypatch.undo()
+    (line,) = [text for text in shrink(model, x)[1].left_out if "not tried" in text]
+    code = "test_removable.py:[0-9]+: q, k, v = self.qkv\\(self.norm\\(x\\)\\).reshape"
+    assert re.fullmatch(f".* and 3 more: not tried, since 3 like it cannot be removed: .* \\(at {code}.*\\)", line)

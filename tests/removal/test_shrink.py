@@ -1,6 +1,7 @@
 """shrink: budgets of a whole model, levels by coupling, rounding, repeated shrinking, and what a config can hold."""
 
 import itertools
+import warnings
 from types import SimpleNamespace
 
 import hf_models
@@ -8,7 +9,7 @@ import pytest
 import torch
 from compact_models import close
 from discovered import fill
-from networks import NETWORKS
+from networks import NETWORKS, Net
 from torch import nn
 from torch.nn import functional as F
 
@@ -353,3 +354,112 @@ def test_a_smaller_model_is_exported_by_torch():
     small, _ = shrink(fill(NETWORKS["VGG"][0]()), torch.randn(2, 3, 12, 12))
     x = torch.randn(2, 3, 12, 12)
     torch.testing.assert_close(torch.export.export(small, (x,)).module()(x), small(x), rtol=1e-4, atol=1e-5)
+
+
+def weight_norm_of_before(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+NORMS = {"new": nn.utils.parametrizations.weight_norm, "old": weight_norm_of_before}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_weights_of_weight_norm_lose_units_and_are_normalized_anew(norm):
+    def make():
+        layers = [nn.Conv1d(3, 8, 3), nn.ReLU(), nn.ConvTranspose1d(8, 6, 3), nn.ReLU(), nn.Conv1d(6, 2, 1)]
+        with torch.enable_grad():  # the old one then has a weight that cannot be copied
+            return nn.Sequential(*(layer if isinstance(layer, nn.ReLU) else NORMS[norm](layer) for layer in layers))
+
+    model, x = make(), torch.randn(2, 3, 7)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    small, report = shrink(model, x)
+    assert [row.kept for row in report.couplings] == [4, 3] and report.difference <= 1e-5 and not report.left_out
+    assert list(state) == list(small.state_dict())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert report.before.parameters == parameters(model) and report.after.parameters == parameters(small)
+    assert removable(model, x).frozen  # the old one can be copied
+    again = cut_to(make(), report.manifest)
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(x), small(x)) and not torch.equal(model(x), small(x))
+    with torch.enable_grad():
+        again(x).sum().backward()
+    assert all(p.grad is not None for p in again.parameters())
+
+
+def test_a_weight_of_zeros_keeps_a_direction():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 2))
+    model[0].parametrizations.weight.original0[:3] = 0.0
+    small, report = shrink(model, torch.randn(5, 4), 0.5, multiple_of=2)
+    assert [row.kept for row in report.couplings] == [2] and report.difference <= 1e-5
+    assert sorted((small[0].weight != 0).any(1).tolist()) == [False, True]
+
+
+def test_what_is_computed_or_read_from_values_is_reported_and_the_rest_is_removed():
+    def run(m, x):
+        y = F.relu(m.a(x))
+        return m.c(F.relu(m.b(y if x.sum().item() > -1e9 else -y)))
+
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8))
+    model = Net(run, a=spectral, b=nn.Linear(8, 8), c=nn.Linear(8, 2), unused=nn.Linear(2, 2))
+    _, report = shrink(model, torch.randn(5, 4))
+    assert [row.kept for row in report.couplings] == [4] and report.difference <= 1e-5
+    assert "unused: never called with these example inputs" in report.left_out
+    assert any("a.weight is computed by a parametrization" in text for text in report.left_out)
+    (value,) = report.values
+    assert "return m.c(F.relu(m.b(y if x.sum().item() > -1e9 else -y))) (read " in value and value in str(report)
+
+
+def test_packed_experts_keep_multiples_of_16_bytes_in_any_dtype():
+    model, inputs = hf_models.make("Mixtral")
+    model.set_experts_implementation("grouped_mm")
+    small, report = shrink(model, inputs, 0.3)
+    assert not any("does not run" in text for text in report.left_out) and report.difference <= 1e-5
+    assert small.model.layers[0].mlp.experts.down_proj.shape == (4, 24, 36)  # of 32 and 48; 23 and 34 would not run
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.up, self.down = nn.Linear(4, 8), *(nn.Parameter(torch.randn(s)) for s in ((3, 8, 6), (3, 6, 2)))
+
+    def forward(self, x):
+        hidden = F.relu(torch.einsum("bi,eih->beh", F.relu(self.stem(x)), self.up))
+        return torch.einsum("beh,eho->bo", hidden, self.down)
+
+
+def test_a_score_that_does_not_fit_one_coupling_leaves_that_one_out():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), Experts())
+    _, report = shrink(model, torch.randn(5, 4), 0.5, "wanda", exclude=["3.stem.*"])
+    assert [row.name for row in report.couplings] == ["0.weight"]
+    assert any(text.startswith("3.up u i h: ") and "consumers" in text for text in report.left_out)
+    with pytest.raises(SparsityError, match="no member's blocks are inputs of its layer"):
+        shrink(Experts(), torch.randn(5, 4), 0.5, "wanda", exclude=["stem.*"])
+
+
+def test_a_cost_of_a_model_that_does_not_run_says_which():
+    def cost(model):
+        if model[0].out_features % 4:
+            raise RuntimeError("strides should be multiple of 16 bytes")
+        return parameters(model)
+
+    x = torch.randn(3, 8)
+    with pytest.raises(
+        SparsityError, match="with [0-9]+ of 16 '0.weight' does not run: strides .*; give another multiple"
+    ):
+        shrink(mlp(8, 16, 8), x, 0.1, cost=cost)
+    _, report = shrink(mlp(8, 16, 8), x, 0.1, cost=cost, multiple_of=4)
+    assert report.couplings[0].kept == 12
+
+
+def test_kinds_choose_couplings_and_whole_heads_come_before_numbers_of_each():
+    model, inputs = hf_models.make("BERT")
+    _, report = shrink(model, inputs, 0.3)
+    assert [(row.kept, row.of) for row in report.couplings] == [(3, 4), (3, 4), (34, 48), (34, 48)]
+    _, report = shrink(model, inputs, 0.5, kinds=("mlp",))
+    assert [(row.kept, row.of) for row in report.couplings] == [(24, 48), (24, 48)]
+    _, report = shrink(model, inputs, {"mlp": 0.25, "heads": 0.5}, multiple_of={"mlp": 16})
+    assert [(row.kept, row.of) for row in report.couplings] == [(2, 4), (2, 4), (48, 48), (48, 48)]
+    with pytest.raises(SparsityError, match="kinds names 'mpl', but the couplings are .*'mlp'"):
+        shrink(model, inputs, 0.5, kinds=["mpl"])

@@ -384,12 +384,62 @@ def _index_select(op: Operation) -> Label:
 def _index(op: Operation) -> Label:
     """Advanced indexing `x[i, :, j]`: the dimensions of the indices replace the first indexed one, or come first."""
     label = op.label("self")
-    at = [d for d, index in enumerate(op["indices"]) if isinstance(index, Tensor)]
+    at, first, count = _indexed(op["indices"])
     op.freeze(*(label[d] for d in at), what="read by index")
     rest = [axis for d, axis in enumerate(label) if d not in at]
-    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    read = op.fixed(*op.outs[0].shape[first : op.outs[0].dim() - len(rest) + first])
-    return (*rest[:first], *read, *rest[first:])
+    return (*rest[:first], *op.fixed(*op.outs[0].shape[first : first + count]), *rest[first:])
+
+
+def _index_put(op: Operation) -> Label:
+    """Values written by advanced indexing `x[i] = y`: dimensions that are not indexed are those of the values."""
+    label, values = op.label("self"), op.label("values")
+    at, first, count = _indexed(op["indices"])
+    rest = [d for d in range(len(label)) if d not in at]
+    values = ((),) * (len(rest) + count - len(values)) + values
+    op.freeze(*(label[d] for d in at), *values[first : first + count], what="written by index")
+    written = combined([tuple(label[d] for d in rest), (*values[:first], *values[first + count :])], op.why)
+    return tuple(_nonzero((axis,))[0] if d in at else written[rest.index(d)] for d, axis in enumerate(label))
+
+
+def _indexed(indices: Sequence[Tensor | None]) -> tuple[list[int], int, int]:
+    """The dimensions that indices read, a mask as many as it has; the first of those that replace them; number."""
+    at: list[int] = []
+    d, starts, count = 0, 0, 0
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        width = index.dim() if index is not None and is_mask else 1
+        if index is not None:
+            starts += not at or at[-1] != d - 1
+            at += range(d, d + width)
+            count = max(count, 1 if is_mask else index.dim())
+        d += width
+    return at, at[0] if starts == 1 else 0, count
+
+
+def _index_add(op: Operation) -> Label:
+    """Slices of `source` added to, or copied into, some indices of a dimension."""
+    label, source = op.label("self"), op.label("source")
+    dim = op.dim("dim", len(label))
+    op.freeze(label[dim], source[dim], what="written by index")
+    others = combined([(*axes[:dim], (), *axes[dim + 1 :]) for axes in (label, source)], op.why)
+    return (*others[:dim], label[dim], *others[dim + 1 :])
+
+
+def _embedding_bag(op: Operation) -> list[Label]:
+    """Sums, means or maxima of rows read by index; the other results are integers of bags and indices."""
+    rows, columns = op.label("weight")
+    op.freeze(rows, what="read by index")
+    return [(*op.fixed(op.outs[0].shape[0]), columns), *(op.fixed(*out.shape) for out in op.outs[1:])]
+
+
+def _fake_quantize(op: Operation) -> list[Label]:
+    """Rounding to a grid that has a zero, for each entry; scales are those of all entries or of one dimension."""
+    label = op.label("self")
+    if op["axis"] is not None:
+        per_entry = tuple(op.labels("scale", "zero_point"))
+        along = combined([(label[op["axis"]],), *per_entry], op.why, lambda zeros: zeros[0])
+        label = (*label[: op["axis"]], *along, *label[op["axis"] + 1 :])
+    return [label] * len(op.outs)
 
 
 _OPERATORS: dict[AxisRule, str] = {
@@ -418,6 +468,11 @@ _OPERATORS: dict[AxisRule, str] = {
     _embedding: "embedding",
     _index_select: "index_select gather",
     _index: "index _unsafe_index",
+    _index_put: "index_put _unsafe_index_put",
+    _index_add: "index_add index_copy",
+    _embedding_bag: "_embedding_bag _embedding_bag_forward_only",
+    _fake_quantize: "fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask "
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
 }
 RULES = {name: rule for rule, names in _OPERATORS.items() for name in names.split()}
 

@@ -19,10 +19,11 @@ from ..bound import match_names
 from ..coupling import Coupling
 from .factors import Axis, Factor, leaves
 from .operation import Label
-from .trace import Trace, trace
+from .trace import NOT_UNDERSTOOD, Trace, trace
 
 _DIMENSIONS = "oihwxyzabc"  # names of dimensions without units, as of weights: out, in, height, width
 _SCOPES = "stpq"
+_SHOWN = 3  # values that one line of code read
 _OTHERS = "dgefjklmnrvABC"  # names of the other factors in a dimension with a unit
 
 
@@ -34,6 +35,11 @@ class FrozenAxis:
     size: int
     places: tuple[tuple[str, int], ...]
 
+    def __str__(self) -> str:
+        first, *more = [f"{name}[{d}]" for name, d in self.places]
+        others = f" and {more[0]}" if len(more) == 1 else f" and {len(more)} more" if more else ""
+        return f"{self.size} in {first}{others}: {self.why}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
@@ -44,6 +50,8 @@ class Discovery:
         counts: for each, how often it is bound and how many units each bound coupling has.
         frozen: axes from which nothing may be removed, with the reason, and how many are alike.
         opaque: objects in the output that were not inspected, so tensors in them are not frozen.
+        values: lines of code that read values of the example inputs, and these; others may take another branch.
+        uncalled: modules with parameters of which the forward read none, outermost ones.
         left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `removal.removable`.
 
     >>> discovery = discover(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)), torch.zeros(1, 4))
@@ -55,6 +63,8 @@ class Discovery:
     counts: tuple[tuple[int, int], ...]
     frozen: tuple[tuple[FrozenAxis, int], ...]
     opaque: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
@@ -64,10 +74,14 @@ class Discovery:
         if self.left_out:
             text += ["", "# Left out, they cannot be removed:", *(f"#   {name}: {why}" for name, why in self.left_out)]
         if self.frozen:
-            text += ["", "# Frozen, nothing is removed there:", *(_frozen_line(*row) for row in self.frozen)]
-        if self.opaque:
-            notes = [f"#   {place}" for place in self.opaque]
-            text += ["", "# Not inspected, tensors in there are not frozen:", *notes]
+            frozen = [f"#   {f'{count} x ' if count > 1 else ''}{axis}" for axis, count in self.frozen]
+            text += ["", "# Frozen, nothing is removed there:", *frozen]
+        for title, notes in (
+            ("Not inspected, tensors in there are not frozen:", self.opaque),
+            ("Values of the example inputs that the forward read; others may lead to another branch:", self.values),
+            ("Never called with these example inputs:", self.uncalled),
+        ):
+            text += ["", f"# {title}", *(f"#   {note}" for note in notes)] if notes else []
         return "\n".join(text)
 
     __repr__ = __str__
@@ -82,19 +96,21 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     everything that an unknown operation reads. The result lists which and where. Outputs are searched for in tuples,
     mappings and dataclasses; objects of other types (a cache, say) are listed but not inspected. Axes are named as in
     einops: `u` the unit, scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read
-    it, keep the lines you want. Tied parameters have their first name.
+    it, keep the lines you want. Tied parameters have their first name. Tensors that a parametrization computes are
+    frozen. A forward that reads values runs with those of the model and the inputs; the result lists what was read.
 
     Args:
         model: not changed, moved or run: a copy without values runs in eval mode, with its hooks.
-        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter.
+        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter,
+            unless the forward reads values.
 
     Raises:
-        SparsityError: a parametrized, lazy or scripted module; a forward that fails, or that needs to know values.
+        SparsityError: a masked, lazy or scripted module; a forward that fails.
 
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
     >>> print(discover(mlp, torch.zeros(1, 4)))
     couplings = [
-        # 1 coupling of 16 units
+        # mlp: 1 coupling of 16 units
         Coupling(
             {
                 "0.weight": "u i",
@@ -119,7 +135,16 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
         counts=tuple((count, units) for _, units, count in folded),
         frozen=tuple(fold_frozen(frozen)),
         opaque=tuple(recorded.opaque),
+        values=tuple(f"{line} (read {', '.join(values[:_SHOWN])})" for line, values in recorded.values.items()),
+        uncalled=tuple(_uncalled(model, recorded.used)),
     )
+
+
+def _uncalled(model: nn.Module, used: Collection[str]) -> list[str]:
+    """Return the outermost modules of whose parameters none was used."""
+    called = {name[: end.start()] for name in used for end in re.finditer(r"\.|$", name)}
+    names = [name for name, module in model.named_modules() if next(module.parameters(), None) is not None]
+    return [n for n in names if n and n not in called and (n.rpartition(".")[0] in {"", *called})]
 
 
 def _coupling_lines(coupling: Coupling, count: int, units: int) -> list[str]:
@@ -127,7 +152,7 @@ def _coupling_lines(coupling: Coupling, count: int, units: int) -> list[str]:
     sizes = ", ".join(f'"{axis}": {size}' for axis, size in coupling.sizes.items())
     attrs = ", ".join(f'"{path}": "{axes}"' for path, axes in coupling.attrs.items())
     return [
-        f"    # {count} coupling{'s' * (count > 1)} of {units} units",
+        f"    # {coupling.kind}: {count} coupling{'s' * (count > 1)} of {units} units",
         "    Coupling(",
         "        {",
         *(f'            "{member}": "{axes}",' for member, axes in coupling.members.items()),
@@ -138,12 +163,6 @@ def _coupling_lines(coupling: Coupling, count: int, units: int) -> list[str]:
         *([f"        attrs={{{attrs}}},"] if attrs else []),
         "    ),",
     ]
-
-
-def _frozen_line(frozen: FrozenAxis, count: int) -> str:
-    first, *more = [f"{name}[{d}]" for name, d in frozen.places]
-    others = f" and {more[0]}" if len(more) == 1 else f" and {len(more)} more" if more else ""
-    return f"#   {f'{count} x ' if count > 1 else ''}{frozen.size} in {first}{others}: {frozen.why}"
 
 
 @dataclass(frozen=True)
@@ -307,7 +326,7 @@ def fold_frozen(frozen: Iterable[FrozenAxis]) -> list[tuple[FrozenAxis, int]]:
         columns = zip(*(axis.places for axis in axes), strict=True)
         places = tuple((_common([name for name, _ in column]), column[0][1]) for column in columns)
         folded.append((replace(axes[0], why=_common([axis.why for axis in axes]), places=places), len(axes)))
-    return sorted(folded, key=lambda row: "not understood" not in row[0].why)
+    return sorted(folded, key=lambda row: NOT_UNDERSTOOD not in row[0].why)
 
 
 def _common(texts: Sequence[str], star: str = "*") -> str:

@@ -1,13 +1,19 @@
 """One forward without values: every tensor is fake. Then the rules of all operations are applied to their axes.
 
 The model does not change: a copy runs whose parameters and buffers are fake (torch's FakeTensorMode: no memory). An
-operator without a rule is replaced by torch's own decomposition; without one, everything that it reads is frozen.
+operator without a rule is replaced by torch's own decomposition; without one, everything that it reads is frozen. Where
+the forward needs values (`.item()`, `nonzero`), a copy with values runs instead, and what it reads is recorded.
 """
 
 import contextlib
 import copy
+import inspect
+import itertools
+import linecache
 import math
-from collections.abc import Iterator, Sequence
+import os
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,18 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import parametrize
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import SparsityError
-from ..nested_tensors import arguments, opaque_in, tensors_in
+from ...masking import find_mask, parametrized_names
+from ..nested_tensors import arguments, computed_tensors, opaque_in, tensors_in
 from .axis_rules import attention_scale, filled, rule_of
 from .factors import AxisFactor, Factor, every_factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
+
+NOT_UNDERSTOOD, COMPUTED = "not understood", "is computed by a parametrization"
 
 
 class Trace(TorchDispatchMode):
@@ -39,6 +48,7 @@ class Trace(TorchDispatchMode):
         names: names of parameters (whose units a mask may make zero) and buffers, by fake tensor.
         used: names of the parameters and buffers that were read.
         opaque: descriptions of objects in the output that are not inspected.
+        values: {line of code in a module that reads values: those that it read from the example inputs}.
     """
 
     def __init__(self) -> None:
@@ -48,10 +58,12 @@ class Trace(TorchDispatchMode):
         self.seen: list[Label] = []
         self.used: set[str] = set()
         self.opaque: list[str] = []
+        self.values: dict[str, list[str]] = {}
         self._labels = WeakIdKeyDictionary()
         self.names = WeakIdKeyDictionary()
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
+        self._normed: dict[str, str] = {}  # {parameter of the former weight_norm: the tensor that it computes}
         self._modules: list[tuple[str, nn.Module]] = []
         self._steps: list[tuple[AxisRule | None, Operation]] = []
 
@@ -64,6 +76,9 @@ class Trace(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Record for each operation which module runs it."""
         for name, module in model.named_modules():
+            norms = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+            dotted = f"{name}.".lstrip(".")
+            self._normed |= {f"{dotted}{tensor}_{part}": dotted + tensor for tensor in norms for part in "gv"}
             module.register_forward_pre_hook(lambda module, _, name=name: self._modules.append((name, module)))
             module.register_forward_hook(lambda *_: self._modules.pop() and None)  # the output stays as it is
 
@@ -95,10 +110,21 @@ class Trace(TorchDispatchMode):
                 return out
             rule = attention_scale if out is not NotImplemented else None
         out = func(*args, **kwargs) if out is NotImplemented else out
+        if _reads_values(func, args):
+            self._record_values(func, out)
         if reads_tensors or rule is filled:
             is_norm = partial(self._is_norm, self._modules[-1][1] if self._modules else None)
             self._steps.append((rule, Operation(func, args, kwargs, out, self.where, self.label_of, is_norm)))
         return out
+
+    def _record_values(self, func: Any, out: Any) -> None:
+        """Record what the forward reads from values, by the line of code."""
+        frames = traceback.walk_stack(inspect.currentframe())
+        inside = itertools.takewhile(lambda row: row[0].f_code is not _traced.__code__, frames)
+        values = self.values.setdefault(code_line(inside), [])
+        first = next(iter(out), None) if isinstance(out, tuple) else out
+        value = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else repr(first)
+        values += [value] if value not in values else []
 
     def follow(self, inputs: Any, output: Any) -> None:
         """Apply the rules of all operations in their order; the output decides which results are used.
@@ -128,6 +154,10 @@ class Trace(TorchDispatchMode):
             sizes = zip(tensor.shape, zero, strict=True)
             self.named[name] = tuple(() if n == 1 else (AxisFactor(Factor(n), is_zero),) for n, is_zero in sizes)
             self._labels[tensor] = self.named[name]
+            path, found, rest = f".{name}".rpartition(".parametrizations.")
+            computed = f"{path}.{rest.split('.')[0]}".lstrip(".") if found else self._normed.get(name)
+            for axis in self.named[name] if computed else ():
+                freeze(axis, f"{computed} {COMPUTED}")
         self.fix(inputs, "input")
 
     def _repeated(self) -> Iterator[tuple[str, int]]:
@@ -143,7 +173,7 @@ class Trace(TorchDispatchMode):
         needed = {id(tensor) for _, tensor in tensors_in("output", output)}
         used = []
         for _, op in reversed(self._steps):
-            used.append(bool(needed.intersection(map(id, op.outs))))
+            used.append(bool(needed.intersection(map(id, op.outs))) or _reads_values(op.func, op.args))
             if used[-1]:
                 needed.update(map(id, op.tensors))
         return used[::-1]
@@ -171,7 +201,7 @@ class Trace(TorchDispatchMode):
 
     def _not_understood(self, op: Operation) -> list[Label]:
         if op.outs:  # an assertion, say, returns nothing
-            op.freeze(*(axis for t in op.tensors for axis in self.label_of(t)), what="not understood")
+            op.freeze(*(axis for t in op.tensors for axis in self.label_of(t)), what=NOT_UNDERSTOOD)
         return [op.fixed(*out.shape) for out in op.outs]
 
     def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
@@ -185,55 +215,97 @@ class Trace(TorchDispatchMode):
 
 
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
-    """Run a copy of the model in eval mode once on fake tensors; arguments and errors are those of `discover`."""
+    """Run a copy of the model in eval mode once; arguments and errors are those of `discover`.
+
+    It runs on fake tensors; if that fails, with the values of model and inputs.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SparsityError(
                 f"discover: {name or 'the model'} is scripted or traced, so its operations cannot be recorded; give "
                 "the model that was passed to torch.jit"
             )
-        if parametrize.is_parametrized(module):
+        if any(find_mask(module, tensor) is not None for tensor in parametrized_names(module)):
             raise SparsityError(
-                f"discover: {name or 'the model'} is parametrized, so its axes are not those of a plain tensor. Call "
+                f"discover: {name or 'the model'} is masked, so its axes are not those of a plain tensor. Call "
                 "discover before prepare, or after squash_mask."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
-    recorded, mode, memo = Trace(), FakeTensorMode(allow_non_fake_inputs=True), {}
-    args, kwargs = arguments(example_inputs)
-    with torch.inference_mode(), _plain_attention():  # inference mode dispatches composite operations here
+    try:
+        return _traced(model, example_inputs, FakeTensorMode(allow_non_fake_inputs=True))
+    except _ForwardError:
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise
+    return _traced(model, example_inputs, None)
+
+
+class _ForwardError(SparsityError):
+    """The forward failed."""
+
+
+def _traced(model: nn.Module, example_inputs: Any, mode: FakeTensorMode | None) -> Trace:
+    """Run a copy of the model on fake tensors of a mode; without one, with values."""
+    recorded, memo = Trace(), {}
+    with torch.inference_mode(), _plain_attention(), _random_state(model):  # inference mode dispatches composites here
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            memo[id(tensor)] = fake = _fake(tensor, mode)
-            recorded.names.setdefault(fake, name)
+            memo[id(tensor)] = copied = _copied(tensor, mode)
+            recorded.names.setdefault(copied, name)
+        memo |= {id(tensor): _copied(tensor, mode) for tensor in computed_tensors(model)}
         try:
-            copied: Any = copy.deepcopy(model, memo).eval()
+            running: Any = copy.deepcopy(model, memo).eval()
         except Exception as e:
             raise SparsityError(
-                f"discover: the model cannot be copied: {type(e).__name__}: {e}. Remove what cannot be copied: "
-                "computed weights (torch.nn.utils.remove_weight_norm), open files, locks."
+                f"discover: the model cannot be copied: {type(e).__name__}: {e}. Remove what cannot be copied: open "
+                "files, locks."
             ) from e
-        if hasattr(copied, "set_experts_implementation"):  # transformers' experts, else with shapes that values decide
-            copied.set_experts_implementation("batched_mm")
-        recorded.watch(copied)
-        args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, kwargs))
+        if hasattr(running, "set_experts_implementation"):  # transformers' experts, else with shapes that values decide
+            running.set_experts_implementation("batched_mm")
+        recorded.watch(running)
+        args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _copied(t, mode), arguments(example_inputs))
         try:
-            with mode, recorded:
-                output = copied(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as e:
-            raise SparsityError(
-                f"discover: {recorded.where} runs {e.func}, whose result depends on values, but the forward runs on "
-                "fake tensors without values. Leave out of example_inputs what makes the model read values, or write "
-                "the couplings by hand (Coupling)."
-            ) from None
+            with mode or contextlib.nullcontext(), recorded:
+                output = running(*args, **kwargs)
         except Exception as e:
-            raise SparsityError(
-                f"discover: the forward on fake tensors failed in {recorded.where}: {type(e).__name__}: {e}. Check "
-                "that model(*example_inputs), or model(**example_inputs) for a dict, runs."
+            remedy = "; if it reads values, move it from the meta device to one that has them" if mode else ""
+            raise _ForwardError(
+                f"discover: the forward failed in {recorded.where}: {type(e).__name__}: {e}. Check that "
+                f"model(*example_inputs), or model(**example_inputs) for a dict, runs{remedy}."
             ) from e
         recorded.follow(args or kwargs, output)  # one of both is empty
         recorded.opaque = opaque_in("output", output)
     return recorded
+
+
+def _reads_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether Python, or the shape of the result, depends on the values that an operator reads."""
+    if func.overloadpacket is torch.ops.aten.index:  # a mask, or integers
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    is_packing = func.overloadpacket is torch.ops.aten._pack_padded_sequence
+    return is_packing or bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+
+
+def code_line(frames: Iterable[tuple[Any, int]]) -> str:
+    """Describe the first of frames, innermost first, that is code of a model, else of torch.nn: `file.py:12: x = y`."""
+    torchs, ours = os.path.dirname(torch.__file__), os.path.abspath(os.path.join(os.path.dirname(__file__), "../.."))
+    texts = {False: "", True: ""}  # by whether the file is one of torch
+    for frame, line in frames:
+        name = frame.f_code.co_filename
+        is_torch = name.startswith(torchs)
+        if not name.startswith(ours) and (not is_torch or os.path.join("nn", "modules") in name):
+            text = f"{os.path.basename(name)}:{line}: {linecache.getline(name, line).strip().rstrip(':')}"
+            texts[is_torch] = texts[is_torch] or text
+    return texts[False] or texts[True]
+
+
+@contextlib.contextmanager
+def _random_state(model: nn.Module) -> Iterator[None]:
+    """Restore the random state afterwards; inside, the generator of the CPU is seeded as in `removal`'s comparisons."""
+    devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        torch.default_generator.manual_seed(0)
+        yield
 
 
 @contextlib.contextmanager
@@ -248,8 +320,11 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor on the CPU, for a tensor on any device."""
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+    """A copy with the same values; with a mode, a fake tensor on the CPU, for a tensor on any device."""
+    if mode is None:
+        copied = tensor.detach().clone()
+    else:
+        with mode:
+            copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
