@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..coupling import Coupling
 from ..errors import SparsityError
@@ -146,16 +146,17 @@ def compact(
         model: squashed; neither it nor the inputs change, since copies run.
         couplings: one or several; a tensor may be in several.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
-            are, so use typical ones: sequences of more than one token, values that are not zero, attention masks with
-            zeros. Outputs are compared in tuples, mappings and dataclasses; other objects (a cache) are reported.
+            are, so use typical ones: sequences of different tokens, values that are not zero, attention masks with
+            zeros. One token is refused where the model combines tokens. Outputs are compared in tuples, mappings
+            and dataclasses; other objects (a cache) are reported.
         multiple_of: a number, or {name of a coupling: number}. The number of units kept in a scope is rounded up to a
             multiple, or to all, by keeping some dropped ones. At least one unit is kept.
         attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one coupling that
             has these axes.
         tolerance: largest difference of an output tensor, relative to the largest of its values that differ; integers
             must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one. Models of
-            16-bit floats are compared as float32 copies; where the masked model differs as much from its own float64
-            copy, float64 copies decide.
+            16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded; where the
+            masked model differs as much from its own float64 copy, float64 copies decide.
 
     Returns:
         The smaller model, and a `Compaction`.
@@ -196,13 +197,16 @@ def verified(
     model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float, *, with_config: bool = False
 ) -> tuple[nn.Module, Compaction]:
     """Return a model without some units, if it gives the same outputs; see `compact` and `fit_config`."""
-    small, changes, notes = without_units(model, removals)
+    small, changes, notes, unrounded = without_units(model, removals)
     reference = Reference(model, example_inputs)
-    comparison = compared(reference, small, tolerance)
+    if not with_config:  # `removable` has checked them
+        reference.check_lengths()
+    comparison = compared(reference, small, unrounded, tolerance)
     if isinstance(comparison, str):
         lines = []
         for removal in (removal for removal in removals if not removal.is_empty):
-            alone = compared(reference, without_units(model, [removal])[0], tolerance, discarded=True)
+            single, _, _, values = without_units(model, [removal])
+            alone = compared(reference, single, values, tolerance, discarded=True)
             lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
         lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
         lines += [f"not exact: {note}" for note in notes]
@@ -213,7 +217,7 @@ def verified(
         )
     not_in_config = None
     if with_config and has_config(model):
-        config_changes, not_in_config = fit_config(model, small, removals, reference, tolerance)
+        config_changes, not_in_config = fit_config(model, small, removals, reference, tolerance, unrounded)
         changes = [*changes, *config_changes]
     rows = [
         KeptUnits(
@@ -263,8 +267,10 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
             raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}")
 
 
-def without_units(model: nn.Module, removals: Sequence[Removal]) -> tuple[nn.Module, list[Change], list[str]]:
-    """Return a copy of a masked model without some units, changes of its attributes, and notes on what is not exact.
+def without_units(
+    model: nn.Module, removals: Sequence[Removal]
+) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
+    """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
     Raises:
         SparsityError: they cannot be removed.
@@ -273,15 +279,23 @@ def without_units(model: nn.Module, removals: Sequence[Removal]) -> tuple[nn.Mod
     changes, small = find_changes(model, removals), copy.deepcopy(model)
     remove_units(small, removals)
     apply_changes(small, changes)
-    folded, notes = fold_norms(model, small, removals)
+    folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
-    return small, changes + folded, notes
+    unrounded = {name: weights[p] for name, p in small.named_parameters(remove_duplicate=False) if p in weights}
+    return small, changes + folded, notes, unrounded
 
 
-def compared(reference: Reference, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison | str:
+def compared(
+    reference: Reference,
+    small: nn.Module,
+    unrounded: Mapping[str, Tensor],
+    tolerance: float,
+    *,
+    discarded: bool = False,
+) -> Comparison | str:
     """Compare a smaller model, or describe what is wrong with it; see `Reference.compare`."""
     try:
-        comparison = reference.compare(small, tolerance, discarded=discarded)
+        comparison = reference.compare(small, tolerance, unrounded, discarded=discarded)
     except Exception as e:
         return f"does not run: {e}"
     if comparison.decisive <= tolerance:

@@ -104,6 +104,7 @@ def _sorted(
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
     """The couplings that can be removed together, some with more `attrs` or merged; and why the others cannot."""
     first = trials(couplings)
+    first.reference.check_lengths()
     good, failing = first.sort(couplings)
     fitted, replaced = list[Coupling](), set[Coupling]()  # those that replace others, and these
     for merged, parts in _merges(model, good, failing):
@@ -133,7 +134,7 @@ class Trials:
         done: Callable[[], object] = lambda: None,
     ) -> None:
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
-        self._reference = Reference(masked, inputs)
+        self.reference = Reference(masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -141,12 +142,12 @@ class Trials:
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            small, _, _ = without_units(self._masked, find_removals(self._masked, couplings, multiple))
+            small, _, _, unrounded = without_units(self._masked, find_removals(self._masked, couplings, multiple))
         except SparsityError as e:
             return str(e)
         finally:
             self._done()
-        comparison = compared(self._reference, small, self._tolerance, discarded=True)
+        comparison = compared(self.reference, small, unrounded, self._tolerance, discarded=True)
         return comparison if isinstance(comparison, str) else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:

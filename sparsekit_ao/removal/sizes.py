@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..coupling import BoundCoupling, Coupling
 from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
 from .remove import Removal, plain_tensors, sizes_of
-from .verify import Reference
+from .verify import Reference, seeded
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _AXES = 6  # beside the unit, of which products are formed
@@ -323,7 +324,12 @@ def has_config(model: nn.Module) -> bool:
 
 
 def fit_config(
-    dense: nn.Module, small: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float
+    dense: nn.Module,
+    small: nn.Module,
+    removals: Sequence[Removal],
+    reference: Reference,
+    tolerance: float,
+    unrounded: Mapping[str, Tensor],
 ) -> tuple[list[Change], str]:
     """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
@@ -347,7 +353,7 @@ def fit_config(
             wrong = fewer
         else:
             apply_changes(small, undone([changes.pop()]))
-    problem = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
+    problem = wrong[0] if wrong else _other_outputs(small, reference, tolerance, unrounded)
     if problem:
         apply_changes(small, undone(changes))
     return [] if problem else changes, problem
@@ -380,15 +386,28 @@ def _misfits(model: nn.Module) -> list[str]:
     ]
 
 
-def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> str:
+def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, unrounded: Mapping[str, Tensor]) -> str:
     """What is wrong with the outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
-        fresh = type(small)(copy.deepcopy(small.config))
-        fresh.load_state_dict(small.state_dict())
-        first = next(small.parameters())
-        for model in (small, fresh.to(first.device, first.dtype)):
-            if not reference.compare(model, tolerance).decisive <= tolerance:
+        with seeded([]), _Unfilled():
+            fresh = type(small)(copy.deepcopy(small.config))
+        fresh.load_state_dict(small.state_dict(), assign=True)
+        fresh.to(next(small.parameters()).device)
+        buffers = dict(small.named_buffers())
+        for name, values in fresh.named_buffers():  # those that are not saved may have been rounded with the model
+            if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
+                values.data = buffers[name]
+        for model in (small, fresh):
+            if not reference.compare(model, tolerance, unrounded).decisive <= tolerance:
                 return "a model constructed from the config gives other outputs"
     except Exception as e:
         return f"a model constructed from the config does not run: {e}"
     return ""
+
+
+class _Unfilled(TorchDispatchMode):
+    """Leaves the memory of new parameters as it is, where random values would be written: all are replaced."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
+        return args[0] if is_random else func(*args, **(kwargs or {}))

@@ -2,8 +2,12 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +18,9 @@ from ..coupling.nested_tensors import arguments, opaque_in, tensors_in
 from ..errors import SparsityError
 
 Outputs = list[tuple[str, Tensor]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+LARGE = 1 << 20  # elements from which on a tensor is computed when it is read, and not kept
 _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64
 
 
@@ -48,9 +54,9 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self._model, self._inputs, self._dtype = model, inputs, _run_dtype(model)
+        self._model, self._inputs, self._dtype = model, arguments(inputs), _run_dtype(model)
         try:
-            output, self.flops = _run(model, inputs, self._dtype)
+            output, self.flops = _run(model, self._inputs, self._dtype)
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
@@ -67,21 +73,66 @@ class Reference:
                 "the masked model returns only zeros on example_inputs, so nothing is compared; pass typical inputs"
             )
 
-    def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
+    def compare(
+        self, small: nn.Module, tolerance: float, unrounded: Mapping[str, Tensor], *, discarded: bool = False
+    ) -> Comparison:
         """Run the compacted model; in float64 too, where it differs by more than the tolerance.
 
-        With `discarded`, the model is used for nothing else afterwards, so it need not be copied.
+        Parameters with `unrounded` values have these in a copy of more bits. With `discarded`, the model is used for
+        nothing else afterwards, so it need not be copied.
         """
-        output, flops = _run(small, self._inputs, self._dtype, copied=not discarded)
+        output, flops = _run(small, self._inputs, self._dtype, unrounded, copied=not discarded)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
-        exact = self._in_float64(small, outputs) if tolerance < difference < float("inf") else None
+        exact = self._in_float64(small, unrounded, outputs) if tolerance < difference < float("inf") else None
         return Comparison(difference=difference, in_float64=exact, flops=flops)
 
-    def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
+    def check_lengths(self) -> None:
+        """Raise where inputs have one entry in a dimension along which the model combines entries, as attention does.
+
+        Attention over one token has no use for queries and keys, so a wrong removal of these would not be seen. Inputs
+        are extended by two entries in each dimension of size 1, before their own. If the model runs, and the outputs at
+        the last entry depend on the values of the new ones, the dimension is a length and not a batch.
+        """
+        tensors = dict.fromkeys(t for t in _pytree.tree_leaves(self._inputs) if isinstance(t, Tensor))
+        single = [(t, d) for t in tensors for d, n in enumerate(t.shape) if n == 1]
+        runs = False
+        for dimension in (*dict.fromkeys(d for _, d in single), None):
+            longer = [(t, d) for t, d in single if dimension in (d, None)]
+            same = self._extended(longer, None) if longer and not (dimension is None and runs) else None
+            runs |= same is not None
+            for tensor, d in longer if same else ():
+                other = self._extended(longer, tensor)
+                if same and other and _last_differs(self._outputs, same, other):
+                    args, kwargs = self._inputs
+                    places = {id(t): place for place, t in tensors_in("example_inputs", kwargs or args)}
+                    raise SparsityError(
+                        f"{places.get(id(tensor), 'an example input')} has one entry in dimension {d}, but the model "
+                        "combines entries along it, by attention or a recurrence, say. With one, a wrong removal may "
+                        "not be seen. Pass at least 2 entries there; as many as are typical are better."
+                    )
+
+    def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
+        """The outputs with more entries in some dimensions of inputs, of one with other values; None if none."""
+
+        def extended(tensor: Tensor) -> Tensor:
+            for d in (d for t, d in longer if t is tensor):
+                other = _other_values(tensor) if tensor is changed else tensor
+                tensor = torch.cat([other, other.flatten().roll(1).view(other.shape), tensor], d)
+            return tensor
+
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                output = _run(self._model, _pytree.tree_map_only(Tensor, extended, self._inputs), self._dtype)[0]
+        except Exception:  # the dimension has one size, or the model does not take a new value
+            return None
+        return list(tensors_in("output", output))
+
+    def _in_float64(self, small: nn.Module, unrounded: Mapping[str, Tensor], outputs: Outputs) -> float | None:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
-            runs = [_run(model, self._inputs, torch.float64)[0] for model in (self._model, small)]
+            pairs: list[tuple[nn.Module, Mapping[str, Tensor]]] = [(self._model, {}), (small, unrounded)]
+            runs = [_run(model, self._inputs, torch.float64, values)[0] for model, values in pairs]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
         exact, small_exact = (list(tensors_in("output", run)) for run in runs)
@@ -93,7 +144,31 @@ class Reference:
 
 def count_flops(model: nn.Module, inputs: Any) -> int:
     """Count the FLOPs of one forward in eval mode, which the model is in afterwards; as `Reference` counts them."""
-    return _run(model, inputs, _run_dtype(model), copied=False)[1]
+    return _run(model, arguments(inputs), _run_dtype(model), copied=False)[1]
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    """Other values that a model may take as well: indices stay below the largest one, but for 1 instead of 0."""
+    if tensor.dtype == torch.bool:
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+        return tensor + noise.to(tensor) * (1 + tensor.abs().nan_to_num(posinf=0.0).max())
+    return (tensor + 1) % (tensor.max().clamp(min=1) + 1)
+
+
+def _last_differs(short: Outputs, same: Outputs, other: Outputs) -> bool:
+    """Whether two outputs differ in their last entries, as many as a shorter output has."""
+    arrays = any(t.ndim for _, t in same)  # beside them, a loss is a mean over the batch
+    for (_, few), (_, a), (_, b) in zip(short, same, other, strict=True):
+        if few.ndim == a.ndim == b.ndim and (a.ndim or not arrays):
+            for d, n in enumerate(few.shape):
+                a, b = (t.narrow(d, max(t.shape[d] - n, 0), min(n, t.shape[d])) for t in (a, b))
+            a, b = _real(a), _real(b)
+            error = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+            if a.shape != b.shape or not bool((error <= 1e-6 * a.nan_to_num(0.0, 0.0, 0.0).abs().max()).all()):
+                return True
+    return False
 
 
 def _run_dtype(model: nn.Module) -> torch.dtype | None:
@@ -102,27 +177,102 @@ def _run_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool = True) -> tuple[Any, int]:
-    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given."""
+def _run(
+    model: nn.Module,
+    inputs: Arguments,
+    dtype: torch.dtype | None,
+    unrounded: Mapping[str, Tensor] = MappingProxyType({}),
+    copied: bool = True,
+) -> tuple[Any, int]:
+    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given, then `unrounded`."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
     # Only leaf tensors can be copied.
-    inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
-    model, inputs = (copy.deepcopy(model) if copied else model).eval(), copy.deepcopy(inputs)
+    inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
+    model = light_copy(model, dtype) if copied or dtype is not None else model
+    inputs = copy.deepcopy(inputs)
+    model.train().eval()  # either may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     if dtype is not None:
-        model = model.to(dtype)
+        for name, values in unrounded.items():
+            model.get_parameter(name).data = values.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the counter knows no FLOPs of its fused operations
     try:
-        with seeded(tensors), FlopCounterMode(display=False) as count:
+        with seeded(tensors), FlopCounterMode(display=False, custom_mapping=_flop_formulas()) as count:
             output = model(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return output, count.get_total_flops()
+
+
+def _flop_formulas() -> dict[Any, Callable[..., int]]:
+    """FLOPs, by the shapes of the arguments, of operators that torch's counter has no formula for."""
+
+    def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+    def recurrence(x: Any, *arguments: Any, **_: Any) -> int:  # every step is multiplied by every matrix
+        weights = arguments[0] if isinstance(arguments[0], list) else arguments[:2]
+        return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
+
+    formulas: dict[str, Callable[..., int]] = {
+        "_scaled_dot_product_flash_attention_for_cpu": attention,
+        "mkldnn_rnn_layer": recurrence,
+        "_cudnn_rnn": recurrence,
+        "_grouped_mm": lambda x, weights, *_, **__: 2 * math.prod(x) * weights[-1],
+        "mv": lambda matrix, *_, **__: 2 * math.prod(matrix),
+        "addmv": lambda _, matrix, *__, **___: 2 * math.prod(matrix),
+    }
+    aten = torch.ops.aten
+    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+
+
+class Computed(Tensor):
+    """A tensor that is computed anew by every operation that reads it, and takes no memory in between.
+
+    `source` is what it is computed from.
+    """
+
+    source: Tensor
+    compute: Callable[[], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, source: Tensor, compute: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> "Computed":
+        """Make one of this shape and dtype, on the device of its source."""
+        self: Computed = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.device)
+        self.source, self.compute = source, compute
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = _pytree.tree_map_only(cls, lambda t: t.compute(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy with another dtype or the same one."""
+    return tensor.compute().to(dtype) if isinstance(tensor, Computed) else tensor.detach().to(dtype, copy=True)
+
+
+def light_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy a model; its large parameters are copied, and converted, whenever they are read."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        to = dtype if dtype is not None and p.is_floating_point() else p.dtype
+        if p.numel() < LARGE or type(p.detach()) not in (Tensor, Computed):
+            memo[id(p)] = nn.Parameter(p.detach().to(to, copy=True), p.requires_grad)
+        else:
+            memo[id(p)] = Computed.of(p, partial(_converted, p, to), p.shape, to)
+    for buffer in model.buffers() if dtype is not None else ():
+        memo[id(buffer)] = buffer.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+    return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager

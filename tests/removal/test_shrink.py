@@ -1,5 +1,6 @@
 """shrink: budgets of a whole model, levels by coupling, rounding, repeated shrinking, and what a config can hold."""
 
+import copy
 import itertools
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
 from sparsekit_ao.removal.removable import Trials
+from sparsekit_ao.removal.verify import Reference, count_flops
 
 
 @pytest.fixture(autouse=True)
@@ -239,12 +241,51 @@ def test_what_the_config_can_hold_is_written_into_it_and_the_rest_is_rebuilt_by_
     assert torch.equal(load_pretrained(tmp_path, type(model))(**inputs).logits, want)
 
 
-def test_flops_of_attention_count_although_torch_fuses_it_in_the_larger_model():
-    torch.manual_seed(0)
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True), nn.Linear(32, 5)
+
+    def forward(self, x):
+        return self.last(self.lstm(x)[0])
+
+
+def encoder(x):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 32)
-    _, report = shrink(model, x, 0.5)
-    assert (report.before.flops, report.after.flops) == (327_680, 163_840) and "embed_dim" not in str(report)
+    # Of each of 10 tokens: queries, keys, values and output; two layers of 32 and 64. Attention: 4 heads of width 8.
+    by_hand = 2 * (2 * 10 * (4 * 32 * 32 + 2 * 32 * 64) + 2 * 2 * 4 * 5 * 5 * 16)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), x, by_hand
+
+
+def llama():
+    model, inputs = hf_models.make("Llama")
+    # Of each of 14 tokens: queries, output, keys, values; the MLP; once the head.
+    layer = 2 * 14 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 2 * 2 * 4 * 7 * 7 * 16
+    return model, inputs, 2 * layer + 2 * 14 * 32 * 50
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: encoder(torch.randn(2, 5, 32)),
+        lambda: (Recurrent(), torch.randn(3, 7, 8), 2 * 21 * (2 * 64 * (8 + 16) + 2 * 64 * (32 + 16) + 32 * 5)),
+        lambda: (nn.GRU(8, 16), torch.randn(7, 3, 8), 2 * 21 * 48 * (8 + 16)),
+        llama,
+    ],
+)
+def test_flops_are_those_counted_by_hand(make, training):
+    torch.manual_seed(0)
+    model, inputs, by_hand = make()
+    assert Reference(model.train(training), inputs).flops == by_hand
+    assert count_flops(copy.deepcopy(model), inputs) == by_hand
+
+
+def test_flops_of_attention_are_saved():
+    model, x, by_hand = encoder(torch.randn(2, 5, 32))
+    _, report = shrink(model, x, 0.5, cost="flops")
+    assert report.before.flops == by_hand and 0.45 * by_hand < report.after.flops <= 0.5 * by_hand
+    assert "embed_dim" not in str(report)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch.export
