@@ -4,7 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
 from .norms import fold_norms
-from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, remove_units
+from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, plain_tensors, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
-from .verify import Comparison, Reference
+from .verify import Comparison, Reference, light_copy
 
 UNLISTED = "possibly a removed size (list it in attrs): "
 
@@ -205,7 +205,7 @@ def verified(
     if isinstance(comparison, str):
         lines = []
         for removal in (removal for removal in removals if not removal.is_empty):
-            single, _, _, values = without_units(model, [removal])
+            single, _, _, values = without_units(model, [removal], light=True)
             alone = compared(reference, single, values, tolerance, discarded=True)
             lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
         lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
@@ -248,14 +248,24 @@ def verified(
 
 
 def find_removals(
-    model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
+    model: nn.Module,
+    couplings: Sequence[Coupling],
+    multiple_of: int | Mapping[str, int],
+    known: dict[tuple[Coupling, int], list[Removal]] | None = None,
 ) -> list[Removal]:
-    """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`."""
+    """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
+
+    What is in `known`, of couplings without attributes and multiples, is not searched for again; the others are added.
+    """
     check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
-    removals = []
+    removals, known = list[Removal](), {} if known is None else known
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        removals += [find_removal(model, bound, multiple, source) for bound in coupling.bind(model)]
+        key = replace(coupling, attrs={}), multiple
+        if key not in known:
+            known[key] = [find_removal(model, bound, multiple) for bound in coupling.bind(model)]
+        for removal in known[key]:
+            removals.append(replace(removal, coupling=replace(removal.coupling, attrs=coupling.attrs), source=source))
     return outside_dropped(removals)
 
 
@@ -268,15 +278,19 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
 
 
 def without_units(
-    model: nn.Module, removals: Sequence[Removal]
+    model: nn.Module, removals: Sequence[Removal], *, light: bool = False
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
+
+    The large tensors of a light one are computed whenever they are read.
 
     Raises:
         SparsityError: they cannot be removed.
     """
     check_lists(model, removals, "")
-    changes, small = find_changes(model, removals), copy.deepcopy(model)
+    changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.coupling.members]
+    replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
+    small = light_copy(model) if light else copy.deepcopy(model, replaced)
     remove_units(small, removals)
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)

@@ -135,6 +135,7 @@ class Trials:
     ) -> None:
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self.reference = Reference(masked, inputs)
+        self._known: dict[tuple[Coupling, int], list[Removal]] = {}
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -142,7 +143,8 @@ class Trials:
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            small, _, _, unrounded = without_units(self._masked, find_removals(self._masked, couplings, multiple))
+            removals = find_removals(self._masked, couplings, multiple, self._known)
+            small, _, _, unrounded = without_units(self._masked, removals, light=True)
         except SparsityError as e:
             return str(e)
         finally:

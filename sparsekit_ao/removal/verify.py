@@ -79,9 +79,9 @@ class Reference:
         """Run the compacted model; in float64 too, where it differs by more than the tolerance.
 
         Parameters with `unrounded` values have these in a copy of more bits. With `discarded`, the model is used for
-        nothing else afterwards, so it need not be copied.
+        nothing else afterwards, so it need not be copied, and its FLOPs are not counted.
         """
-        output, flops = _run(small, self._inputs, self._dtype, unrounded, copied=not discarded)
+        output, flops = _run(small, self._inputs, self._dtype, unrounded, not discarded, not discarded)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
         exact = self._in_float64(small, unrounded, outputs) if tolerance < difference < float("inf") else None
@@ -123,7 +123,9 @@ class Reference:
 
         try:
             with warnings.catch_warnings(action="ignore"):
-                output = _run(self._model, _pytree.tree_map_only(Tensor, extended, self._inputs), self._dtype)[0]
+                output = _run(
+                    self._model, _pytree.tree_map_only(Tensor, extended, self._inputs), self._dtype, counted=False
+                )[0]
         except Exception:  # the dimension has one size, or the model does not take a new value
             return None
         return list(tensors_in("output", output))
@@ -132,7 +134,7 @@ class Reference:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
             pairs: list[tuple[nn.Module, Mapping[str, Tensor]]] = [(self._model, {}), (small, unrounded)]
-            runs = [_run(model, self._inputs, torch.float64, values)[0] for model, values in pairs]
+            runs = [_run(model, self._inputs, torch.float64, values, counted=False)[0] for model, values in pairs]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
         exact, small_exact = (list(tensors_in("output", run)) for run in runs)
@@ -183,13 +185,14 @@ def _run(
     dtype: torch.dtype | None,
     unrounded: Mapping[str, Tensor] = MappingProxyType({}),
     copied: bool = True,
+    counted: bool = True,
 ) -> tuple[Any, int]:
     """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given, then `unrounded`."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
     # Only leaf tensors can be copied.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
-    model = light_copy(model, dtype) if copied or dtype is not None else model
+    model = light_copy(model, dtype) if copied else _convert(model, dtype) if dtype is not None else model
     inputs = copy.deepcopy(inputs)
     model.train().eval()  # either may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
@@ -198,15 +201,16 @@ def _run(
             model.get_parameter(name).data = values.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
+    count = FlopCounterMode(display=False, custom_mapping=_flop_formulas()) if counted else None
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the counter knows no FLOPs of its fused operations
     try:
-        with seeded(tensors), FlopCounterMode(display=False, custom_mapping=_flop_formulas()) as count:
+        with seeded(tensors), count or contextlib.nullcontext():
             output = model(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return output, count.get_total_flops()
+    return output, count.get_total_flops() if count else 0
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -252,6 +256,12 @@ class Computed(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.embedding.default:  # only the rows that are read are converted
+            source = args[0]
+            while isinstance(source, cls) and source.source.shape == source.shape:
+                source = source.source
+            if not isinstance(source, cls):
+                return func(source.detach(), *args[1:], **(kwargs or {})).to(args[0].dtype)
         args, kwargs = _pytree.tree_map_only(cls, lambda t: t.compute(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -263,16 +273,32 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def light_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Copy a model; its large parameters are copied, and converted, whenever they are read."""
-    memo: dict[int, Any] = {}
+    return copy.deepcopy(model, _light_tensors(model, dtype))
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a model in place, as `light_copy` does."""
+    tensors = _light_tensors(model, dtype)
+    for module in model.modules():
+        for registered in (module._parameters, module._buffers):
+            registered |= {name: tensors[id(t)] for name, t in registered.items() if id(t) in tensors}
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    return model
+
+
+def _light_tensors(model: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:
+    """The parameters of `light_copy`, and the buffers if these are converted, by the id of the model's own."""
+    tensors: dict[int, Any] = {}
     for p in model.parameters():
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
-        if p.numel() < LARGE or type(p.detach()) not in (Tensor, Computed):
-            memo[id(p)] = nn.Parameter(p.detach().to(to, copy=True), p.requires_grad)
+        if p.numel() < LARGE or type(p.detach() if type(p) is nn.Parameter else p) not in (Tensor, Computed):
+            tensors[id(p)] = nn.Parameter(p.detach().to(to, copy=True), p.requires_grad)
         else:
-            memo[id(p)] = Computed.of(p, partial(_converted, p, to), p.shape, to)
+            tensors[id(p)] = Computed.of(p, partial(_converted, p, to), p.shape, to)
     for buffer in model.buffers() if dtype is not None else ():
-        memo[id(buffer)] = buffer.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
-    return copy.deepcopy(model, memo)
+        tensors[id(buffer)] = buffer.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+    return tensors
 
 
 @contextlib.contextmanager
