@@ -190,19 +190,20 @@ def compact(
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
     removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
-    return verified(model, removals, example_inputs, tolerance)
+    reference = Reference(model, example_inputs)
+    reference.check_lengths()
+    return verified(model, removals, reference, tolerance)
 
 
 def verified(
-    model: nn.Module, removals: Sequence[Removal], example_inputs: Any, tolerance: float, *, with_config: bool = False
+    model: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float, *, with_config: bool = False
 ) -> tuple[nn.Module, Compaction]:
     """Return a model without some units, if it gives the same outputs; see `compact` and `fit_config`."""
     small, changes, notes, unrounded = without_units(model, removals)
-    reference = Reference(model, example_inputs)
-    if not with_config:  # `removable` has checked them
-        reference.check_lengths()
     comparison = compared(reference, small, unrounded, tolerance)
     if isinstance(comparison, str):
+        if with_config:  # `shrink` tries the couplings by themselves
+            raise SparsityError(f"the smaller model {comparison}")
         lines = []
         for removal in (removal for removal in removals if not removal.is_empty):
             single, _, _, values = without_units(model, [removal], light=True)

@@ -1,9 +1,8 @@
 """removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
 
-import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
 from .compact import compared, find_removals, without_units
-from .remove import Removal, check_multiple, zero_units
+from .remove import Removal, check_multiple, masked_copy, zero_units
 from .sizes import candidate_attrs
 from .verify import Reference
 
@@ -115,6 +114,7 @@ def _sorted(
         if coupling not in replaced and (fit := first.fitted(coupling, together=2)):
             fitted.append(fit)
             replaced.add(coupling)
+    del first  # and its masked model
     if fitted:
         good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
         good, more = trials(good).sort(good)
@@ -135,15 +135,22 @@ class Trials:
     ) -> None:
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self.reference = Reference(masked, inputs)
-        self._known: dict[tuple[Coupling, int], list[Removal]] = {}
+        self._problems: dict[Hashable, str] = {}
+        self.known: dict[tuple[Coupling, int], list[Removal]] = {}
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
+        key = tuple((coupling, tuple(coupling.attrs)) for coupling in couplings)
+        if key not in self._problems:
+            self._problems[key] = self._tried(couplings)
+        return self._problems[key]
+
+    def _tried(self, couplings: Sequence[Coupling]) -> str:
         names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            removals = find_removals(self._masked, couplings, multiple, self._known)
+            removals = find_removals(self._masked, couplings, multiple, self.known)
             small, _, _, unrounded = without_units(self._masked, removals, light=True)
         except SparsityError as e:
             return str(e)
@@ -206,8 +213,9 @@ class Trials:
 
 def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:
     """A copy with random units of all couplings zero, always the same."""
-    masked, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    for bound in (bound for coupling in couplings for bound in coupling.bind(masked)):
+    bounds = [bound for coupling in couplings for bound in coupling.bind(model)]
+    masked, generator = masked_copy(model, bounds), torch.Generator().manual_seed(0)
+    for bound in bounds:
         keep = torch.rand(bound.grid, generator=generator).argsort(-1) < _kept(bound, ratio)
         zero_units(masked, Removal(coupling=bound, keep=keep))
     return masked

@@ -3,6 +3,7 @@
 To keep a unit of zeros is always exact, so a scope with fewer other units keeps some, to have as many as the others.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,6 +156,13 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
+def masked_copy(model: nn.Module, bounds: Sequence[BoundCoupling]) -> nn.Module:
+    """A copy for `zero_units`; the parameters of other tensors are the model's own."""
+    names = {member.fqn for bound in bounds for member in bound.members if member.is_parameter}
+    written = {id(tensor) for tensor in plain_tensors(model, sorted(names)).values()}
+    return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in written})
+
+
 def zero_units(model: nn.Module, removal: Removal) -> None:
     """Write zeros into the parameters of the units that a removal removes, in place."""
     for member in (member for member in removal.coupling.members if member.is_parameter):
@@ -185,7 +193,7 @@ def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
         data = tensor.new_empty(shape)
     elif indices and [len(indices.get(d, range(n))) for d, n in enumerate(tensor.shape)] == shape:
         data = tensor.detach()
-        for d, kept in indices.items():
+        for d, kept in sorted(indices.items()):
             data = data.index_select(d, kept.to(tensor.device))
     elif len(cuts) == 1 and not cuts[0][0].pattern.outside:
         member, removal = cuts[0]

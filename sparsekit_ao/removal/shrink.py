@@ -18,7 +18,7 @@ from ..structure import checked_level
 from .compact import Compaction, check_names, find_removals, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import Trials, removable, with_own_names
-from .remove import Removal, zero_units
+from .remove import Removal, masked_copy, zero_units
 
 T = TypeVar("T")
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
@@ -119,18 +119,24 @@ def shrink(
             power = 2 if score is None else 1  # squares of norms add up, and saliencies do
             importances = {c.name: [rows**power for rows in scores[c.name]] for c in rated}
             counts = counts_within(model, rated, importances, cost_of, trial_ratio, multiples=multiples, limits=limits)
-        masked = copy.deepcopy(model)
+        masked = masked_copy(model, [bound for coupling in rated for bound in coupling.bind(model)])
         for coupling in rated:
             for bound, rows in zip(coupling.bind(masked), scores[coupling.name], strict=True):
                 keep = keep_mask(rows.reshape(-1, bound.grid[-1]), counts[coupling.name]).cpu()
                 zero_units(masked, Removal(coupling=bound, keep=keep.reshape(bound.grid)))
-        chosen, failing = Trials(masked, example_inputs, multiples, tolerance).sort(rated)
-        left_out += [(coupling.name, why) for coupling, why in failing.items()]
-        if not failing:
-            break
-    removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
-    small, report = verified(masked, removals, example_inputs, tolerance, with_config=True)
-    return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left_out))
+        trials, chosen = Trials(masked, example_inputs, multiples, tolerance), rated
+        for is_sorted in (False, True):
+            try:
+                removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen}, trials.known)
+                small, report = verified(masked, removals, trials.reference, tolerance, with_config=True)
+                return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left_out))
+            except SparsityError:
+                if is_sorted:
+                    raise
+            chosen, failing = trials.sort(rated)
+            left_out += [(coupling.name, why) for coupling, why in failing.items()]
+            if failing:
+                break
 
 
 def _scored(
@@ -146,7 +152,9 @@ def _scored(
         return {}
     if any(need.startswith("input") for need in needs):
         couplings = [replace(coupling, scores="consumers") for coupling in couplings]
-    copied, sparsifier = copy.deepcopy(model), ScopeSparsifier(score=score)  # type: ignore[arg-type]
+    is_built_in = not needs and not callable(score)  # so weights are only read, and need not be copied
+    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_built_in}
+    copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=score)  # type: ignore[arg-type]
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
         sparsifier.calibrate([inputs], forward)
