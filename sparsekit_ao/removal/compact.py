@@ -296,6 +296,10 @@ def without_units(
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
+    modes = [(module, module.training) for module in small.modules()]
+    small.train().eval()  # either may drop what a module remembers of its weights
+    for module, mode in modes:
+        module.training = mode
     unrounded = {name: weights[p] for name, p in small.named_parameters(remove_duplicate=False) if p in weights}
     return small, changes + folded, notes, unrounded
 

@@ -1,6 +1,7 @@
 """removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, discover
+from ..coupling.bound import match_names
 from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..sparsifiers.config import excluded_names
@@ -44,7 +46,8 @@ def removable(
     Args:
         model: not changed; copies run.
         example_inputs, multiple_of, tolerance: as for `compact`.
-        couplings: to be tried; None takes what `discover` finds.
+        couplings: to be tried; None takes what `discover` finds. Those of a model that is smaller by now are replaced
+            by what is found for the same tensors, where sizes no longer fit.
         ratio: fraction of the units of every coupling that is removed in the trial.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
             tensor are left out.
@@ -71,8 +74,11 @@ def removable(
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
-        discovery = Discovery(couplings=tuple(couplings), counts=(), frozen=())
-    excluded, tried, left_out = excluded_names(model, exclude, dict(named_tensors(model))), [], []
+        found = (lambda: discover(model, example_inputs), lambda: removable(model, example_inputs, tolerance=tolerance))
+        fitting, stale = _refitted(model, couplings, found)
+        discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
+    excluded, tried = excluded_names(model, exclude, dict(named_tensors(model))), list[Coupling]()
+    left_out = list(discovery.left_out)
     for coupling in with_own_names(discovery.couplings):
         bindings = coupling.bind(model)
         why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
@@ -96,6 +102,41 @@ def removable(
         counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
         left_out=(*left_out, *((coupling.name, why) for coupling, why in failing.items())),
     )
+
+
+def _refitted(
+    model: nn.Module, couplings: Sequence[Coupling], searches: Sequence[Callable[[], Discovery]]
+) -> tuple[list[Coupling], list[tuple[str, str]]]:
+    """Replace couplings whose sizes do not fit the model by those that are found; (name, reason) of the rest."""
+    fitting, stale = list[Coupling](), dict[Coupling, SparsityError]()
+    for coupling in couplings:
+        try:
+            coupling.bind(model)
+            fitting.append(coupling)
+        except SparsityError as e:
+            stale[coupling] = e
+    for search in searches:
+        candidates = {other: _tensor_sets(other, model) for other in search().couplings} if stale else {}
+        for coupling, why in [*stale.items()]:
+            wanted = _tensor_sets(coupling, model)
+            if not all(wanted):
+                raise why
+            same = [other for other, sets in candidates.items() if sets <= wanted]
+            fitting += [replace(same[0], name=coupling.name)] if len(same) == 1 else same
+            if same:
+                del stale[coupling]
+    return fitting, [(coupling.name, f"it no longer fits the model: {why}") for coupling, why in stale.items()]
+
+
+def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:
+    """For each layer of a coupling the names of its tensors, with axes; an empty set where a name matches none."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    layers: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+    for member, axes in coupling.members.items():
+        axes = re.sub(r"\s*(\d+ *\+|\+ *\d+)\s*", "", axes)  # without the lengths of concatenated parts
+        for captured, fqns in match_names(member, names).items() or [((), [])]:
+            layers.setdefault(captured, set()).update((fqn, axes) for fqn in fqns)
+    return {frozenset(layer) for layer in layers.values()}
 
 
 def _sorted(

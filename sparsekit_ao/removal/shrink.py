@@ -170,7 +170,10 @@ def _scored(
         names = [member.fqn for member in bound.members if member.is_parameter]
         return scores[ids(names), bound.grid[-1]].pop(0)
 
-    return {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
+    rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
+    for module in copied.modules():
+        module._buffers.clear()  # the masks, whose modules refer to each other, so that they would be freed much later
+    return rated
 
 
 def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:

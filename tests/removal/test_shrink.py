@@ -198,6 +198,45 @@ def test_a_smaller_model_is_trained_and_shrunk_again_with_the_same_couplings():
     assert torch.equal(again(x), model(x))
 
 
+@pytest.mark.parametrize("name", ["ResNeXt", "DenseNet", "LeViT"])
+def test_couplings_of_the_larger_model_have_their_sizes_derived_anew(name):
+    network, inputs = NETWORKS.get(name, (None, None))
+    model, x = (fill(network()), inputs()) if network else hf_models.make(name)
+    couplings, state = removable(model, x).couplings, torch.random.get_rng_state()
+    small, first = shrink(model, x, 0.3, couplings=couplings)
+    _, second = shrink(small, x, 0.5, couplings=couplings)
+    assert second.after.parameters < 0.8 * first.after.parameters and second.difference <= 1e-5
+    assert not any("no longer fits" in text for text in second.left_out)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    with pytest.raises(SparsityError, match="matches no parameter or buffer"):
+        shrink(small, x, couplings=[*couplings, Coupling({"nothing": "u"})])
+
+
+class Biased(nn.Module):
+    """Remembers a part of its weights in eval mode until the next train or eval, as some attention biases do."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.known = nn.Linear(4, 8), nn.Linear(8, 3), {}
+
+    def train(self, mode=True):
+        self.known = {}
+        return super().train(mode)
+
+    def forward(self, x):
+        bias = self.a.bias if self.training else self.known.setdefault("bias", self.a.bias.detach().clone())
+        return self.b(F.relu(F.linear(x, self.a.weight) + bias))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_model_remembers_of_larger_weights_is_dropped(training):
+    model, x = fill(Biased()).train(training), torch.randn(3, 4)
+    model(x)
+    small, report = shrink(model, x)
+    assert small(x).shape == (3, 3) and small.a.out_features == 4 and small.training == small.a.training == training
+    assert report.difference <= 1e-5
+
+
 def test_proximal_training_makes_whole_units_of_couplings_zero_which_compact_removes():
     model, x = mlp(6, 16, 16, 3), torch.randn(64, 6)
     couplings = removable(model, x).couplings
