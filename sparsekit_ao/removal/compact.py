@@ -81,7 +81,8 @@ class Compaction:
         changed: attributes of modules and configs with their old and new values.
         not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
             that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
-        left_out: couplings from which nothing was removed, with the reason; only of `shrink`.
+        left_out: couplings from which nothing was removed, or less than was asked for, with the reason.
+        frozen: axes from which nothing may be removed, with the reason, but for inputs and outputs. Of `shrink`.
         manifest: plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -104,6 +105,7 @@ class Compaction:
     changed: tuple[str, ...] = ()
     not_in_config: str | None = None
     left_out: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -120,11 +122,16 @@ class Compaction:
         lines += [f"changed: {text}" for text in self.changed]
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
-        lines += [UNLISTED + text for text in self.unlisted]
+        if self.unlisted:
+            names = (
+                f"{len(self.unlisted)} integers equal a removed size" if len(self.unlisted) > 1 else self.unlisted[0]
+            )
+            lines.append(f"unchanged, and outputs are the same: {names} (report.unlisted)")
         if self.not_in_config:
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
         lines += [f"left out: {text}" for text in self.left_out]
+        lines += [f"frozen: {text}" for text in self.frozen]
         return "\n".join(lines)
 
 
@@ -184,15 +191,28 @@ def compact(
     flops: 960 -> 240 (0.250)
     largest relative difference on the example inputs: ...
     """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise SparsityError(f"tolerance must be a number >= 0, got {tolerance!r}")
+    check_comparable("", model, tolerance)
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
     removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
     reference = Reference(model, example_inputs)
     reference.check_lengths()
-    return verified(model, removals, reference, tolerance)
+    small, report = verified(model, removals, reference, tolerance)
+    why = "no unit is zero in all of its weights (or multiple_of keeps all); prune by its entries, then squash_mask"
+    return small, replace(report, left_out=tuple(f"{r.coupling.name}: {why}" for r in removals if r.is_empty))
+
+
+def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
+    """Raise unless the tolerance is a number, and parameters have values."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if name is not None:
+        raise SparsityError(
+            f"{where}{name} is on the meta device, so it has no values to be compared; load the weights first. To give "
+            "a model without values the shapes of a smaller one, use cut_to."
+        )
 
 
 def verified(

@@ -18,7 +18,7 @@ from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
-from .compact import compared, find_removals, without_units
+from .compact import check_comparable, compared, find_removals, without_units
 from .remove import Removal, check_multiple, masked_copy, zero_units
 from .sizes import candidate_attrs
 from .verify import Reference
@@ -69,6 +69,7 @@ def removable(
     >>> removable(Heads(), torch.randn(2, 5, 8)).couplings[0].attrs
     {'heads': 'u'}
     """
+    check_comparable("", model, tolerance)
     for number in multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]:
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
     if couplings is None:

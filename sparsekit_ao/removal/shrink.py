@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level
-from .compact import Compaction, check_names, find_removals, verified
+from .compact import Compaction, check_comparable, check_names, find_removals, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import Trials, removable, with_own_names
 from .remove import Removal, masked_copy, zero_units
@@ -81,6 +81,7 @@ def shrink(
     >>> report.after.flops / report.before.flops <= 0.5
     True
     """
+    check_comparable("shrink: ", model, tolerance)
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
         raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
@@ -129,7 +130,9 @@ def shrink(
             try:
                 removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen}, trials.known)
                 small, report = verified(masked, removals, trials.reference, tolerance, with_config=True)
-                return small, replace(report, left_out=tuple(f"{name}: {why}" for name, why in left_out))
+                left_out += _unreached(removals, chosen, levels, multiples)
+                texts = tuple(f"{name}: {why}" for name, why in left_out)
+                return small, replace(report, left_out=texts, frozen=tuple(_frozen_texts(discovery)))
             except SparsityError:
                 if is_sorted:
                     raise
@@ -137,6 +140,32 @@ def shrink(
             left_out += [(coupling.name, why) for coupling, why in failing.items()]
             if failing:
                 break
+
+
+def _unreached(
+    removals: Sequence[Removal],
+    couplings: Sequence[Coupling],
+    levels: Mapping[str, float],
+    multiples: Mapping[str, int],
+) -> list[tuple[str, str]]:
+    """(name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
+    reasons = {}
+    for removal in removals:
+        name, units = couplings[removal.source].name, removal.scope_units
+        if removal.is_empty and multiples[name] > 1:
+            reasons[name] = f"a multiple of {multiples[name]} keeps all of its {units} units"
+        elif removal.kept == min(multiples[name], units) and levels[name] == 1:
+            reasons[name] = f"a layer needs a unit, so {removal.kept} of {units} are kept in each scope"
+    return list(reasons.items())
+
+
+def _frozen_texts(discovery: Discovery) -> Iterator[str]:
+    """Describe the frozen axes, without those of inputs and outputs."""
+    for axis, count in discovery.frozen:
+        (name, d), *others = axis.places
+        if not axis.why.startswith(("input", "output")):
+            more = f" and {len(others)} more" if others else ""
+            yield f"{f'{count} x ' if count > 1 else ''}{axis.size} in {name}[{d}]{more}: {axis.why}"
 
 
 def _scored(

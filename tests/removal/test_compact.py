@@ -545,3 +545,16 @@ def test_a_tensor_packed_in_any_order_loses_what_its_scopes_drop(case):
 def test_a_convolution_has_the_channels_of_its_weight(kind):
     layer = kind(4, 6, 3)
     assert sizes_of(layer, "weight", layer.weight, []) == {"groups": 1, "in_channels": 4, "out_channels": 6}
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe\x00", b"[" * 100_000])
+def test_a_damaged_manifest_is_refused(data, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(data)
+    with pytest.raises(SparsityError, match=r"cut_to: .*manifest.json' is not what `report.save` writes: "):
+        cut_to(pair(), tmp_path / "manifest.json")
+
+
+def test_a_model_that_was_not_pruned_says_so():
+    small, report = compact(pair(), PAIR, x())
+    assert "left out: hidden: no unit is zero in all of its weights" in str(report)
+    assert [tensor.shape for tensor in small.parameters()] == [tensor.shape for tensor in pair().parameters()]

@@ -146,6 +146,38 @@ def test_levels_by_coupling_and_limits():
         shrink(model, x, 0.95, cost="parameters", max_sparsity=0.5)
 
 
+def test_what_keeps_units_is_in_the_report():
+    model, x = nn.Sequential(nn.Linear(4, 30), nn.LayerNorm(30), nn.Linear(30, 4)), torch.randn(3, 4)
+    small, report = shrink(model, x)
+    assert parameters(small) == parameters(model) and len(report.frozen) == 1
+    assert "30 in 0.weight[0] and 4 more: " in report.frozen[0] and f"frozen: {report.frozen[0]}" in str(report)
+    model = mlp(4, 30, 30, 2)
+    _, report = shrink(model, x, multiple_of={"0.weight": 64})
+    assert report.left_out == ("0.weight: a multiple of 64 keeps all of its 30 units",) and not report.frozen
+    small, report = shrink(model, x, 1.0, exclude=["2"])
+    assert small[0].out_features == 30 and not report.couplings
+    small, report = shrink(model, x, {"0.weight": 1.0})
+    assert small[0].out_features == 1
+    assert report.left_out[-1] == "0.weight: a layer needs a unit, so 1 of 30 are kept in each scope"
+
+
+def test_sizes_that_need_no_change_take_one_line_of_a_report():
+    model, x = hf_models.make("Llama")
+    _, report = shrink(model, x, exclude=["*embed_tokens*"])
+    lines = [line for line in str(report).split("\n") if "removed size" in line]
+    assert lines == [
+        f"unchanged, and outputs are the same: {len(report.unlisted)} integers equal a removed size (report.unlisted)"
+    ]
+
+
+@pytest.mark.parametrize("call", [shrink, removable])
+def test_models_without_values_and_tolerances_are_refused_first(call):
+    with pytest.raises(SparsityError, match="0.weight is on the meta device, so it has no values to be compared; load"):
+        call(mlp(4, 8, 2).to("meta"), torch.ones(2, 4, device="meta"))
+    with pytest.raises(SparsityError, match="tolerance must be a number >= 0, got '1e-5'"):
+        call(mlp(4, 8, 2), torch.randn(3, 4), tolerance="1e-5")
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
