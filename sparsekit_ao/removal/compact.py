@@ -219,15 +219,15 @@ def verified(
     model: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float, *, with_config: bool = False
 ) -> tuple[nn.Module, Compaction]:
     """Return a model without some units, if it gives the same outputs; see `compact` and `fit_config`."""
-    small, changes, notes, unrounded = without_units(model, removals)
-    comparison = compared(reference, small, unrounded, tolerance)
+    small, changes, notes, reference.unrounded = without_units(model, removals)
+    comparison = compared(reference, small, tolerance)
     if isinstance(comparison, str):
         if with_config:  # `shrink` tries the couplings by themselves
             raise SparsityError(f"the smaller model {comparison}")
         lines = []
         for removal in (removal for removal in removals if not removal.is_empty):
-            single, _, _, values = without_units(model, [removal], light=True)
-            alone = compared(reference, single, values, tolerance, discarded=True)
+            single = without_units(model, [removal], trial=reference)[0]
+            alone = compared(reference, single, tolerance, discarded=True)
             lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
         lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
         lines += [f"not exact: {note}" for note in notes]
@@ -238,7 +238,7 @@ def verified(
         )
     not_in_config = None
     if with_config and has_config(model):
-        config_changes, not_in_config = fit_config(model, small, removals, reference, tolerance, unrounded)
+        config_changes, not_in_config = fit_config(model, small, removals, reference, tolerance)
         changes = [*changes, *config_changes]
     rows = [
         KeptUnits(
@@ -299,11 +299,11 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
 
 
 def without_units(
-    model: nn.Module, removals: Sequence[Removal], *, light: bool = False
+    model: nn.Module, removals: Sequence[Removal], *, trial: Reference | None = None
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    The large tensors of a light one are computed whenever they are read.
+    That of a trial has the dtype that the reference compares, and computes its large tensors whenever they are read.
 
     Raises:
         SparsityError: they cannot be removed.
@@ -311,7 +311,7 @@ def without_units(
     check_lists(model, removals, "")
     changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.coupling.members]
     replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
-    small = light_copy(model) if light else copy.deepcopy(model, replaced)
+    small = light_copy(model, trial.dtype) if trial else copy.deepcopy(model, replaced)
     remove_units(small, removals)
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
@@ -324,17 +324,10 @@ def without_units(
     return small, changes + folded, notes, unrounded
 
 
-def compared(
-    reference: Reference,
-    small: nn.Module,
-    unrounded: Mapping[str, Tensor],
-    tolerance: float,
-    *,
-    discarded: bool = False,
-) -> Comparison | str:
+def compared(reference: Reference, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison | str:
     """Compare a smaller model, or describe what is wrong with it; see `Reference.compare`."""
     try:
-        comparison = reference.compare(small, tolerance, unrounded, discarded=discarded)
+        comparison = reference.compare(small, tolerance, discarded=discarded)
     except Exception as e:
         return f"does not run: {e}"
     if comparison.decisive <= tolerance:

@@ -19,10 +19,12 @@ from .sizes import Change
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
+_Exact = dict[nn.Parameter, Tensor]  # folded weights before they are rounded
+
 
 def fold_norms(
     model: nn.Module, small: nn.Module, removals: Sequence[Removal]
-) -> tuple[list[Change], list[str], dict[nn.Parameter, Tensor]]:
+) -> tuple[list[Change], list[str], _Exact]:
     """Fold the smaller model's RMSNorms over a pruned axis, in place.
 
     Returns the changes of eps, notes on what is not exact, and folded weights before they were rounded to 16 bits.
@@ -41,7 +43,7 @@ def fold_norms(
             if name == "weight" and getattr(module, name).ndim == 1 and _takes_statistics(module):
                 keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
                 kept[member.fqn] = kept[member.fqn] & keep if member.fqn in kept else keep
-    unrounded: dict[nn.Parameter, Tensor] = {}
+    unrounded: _Exact = {}
     changes = [change for fqn, keep in kept.items() for change in _fold(model, small, fqn, keep, notes, unrounded)]
     if changes and hasattr(small, "config"):
         changes += _change_config(model, small, changes, notes)
@@ -49,12 +51,7 @@ def fold_norms(
 
 
 def _fold(
-    model: nn.Module,
-    small: nn.Module,
-    fqn: str,
-    keep: Tensor,
-    notes: list[str],
-    unrounded: dict[nn.Parameter, Tensor],
+    model: nn.Module, small: nn.Module, fqn: str, keep: Tensor, notes: list[str], unrounded: _Exact
 ) -> list[Change]:
     """Return the change of the eps of an RMSNorm (of another norm none), and append to the notes what is not exact.
 

@@ -182,9 +182,8 @@ class Trials:
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
-        key = tuple((coupling, tuple(coupling.attrs)) for coupling in couplings)
-        if key not in self._problems:
-            self._problems[key] = self._tried(couplings)
+        key = tuple(couplings)
+        self._problems[key] = self._problems[key] if key in self._problems else self._tried(couplings)
         return self._problems[key]
 
     def _tried(self, couplings: Sequence[Coupling]) -> str:
@@ -193,12 +192,12 @@ class Trials:
             multiple = {name: number for name, number in multiple.items() if name in names}
         try:
             removals = find_removals(self._masked, couplings, multiple, self.known)
-            small, _, _, unrounded = without_units(self._masked, removals, light=True)
+            small = without_units(self._masked, removals, trial=self.reference)[0]
         except SparsityError as e:
             return str(e)
         finally:
             self._done()
-        comparison = compared(self.reference, small, unrounded, self._tolerance, discarded=True)
+        comparison = compared(self.reference, small, self._tolerance, discarded=True)
         return comparison if isinstance(comparison, str) else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:

@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +186,7 @@ def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
     """A copy without the removed units; of the same kind (parameter or not) and memory format."""
     shape = _shape_without(tuple(tensor.shape), cuts)
     if isinstance(tensor, Computed):
-        return Computed.of(tensor.source, partial(_smaller, tensor.source, cuts), shape, tensor.dtype)
+        return Computed.of(tensor.source, lambda: _smaller(tensor.source, cuts).to(tensor.dtype), shape, tensor.dtype)
     indices = None if tensor.is_meta else _kept_indices(tuple(tensor.shape), cuts)
     if tensor.is_meta:
         data = tensor.new_empty(shape)

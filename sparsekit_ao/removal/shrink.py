@@ -130,7 +130,7 @@ def shrink(
             try:
                 removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen}, trials.known)
                 small, report = verified(masked, removals, trials.reference, tolerance, with_config=True)
-                left_out += _unreached(removals, chosen, levels, multiples)
+                left_out += _unreached([(chosen[r.source].name, r) for r in removals], levels, multiples)
                 texts = tuple(f"{name}: {why}" for name, why in left_out)
                 return small, replace(report, left_out=texts, frozen=tuple(_frozen_texts(discovery)))
             except SparsityError:
@@ -143,15 +143,12 @@ def shrink(
 
 
 def _unreached(
-    removals: Sequence[Removal],
-    couplings: Sequence[Coupling],
-    levels: Mapping[str, float],
-    multiples: Mapping[str, int],
+    removals: Iterable[tuple[str, Removal]], levels: Mapping[str, float], multiples: Mapping[str, int]
 ) -> list[tuple[str, str]]:
     """(name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
     reasons = {}
-    for removal in removals:
-        name, units = couplings[removal.source].name, removal.scope_units
+    for name, removal in removals:
+        units = removal.scope_units
         if removal.is_empty and multiples[name] > 1:
             reasons[name] = f"a multiple of {multiples[name]} keeps all of its {units} units"
         elif removal.kept == min(multiples[name], units) and levels[name] == 1:

@@ -324,12 +324,7 @@ def has_config(model: nn.Module) -> bool:
 
 
 def fit_config(
-    dense: nn.Module,
-    small: nn.Module,
-    removals: Sequence[Removal],
-    reference: Reference,
-    tolerance: float,
-    unrounded: Mapping[str, Tensor],
+    dense: nn.Module, small: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float
 ) -> tuple[list[Change], str]:
     """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
@@ -353,7 +348,7 @@ def fit_config(
             wrong = fewer
         else:
             apply_changes(small, undone([changes.pop()]))
-    problem = wrong[0] if wrong else _other_outputs(small, reference, tolerance, unrounded)
+    problem = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
     if problem:
         apply_changes(small, undone(changes))
     return [] if problem else changes, problem
@@ -386,7 +381,7 @@ def _misfits(model: nn.Module) -> list[str]:
     ]
 
 
-def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, unrounded: Mapping[str, Tensor]) -> str:
+def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> str:
     """What is wrong with the outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
         with seeded([]), _Unfilled():
@@ -398,7 +393,7 @@ def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, unr
             if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
                 values.data = buffers[name]
         for model in (small, fresh):
-            if not reference.compare(model, tolerance, unrounded).decisive <= tolerance:
+            if not reference.compare(model, tolerance).decisive <= tolerance:
                 return "a model constructed from the config gives other outputs"
     except Exception as e:
         return f"a model constructed from the config does not run: {e}"

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,16 +46,18 @@ class Reference:
 
     Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
     hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
-    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected.
+    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected;
+    `unrounded` are values of parameters of the smaller model, before they were rounded to 16 bits.
 
     Raises:
         SparsityError: it does not run, or returns no tensor, only zeros, or a nan.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self._model, self._inputs, self._dtype = model, arguments(inputs), _run_dtype(model)
+        self._model, self._inputs, self.dtype = model, arguments(inputs), _run_dtype(model)
+        self.unrounded: Mapping[str, Tensor] = {}
         try:
-            output, self.flops = _run(model, self._inputs, self._dtype)
+            output, self.flops = _run(model, self._inputs, self.dtype)
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
@@ -73,18 +74,17 @@ class Reference:
                 "the masked model returns only zeros on example_inputs, so nothing is compared; pass typical inputs"
             )
 
-    def compare(
-        self, small: nn.Module, tolerance: float, unrounded: Mapping[str, Tensor], *, discarded: bool = False
-    ) -> Comparison:
+    def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
         """Run the compacted model; in float64 too, where it differs by more than the tolerance.
 
-        Parameters with `unrounded` values have these in a copy of more bits. With `discarded`, the model is used for
-        nothing else afterwards, so it need not be copied, and its FLOPs are not counted.
+        With `discarded`, the model has the dtype of the comparison and is used for nothing else afterwards, so it is
+        not copied, and its FLOPs are not counted.
         """
-        output, flops = _run(small, self._inputs, self._dtype, unrounded, not discarded, not discarded)
+        values = {} if discarded else self.unrounded
+        output, flops = _run(small, self._inputs, self.dtype, values, not discarded, not discarded)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
-        exact = self._in_float64(small, unrounded, outputs) if tolerance < difference < float("inf") else None
+        exact = self._in_float64(small, outputs) if tolerance < difference < float("inf") else None
         return Comparison(difference=difference, in_float64=exact, flops=flops)
 
     def check_lengths(self) -> None:
@@ -118,24 +118,24 @@ class Reference:
         """The outputs with more entries in some dimensions of inputs, of one with other values; None if none."""
 
         def extended(tensor: Tensor) -> Tensor:
-            for d in (d for t, d in longer if t is tensor):
-                other = _other_values(tensor) if tensor is changed else tensor
+            is_changed = tensor is changed
+            for d in [d for t, d in longer if t is tensor]:
+                other = _other_values(tensor) if is_changed else tensor
                 tensor = torch.cat([other, other.flatten().roll(1).view(other.shape), tensor], d)
             return tensor
 
         try:
+            inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
             with warnings.catch_warnings(action="ignore"):
-                output = _run(
-                    self._model, _pytree.tree_map_only(Tensor, extended, self._inputs), self._dtype, counted=False
-                )[0]
+                output = _run(self._model, inputs, self.dtype, counted=False)[0]
         except Exception:  # the dimension has one size, or the model does not take a new value
             return None
         return list(tensors_in("output", output))
 
-    def _in_float64(self, small: nn.Module, unrounded: Mapping[str, Tensor], outputs: Outputs) -> float | None:
+    def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
-            pairs: list[tuple[nn.Module, Mapping[str, Tensor]]] = [(self._model, {}), (small, unrounded)]
+            pairs = (self._model, None), (small, self.unrounded)
             runs = [_run(model, self._inputs, torch.float64, values, counted=False)[0] for model, values in pairs]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
@@ -147,8 +147,8 @@ class Reference:
 
 
 def count_flops(model: nn.Module, inputs: Any) -> int:
-    """Count the FLOPs of one forward in eval mode, which the model is in afterwards; as `Reference` counts them."""
-    return _run(model, arguments(inputs), _run_dtype(model), copied=False)[1]
+    """Count the FLOPs of one forward in eval mode, as `Reference` counts them."""
+    return _run(model, arguments(inputs), _run_dtype(model))[1]
 
 
 def _other_values(tensor: Tensor) -> Tensor:
@@ -164,14 +164,16 @@ def _other_values(tensor: Tensor) -> Tensor:
 def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: float) -> bool:
     """Whether two outputs differ in their last entries, as many as a shorter output has."""
     arrays = any(t.ndim for _, t in same)  # beside them, a loss is a mean over the batch
-    for (_, few), (_, a), (_, b) in zip(short, same, other, strict=True):
-        if few.ndim == a.ndim == b.ndim and (a.ndim or not arrays):
-            for d, n in enumerate(few.shape):
-                a, b = (t.narrow(d, max(t.shape[d] - n, 0), min(n, t.shape[d])) for t in (a, b))
-            a, b = _real(a), _real(b)
-            error = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
-            if a.shape != b.shape or not bool((error <= tolerance * a.nan_to_num(0.0, 0.0, 0.0).abs().max()).all()):
-                return True
+    for (_, few), (_, a), (_, b) in zip(short[::-1], same[::-1], other[::-1], strict=False):
+        if few.ndim != a.ndim or a.ndim != b.ndim:
+            return True
+        for d, n in enumerate(few.shape):
+            a, b = (t.narrow(d, max(t.shape[d] - n, 0), min(n, t.shape[d])) for t in (a, b))
+        a, b = _real(a), _real(b)
+        error = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()) if a.shape == b.shape else a / 0
+        bound = tolerance * float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+        if (a.ndim or not arrays) and not bool((error <= bound).all()):
+            return True
     return False
 
 
@@ -185,7 +187,7 @@ def _run(
     model: nn.Module,
     inputs: Arguments,
     dtype: torch.dtype | None,
-    unrounded: Mapping[str, Tensor] = MappingProxyType({}),
+    unrounded: Mapping[str, Tensor] | None = None,
     copied: bool = True,
     counted: bool = True,
 ) -> tuple[Any, int]:
@@ -194,12 +196,12 @@ def _run(
 
     # Only leaf tensors can be copied.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
-    model = light_copy(model, dtype) if copied else _convert(model, dtype) if dtype is not None else model
+    model = light_copy(model, dtype) if copied else model
     inputs = copy.deepcopy(inputs)
     model.train().eval()  # either may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     if dtype is not None:
-        for name, values in unrounded.items():
+        for name, values in (unrounded or {}).items():
             model.get_parameter(name).data = values.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
@@ -275,22 +277,6 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def light_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Copy a model; its large parameters are copied, and converted, whenever they are read."""
-    return copy.deepcopy(model, _light_tensors(model, dtype))
-
-
-def _convert(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a model in place, as `light_copy` does."""
-    tensors = _light_tensors(model, dtype)
-    for module in model.modules():
-        for registered in (module._parameters, module._buffers):
-            registered |= {name: tensors[id(t)] for name, t in registered.items() if id(t) in tensors}
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-    return model
-
-
-def _light_tensors(model: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:
-    """The parameters of `light_copy`, and the buffers if these are converted, by the id of the model's own."""
     tensors: dict[int, Any] = {}
     for p in model.parameters():
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -300,7 +286,7 @@ def _light_tensors(model: nn.Module, dtype: torch.dtype | None) -> dict[int, Any
             tensors[id(p)] = Computed.of(p, partial(_converted, p, to), p.shape, to)
     for buffer in model.buffers() if dtype is not None else ():
         tensors[id(buffer)] = buffer.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
-    return tensors
+    return copy.deepcopy(model, tensors)
 
 
 @contextlib.contextmanager
