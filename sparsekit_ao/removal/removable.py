@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -177,16 +177,10 @@ class Trials:
     ) -> None:
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self.reference = Reference(masked, inputs)
-        self._problems: dict[Hashable, str] = {}
         self.known: dict[tuple[Coupling, int], list[Removal]] = {}
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
-        key = tuple(couplings)
-        self._problems[key] = self._problems[key] if key in self._problems else self._tried(couplings)
-        return self._problems[key]
-
-    def _tried(self, couplings: Sequence[Coupling]) -> str:
         names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}

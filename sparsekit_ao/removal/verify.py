@@ -18,6 +18,7 @@ from ..errors import SparsityError
 
 Outputs = list[tuple[str, Tensor]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Values = Mapping[str, Tensor] | None
 
 LARGE = 1 << 16  # elements from which on a tensor is computed when it is read, and not kept
 _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64
@@ -80,8 +81,8 @@ class Reference:
         With `discarded`, the model has the dtype of the comparison and is used for nothing else afterwards, so it is
         not copied, and its FLOPs are not counted.
         """
-        values = {} if discarded else self.unrounded
-        output, flops = _run(small, self._inputs, self.dtype, values, not discarded, not discarded)
+        values = None if discarded else self.unrounded
+        output, flops = _run(small, self._inputs, self.dtype, values, discarded)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
         exact = self._in_float64(small, outputs) if tolerance < difference < float("inf") else None
@@ -127,7 +128,7 @@ class Reference:
         try:
             inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
             with warnings.catch_warnings(action="ignore"):
-                output = _run(self._model, inputs, self.dtype, counted=False)[0]
+                output = _run(self._model, inputs, self.dtype)[0]
         except Exception:  # the dimension has one size, or the model does not take a new value
             return None
         return list(tensors_in("output", output))
@@ -136,7 +137,7 @@ class Reference:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
             pairs = (self._model, None), (small, self.unrounded)
-            runs = [_run(model, self._inputs, torch.float64, values, counted=False)[0] for model, values in pairs]
+            runs = [_run(model, self._inputs, torch.float64, values)[0] for model, values in pairs]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
         exact, small_exact = (list(tensors_in("output", run)) for run in runs)
@@ -184,37 +185,32 @@ def _run_dtype(model: nn.Module) -> torch.dtype | None:
 
 @torch.no_grad()
 def _run(
-    model: nn.Module,
-    inputs: Arguments,
-    dtype: torch.dtype | None,
-    unrounded: Mapping[str, Tensor] | None = None,
-    copied: bool = True,
-    counted: bool = True,
+    model: nn.Module, inputs: Arguments, dtype: torch.dtype | None, values: _Values = None, discarded: bool = False
 ) -> tuple[Any, int]:
-    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given, then `unrounded`."""
+    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given, then with `values`."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
     # Only leaf tensors can be copied.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
-    model = light_copy(model, dtype) if copied else model
+    model = model if discarded else light_copy(model, dtype)
     inputs = copy.deepcopy(inputs)
     model.train().eval()  # either may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     if dtype is not None:
-        for name, values in (unrounded or {}).items():
-            model.get_parameter(name).data = values.to(dtype)
+        for name, exact in (values or {}).items():
+            model.get_parameter(name).data = exact.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
-    count = FlopCounterMode(display=False, custom_mapping=_flop_formulas()) if counted else None
+    count = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the counter knows no FLOPs of its fused operations
     try:
-        with seeded(tensors), count or contextlib.nullcontext():
+        with seeded(tensors), contextlib.nullcontext() if discarded else count:
             output = model(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return output, count.get_total_flops() if count else 0
+    return output, count.get_total_flops()
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -240,10 +236,7 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 class Computed(Tensor):
-    """A tensor that is computed anew by every operation that reads it, and takes no memory in between.
-
-    `source` is what it is computed from.
-    """
+    """A tensor that is computed from its source by every operation that reads it, and takes no memory in between."""
 
     source: Tensor
     compute: Callable[[], Tensor]
@@ -257,9 +250,7 @@ class Computed(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.embedding.default:  # only the rows that are read are converted
             source = args[0]
             while isinstance(source, cls) and source.source.shape == source.shape:
