@@ -2,10 +2,11 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
@@ -18,7 +19,7 @@ from ..structure import checked_level
 from .compact import Compaction, check_comparable, check_names, find_removals, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import Trials, removable, with_own_names
-from .remove import Removal, masked_copy, zero_units
+from .remove import Removal, masked_copy, plain_tensors, zero_units
 
 T = TypeVar("T")
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
@@ -132,7 +133,9 @@ def shrink(
                 small, report = verified(masked, removals, trials.reference, tolerance, with_config=True)
                 left_out += _unreached([(chosen[r.source].name, r) for r in removals], levels, multiples)
                 texts = tuple(f"{name}: {why}" for name, why in left_out)
-                return small, replace(report, left_out=texts, frozen=tuple(_frozen_texts(discovery)))
+                inside = [(a, *a.places[0]) for a, _ in discovery.frozen if not a.why.startswith(("input", "output"))]
+                frozen = tuple(f"{a.size} in {name}[{d}]: {a.why}" for a, name, d in inside)
+                return small, replace(report, left_out=texts, frozen=frozen)
             except SparsityError:
                 if is_sorted:
                     raise
@@ -154,15 +157,6 @@ def _unreached(
         elif removal.kept == min(multiples[name], units) and levels[name] == 1:
             reasons[name] = f"a layer needs a unit, so {removal.kept} of {units} are kept in each scope"
     return list(reasons.items())
-
-
-def _frozen_texts(discovery: Discovery) -> Iterator[str]:
-    """Describe the frozen axes, without those of inputs and outputs."""
-    for axis, count in discovery.frozen:
-        (name, d), *others = axis.places
-        if not axis.why.startswith(("input", "output")):
-            more = f" and {len(others)} more" if others else ""
-            yield f"{f'{count} x ' if count > 1 else ''}{axis.size} in {name}[{d}]{more}: {axis.why}"
 
 
 def _scored(
@@ -197,9 +191,30 @@ def _scored(
         return scores[ids(names), bound.grid[-1]].pop(0)
 
     rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
+    for coupling in couplings if score is None else ():
+        rated[coupling.name] = [
+            _whole(*pair, model) for pair in zip(coupling.bind(model), rated[coupling.name], strict=True)
+        ]
     for module in copied.modules():
         module._buffers.clear()  # the masks, whose modules refer to each other, so that they would be freed much later
     return rated
+
+
+def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
+    """The norms of units with their further dimensions of one tensor, as recurrent weights have them."""
+    numbers = torch.arange(bound.units, device="cpu").reshape(bound.grid)
+    for member in bound.members:
+        first = next(other for other in bound.members if other.fqn == member.fqn)
+        if not first.is_parameter or first is member:
+            continue
+        weight = plain_tensors(model, [member.fqn])[member.fqn].detach()
+        owners = [torch.empty(weight.shape, dtype=torch.long, device="cpu") for _ in range(2)]
+        for view in (m.pattern(owner) for owner, m in zip(owners, (first, member), strict=True)):
+            view.copy_(numbers.reshape(*bound.grid, *[1] * (view.ndim - numbers.ndim)).expand_as(view))
+        others = weight.float().masked_fill((owners[0] == owners[1]).to(weight.device), 0)  # not in the first dimension
+        squares = member.pattern(others).square().unsqueeze(-1).flatten(numbers.ndim).sum(-1)
+        rows = (rows.square() + squares.reshape(rows.shape).to(rows)).sqrt()
+    return rows
 
 
 def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:

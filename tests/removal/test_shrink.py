@@ -150,7 +150,7 @@ def test_what_keeps_units_is_in_the_report():
     model, x = nn.Sequential(nn.Linear(4, 30), nn.LayerNorm(30), nn.Linear(30, 4)), torch.randn(3, 4)
     small, report = shrink(model, x)
     assert parameters(small) == parameters(model) and len(report.frozen) == 1
-    assert "30 in 0.weight[0] and 4 more: " in report.frozen[0] and f"frozen: {report.frozen[0]}" in str(report)
+    assert report.frozen[0].startswith("30 in 0.weight[0]: ") and f"frozen: {report.frozen[0]}" in str(report)
     model = mlp(4, 30, 30, 2)
     _, report = shrink(model, x, multiple_of={"0.weight": 64})
     assert report.left_out == ("0.weight: a multiple of 64 keeps all of its 30 units",) and not report.frozen
@@ -267,6 +267,35 @@ def test_what_a_model_remembers_of_larger_weights_is_dropped(training):
     small, report = shrink(model, x)
     assert small(x).shape == (3, 3) and small.a.out_features == 4 and small.training == small.a.training == training
     assert report.difference <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows"), [("u u", lambda w: w), ("(g u) u", lambda w: w.unflatten(0, (2, -1)).transpose(0, 1).flatten(1))]
+)
+def test_units_in_both_dimensions_of_a_weight_are_rated_as_a_whole(axes, rows):
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.w, self.b = nn.Linear(4, 6), nn.Linear(6, 12 if "g" in axes else 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            h = self.a(x)
+            for _ in range(2):
+                h = self.w(h).unflatten(-1, (-1, h.shape[-1])).prod(-2)
+            return self.b(h)
+
+    model = fill(Repeated())
+    model.w.weight[:, :3] *= 9
+    members = {"a.weight": "u i", "a.bias": "u", "w.weight": axes, "w.bias": axes[:-2], "b.weight": "o u"}
+    coupling = Coupling(members, sizes={"g": 2} if "g" in axes else {})
+    parts = [model.a.weight, model.a.bias[:, None], rows(model.w.weight), rows(model.w.bias[:, None]), model.b.weight.T]
+    columns = model.w.weight.clone()
+    for k in range(len(columns)):
+        columns[k, k % 6] = 0  # is in the row of the unit already
+    norms = torch.cat([*parts, columns.T], 1).norm(dim=1)
+    kept = norms.argsort(descending=True)[:3].sort().values
+    small, _ = shrink(model, torch.randn(3, 4), 0.5, couplings=[coupling])
+    assert torch.equal(small.a.weight, model.a.weight[kept])
 
 
 def test_proximal_training_makes_whole_units_of_couplings_zero_which_compact_removes():
