@@ -5,11 +5,11 @@ import json
 import re
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..coupling import Coupling
 from ..coupling.discovery.trace import code_line
@@ -17,9 +17,9 @@ from ..errors import SparsityError
 from ..tables import aligned
 from .manifest import make_manifest
 from .norms import Normed, fold_norms, plain_copy, redo_weight_norms
-from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, remove_units
+from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, plain_tensors, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
-from .verify import Comparison, Reference
+from .verify import Comparison, Reference, light_copy
 
 UNLISTED = "possibly a removed size (list it in attrs): "
 
@@ -84,8 +84,9 @@ class Compaction:
         not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
             that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
         fits: engines that load the model as `save_pretrained` writes it, if its config describes it; only of `shrink`.
-        left_out: couplings from which nothing was removed, modules that were never called, and what `discover` does not
-            follow, with the reason; only of `shrink`.
+        left_out: couplings from which nothing was removed, or less than was asked for, and modules that were never
+            called, with the reason.
+        frozen: axes from which nothing may be removed, with the reason, but for inputs and outputs. Of `shrink`.
         values: what the forward read from values of the example inputs, as in `Discovery`; only of `shrink`.
         manifest: plain data for `cut_to`.
 
@@ -110,6 +111,7 @@ class Compaction:
     not_in_config: str | None = None
     fits: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(repr=False)
 
@@ -127,12 +129,17 @@ class Compaction:
         lines += [f"changed: {text}" for text in self.changed]
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
-        lines += [UNLISTED + text for text in self.unlisted]
+        if self.unlisted:
+            names = (
+                f"{len(self.unlisted)} integers equal a removed size" if len(self.unlisted) > 1 else self.unlisted[0]
+            )
+            lines.append(f"unchanged, and outputs are the same: {names} (report.unlisted)")
         if self.not_in_config:
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
         lines += [f"fits: {text}" for text in self.fits]
         lines += [f"left out: {text}" for text in self.left_out]
+        lines += [f"frozen: {text}" for text in self.frozen]
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
         return "\n".join(lines)
 
@@ -155,16 +162,17 @@ def compact(
         model: squashed; neither it nor the inputs change, since copies run.
         couplings: one or several; a tensor may be in several.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
-            are, so use typical ones: sequences of more than one token, values that are not zero, attention masks with
-            zeros. Outputs are compared in tuples, mappings and dataclasses; other objects (a cache) are reported.
+            are, so use typical ones: sequences of different tokens, values that are not zero, attention masks with
+            zeros. One token is refused where the model combines tokens. Outputs are compared in tuples, mappings
+            and dataclasses; other objects (a cache) are reported.
         multiple_of: a number, or {name of a coupling: number}. The number of units kept in a scope is rounded up to a
             multiple, or to all, by keeping some dropped ones. At least one unit is kept.
         attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one coupling that
             has these axes.
         tolerance: largest difference of an output tensor, relative to the largest of its values that differ; integers
             must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one. Models of
-            16-bit floats are compared as float32 copies; where the masked model differs as much from its own float64
-            copy, float64 copies decide.
+            16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded; where the
+            masked model differs as much from its own float64 copy, float64 copies decide.
 
     Returns:
         The smaller model, and a `Compaction`.
@@ -192,34 +200,51 @@ def compact(
     flops: 960 -> 240 (0.250)
     largest relative difference on the example inputs: ...
     """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise SparsityError(f"tolerance must be a number >= 0, got {tolerance!r}")
+    check_comparable("", model, tolerance)
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
     model = plain_copy(model)
     removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
-    return verified(model, removals, example_inputs, tolerance)
+    reference = Reference(model, example_inputs)
+    reference.check_lengths()
+    small, report = verified(model, removals, reference, tolerance)
+    why = "no unit is zero in all of its weights (or multiple_of keeps all); prune by its entries, then squash_mask"
+    return small, replace(report, left_out=tuple(f"{r.coupling.name}: {why}" for r in removals if r.is_empty))
+
+
+def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
+    """Raise unless the tolerance is a number, and parameters have values."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if name is not None:
+        raise SparsityError(
+            f"{where}{name} is on the meta device, so it has no values to be compared; load the weights first. To give "
+            "a model without values the shapes of a smaller one, use cut_to."
+        )
 
 
 def verified(
     model: nn.Module,
     removals: Sequence[Removal],
-    example_inputs: Any,
+    reference: Reference,
     tolerance: float,
     *,
     with_config: bool = False,
     normed: Normed = (),
 ) -> tuple[nn.Module, Compaction]:
     """Return a model without some units, if it gives the same outputs; see `compact`, `fit_config`, `norms`."""
-    small, changes, notes = without_units(model, removals)
+    small, changes, notes, reference.unrounded = without_units(model, removals)
     redo_weight_norms(small, normed)
-    reference = Reference(model, example_inputs)
     comparison = compared(reference, small, tolerance)
     if isinstance(comparison, str):
+        if with_config:  # `shrink` tries the couplings by themselves
+            raise SparsityError(f"the smaller model {comparison}")
         lines = []
         for removal in (removal for removal in removals if not removal.is_empty):
-            alone = compared(reference, without_units(model, [removal])[0], tolerance, discarded=True)
+            single = without_units(model, [removal], trial=reference)[0]
+            alone = compared(reference, single, tolerance, discarded=True)
             lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
         lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
         lines += [f"not exact: {note}" for note in notes]
@@ -231,7 +256,7 @@ def verified(
     not_in_config, dense_flops = None, reference.flops
     if with_config and has_config(model):
         if tolerance >= 1:  # outputs may change, but not by the config
-            reference, tolerance = Reference(small, example_inputs), 1e-5
+            reference, tolerance = Reference(small, reference.example_inputs), 1e-5
         config_changes, not_in_config = fit_config(model, small, removals, reference, tolerance)
         changes = [*changes, *config_changes]
     rows = [
@@ -263,14 +288,24 @@ def verified(
 
 
 def find_removals(
-    model: nn.Module, couplings: Sequence[Coupling], multiple_of: int | Mapping[str, int]
+    model: nn.Module,
+    couplings: Sequence[Coupling],
+    multiple_of: int | Mapping[str, int],
+    known: dict[tuple[Coupling, int], list[Removal]] | None = None,
 ) -> list[Removal]:
-    """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`."""
+    """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
+
+    What is in `known`, of couplings without attributes and multiples, is not searched for again; the others are added.
+    """
     check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
-    removals = []
+    removals, known = list[Removal](), {} if known is None else known
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        removals += [find_removal(model, bound, multiple, source) for bound in coupling.bind(model)]
+        key = replace(coupling, attrs={}), multiple
+        if key not in known:
+            known[key] = [find_removal(model, bound, multiple) for bound in coupling.bind(model)]
+        for removal in known[key]:
+            removals.append(replace(removal, coupling=replace(removal.coupling, attrs=coupling.attrs), source=source))
     return outside_dropped(removals)
 
 
@@ -282,19 +317,30 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
             raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}")
 
 
-def without_units(model: nn.Module, removals: Sequence[Removal]) -> tuple[nn.Module, list[Change], list[str]]:
-    """Return a copy of a masked model without some units, changes of its attributes, and notes on what is not exact.
+def without_units(
+    model: nn.Module, removals: Sequence[Removal], *, trial: Reference | None = None
+) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
+    """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
+
+    That of a trial has the dtype that the reference compares, and computes its large tensors whenever they are read.
 
     Raises:
         SparsityError: they cannot be removed.
     """
     check_lists(model, removals, "")
-    changes, small = find_changes(model, removals), copy.deepcopy(model)
+    changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.coupling.members]
+    replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
+    small = light_copy(model, trial.dtype) if trial else copy.deepcopy(model, replaced)
     remove_units(small, removals)
     apply_changes(small, changes)
-    folded, notes = fold_norms(model, small, removals)
+    folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
-    return small, changes + folded, notes
+    modes = [(module, module.training) for module in small.modules()]
+    small.train().eval()  # either may drop what a module remembers of its weights
+    for module, mode in modes:
+        module.training = mode
+    unrounded = {name: weights[p] for name, p in small.named_parameters(remove_duplicate=False) if p in weights}
+    return small, changes + folded, notes, unrounded
 
 
 def compared(reference: Reference, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison | str:

@@ -69,7 +69,12 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     >>> cut_to(make(), report.manifest).load_state_dict(small.state_dict())
     <All keys matched successfully>
     """
-    data = manifest if isinstance(manifest, Mapping) else json.loads(Path(manifest).read_text())
+    data: Any = manifest
+    if not isinstance(manifest, Mapping):
+        try:
+            data = json.loads(Path(manifest).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as e:  # of JSON or of the encoding
+            raise SparsityError(f"cut_to: {str(manifest)!r} is not what `report.save` writes: {e}") from e
     version = data.get("version") if isinstance(data, Mapping) else data
     if type(version) is not int or version != VERSION:
         raise SparsityError(f"cut_to: the manifest has version {version!r}, this library reads {VERSION}")

@@ -24,9 +24,16 @@ from .sizes import Change
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
+_Exact = dict[nn.Parameter, Tensor]  # folded weights before they are rounded
 
-def fold_norms(model: nn.Module, small: nn.Module, removals: Sequence[Removal]) -> tuple[list[Change], list[str]]:
-    """Fold the smaller model's RMSNorms over a pruned axis, in place; the changes of eps, and what is not exact."""
+
+def fold_norms(
+    model: nn.Module, small: nn.Module, removals: Sequence[Removal]
+) -> tuple[list[Change], list[str], _Exact]:
+    """Fold the smaller model's RMSNorms over a pruned axis, in place.
+
+    Returns the changes of eps, notes on what is not exact, and folded weights before they were rounded to 16 bits.
+    """
     notes = [
         f"{name}: a GroupNorm whose groups lose channels has statistics of fewer values"
         for (name, dense), smaller in zip(model.named_modules(), small.modules(), strict=True)
@@ -41,13 +48,16 @@ def fold_norms(model: nn.Module, small: nn.Module, removals: Sequence[Removal]) 
             if name == "weight" and getattr(module, name).ndim == 1 and _takes_statistics(module):
                 keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
                 kept[member.fqn] = kept[member.fqn] & keep if member.fqn in kept else keep
-    changes = [change for fqn, keep in kept.items() for change in _fold(model, small, fqn, keep, notes)]
+    unrounded: _Exact = {}
+    changes = [change for fqn, keep in kept.items() for change in _fold(model, small, fqn, keep, notes, unrounded)]
     if changes and hasattr(small, "config"):
         changes += _change_config(model, small, changes, notes)
-    return changes, notes
+    return changes, notes, unrounded
 
 
-def _fold(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor, notes: list[str]) -> list[Change]:
+def _fold(
+    model: nn.Module, small: nn.Module, fqn: str, keep: Tensor, notes: list[str], unrounded: _Exact
+) -> list[Change]:
     """Return the change of the eps of an RMSNorm (of another norm none), and append to the notes what is not exact.
 
     Whether it is an RMSNorm is tested on random values, since its class may have any name. A weight may also be stored
@@ -62,26 +72,28 @@ def _fold(model: nn.Module, small: nn.Module, fqn: str, keep: Tensor, notes: lis
     eps_name = next(name for name in EPS_NAMES if name in vars(dense))
     was = getattr(dense, eps_name)
     ratio = keep.numel() / int(keep.sum())
-    eps = (torch.finfo(weight.dtype).eps if was is None else was) * ratio
+    like = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    eps = (torch.finfo(like.dtype).eps if was is None else was) * ratio
     try:
-        wanted = _outputs(copy.deepcopy(dense), weight, keep, whole=True)[..., keep.to(weight.device)].double()
+        wanted = _outputs(copy.deepcopy(dense).to(like.dtype), like, keep, whole=True)[..., keep.to(weight.device)]
     except Exception as e:
         notes.append(f"{fqn}: a {name} could not be tested, so it was not folded ({e})")
         return []
     for shift in (0.0, 1.0):
         scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
-        trial = copy.deepcopy(smaller)
-        trial.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
+        trial = copy.deepcopy(smaller).to(like.dtype)
+        trial.weight = nn.Parameter(scaled.to(like.dtype), weight.requires_grad)
         setattr(trial, eps_name, eps)
         try:
-            output = _outputs(trial, weight, keep, whole=False)
+            output = _outputs(trial, like, keep, whole=False)
         except Exception:  # its size is stored elsewhere, too
             continue
-        if torch.allclose(wanted, output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6):
+        if torch.allclose(wanted.double(), output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6):
             weight.data.copy_(scaled)
             setattr(smaller, eps_name, eps)
             if weight.dtype in (torch.float16, torch.bfloat16):
                 notes.append(f"{fqn}: its folded weight is rounded to {weight.dtype}")
+                unrounded[weight] = scaled
             return [Change(path=f"{fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)]
     notes.append(f"{fqn}: a {name} over a pruned axis has statistics of fewer values")
     return []

@@ -1,6 +1,5 @@
 """removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
 
-import copy
 import itertools
 import re
 from collections import Counter
@@ -12,16 +11,17 @@ import torch
 from torch import nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, discover
+from ..coupling.bound import match_names
 from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
-from .compact import compared, find_removals, without_units
+from .compact import check_comparable, compared, find_removals, without_units
 from .levels import multiple_for
 from .norms import Normed, plain_copy, redo_weight_norms
-from .remove import Removal, check_multiple, zero_units
+from .remove import Removal, check_multiple, masked_copy, zero_units
 from .sizes import candidate_attrs, fit_config
 from .verify import Reference
 
@@ -51,7 +51,8 @@ def removable(
         model: not changed; copies run.
         example_inputs, tolerance: as for `compact`.
         multiple_of: as for `shrink`.
-        couplings: to be tried; None takes what `discover` finds.
+        couplings: to be tried; None takes what `discover` finds. Those of a model that is smaller by now are replaced
+            by what is found for the same tensors, where sizes no longer fit.
         ratio: fraction of the units of every coupling that is removed in the trial.
         exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
             tensor are left out.
@@ -73,6 +74,7 @@ def removable(
     >>> removable(Heads(), torch.randn(2, 5, 8)).couplings[0].attrs
     {'heads': 'u'}
     """
+    check_comparable("", model, tolerance)
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
@@ -80,8 +82,11 @@ def removable(
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
-        discovery = Discovery(couplings=tuple(couplings), counts=(), frozen=())
-    excluded, tried, left_out = excluded_names(model, exclude, dict(named_tensors(model))), [], []
+        found = (lambda: discover(model, example_inputs), lambda: removable(model, example_inputs, tolerance=tolerance))
+        fitting, stale = _refitted(model, couplings, found)
+        discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
+    excluded, tried = excluded_names(model, exclude, dict(named_tensors(model))), list[Coupling]()
+    left_out = list(discovery.left_out)
     for coupling in with_own_names(discovery.couplings):
         bindings = coupling.bind(model)
         why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
@@ -113,11 +118,47 @@ def removable(
     )
 
 
+def _refitted(
+    model: nn.Module, couplings: Sequence[Coupling], searches: Sequence[Callable[[], Discovery]]
+) -> tuple[list[Coupling], list[tuple[str, str]]]:
+    """Replace couplings whose sizes do not fit the model by those that are found; (name, reason) of the rest."""
+    fitting, stale = list[Coupling](), dict[Coupling, SparsityError]()
+    for coupling in couplings:
+        try:
+            coupling.bind(model)
+            fitting.append(coupling)
+        except SparsityError as e:
+            stale[coupling] = e
+    for search in searches:
+        candidates = {other: _tensor_sets(other, model) for other in search().couplings} if stale else {}
+        for coupling, why in [*stale.items()]:
+            wanted = _tensor_sets(coupling, model)
+            if not all(wanted):
+                raise why
+            same = [other for other, sets in candidates.items() if sets <= wanted]
+            fitting += [replace(same[0], name=coupling.name)] if len(same) == 1 else same
+            if same:
+                del stale[coupling]
+    return fitting, [(coupling.name, f"it no longer fits the model: {why}") for coupling, why in stale.items()]
+
+
+def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:
+    """For each layer of a coupling the names of its tensors, with axes; an empty set where a name matches none."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    layers: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+    for member, axes in coupling.members.items():
+        axes = re.sub(r"\s*(\d+ *\+|\+ *\d+)\s*", "", axes)  # without the lengths of concatenated parts
+        for captured, fqns in match_names(member, names).items() or [((), [])]:
+            layers.setdefault(captured, set()).update((fqn, axes) for fqn in fqns)
+    return {frozenset(layer) for layer in layers.values()}
+
+
 def _sorted(
     model: nn.Module, couplings: Sequence[Coupling], trials: Callable[[Sequence[Coupling]], "Trials"]
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
     """The couplings that can be removed together, some with more `attrs` or merged; and why the others cannot."""
     first = trials(couplings)
+    first.reference.check_lengths()
     good, failing = first.sort(couplings)
     fitted, replaced = list[Coupling](), set[Coupling]()  # those that replace others, and these
     for merged, parts in _merges(model, good, failing):
@@ -128,6 +169,7 @@ def _sorted(
         if coupling not in replaced and (fit := first.fitted(coupling, together=2)):
             fitted.append(fit)
             replaced.add(coupling)
+    del first  # and its masked model
     if fitted:
         good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
         good, more = trials(good).sort(good)
@@ -151,7 +193,8 @@ class Trials:
         self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
         self._problems: dict[tuple[Coupling, ...], str] = {}
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
-        self._reference = Reference(masked, inputs)
+        self.reference = Reference(masked, inputs)
+        self.known: dict[tuple[Coupling, int], list[Removal]] = {}
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -164,12 +207,13 @@ class Trials:
         if isinstance(multiple, Mapping):
             multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            small, _, _ = without_units(self._masked, find_removals(self._masked, couplings, multiple))
+            removals = find_removals(self._masked, couplings, multiple, self.known)
+            small = without_units(self._masked, removals, trial=self.reference)[0]
         except SparsityError as e:
             return str(e)
         finally:
             self._done()
-        comparison = compared(self._reference, small, self._tolerance, discarded=True)
+        comparison = compared(self.reference, small, self._tolerance, discarded=True)
         return comparison if isinstance(comparison, str) else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
@@ -263,9 +307,10 @@ def in_config(
     def problem(couplings: Sequence[Coupling]) -> str:
         masked = _zeroed(model, couplings, ratio)
         removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings})
-        small = without_units(masked, removals)[0]
+        reference = Reference(masked, inputs)
+        small = without_units(masked, removals, trial=reference)[0]
         redo_weight_norms(small, normed)
-        return fit_config(masked, small, removals, Reference(masked, inputs), tolerance)[1]
+        return fit_config(masked, small, removals, reference, tolerance)[1]
 
     failing = {coupling: why for coupling in discovery.couplings if (why := problem([coupling]))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
@@ -290,8 +335,9 @@ def _kind(coupling: Coupling, together: int = 1) -> str:
 
 def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:
     """A copy with random units of all couplings zero, always the same."""
-    masked, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    for bound in (bound for coupling in couplings for bound in coupling.bind(masked)):
+    bounds = [bound for coupling in couplings for bound in coupling.bind(model)]
+    masked, generator = masked_copy(model, bounds), torch.Generator().manual_seed(0)
+    for bound in bounds:
         keep = torch.rand(bound.grid, generator=generator).argsort(-1) < _kept(bound, ratio)
         zero_units(masked, Removal(coupling=bound, keep=keep))
     return masked

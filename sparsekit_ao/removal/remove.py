@@ -3,6 +3,7 @@
 To keep a unit of zeros is always exact, so a scope with fewer other units keeps some, to have as many as the others.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ..sparsifiers.names import owner_of
 from ..sparsifiers.progress import shown
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
+from .verify import Computed
 
 _KeptOf = Sequence[tuple[AxisPattern, int]]  # axes of each coupling of a tensor, and its kept units of a scope
 
@@ -121,7 +123,7 @@ def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
 def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     """Remove the dropped units from every member, in place, and update sizes that torch.nn's layers hold.
 
-    An error is raised before anything changes.
+    Tensors that are computed when they are read stay so. An error is raised before anything changes.
     """
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # of each tensor, by its id
     tensors: dict[int, Tensor] = {}
@@ -129,9 +131,9 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
         tensor = plain_tensors(model, [member.fqn])[member.fqn]
         tensors[id(tensor)] = tensor
         tensor_cuts, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
-        kept = kept_elements(member, removal, shape)
-        if not any(r is removal and torch.equal(kept_elements(m, r, shape), kept) for m, r in tensor_cuts):
-            tensor_cuts.append((member, removal))  # two names of one tensor count once
+        same = [m for m, r in tensor_cuts if r is removal]  # two names of one tensor count once
+        if not any(torch.equal(kept_elements(m, removal, shape), kept_elements(member, removal, shape)) for m in same):
+            tensor_cuts.append((member, removal))
     items = shown(list(cuts.items()), "compact", sum(tensor.numel() for tensor in tensors.values()))
     smaller = {key: _smaller(tensors[key], tensor_cuts) for key, tensor_cuts in items}
     places = [
@@ -153,11 +155,23 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
+def masked_copy(model: nn.Module, bounds: Sequence[BoundCoupling]) -> nn.Module:
+    """A copy for `zero_units`; the parameters of other tensors are the model's own."""
+    names = {member.fqn for bound in bounds for member in bound.members if member.is_parameter}
+    written = {id(tensor) for tensor in plain_tensors(model, sorted(names)).values()}
+    return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in written})
+
+
 def zero_units(model: nn.Module, removal: Removal) -> None:
     """Write zeros into the parameters of the units that a removal removes, in place."""
     for member in (member for member in removal.coupling.members if member.is_parameter):
         tensor = plain_tensors(model, [member.fqn])[member.fqn]
-        tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
+        indices = _kept_indices(tuple(tensor.shape), [(member, removal)])
+        if indices is None:
+            tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
+        for d, kept in (indices or {}).items():
+            dropped = torch.ones(tensor.shape[d], dtype=torch.bool, device="cpu").index_fill_(0, kept, False)
+            tensor.data.index_fill_(d, dropped.nonzero()[:, 0].to(tensor.device), 0)
 
 
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
@@ -171,8 +185,15 @@ def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
 def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
     """A copy without the removed units; of the same kind (parameter or not) and memory format."""
     shape = _shape_without(tuple(tensor.shape), cuts)
+    if isinstance(tensor, Computed):
+        return Computed.of(tensor.source, lambda: _smaller(tensor.source, cuts).to(tensor.dtype), shape, tensor.dtype)
+    indices = None if tensor.is_meta else _kept_indices(tuple(tensor.shape), cuts)
     if tensor.is_meta:
         data = tensor.new_empty(shape)
+    elif indices and [len(indices.get(d, range(n))) for d, n in enumerate(tensor.shape)] == shape:
+        data = tensor.detach()
+        for d, kept in sorted(indices.items()):
+            data = data.index_select(d, kept.to(tensor.device))
     elif len(cuts) == 1 and not cuts[0][0].pattern.outside:
         member, removal = cuts[0]
         units = member.pattern(tensor.detach())[removal.keep.to(tensor.device)]
@@ -197,6 +218,25 @@ def _shape_without(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> list
     for (d, around), length in lengths.items():
         smaller[d] -= shape[d] - sum(around) - length
     return smaller
+
+
+def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[int, Tensor] | None:
+    """{dimension: indices that all removals keep}; None where these are not all, in the order of the tensor."""
+    masks: dict[int, Tensor] = {}
+    for member, removal in cuts:
+        pattern, unit, scope = member.pattern, removal.coupling.unit, removal.coupling.scope
+        d, keep = pattern.dimension_of(unit), removal.keep
+        axes, rows = pattern.dimensions[d], keep.reshape(-1, removal.scope_units)
+        if bool((rows == rows[0]).all()):  # in any scope, so these do not matter
+            scope, keep = (), rows[0]
+        if [axis for axis in axes if axis in (*scope, unit)] != [*scope, unit]:
+            return None
+        lengths, (before, after) = pattern.lengths(shape), pattern.outside.get(d, (0, 0))
+        part = keep.reshape([lengths[axis] if axis in (*scope, unit) else 1 for axis in axes])
+        part = part.expand([lengths[axis] for axis in axes]).flatten()
+        mask = F.pad(part, (before, after), value=True)
+        masks[d] = masks[d] & mask if d in masks else mask
+    return {d: mask.nonzero()[:, 0] for d, mask in masks.items()}
 
 
 def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: Sequence[int]) -> Tensor:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from ..calibration import Forward, call, checked_batches, eval_mode
 from ..coupling import BoundCoupling, Coupling, Discovery, expert_couplings, expert_scores, joint_entries
 from ..coupling.bound import is_list
-from ..coupling.discovery.trace import COMPUTED, NOT_UNDERSTOOD
 from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
 from ..scores import Score, needs_of, parse_score
@@ -24,12 +23,13 @@ from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level, sparsity_to_nnz
-from .compact import Compaction, check_names, find_removals, size_of, verified
+from .compact import Compaction, check_comparable, check_names, find_removals, size_of, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .norms import plain_copy, undo_weight_norms
 from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
-from .remove import Removal, check_multiple, rounded, zero_units
+from .remove import Removal, check_multiple, masked_copy, plain_tensors, rounded, zero_units
 from .sizes import fitting_engines, has_config
+from .verify import Reference
 
 T = TypeVar("T")
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
@@ -105,6 +105,7 @@ def shrink(
     >>> report.after.flops / report.before.flops <= 0.5
     True
     """
+    check_comparable("shrink: ", model, tolerance)
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
         raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
@@ -141,16 +142,12 @@ def shrink(
     if kinds is not None:
         ratio = {c.name: _number(ratio, c.name, 0.0) for c in discovery.couplings if {c.name, c.kind} & {*kinds}}
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
-    always = cost_of is not None and (uniform is False or not hasattr(model, "config"))
-    layers: list[tuple[Coupling, str]] = []  # a coupling for each layer, where layers keep numbers of their own
-    for coupling in chosen:
-        differ = len({bound.grid for bound in coupling.bind(model)}) > 1
-        layers += [(c, coupling.name) for c in (coupling.of_layers(model) if differ or always else [coupling])]
-    chosen = with_own_names([layer for layer, _ in layers])
-    names = {layer.name: name for layer, (_, name) in zip(chosen, layers, strict=True)}
-    levels = {layer: _number(ratio, name, 0.0) for layer, name in names.items()}
-    multiples = {layer: multiples[name] for layer, name in names.items()}
-    limits = {layer: _number(max_sparsity, name, 1.0) for layer, name in names.items()}
+    each = cost_of is not None and (uniform is False or not hasattr(model, "config"))
+    names = _of_layers(model, chosen, each)
+    chosen, by_layer = list(names), {coupling.name: name for coupling, name in names.items()}
+    levels = {layer: _number(ratio, name, 0.0) for layer, name in by_layer.items()}
+    multiples = {layer: multiples[name] for layer, name in by_layer.items()}
+    limits = {layer: _number(max_sparsity, name, 1.0) for layer, name in by_layer.items()}
     while True:  # until what was pruned is what can be removed
         scores, unscored = _scored(model, chosen, example_inputs, score, forward)
         left_out += unscored
@@ -163,28 +160,83 @@ def shrink(
             power = 2 if score is None else 1  # squares of norms add up, and saliencies do
             importances = {c.name: [rows**power for rows in scores[c.name]] for c in rated}
             counts = counts_within(model, rated, importances, cost_of, trial_ratio, multiples=multiples, limits=limits)
-        masked = copy.deepcopy(model)
-        for coupling in rated:
-            for bound, rows in zip(coupling.bind(masked), scores[coupling.name], strict=True):
-                keep = keep_mask(rows.reshape(-1, bound.grid[-1]), counts[coupling.name]).cpu()
-                zero_units(masked, Removal(coupling=bound, keep=keep.reshape(bound.grid)))
-        chosen, failing = Trials(masked, example_inputs, multiples, tolerance).sort(rated)
-        left_out += [(coupling.name, why) for coupling, why in failing.items()]
-        if not failing:
-            break
-    removals = find_removals(masked, chosen, {c.name: multiples[c.name] for c in chosen})
-    small, report = verified(masked, removals, example_inputs, tolerance, with_config=True, normed=normed)
-    report = replace(report, before=size_of(whole, report.before.flops))
-    fits = fitting_engines(small, tensor_parallel) if report.not_in_config == "" else ()
+        masked = _without_lowest(model, rated, scores, counts)
+        trials = Trials(masked, example_inputs, multiples, tolerance)
+
+        def removed(couplings: Sequence[Coupling]) -> tuple[list[Removal], nn.Module, Compaction]:
+            removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings}, trials.known)  # noqa: B023
+            return removals, *verified(masked, removals, trials.reference, tolerance, with_config=True, normed=normed)  # noqa: B023
+
+        try:
+            removals, small, report = removed(chosen := rated)
+        except SparsityError:
+            chosen, failing = trials.sort(rated)
+            left_out += [(coupling.name, why) for coupling, why in failing.items()]
+            if failing:
+                continue
+            removals, small, report = removed(chosen)
+        left_out += _unreached([(chosen[removal.source].name, removal) for removal in removals], levels, multiples)
+        return small, replace(
+            report,
+            before=size_of(whole, report.before.flops),
+            fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
+            left_out=(
+                *_as_texts(left_out),
+                *(f"{name}: never called on the example inputs" for name in discovery.uncalled),
+            ),
+            frozen=_frozen(discovery),
+            values=discovery.values,
+        )
+
+
+def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> dict[Coupling, str]:
+    """{coupling of a layer, where layers differ in size, or always with `each`: name of the one that it is part of}."""
+    layers: list[tuple[Coupling, str]] = []
+    for coupling in couplings:
+        differ = len({bound.grid for bound in coupling.bind(model)}) > 1
+        layers += [(c, coupling.name) for c in (coupling.of_layers(model) if differ or each else [coupling])]
+    renamed = with_own_names([layer for layer, _ in layers])
+    return {layer: name for layer, (_, name) in zip(renamed, layers, strict=True)}
+
+
+def _without_lowest(
+    model: nn.Module, couplings: Sequence[Coupling], scores: Mapping[str, Sequence[Tensor]], counts: Mapping[str, int]
+) -> nn.Module:
+    """A copy of the model in which the units of the lowest scores are zero."""
+    masked = masked_copy(model, [bound for coupling in couplings for bound in coupling.bind(model)])
+    for coupling in couplings:
+        for bound, rows in zip(coupling.bind(masked), scores[coupling.name], strict=True):
+            keep = keep_mask(rows.reshape(-1, bound.grid[-1]), counts[coupling.name]).cpu()
+            zero_units(masked, Removal(coupling=bound, keep=keep.reshape(bound.grid)))
+    return masked
+
+
+def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """(name, reason) as lines; of couplings that were not tried for the same reason only the first."""
     alike = Counter(why for _, why in left_out if why.startswith(NOT_TRIED))
     first = {why: name for name, why in reversed(left_out) if why in alike}
     more = {why: f" and {count - 1} more" for why, count in alike.items() if count > 1}
-    texts = [f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name]
-    texts += [f"{name}: never called with these example inputs" for name in discovery.uncalled]
-    frozen = [axis for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output", "not used"))]
-    not_followed = [axis for axis in frozen if NOT_UNDERSTOOD in axis.why or COMPUTED in axis.why]
-    texts += map(str, not_followed if texts or chosen else frozen)
-    return small, replace(report, fits=fits, left_out=tuple(texts), values=discovery.values)
+    return tuple(f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name)
+
+
+def _frozen(discovery: Discovery) -> tuple[str, ...]:
+    """Axes from which nothing may be removed, with the reason, but for inputs and outputs."""
+    inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
+    return tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside)
+
+
+def _unreached(
+    removals: Iterable[tuple[str, Removal]], levels: Mapping[str, float], multiples: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """(name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
+    reasons = {}
+    for name, removal in removals:
+        units = removal.scope_units
+        if removal.is_empty and multiples[name] > 1:
+            reasons[name] = f"a multiple of {multiples[name]} keeps all of its {units} units"
+        elif removal.kept == min(multiples[name], units) and levels[name] == 1:
+            reasons[name] = f"a layer needs a unit, so {removal.kept} of {units} are kept in each scope"
+    return list(reasons.items())
 
 
 def shrink_experts(
@@ -286,7 +338,9 @@ def shrink_layers(
 
 def _without(model: nn.Module, removals: Sequence[Removal], batches: Iterable[Any]) -> tuple[nn.Module, Compaction]:
     """Remove units that are not zero; the report's difference is that of the outputs on the first batch."""
-    small, report = verified(model, removals, next(iter(batches)), sys.float_info.max, with_config=True)
+    small, report = verified(
+        model, removals, Reference(model, next(iter(batches))), sys.float_info.max, with_config=True
+    )
     fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
     return small, replace(report, fits=fits, notes=(*report.notes, "what is removed is not zero"))
 
@@ -324,7 +378,9 @@ def _all_scored(
         return {}
     if any(need.startswith("input") for need in needs):
         couplings = [replace(coupling, scores="consumers") for coupling in couplings]
-    copied, sparsifier = copy.deepcopy(model), ScopeSparsifier(score=score)  # type: ignore[arg-type]
+    is_built_in = not needs and not callable(score)  # so weights are only read, and need not be copied
+    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_built_in}
+    copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=score)  # type: ignore[arg-type]
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
         sparsifier.calibrate([inputs], forward)
@@ -340,7 +396,31 @@ def _all_scored(
         names = [member.fqn for member in bound.members if member.is_parameter]
         return scores[ids(names), bound.grid[-1]].pop(0)
 
-    return {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
+    rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
+    for coupling in couplings if score is None else ():
+        rated[coupling.name] = [
+            _whole(*pair, model) for pair in zip(coupling.bind(model), rated[coupling.name], strict=True)
+        ]
+    for module in copied.modules():
+        module._buffers.clear()  # the masks, whose modules refer to each other, so that they would be freed much later
+    return rated
+
+
+def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
+    """The norms of units with their further dimensions of one tensor, as recurrent weights have them."""
+    numbers = torch.arange(bound.units, device="cpu").reshape(bound.grid)
+    for member in bound.members:
+        first = next(other for other in bound.members if other.fqn == member.fqn)
+        if not first.is_parameter or first is member:
+            continue
+        weight = plain_tensors(model, [member.fqn])[member.fqn].detach()
+        owners = [torch.empty(weight.shape, dtype=torch.long, device="cpu") for _ in range(2)]
+        for view in (m.pattern(owner) for owner, m in zip(owners, (first, member), strict=True)):
+            view.copy_(numbers.reshape(*bound.grid, *[1] * (view.ndim - numbers.ndim)).expand_as(view))
+        others = weight.float().masked_fill((owners[0] == owners[1]).to(weight.device), 0)  # not in the first dimension
+        squares = member.pattern(others).square().unsqueeze(-1).flatten(numbers.ndim).sum(-1)
+        rows = (rows.square() + squares.reshape(rows.shape).to(rows)).sqrt()
+    return rows
 
 
 def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..coupling import BoundCoupling, Coupling
 from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
 from .remove import Removal, plain_tensors, sizes_of
-from .verify import Reference
+from .verify import Reference, seeded
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _AXES = 6  # beside the unit, of which products are formed
@@ -417,10 +418,15 @@ def _misfits(model: nn.Module) -> list[str]:
 def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> str:
     """What is wrong with the outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
-        fresh = type(small)(copy.deepcopy(small.config))
-        fresh.load_state_dict(small.state_dict())
-        first = next(small.parameters())
-        for model in (small, fresh.to(first.device, first.dtype)):
+        with seeded([]), _Unfilled():
+            fresh = type(small)(copy.deepcopy(small.config))
+        fresh.load_state_dict(small.state_dict(), assign=True)
+        fresh.to(next(small.parameters()).device)
+        buffers = dict(small.named_buffers())
+        for name, values in fresh.named_buffers():  # those that are not saved may have been rounded with the model
+            if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
+                values.data = buffers[name]
+        for model in (small, fresh):
             if not reference.compare(model, tolerance).decisive <= tolerance:
                 return "a model constructed from the config gives other outputs"
     except Exception as e:
@@ -446,3 +452,11 @@ def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     split = f"on one rank only, since {ranks} ranks do not divide {wrong[0]}" if wrong else split
     blocks = f", not quantized: the rows of {odd[0]} are no multiple of 32" if odd else ""
     return ("transformers", f"vLLM, SGLang (by their rules; {split})", f"llama.cpp (by its rules{blocks})")
+
+
+class _Unfilled(TorchDispatchMode):
+    """Leaves the memory of new parameters as it is, where random values would be written: all are replaced."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
+        return args[0] if is_random else func(*args, **(kwargs or {}))

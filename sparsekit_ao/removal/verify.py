@@ -2,8 +2,11 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +17,10 @@ from ..coupling.nested_tensors import arguments, opaque_in, tensors_in
 from ..errors import SparsityError
 
 Outputs = list[tuple[str, Tensor]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Values = Mapping[str, Tensor] | None
 
+LARGE = 1 << 16  # elements from which on a tensor is computed when it is read, and not kept
 _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64
 
 
@@ -41,16 +47,19 @@ class Reference:
 
     Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
     hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
-    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected.
+    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected;
+    `unrounded` are values of parameters of the smaller model, before they were rounded to 16 bits.
 
     Raises:
         SparsityError: it does not run, or returns no tensor, only zeros, or a nan.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self._model, self._inputs, self._dtype = model, inputs, _run_dtype(model)
+        self.example_inputs, self._model, self.dtype = inputs, model, _run_dtype(model)
+        self._inputs = arguments(inputs)
+        self.unrounded: Mapping[str, Tensor] = {}
         try:
-            output, self.flops = _run(model, inputs, self._dtype)
+            output, self.flops = _run(model, self._inputs, self.dtype)
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
@@ -70,18 +79,66 @@ class Reference:
     def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
         """Run the compacted model; in float64 too, where it differs by more than the tolerance.
 
-        With `discarded`, the model is used for nothing else afterwards, so it need not be copied.
+        With `discarded`, the model has the dtype of the comparison and is used for nothing else afterwards, so it is
+        not copied, and its FLOPs are not counted.
         """
-        output, flops = _run(small, self._inputs, self._dtype, copied=not discarded)
+        values = None if discarded else self.unrounded
+        output, flops = _run(small, self._inputs, self.dtype, values, discarded)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
         exact = self._in_float64(small, outputs) if tolerance < difference < float("inf") else None
         return Comparison(difference=difference, in_float64=exact, flops=flops)
 
+    def check_lengths(self) -> None:
+        """Raise where inputs have one entry in a dimension along which the model combines entries, as attention does.
+
+        Attention over one token has no use for queries and keys, so a wrong removal of these would not be seen. Inputs
+        are extended by two entries in each dimension of size 1, before their own. If the model runs, and the outputs at
+        the last entry depend on the values of the new ones, the dimension is a length and not a batch.
+        """
+        tensors = dict.fromkeys(t for t in _pytree.tree_leaves(self._inputs) if isinstance(t, Tensor))
+        single = [(t, d) for t in tensors for d, n in enumerate(t.shape) if n == 1]
+        runs = False
+        for dimension in (*dict.fromkeys(d for _, d in single), None):
+            longer = [(t, d) for t, d in single if dimension in (d, None)]
+            for tensor, d in longer if dimension is not None or not runs else ():
+                other = self._extended(longer, tensor)
+                runs |= other is not None
+                if other is None or not _last_differs(self._outputs, self._outputs, other, 1e-4):
+                    continue
+                same = self._extended(longer, None)  # of the same shape, so it rounds in the same way
+                if same is None or _last_differs(self._outputs, same, other, 1e-6):
+                    args, kwargs = self._inputs
+                    places = {id(t): place for place, t in tensors_in("example_inputs", kwargs or args)}
+                    raise SparsityError(
+                        f"{places.get(id(tensor), 'an example input')} has one entry in dimension {d}, but the model "
+                        "combines entries along it, by attention or a recurrence, say. With one, a wrong removal may "
+                        "not be seen. Pass at least 2 entries there; as many as are typical are better."
+                    )
+
+    def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
+        """The outputs with more entries in some dimensions of inputs, of one with other values; None if none."""
+
+        def extended(tensor: Tensor) -> Tensor:
+            is_changed = tensor is changed
+            for d in [d for t, d in longer if t is tensor]:
+                other = _other_values(tensor) if is_changed else tensor
+                tensor = torch.cat([other, other.flatten().roll(1).view(other.shape), tensor], d)
+            return tensor
+
+        try:
+            inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
+            with warnings.catch_warnings(action="ignore"):
+                output = _run(self._model, inputs, self.dtype)[0]
+        except Exception:  # the dimension has one size, or the model does not take a new value
+            return None
+        return list(tensors_in("output", output))
+
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
-            runs = [_run(model, self._inputs, torch.float64)[0] for model in (self._model, small)]
+            pairs = (self._model, None), (small, self.unrounded)
+            runs = [_run(model, self._inputs, torch.float64, values)[0] for model, values in pairs]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
         exact, small_exact = (list(tensors_in("output", run)) for run in runs)
@@ -92,8 +149,34 @@ class Reference:
 
 
 def count_flops(model: nn.Module, inputs: Any) -> int:
-    """Count the FLOPs of one forward in eval mode, which the model is in afterwards; as `Reference` counts them."""
-    return _run(model, inputs, _run_dtype(model), copied=False)[1]
+    """Count the FLOPs of one forward in eval mode, as `Reference` counts them."""
+    return _run(model, arguments(inputs), _run_dtype(model))[1]
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    """Other values that a model may take as well: indices stay below the largest one, but for 1 instead of 0."""
+    if tensor.dtype == torch.bool:
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+        return tensor + noise.to(tensor) * (1 + tensor.abs().nan_to_num(posinf=0.0).max())
+    return (tensor + 1) % (tensor.max().clamp(min=1) + 1)
+
+
+def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: float) -> bool:
+    """Whether two outputs differ in their last entries, as many as a shorter output has."""
+    arrays = any(t.ndim for _, t in same)  # beside them, a loss is a mean over the batch
+    for (_, few), (_, a), (_, b) in zip(short[::-1], same[::-1], other[::-1], strict=False):
+        if few.ndim != a.ndim or a.ndim != b.ndim:
+            return True
+        for d, n in enumerate(few.shape):
+            a, b = (t.narrow(d, max(t.shape[d] - n, 0), min(n, t.shape[d])) for t in (a, b))
+        a, b = _real(a), _real(b)
+        error = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()) if a.shape == b.shape else a / 0
+        bound = tolerance * float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+        if (a.ndim or not arrays) and not bool((error <= bound).all()):
+            return True
+    return False
 
 
 def _run_dtype(model: nn.Module) -> torch.dtype | None:
@@ -102,27 +185,100 @@ def _run_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, inputs: Any, dtype: torch.dtype | None, copied: bool = True) -> tuple[Any, int]:
-    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given."""
+def _run(
+    model: nn.Module, inputs: Arguments, dtype: torch.dtype | None, values: _Values = None, discarded: bool = False
+) -> tuple[Any, int]:
+    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given, then with `values`."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
     # Only leaf tensors can be copied.
-    inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), arguments(inputs))
-    model, inputs = (copy.deepcopy(model) if copied else model).eval(), copy.deepcopy(inputs)
+    inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
+    model = model if discarded else light_copy(model, dtype)
+    inputs = copy.deepcopy(inputs)
+    model.train().eval()  # either may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     if dtype is not None:
-        model = model.to(dtype)
+        for name, exact in (values or {}).items():
+            model.get_parameter(name).data = exact.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
+    count = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the counter knows no FLOPs of its fused operations
     try:
-        with seeded(tensors), FlopCounterMode(display=False) as count:
+        with seeded(tensors), contextlib.nullcontext() if discarded else count:
             output = model(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return output, count.get_total_flops()
+
+
+def _flop_formulas() -> dict[Any, Callable[..., int]]:
+    """FLOPs, by the shapes of the arguments, of operators that torch's counter has no formula for."""
+
+    def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+    def recurrence(x: Any, *arguments: Any, **_: Any) -> int:  # every step is multiplied by every matrix
+        weights = arguments[0] if isinstance(arguments[0], list) else arguments[:2]
+        return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
+
+    formulas: dict[str, Callable[..., int]] = {
+        "_scaled_dot_product_flash_attention_for_cpu": attention,
+        "mkldnn_rnn_layer": recurrence,
+        "_cudnn_rnn": recurrence,
+        "_grouped_mm": lambda x, weights, *_, **__: 2 * math.prod(x) * weights[-1],
+        "mv": lambda matrix, *_, **__: 2 * math.prod(matrix),
+        "addmv": lambda _, matrix, *__, **___: 2 * math.prod(matrix),
+    }
+    aten = torch.ops.aten
+    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+
+
+class Computed(Tensor):
+    """A tensor that is computed from its source by every operation that reads it, and takes no memory in between."""
+
+    source: Tensor
+    compute: Callable[[], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, source: Tensor, compute: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> "Computed":
+        """Make one of this shape and dtype, on the device of its source."""
+        self: Computed = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.device)
+        self.source, self.compute = source, compute
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.embedding.default:  # only the rows that are read are converted
+            source = args[0]
+            while isinstance(source, cls) and source.source.shape == source.shape:
+                source = source.source
+            if not isinstance(source, cls):
+                return func(source.detach(), *args[1:], **(kwargs or {})).to(args[0].dtype)
+        args, kwargs = _pytree.tree_map_only(cls, lambda t: t.compute(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy with another dtype or the same one."""
+    return tensor.compute().to(dtype) if isinstance(tensor, Computed) else tensor.detach().to(dtype, copy=True)
+
+
+def light_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy a model; its large parameters are copied, and converted, whenever they are read."""
+    tensors: dict[int, Any] = {}
+    for p in model.parameters():
+        to = dtype if dtype is not None and p.is_floating_point() else p.dtype
+        if p.numel() < LARGE or type(p.detach() if type(p) is nn.Parameter else p) not in (Tensor, Computed):
+            tensors[id(p)] = nn.Parameter(p.detach().to(to, copy=True), p.requires_grad)
+        else:
+            tensors[id(p)] = Computed.of(p, partial(_converted, p, to), p.shape, to)
+    for buffer in model.buffers() if dtype is not None else ():
+        tensors[id(buffer)] = buffer.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+    return copy.deepcopy(model, tensors)
 
 
 @contextlib.contextmanager

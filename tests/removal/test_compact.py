@@ -160,13 +160,13 @@ def test_where_rounding_alone_is_too_much_float64_decides():
     assert "rounding: in float64 it is" in str(report)
 
 
-def test_a_folded_weight_of_16_bits_is_reported_as_rounded():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_folded_weights_of_16_bits_are_rounded_only_after_the_comparison(dtype):
     torch.manual_seed(0)
-    model = pruned(shaken(Decoder(nn.RMSNorm)).bfloat16(), [STREAM_COUPLING])
-    message = refusal(SparsityError, model, STREAM_COUPLING, torch.arange(6)[None])
-    assert "not exact: norm.weight: its folded weight is rounded to torch.bfloat16" in message
-    report = compact(model, STREAM_COUPLING, torch.arange(6)[None], tolerance=0.05)[1]
-    assert len(report.notes) == 3 and 1e-5 < report.difference < 0.05
+    model = pruned(shaken(Decoder(nn.RMSNorm)).to(dtype), [STREAM_COUPLING])
+    report = compact(model, STREAM_COUPLING, torch.arange(6)[None])[1]
+    assert report.difference <= 1e-5 and len(report.notes) == 3
+    assert f"not exact: norm.weight: its folded weight is rounded to {dtype}" in str(report)
 
 
 def test_positional_and_named_inputs():
@@ -545,3 +545,16 @@ def test_a_tensor_packed_in_any_order_loses_what_its_scopes_drop(case):
 def test_a_convolution_has_the_channels_of_its_weight(kind):
     layer = kind(4, 6, 3)
     assert sizes_of(layer, "weight", layer.weight, []) == {"groups": 1, "in_channels": 4, "out_channels": 6}
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe\x00", b"[" * 100_000])
+def test_a_damaged_manifest_is_refused(data, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(data)
+    with pytest.raises(SparsityError, match=r"cut_to: .*manifest.json' is not what `report.save` writes: "):
+        cut_to(pair(), tmp_path / "manifest.json")
+
+
+def test_a_model_that_was_not_pruned_says_so():
+    small, report = compact(pair(), PAIR, x())
+    assert "left out: hidden: no unit is zero in all of its weights" in str(report)
+    assert [tensor.shape for tensor in small.parameters()] == [tensor.shape for tensor in pair().parameters()]

@@ -10,7 +10,34 @@ from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.removal import compact
+from sparsekit_ao.removal import compact, shrink
+
+
+class LinearAttention(nn.Module):
+    """Attention without a softmax, along one dimension; of queries and keys it needs the number of their width."""
+
+    def __init__(self, along=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.along = along
+
+    def forward(self, x):
+        q, k, v = (y.movedim(self.along, 0) for y in (self.q(x), self.k(x), self.v(x)))
+        weights = (torch.einsum("i...u,j...u->ij...", q, k) / q.shape[-1]).exp()
+        return (torch.einsum("ij...,j...v->i...v", weights, v) / weights.sum(1)[..., None]).movedim(0, self.along)
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.attention = nn.Embedding(5, 8), LinearAttention()
+
+    def forward(self, ids, mask, labels):
+        logits = (self.attention(self.embed(ids)) * mask[..., None]).sum(1)
+        return F.cross_entropy(logits, labels), logits
+
 
 WRITERS = Coupling({"a.weight": "u i", "a.bias": "u"}, name="writers")
 
@@ -269,3 +296,35 @@ def test_small_numbers_of_a_config_are_not_reported_as_sizes():
     model = dropping(pair(6), 1)
     model.config = SimpleNamespace(hidden=6)
     assert compact(model, PAIR, x())[1].unlisted == ("config.hidden = 6, as 'hidden' had",)
+
+
+ONE, SEVERAL = torch.ones(2, 1, dtype=torch.long), torch.tensor([[1, 2, 4]])
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "place"),
+    [
+        (LinearAttention(), torch.randn(2, 1, 8), "example_inputs\\[0\\] has one entry in dimension 1"),
+        (LinearAttention(), torch.ones(1, 1, 8), "example_inputs\\[0\\] has one entry in dimension 1"),
+        (LinearAttention(0), torch.randn(1, 2, 8), "example_inputs\\[0\\] has one entry in dimension 0"),
+        (LinearAttention(0), torch.randn(1, 8), "example_inputs\\[0\\] has one entry in dimension 0"),
+        (Classifier(), {"ids": ONE, "mask": ONE > 0, "labels": ONE[:, 0]}, "example_inputs.ids has one entry in dim"),
+        (LinearAttention(), torch.randn(1, 3, 8), ""),
+        (Classifier(), {"ids": SEVERAL, "mask": SEVERAL > 0, "labels": ONE[0]}, ""),
+    ],
+)
+def test_one_token_is_refused_where_the_model_combines_tokens_and_a_batch_of_one_is_not(model, inputs, place):
+    q, k = Coupling({"**q.weight": "u i", "**q.bias": "u"}), Coupling({"**k.weight": "u i", "**k.bias": "u"})
+    if place:
+        for call in (lambda: shrink(model, inputs), lambda: compact(pruned(model, [q]), [q, k], inputs)):
+            with pytest.raises(SparsityError, match=f"{place}.*Pass at least 2 entries there"):
+                call()
+        longer = {"ids": torch.tensor([[1, 2], [3, 1]]), "mask": torch.ones(2, 2), "labels": ONE[:, 0]}
+        inputs = longer if "ids" in place else torch.randn(2, 2, 8)
+    assert shrink(model, inputs)[1].left_out
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6, 6), (2, 1, 6, 6)])
+def test_one_channel_is_no_length(shape):
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    assert shrink(model, torch.randn(shape))[1].couplings[0].kept == 4

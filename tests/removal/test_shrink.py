@@ -1,5 +1,6 @@
 """shrink: budgets of a whole model, levels by coupling, rounding, repeated shrinking, and what a config can hold."""
 
+import copy
 import itertools
 import warnings
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import compact, cut_to, removable, shrink, shrink_layers
 from sparsekit_ao.removal.removable import Trials
+from sparsekit_ao.removal.verify import Reference, count_flops
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +147,38 @@ def test_levels_by_coupling_and_limits():
         shrink(model, x, 0.95, cost="parameters", max_sparsity=0.5)
 
 
+def test_what_keeps_units_is_in_the_report():
+    model, x = nn.Sequential(nn.Linear(4, 30), nn.LayerNorm(30), nn.Linear(30, 4)), torch.randn(3, 4)
+    small, report = shrink(model, x)
+    assert parameters(small) == parameters(model) and len(report.frozen) == 1
+    assert report.frozen[0].startswith("30 in 0.weight[0]: ") and f"frozen: {report.frozen[0]}" in str(report)
+    model = mlp(4, 30, 30, 2)
+    _, report = shrink(model, x, multiple_of={"0.weight": 64})
+    assert report.left_out == ("0.weight: a multiple of 64 keeps all of its 30 units",) and not report.frozen
+    small, report = shrink(model, x, 1.0, exclude=["2"])
+    assert small[0].out_features == 30 and not report.couplings
+    small, report = shrink(model, x, {"0.weight": 1.0})
+    assert small[0].out_features == 1
+    assert report.left_out[-1] == "0.weight: a layer needs a unit, so 1 of 30 are kept in each scope"
+
+
+def test_sizes_that_need_no_change_take_one_line_of_a_report():
+    model, x = hf_models.make("Llama")
+    _, report = shrink(model, x, exclude=["*embed_tokens*"])
+    lines = [line for line in str(report).split("\n") if "removed size" in line]
+    assert lines == [
+        f"unchanged, and outputs are the same: {len(report.unlisted)} integers equal a removed size (report.unlisted)"
+    ]
+
+
+@pytest.mark.parametrize("call", [shrink, removable])
+def test_models_without_values_and_tolerances_are_refused_first(call):
+    with pytest.raises(SparsityError, match="0.weight is on the meta device, so it has no values to be compared; load"):
+        call(mlp(4, 8, 2).to("meta"), torch.ones(2, 4, device="meta"))
+    with pytest.raises(SparsityError, match="tolerance must be a number >= 0, got '1e-5'"):
+        call(mlp(4, 8, 2), torch.randn(3, 4), tolerance="1e-5")
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -195,6 +229,74 @@ def test_a_smaller_model_is_trained_and_shrunk_again_with_the_same_couplings():
         again = cut_to(again, manifest)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["ResNeXt", "DenseNet", "LeViT"])
+def test_couplings_of_the_larger_model_have_their_sizes_derived_anew(name):
+    network, inputs = NETWORKS.get(name, (None, None))
+    model, x = (fill(network()), inputs()) if network else hf_models.make(name)
+    couplings, state = removable(model, x).couplings, torch.random.get_rng_state()
+    small, first = shrink(model, x, 0.3, couplings=couplings)
+    _, second = shrink(small, x, 0.5, couplings=couplings)
+    assert second.after.parameters < 0.8 * first.after.parameters and second.difference <= 1e-5
+    assert not any("no longer fits" in text for text in second.left_out)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    with pytest.raises(SparsityError, match="matches no parameter or buffer"):
+        shrink(small, x, couplings=[*couplings, Coupling({"nothing": "u"})])
+
+
+class Biased(nn.Module):
+    """Remembers a part of its weights in eval mode until the next train or eval, as some attention biases do."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.known = nn.Linear(4, 8), nn.Linear(8, 3), {}
+
+    def train(self, mode=True):
+        self.known = {}
+        return super().train(mode)
+
+    def forward(self, x):
+        bias = self.a.bias if self.training else self.known.setdefault("bias", self.a.bias.detach().clone())
+        return self.b(F.relu(F.linear(x, self.a.weight) + bias))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_model_remembers_of_larger_weights_is_dropped(training):
+    model, x = fill(Biased()).train(training), torch.randn(3, 4)
+    model(x)
+    small, report = shrink(model, x)
+    assert small(x).shape == (3, 3) and small.a.out_features == 4 and small.training == small.a.training == training
+    assert report.difference <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows"), [("u u", lambda w: w), ("(g u) u", lambda w: w.unflatten(0, (2, -1)).transpose(0, 1).flatten(1))]
+)
+def test_units_in_both_dimensions_of_a_weight_are_rated_as_a_whole(axes, rows):
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.w, self.b = nn.Linear(4, 6), nn.Linear(6, 12 if "g" in axes else 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            h = self.a(x)
+            for _ in range(2):
+                h = self.w(h).unflatten(-1, (-1, h.shape[-1])).prod(-2)
+            return self.b(h)
+
+    model = fill(Repeated())
+    model.w.weight[:, :3] *= 9
+    members = {"a.weight": "u i", "a.bias": "u", "w.weight": axes, "w.bias": axes[:-2], "b.weight": "o u"}
+    coupling = Coupling(members, sizes={"g": 2} if "g" in axes else {})
+    parts = [model.a.weight, model.a.bias[:, None], rows(model.w.weight), rows(model.w.bias[:, None]), model.b.weight.T]
+    columns = model.w.weight.clone()
+    for k in range(len(columns)):
+        columns[k, k % 6] = 0  # is in the row of the unit already
+    norms = torch.cat([*parts, columns.T], 1).norm(dim=1)
+    kept = norms.argsort(descending=True)[:3].sort().values
+    small, _ = shrink(model, torch.randn(3, 4), 0.5, couplings=[coupling])
+    assert torch.equal(small.a.weight, model.a.weight[kept])
 
 
 def test_proximal_training_makes_whole_units_of_couplings_zero_which_compact_removes():
@@ -343,10 +445,53 @@ def test_layers_that_cannot_be_left_out_are_refused():
 
 def test_flops_of_attention_count_although_torch_fuses_it_in_the_larger_model():
     torch.manual_seed(0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True), nn.Linear(32, 5)
+
+    def forward(self, x):
+        return self.last(self.lstm(x)[0])
+
+
+def encoder(x):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 32)
-    _, report = shrink(model, x, 0.5)
-    assert (report.before.flops, report.after.flops) == (327_680, 163_840) and "embed_dim" not in str(report)
+    # Of each of 10 tokens: queries, keys, values and output; two layers of 32 and 64. Attention: 4 heads of width 8.
+    by_hand = 2 * (2 * 10 * (4 * 32 * 32 + 2 * 32 * 64) + 2 * 2 * 4 * 5 * 5 * 16)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), x, by_hand
+
+
+def llama():
+    model, inputs = hf_models.make("Llama")
+    # Of each of 14 tokens: queries, output, keys, values; the MLP; once the head.
+    layer = 2 * 14 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 2 * 2 * 4 * 7 * 7 * 16
+    return model, inputs, 2 * layer + 2 * 14 * 32 * 50
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: encoder(torch.randn(2, 5, 32)),
+        lambda: (Recurrent(), torch.randn(3, 7, 8), 2 * 21 * (2 * 64 * (8 + 16) + 2 * 64 * (32 + 16) + 32 * 5)),
+        lambda: (nn.GRU(8, 16), torch.randn(7, 3, 8), 2 * 21 * 48 * (8 + 16)),
+        llama,
+    ],
+)
+def test_flops_are_those_counted_by_hand(make, training):
+    torch.manual_seed(0)
+    model, inputs, by_hand = make()
+    assert Reference(model.train(training), inputs).flops == by_hand
+    assert count_flops(copy.deepcopy(model), inputs) == by_hand
+
+
+def test_flops_of_attention_are_saved():
+    model, x, by_hand = encoder(torch.randn(2, 5, 32))
+    _, report = shrink(model, x, 0.5, cost="flops")
+    assert report.before.flops == by_hand and 0.45 * by_hand < report.after.flops <= 0.5 * by_hand
+    assert "embed_dim" not in str(report)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch.export
