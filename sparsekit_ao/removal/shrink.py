@@ -182,7 +182,7 @@ def shrink(
             fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
             left_out=(
                 *_as_texts(left_out),
-                *(f"{name}: never called on the example inputs" for name in discovery.uncalled),
+                *(f"{name}: never called with these example inputs" for name in discovery.uncalled),
             ),
             frozen=_frozen(discovery),
             values=discovery.values,

@@ -551,7 +551,7 @@ def test_what_is_computed_or_read_from_values_is_reported_and_the_rest_is_remove
     _, report = shrink(model, torch.randn(5, 4))
     assert [row.kept for row in report.couplings] == [4] and report.difference <= 1e-5
     assert "unused: never called with these example inputs" in report.left_out
-    assert any("a.weight is computed by a parametrization" in text for text in report.left_out)
+    assert any("a.weight is computed by a parametrization" in text for text in report.frozen)
     (value,) = report.values
     assert "return m.c(F.relu(m.b(y if x.sum().item() > -1e9 else -y))) (read " in value and value in str(report)
 
