@@ -12,7 +12,7 @@ from torch import nn
 
 from ..coupling import Coupling
 from ..errors import SparsityError
-from ..tables import aligned
+from ..tables import Table
 from .manifest import make_manifest
 from .norms import fold_norms
 from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, remove_units
@@ -38,6 +38,9 @@ class Size:
     parameters: int
     bytes: int
     flops: int
+
+
+_SIZES = ("parameters", "bytes", "flops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class KeptUnits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compaction:
+class Compaction(Table[KeptUnits]):
     """The result of `compact` as numbers; `print(report)` shows it as text.
 
     Attributes:
@@ -110,9 +113,28 @@ class Compaction:
         """Write the manifest as JSON, for `cut_to` in another process."""
         Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
 
-    def __str__(self) -> str:
-        lines = [text.rstrip() for text in aligned([(row.name, str(row)) for row in self.couplings])]
-        for what in ("parameters", "bytes", "flops"):
+    bars = ("of", "kept")
+
+    @property
+    def rows(self) -> tuple[KeptUnits, ...]:  # type: ignore[override]
+        """The couplings."""
+        return self.couplings
+
+    def metrics(self) -> dict[str, float]:
+        """{"kept/<coupling>": the fraction of its units, "parameters", "bytes", "flops": after / before}."""
+        sizes = ((what, getattr(self.before, what), getattr(self.after, what)) for what in _SIZES)
+        return {f"kept/{row.name}": row.kept / max(row.of, 1) for row in self.couplings} | {
+            what: now / max(was, 1) for what, was, now in sizes
+        }
+
+    def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
+        """Head and rows as text."""
+        return [("coupling", "kept"), *((row.name, str(row)) for row in self.couplings)]
+
+    def below(self) -> list[str]:
+        """Sizes, what was compared, changed and left out."""
+        lines = []
+        for what in _SIZES:
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
         lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
@@ -124,8 +146,7 @@ class Compaction:
         if self.not_in_config:
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
-        lines += [f"left out: {text}" for text in self.left_out]
-        return "\n".join(lines)
+        return [*lines, *(f"left out: {text}" for text in self.left_out)]
 
 
 def compact(

@@ -5,6 +5,7 @@ This module checks names, module classes and keys; `stages` and `structure` chec
 
 import difflib
 import numbers
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -70,18 +71,26 @@ class ResolvedConfig:
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
     """One entry for the weight of every Linear (subclasses too, and transformers' Conv1D) and convolution, in order.
 
-    If classes are given, one for the weight of every module of these instead.
+    `nn.MultiheadAttention` has its input projections too, `nn.RNN`, `nn.LSTM` and `nn.GRU` all of their matrices. If
+    classes are given, one for the weight of every module of these instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
     """
     classes = tuple(classes)
-    layers = classes or (nn.Linear, *_CONVOLUTIONS)
     return [
-        {"tensor_fqn": f"{name}.weight" if name else "weight"}
+        {"tensor_fqn": f"{name}.{tensor}" if name else tensor}
         for name, m in model.named_modules()
-        if isinstance(m, layers) or (not classes and is_of_transformers(m, "Conv1D"))
+        for tensor in (["weight"] if isinstance(m, classes) else () if classes else _matrices_of(m))
     ]
+
+
+def _matrices_of(module: nn.Module) -> list[str]:
+    """The weights of a module that config=None takes."""
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        names = [name for name, _ in named_tensors(module)]
+        return [name for name in names if "." not in name and re.match(r"(in|q|k|v)_proj_weight|weight_", name)]
+    return ["weight"] if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or is_of_transformers(module, "Conv1D") else []
 
 
 def resolve_groups(

@@ -169,7 +169,8 @@ class BudgetSparsifier(MaskSparsifier):
             spec = last.spec(at)
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
             pattern = " then ".join(g.pattern(at) for g in own)
-            asked = last.scope.level_of(last.budget(self.groups))
+            key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
+            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(self.groups))
             yield make_row(group, mask, rules, pattern=pattern, asked=asked, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
