@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from .errors import is_number
+
 Row = TypeVar("Row")
 _NUMBER = re.compile(r"([-\d.,]|nan|inf)*( to [\d.]+)?")
 
@@ -49,8 +51,10 @@ class Table(Sequence[Row], Generic[Row]):
         return []
 
     def metrics(self) -> dict[str, float]:
-        """Flat numbers by name, for any logger."""
-        raise NotImplementedError
+        """{"<field>/<row>": number} for any logger."""
+        names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
+        values = {(name, getattr(row, names[0])): getattr(row, name) for row in self.rows for name in names}
+        return {f"{name}/{row}": float(value) for (name, row), value in values.items() if is_number(value)}
 
     def log_dict(self, prefix: str = "") -> dict[str, float]:
         """`metrics()` with a prefix before every name.

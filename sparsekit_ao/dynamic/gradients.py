@@ -9,7 +9,6 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -209,15 +208,14 @@ class GradientCapture(StepHooks):
 
     def _sample_gradients(self) -> None:
         """Sample each gradient when backward has accumulated it, so that `_warn_if_clipped` knows what it was."""
-
-        def note(parameter: Tensor, name: str) -> None:
-            self._sampled[name] = _sample(parameter.grad)
-
         for group in self.groups:
-            parameter = original(group)
+            parameter, name = original(group), group["tensor_fqn"]
             if parameter.requires_grad and not is_sharded(parameter):
-                hook = partial(note, name=group["tensor_fqn"])
-                self._sample_handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._sample_handles.append(
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda p, name=name: self._sampled.update({name: _sample(p.grad)})
+                    )
+                )
 
     def _warn_if_clipped(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn if dense gradients were multiplied by one factor since backward, as clipping by their norm does.

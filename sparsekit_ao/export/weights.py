@@ -113,10 +113,6 @@ class LayerReport(Table[LayerRow]):
     rows: tuple[LayerRow, ...]
     bars = ("density",)
 
-    def metrics(self) -> dict[str, float]:
-        """{"density/<tensor>": ...}, for any logger."""
-        return {f"density/{r.tensor}": r.density for r in self.rows}
-
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Head and rows as text."""
         lines: list[tuple[str, ...]] = [("tensor", "module", "shape", "dtype", "", "density", "patterns", "taken by")]

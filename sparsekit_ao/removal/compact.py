@@ -40,9 +40,6 @@ class Size:
     flops: int
 
 
-_SIZES = ("parameters", "bytes", "flops")
-
-
 @dataclass(frozen=True, kw_only=True)
 class KeptUnits:
     """How many units of one coupling are kept.
@@ -121,11 +118,8 @@ class Compaction(Table[KeptUnits]):
         return self.couplings
 
     def metrics(self) -> dict[str, float]:
-        """{"kept/<coupling>": the fraction of its units, "parameters", "bytes", "flops": after / before}."""
-        sizes = ((what, getattr(self.before, what), getattr(self.after, what)) for what in _SIZES)
-        return {f"kept/{row.name}": row.kept / max(row.of, 1) for row in self.couplings} | {
-            what: now / max(was, 1) for what, was, now in sizes
-        }
+        """{"kept/<coupling>": ..., "of/<coupling>": ..., "parameters", "bytes", "flops": of the smaller model}."""
+        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Head and rows as text."""
@@ -134,7 +128,7 @@ class Compaction(Table[KeptUnits]):
     def below(self) -> list[str]:
         """Sizes, what was compared, changed and left out."""
         lines = []
-        for what in _SIZES:
+        for what in ("parameters", "bytes", "flops"):
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
         lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")

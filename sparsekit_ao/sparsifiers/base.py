@@ -87,9 +87,9 @@ class MaskSparsifier(BaseSparsifier):
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise if a group is invalid; called before anything is changed."""
 
-    def _structure(self, group: TensorGroup) -> list[dict[str, Any]]:
+    def _structure(self, group: TensorGroup) -> str:
         """What a group says besides its level, stage by stage; a saved state must say the same."""
-        return [{"sparse_block_shape": tuple(group.get("sparse_block_shape", ()))}]
+        return f"sparse_block_shape={tuple(group.get('sparse_block_shape', ()))}"
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
         """{tensor_fqn: level} of tensors whose level stays as it is while no scheduler changes it."""
