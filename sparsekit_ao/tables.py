@@ -5,7 +5,6 @@ import io
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from html import escape
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -78,6 +77,8 @@ class Table(Sequence[Row], Generic[Row]):
 
     def _repr_html_(self) -> str:
         """The same as an HTML table, for notebooks."""
+        from html import escape
+
         head, *lines = self.cells(folds=True)
         body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in lines)
         notes = "<br>".join(escape(line.strip()) for line in self.below())

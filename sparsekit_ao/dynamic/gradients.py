@@ -211,11 +211,8 @@ class GradientCapture(StepHooks):
         for group in self.groups:
             parameter, name = original(group), group["tensor_fqn"]
             if parameter.requires_grad and not is_sharded(parameter):
-                self._sample_handles.append(
-                    parameter.register_post_accumulate_grad_hook(
-                        lambda p, name=name: self._sampled.update({name: _sample(p.grad)})
-                    )
-                )
+                add = parameter.register_post_accumulate_grad_hook
+                self._sample_handles.append(add(lambda p, name=name: self._sampled.update({name: _sample(p.grad)})))
 
     def _warn_if_clipped(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn if dense gradients were multiplied by one factor since backward, as clipping by their norm does.

@@ -192,7 +192,8 @@ def compact(
     >>> small[0], report.after.parameters
     (Linear(in_features=8, out_features=4, bias=True), 46)
     >>> print(report)  # doctest: +ELLIPSIS
-    hidden  4 of 16 units
+    coupling  kept
+    hidden    4 of 16 units
     parameters: 178 -> 46 (0.258)
     bytes: 712 -> 184 (0.258)
     flops: 960 -> 240 (0.250)
