@@ -28,7 +28,6 @@ ORDER = (
     "fully_shard replaces parameters by sharded ones: call prepare, then fully_shard, then make the optimizer, then "
     "sparsifier.attach(optimizer)."
 )
-_SAMPLED = 256  # elements of each gradient that are compared between backward and an optimizer's step
 
 
 class StepHooks(ABC):
@@ -331,9 +330,9 @@ class GradientCapture(StepHooks):
 
 
 def _sample(grad: Any) -> Tensor:
-    """Return a copy of some elements of a gradient, evenly over it."""
+    """Return a copy of some 256 elements of a gradient, evenly over it."""
     flat = local(grad).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
+    return flat[:: max(1, flat.numel() // 256)].clone()
 
 
 def _snapshot(grad: Tensor | None) -> Snapshot | None:
