@@ -178,7 +178,7 @@ def _check_numbers(**numbers: Any) -> None:
 
 def _check_schedules(what: str, schedules: Sequence[Any]) -> None:
     for schedule in schedules:
-        if not callable(schedule) or isinstance(schedule, type):
+        if not callable(schedule) or isinstance(schedule, type) or schedule in (constant, linear, cosine, cubic):
             raise SparsityError(
                 f"{what} must be a function (step -> number), such as schedules.cubic(0.0, 0.9, steps=1000), got "
                 f"{schedule!r}"

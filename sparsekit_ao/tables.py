@@ -2,12 +2,16 @@
 
 import csv
 import io
+import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from .errors import is_number
+
 Row = TypeVar("Row")
+_NUMBER = re.compile(r"([-\d.,]|nan|inf)*( to [\d.]+)?")
 
 
 def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -24,21 +28,85 @@ def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
     return ["  ".join(cells) for cells in texts]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Table(Sequence[Row], Generic[Row]):
-    """A report that is a sequence of its rows.
+    """A report that is a sequence of its rows, of which a name gives one too: `report["0.weight"]`.
+
+    Printed, it is a table with lines below; in a notebook both are HTML. Subclasses say what the metrics are.
 
     Attributes:
-        rows: Dataclass objects of one class.
+        rows: Dataclass objects of one class, whose first field is their name.
     """
 
     rows: tuple[Row, ...]
+    bars: tuple[str, ...] = ()  # fields that `plot` draws
+
+    def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
+        """The names of the rows' fields, and the rows as text; `folds` allows one line for many rows."""
+        names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
+        return [tuple(names), *(tuple(_text(getattr(row, name), name) for name in names) for row in self.rows)]
+
+    def below(self) -> list[str]:
+        """Lines below the table."""
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        """{"<field>/<row>": number} for any logger."""
+        names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
+        values = {(name, getattr(row, names[0])): getattr(row, name) for row in self.rows for name in names}
+        return {f"{name}/{row}": float(value) for (name, row), value in values.items() if is_number(value)}
+
+    def log_dict(self, prefix: str = "") -> dict[str, float]:
+        """`metrics()` with a prefix before every name.
+
+        >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
+        >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
+        >>> sparsifier.step()
+        >>> sparsifier.report().log_dict("pruning/")
+        {'pruning/sparsity/0.weight': 0.5, 'pruning/sparsity': 0.5, 'pruning/mask_bytes': 32.0}
+        """
+        return {f"{prefix}{name}": value for name, value in self.metrics().items()}
+
+    def table(self, folds: bool = False) -> str:
+        """The rows as aligned text, one line for each."""
+        cells = self.cells(folds)
+        numbers = [k for k, column in enumerate(zip(*cells[1:], strict=True)) if all(map(_NUMBER.fullmatch, column))]
+        return "\n".join(line.rstrip() for line in aligned(cells, numbers))
+
+    def __str__(self) -> str:
+        return "\n".join([self.table(folds=True), *self.below()])
+
+    def _repr_html_(self) -> str:
+        """The same as an HTML table, for notebooks."""
+        from html import escape
+
+        head, *lines = self.cells(folds=True)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in lines)
+        notes = "<br>".join(escape(line.strip()) for line in self.below())
+        return f"<table><tr>{''.join(f'<th>{escape(c)}</th>' for c in head)}</tr>{body}</table><p>{notes}</p>"
+
+    def plot(self, path: str | Path) -> None:
+        """Save a picture of one or two fields, row by row; needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 1.5 + 0.25 * len(self.rows)), layout="constrained")
+        axes, at = figure.add_subplot(), range(len(self.rows))
+        for name, height, color in zip(self.bars, (0.8, 0.4), ("lightgray", "C0"), strict=False):
+            axes.barh(at, [getattr(row, name) for row in self.rows], height, color=color, label=name)
+        axes.set_yticks(at, [cells[0] for cells in Table.cells(self)[1:]], fontsize=7)
+        axes.invert_yaxis()
+        axes.legend()
+        figure.savefig(path, dpi=150)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, at):  # type: ignore[no-untyped-def]
-        return self.rows[at]
+        if not isinstance(at, str):
+            return self.rows[at]
+        found = {getattr(row, fields(row)[0].name): row for row in self.rows}  # type: ignore[arg-type]
+        if at not in found:
+            raise KeyError(f"{at!r}; the rows are {', '.join(found)}")
+        return found[at]
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return a header and one line for each row, numbers as they are; written to `path` if there is one.
@@ -62,3 +130,12 @@ def _csv_cell(value: Any) -> Any:
     if not isinstance(value, tuple):
         return value
     return ("; " if any(isinstance(entry, str) for entry in value) else "x").join(map(str, value))
+
+
+def _text(value: Any, name: str) -> str:
+    """A value of the field of this name as the text of a cell."""
+    if isinstance(value, float):
+        return f"{value:.2f}" if name == "seconds" else f"{value:.4f}"
+    if name == "block":
+        return value or "(model)"
+    return f"{value:,}" if isinstance(value, int) else str(_csv_cell(value))

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ ORDER = (
     "fully_shard replaces parameters by sharded ones: call prepare, then fully_shard, then make the optimizer, then "
     "sparsifier.attach(optimizer)."
 )
-_SAMPLED = 256  # elements of each gradient that are compared between backward and an optimizer's step
 
 
 class StepHooks(ABC):
@@ -209,15 +207,11 @@ class GradientCapture(StepHooks):
 
     def _sample_gradients(self) -> None:
         """Sample each gradient when backward has accumulated it, so that `_warn_if_clipped` knows what it was."""
-
-        def note(parameter: Tensor, name: str) -> None:
-            self._sampled[name] = _sample(parameter.grad)
-
         for group in self.groups:
-            parameter = original(group)
+            parameter, name = original(group), group["tensor_fqn"]
             if parameter.requires_grad and not is_sharded(parameter):
-                hook = partial(note, name=group["tensor_fqn"])
-                self._sample_handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                add = parameter.register_post_accumulate_grad_hook
+                self._sample_handles.append(add(lambda p, name=name: self._sampled.update({name: _sample(p.grad)})))
 
     def _warn_if_clipped(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn if dense gradients were multiplied by one factor since backward, as clipping by their norm does.
@@ -336,9 +330,9 @@ class GradientCapture(StepHooks):
 
 
 def _sample(grad: Any) -> Tensor:
-    """Return a copy of some elements of a gradient, evenly over it."""
+    """Return a copy of some 256 elements of a gradient, evenly over it."""
     flat = local(grad).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
+    return flat[:: max(1, flat.numel() // 256)].clone()
 
 
 def _snapshot(grad: Tensor | None) -> Snapshot | None:

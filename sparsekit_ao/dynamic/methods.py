@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
 from ..schedules import UpdateInterval, cosine, cubic
 from .budgets import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
@@ -121,12 +121,14 @@ def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **argumen
     return StraightThrough(sparsity_level, decay=decay, **arguments)
 
 
-def TopKAST(sparsity_level: float, backward_level: float, **arguments: Any) -> StraightThrough:
+def TopKAST(sparsity_level: float, backward_level: float | None = None, **arguments: Any) -> StraightThrough:
     """Two masks: `sparsity_level` is dropped in each scope forward, and the smaller `backward_level` gets no gradient.
 
-    Top-KAST, arXiv 2106.03517.
+    Top-KAST, arXiv 2106.03517. By default twice as many weights get a gradient as are kept forward.
 
-    >>> TopKAST(0.9, 0.8).backward_level
-    0.8
+    >>> TopKAST(0.75).backward_level
+    0.5
     """
+    if backward_level is None:
+        backward_level = max(0.0, 2 * sparsity_level - 1) if is_number(sparsity_level) else 0.0
     return StraightThrough(sparsity_level, backward_level=backward_level, **arguments)

@@ -198,14 +198,11 @@ class DynamicSparsifier(BudgetSparsifier):
         super()._check_groups(groups)
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
-        levels = super()._levels(groups)
-        if self.settings.target is not None or not levels:
+        if self.settings.target is not None:
             return {}
-        if self.settings.redistribute is None:
-            return levels
         sizes = {g["tensor_fqn"]: original(g).numel() for g in groups}
-        overall = sum(levels[name] * size for name, size in sizes.items()) / max(sum(sizes.values()), 1)
-        return {"the whole of all tensors": round(overall, 3)}
+        dropped = sum(level * sizes[name] for name, level in super()._levels(groups).items())
+        return {"the whole": round(dropped / max(sum(sizes.values()), 1), 3)}  # redistribution moves single levels
 
     def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
         return Budgets(pruning_groups=self._pruning_groups(groups), groups=groups, densities=self.init.densities)

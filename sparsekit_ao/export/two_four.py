@@ -135,7 +135,9 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
             raise SparsityError(f"{path} has no tensor {name!r}; load it into the model that was packed")
         wanted, stored = ((t.dtype, tuple(t.shape)) for t in (tensor, dense[name]))
         if wanted != stored:
-            raise SparsityError(f"{path}: {name} must be {wanted[0]} of shape {wanted[1]} for this model, got {stored}")
+            cast = "" if wanted[0] == stored[0] else f"; call model.to({stored[0]}) before"  # or .half()
+            text = f"must be {wanted[0]} of shape {wanted[1]} for this model, got {stored}"
+            raise SparsityError(f"{path}: {name} {text}{cast}")
         if not same_bits(dense[first], dense[name]):
             raise SparsityError(f"{path}: {first} and {name} differ, but the model ties them; untie them first")
     if file:

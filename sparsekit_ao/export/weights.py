@@ -17,7 +17,7 @@ from ..errors import SparsityError, checked_model
 from ..masking import parametrized_names, used_weight
 from ..patterns import is_of_transformers
 from ..sparsifiers.names import matcher, parameter_of, plain_name
-from ..tables import Table, aligned
+from ..tables import Table
 from ..torch_ao import FakeSparsity
 
 DENSE = 0.99  # a weight of a larger density is called dense
@@ -110,19 +110,26 @@ class LayerReport(Table[LayerRow]):
     ['0.weight', '1.weight']
     """
 
-    def __str__(self) -> str:
+    rows: tuple[LayerRow, ...]
+    bars = ("density",)
+
+    def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
+        """Head and rows as text."""
         lines: list[tuple[str, ...]] = [("tensor", "module", "shape", "dtype", "", "density", "patterns", "taken by")]
         for r in self.rows:
             names = (", ".join(names) or "-" for names in (r.patterns, r.taken_by))
             state = "masked" if r.masked else ""
             lines.append((r.tensor, r.kind, "x".join(map(str, r.shape)), r.dtype, state, f"{r.density:.4f}", *names))
-        pruned = [row for row in self.rows if row.patterns]
-        texts = [text.rstrip() for text in aligned(lines)]
+        return lines
+
+    def below(self) -> list[str]:
+        """How many weights each function takes, and why not the others."""
+        pruned, texts = [row for row in self.rows if row.patterns], []
         for target in REFUSALS if pruned else ():
             refused = [row for row in pruned if row.targets[target]]
             first = f"; not {refused[0].tensor}: {refused[0].targets[target][0]}" if refused else ""
             texts.append(f"{target} takes {len(pruned) - len(refused)} of {len(pruned)} pruned weights{first}")
-        return "\n".join(texts)
+        return texts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,6 @@ class StepCallback:
     def _finish(self) -> None:
         """Choose the masks once more if schedulers have changed the levels since; masks after `until` stay."""
         chosen, levels = self.sparsifier._chosen_at, [g.get("sparsity_level") for g in self.sparsifier.groups]
-        is_open = self.sparsifier.enable_mask_update and not self.sparsifier._is_frozen and self._interval.until is None
-        if self.schedulers and is_open and chosen is not None and chosen != levels:
+        is_frozen = self.sparsifier._is_frozen or self._interval.until is not None
+        if self.schedulers and chosen not in (None, levels) and not is_frozen:
             MaskSparsifier.step(self.sparsifier)

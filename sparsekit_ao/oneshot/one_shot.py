@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from ..errors import SparsityError
 from ..scores import needs_of
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
-from ..tables import Table, aligned
+from ..tables import Table
 from .recover import RecoveryReport, Teacher, check_models, check_ranks
 from .sequential import CalibrationData, SequentialPass
 from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
@@ -77,45 +76,28 @@ class OneShotReport(Table[LayerRow]):
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
-    tensor     error before   after  density  seconds  note
-    fc.weight        0.3000  0.1000   0.5000     0.20
+    tensor     before   after  density  seconds  note
+    fc.weight  0.3000  0.1000   0.5000     0.20
     1 layers in 0.2 s, no blocks: the model ran once for each layer
     """
 
+    rows: tuple[LayerRow, ...]
     seconds: float
     blocks: int = 0
     recovery: RecoveryReport | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    bars = ("before", "after")
 
     def metrics(self) -> dict[str, float]:
         """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
         return {**{f"output_error/{r.tensor}": r.after for r in self.rows}, "seconds": self.seconds}
 
-    def __str__(self) -> str:
-        lines = [("tensor", "error before", "after", "density", "seconds", "note")]
-        for r in self.rows:
-            numbers = (f"{r.before:.4f}", f"{r.after:.4f}", f"{r.density:.4f}", f"{r.seconds:.2f}")
-            lines.append((r.tensor, *numbers, r.note))
+    def below(self) -> list[str]:
+        """The time, what was recovered, and what was left out."""
         how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
-        table = [line.rstrip() for line in aligned(lines, right=range(1, 5))]
-        table += [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
-        table += [] if self.recovery is None else [str(self.recovery)]
-        return "\n".join([*table, *(f"left out: {name}: {why}" for name, why in self.left_out.items())])
-
-    def plot(self, path: str | Path) -> None:
-        """Save a picture of the errors before and after, layer by layer; needs matplotlib."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 1.5 + 0.25 * len(self.rows)), layout="constrained")
-        axes = figure.add_subplot()
-        at = range(len(self.rows))
-        axes.barh(at, [r.before for r in self.rows], color="lightgray", label="mask alone")
-        axes.barh(at, [r.after for r in self.rows], height=0.5, label="compensated")
-        axes.set_yticks(at, [r.tensor for r in self.rows], fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel("relative output error")
-        axes.legend()
-        figure.savefig(path, dpi=150)
+        notes = [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
+        notes += [] if self.recovery is None else [str(self.recovery)]
+        return [*notes, *(f"left out: {name}: {why}" for name, why in self.left_out.items())]
 
 
 def one_shot(

@@ -20,7 +20,7 @@ from ..calibration import call, eval_mode, progress_bar, token_rows
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number
 from ..sparsifiers.names import named_tensors, owner_of
-from ..tables import Table, aligned
+from ..tables import Table
 from .sequential import Arguments, CalibrationData, captured, copied_tensors, find_blocks, next_arguments, output_of
 
 PASSES = 4
@@ -60,20 +60,16 @@ class RecoveryReport(Table[BlockRow]):
     """Rows as data; `str()` of it is a table.
 
     >>> print(RecoveryReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
-    block     error before   after  passes  seconds
-    layers.0        0.3000  0.1000       4     2.50
+    block     before   after  passes  seconds
+    layers.0  0.3000  0.1000       4     2.50
     """
+
+    rows: tuple[BlockRow, ...]
+    bars = ("before", "after")
 
     def metrics(self) -> dict[str, float]:
         """{"recovered_error/<block>": ...}, for any logger."""
         return {f"recovered_error/{r.block or 'model'}": r.after for r in self.rows}
-
-    def __str__(self) -> str:
-        lines = [("block", "error before", "after", "passes", "seconds")]
-        for r in self.rows:
-            numbers = (f"{r.before:.4f}", f"{r.after:.4f}", str(r.passes), f"{r.seconds:.2f}")
-            lines.append((r.block or "(model)", *numbers))
-        return "\n".join(line.rstrip() for line in aligned(lines, right=range(1, 5)))
 
 
 def recover(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..coupling import Coupling
 from ..coupling.discovery.trace import code_line
 from ..errors import SparsityError
-from ..tables import aligned
+from ..tables import Table
 from .manifest import make_manifest
 from .norms import Normed, fold_norms, plain_copy, redo_weight_norms
 from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, plain_tensors, remove_units
@@ -69,7 +69,7 @@ class KeptUnits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compaction:
+class Compaction(Table[KeptUnits]):
     """The result of `compact` as numbers; `print(report)` shows it as text.
 
     Attributes:
@@ -119,8 +119,24 @@ class Compaction:
         """Write the manifest as JSON, for `cut_to` in another process."""
         Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
 
-    def __str__(self) -> str:
-        lines = [text.rstrip() for text in aligned([(row.name, str(row)) for row in self.couplings])]
+    bars = ("of", "kept")
+
+    @property
+    def rows(self) -> tuple[KeptUnits, ...]:  # type: ignore[override]
+        """The couplings."""
+        return self.couplings
+
+    def metrics(self) -> dict[str, float]:
+        """{"kept/<coupling>": ..., "of/<coupling>": ..., "parameters", "bytes", "flops": of the smaller model}."""
+        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
+
+    def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
+        """Head and rows as text."""
+        return [("coupling", "kept"), *((row.name, str(row)) for row in self.couplings)]
+
+    def below(self) -> list[str]:
+        """Sizes, what was compared, changed and left out."""
+        lines = []
         for what in ("parameters", "bytes", "flops"):
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
@@ -141,7 +157,7 @@ class Compaction:
         lines += [f"left out: {text}" for text in self.left_out]
         lines += [f"frozen: {text}" for text in self.frozen]
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
-        return "\n".join(lines)
+        return lines
 
 
 def compact(
@@ -194,7 +210,8 @@ def compact(
     >>> small[0], report.after.parameters
     (Linear(in_features=8, out_features=4, bias=True), 46)
     >>> print(report)  # doctest: +ELLIPSIS
-    hidden  4 of 16 units
+    coupling  kept
+    hidden    4 of 16 units
     parameters: 178 -> 46 (0.258)
     bytes: 712 -> 184 (0.258)
     flops: 960 -> 240 (0.250)

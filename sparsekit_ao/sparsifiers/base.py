@@ -87,9 +87,9 @@ class MaskSparsifier(BaseSparsifier):
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise if a group is invalid; called before anything is changed."""
 
-    def _structure(self, group: TensorGroup) -> list[dict[str, Any]]:
+    def _structure(self, group: TensorGroup) -> str:
         """What a group says besides its level, stage by stage; a saved state must say the same."""
-        return [{"sparse_block_shape": tuple(group.get("sparse_block_shape", ()))}]
+        return f"sparse_block_shape={tuple(group.get('sparse_block_shape', ()))}"
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
         """{tensor_fqn: level} of tensors whose level stays as it is while no scheduler changes it."""
@@ -160,9 +160,8 @@ class MaskSparsifier(BaseSparsifier):
         self._check_groups(found.groups)
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        places = [(g["module"], g["tensor_name"], g) for g in found.groups]
-        unmasked = [place for place in places if masking.find_mask(*place[:2]) is None]
-        own = [(module, name, m) for module, name, g in unmasked if (m := self._new_mask(g)) is not None]
+        unmasked = [g for g in found.groups if masking.find_mask(g["module"], g["tensor_name"]) is None]
+        own = [(g["module"], g["tensor_name"], m) for g in unmasked if (m := self._new_mask(g)) is not None]
         masks = masking.under_all_names(model, own)
         before = dict(self.__dict__)
         self.model, self.groups, self._skip_unfit = model, found.groups, skip_unfit

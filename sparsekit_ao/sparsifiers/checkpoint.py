@@ -115,8 +115,8 @@ def _check_replaced(self: MaskSparsifier, groups: Sequence[TensorGroup]) -> None
         before, after = self._structure(live), self._structure(new)
         if before != after:
             raise SparsityError(
-                f"load_state_dict: {live['tensor_fqn']}: the state was saved with {_text(after)}, and this sparsifier "
-                f"was prepared with {_text(before)}. Prepare with the structure of the state; for another structure "
+                f"load_state_dict: {live['tensor_fqn']}: the state was saved with {after}, and this sparsifier "
+                f"was prepared with {before}. Prepare with the structure of the state; for another structure "
                 "load the model's weights alone, and call step() to choose new masks."
             )
     if self._resumes or "step" in self.__dict__:  # a pickle of its own, or a scheduler that determines the levels
@@ -131,12 +131,6 @@ def _check_replaced(self: MaskSparsifier, groups: Sequence[TensorGroup]) -> None
             f"{before[name]:.4g} in sparsifier.groups after loading, and call step()",
             stacklevel=4,
         )
-
-
-def _text(structure: Sequence[Mapping[str, Any]]) -> str:
-    """A structure as `_structure` gives it, in words."""
-    stages = [", ".join(f"{k}={v!r}" for k, v in s.items() if v not in (None, ())) for s in structure]
-    return " then ".join(stage or "single elements over the tensor" for stage in stages)
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,12 @@ This module checks names, module classes and keys; `stages` and `structure` chec
 
 import difflib
 import numbers
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -70,18 +72,25 @@ class ResolvedConfig:
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
     """One entry for the weight of every Linear (subclasses too, and transformers' Conv1D) and convolution, in order.
 
-    If classes are given, one for the weight of every module of these instead.
+    `nn.MultiheadAttention` has its input projections too, `nn.RNN`, `nn.LSTM` and `nn.GRU` all of their matrices. If
+    classes are given, one for the weight of every module of these instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
     """
     classes = tuple(classes)
-    layers = classes or (nn.Linear, *_CONVOLUTIONS)
     return [
-        {"tensor_fqn": f"{name}.weight" if name else "weight"}
+        {"tensor_fqn": f"{name}.{tensor}" if name else tensor}
         for name, m in model.named_modules()
-        if isinstance(m, layers) or (not classes and is_of_transformers(m, "Conv1D"))
+        for tensor in (["weight"] if isinstance(m, classes) else () if classes else _matrices_of(m))
     ]
+
+
+def _matrices_of(module: nn.Module) -> list[str]:
+    """The weights of a module that config=None takes."""
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return [n for n, _ in named_tensors(module) if re.fullmatch(r"(in|q|k|v)_proj_weight|weight_\w+", n)]
+    return ["weight"] if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or is_of_transformers(module, "Conv1D") else []
 
 
 def resolve_groups(
@@ -157,10 +166,13 @@ def resolve_groups(
 def copied(value: Any) -> Any:
     """A copy of the dicts, lists and tuples; the objects that they hold (such as a score) are the same.
 
-    Numbers of numpy become Python's, since `torch.load(weights_only=True)` does not read others.
+    Numbers and arrays of numpy become Python's, since `torch.load(weights_only=True)` does not read others, and so do
+    tensors of one element.
     """
     if value is None or type(value) in (str, int, float, bool):  # most are; isinstance(..., Mapping) is slower
         return value
+    if isinstance(value, (np.generic, np.ndarray)) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value.item()
     if isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, Mapping):
@@ -178,7 +190,7 @@ def _owners(
     labels = []
     for at, entry in enumerate(config):
         where = f"config[{at}]: "
-        rules, classes = _checked_entry(entry, keys, where)
+        rules, classes = _checked_entry(model, entry, keys, where)
         labels.append(f"config[{at}] ({', '.join(map(repr, rules)) or _named(classes)})")
         for fqn, is_exact in _matches(model, entry, rules, classes, names, where).items():
             owner = owners.get(fqn)
@@ -195,7 +207,7 @@ def _owners(
     return owners, labels
 
 
-def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[list[str], Classes]:
+def _checked_entry(model: nn.Module, entry: object, keys: Collection[str], where: str) -> tuple[list[str], Classes]:
     """Check an entry's keys; its names and module classes."""
     if not isinstance(entry, Mapping):
         raise SparsityError(
@@ -203,7 +215,7 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[li
         )
     for key in entry:
         if key not in keys and key not in _WHERE_KEYS:
-            hint = _hint_of_key(str(key), keys)
+            hint = hint_of_key(str(key), (*keys, *_WHERE_KEYS))
             raise SparsityError(f"{where}unknown key {key!r}.{hint} Known keys: {', '.join(sorted(keys))}.")
     module, fqn = entry.get("module"), entry.get("tensor_fqn")
     classes: Classes = ()
@@ -212,23 +224,31 @@ def _checked_entry(entry: object, keys: Collection[str], where: str) -> tuple[li
         if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise SparsityError(f"{where}'module' must be a module class or a list of them, got {module!r}")
     rules = [fqn] if isinstance(fqn, str) else fqn
+    if fqn is None and isinstance(module, nn.Module):  # itself, by its name in the model
+        name = next((name for name, m in model.named_modules() if m is module), None)
+        if name is None:
+            raise SparsityError(f"{where}'module', a {type(module).__name__}, is no module of the model")
+        rules = [f"{name}.{entry.get('tensor_name', 'weight')}".removeprefix(".")]
     is_named = isinstance(rules, (list, tuple)) and bool(rules) and all(isinstance(r, str) and r for r in rules)
     if not is_named and (fqn is not None or not classes):
         raise SparsityError(
             f"{where}'tensor_fqn' (a name, a glob, 're:...' or a list of them) or 'module' (a module class) is "
             f"required, got {fqn!r}"
         )
-    return list(rules or ()), classes
+    named: list[str] = list(rules or ())
+    if len(set(named)) < len(named):
+        raise SparsityError(f"{where}'tensor_fqn' has {max(named, key=named.count)!r} twice; name each tensor once")
+    return named, classes
 
 
-def _hint_of_key(key: str, keys: Collection[str]) -> str:
+def hint_of_key(key: str, keys: Collection[str]) -> str:
     """What may have been meant by an unknown key of an entry, as a sentence for an error."""
     if key in _OF_OTHERS:
         return f" {_OF_OTHERS[key]} takes it, this sparsifier does not."
     if key == "exclude":
         return " It is an argument of prepare: prepare(model, config, exclude=[...])."
-    meant = next((name for name, others in _MEANT.items() if key in others and name in (*keys, *_WHERE_KEYS)), None)
-    close = [meant] if meant else difflib.get_close_matches(key, [*keys, *_WHERE_KEYS], n=1)
+    meant = next((name for name, others in _MEANT.items() if key in others and name in keys), None)
+    close = [meant] if meant else difflib.get_close_matches(key, keys, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

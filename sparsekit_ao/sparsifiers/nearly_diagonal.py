@@ -19,8 +19,7 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         nearliness: an odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
 
     Raises:
-        SparsityError: an even or too large number, in `prepare` already (torch.ao raises in `step`), and in `step` if
-            a group was given it since.
+        SparsityError: an even number in `step`, as torch.ao raises; one that is too large in `prepare` already.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
     >>> sparsifier = NearlyDiagonalSparsifier(nearliness=3)
@@ -49,15 +48,15 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:
             shape = getattr(group["module"], group["tensor_name"]).shape
-            _check_nearliness(group["nearliness"], shape, f"{group['tensor_fqn']}: ")
+            _check_nearliness(group["nearliness"], shape, f"{group['tensor_fqn']}: ", self._phase == "prepared")
 
 
-def _check_nearliness(nearliness: object, shape: Sequence[int], where: str) -> None:
+def _check_nearliness(nearliness: object, shape: Sequence[int], where: str, is_step: bool = True) -> None:
     if len(shape) != 2:
         raise SparsityError(f"{where}a diagonal needs a matrix, got shape {tuple(shape)}")
     if isinstance(nearliness, bool) or not isinstance(nearliness, int):
         raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
-    if nearliness > 0 and nearliness % 2 == 0:
+    if is_step and nearliness > 0 and nearliness % 2 == 0:
         raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
     if nearliness // 2 >= min(shape):
         raise SparsityError(

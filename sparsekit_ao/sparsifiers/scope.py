@@ -32,7 +32,7 @@ from ..selection import Request
 from ..structure import checked_level
 from .base import MaskSparsifier
 from .checkpoint import checked_pass, copied_state, saved_count
-from .config import ConfigContext, TensorGroup, copied
+from .config import ConfigContext, TensorGroup, copied, hint_of_key
 from .groups import (
     PruningGroup,
     batches,
@@ -97,7 +97,9 @@ class BudgetSparsifier(MaskSparsifier):
         known = (*self.structure_defaults, *self.optional_keys)
         for key in structure:
             if key not in known:
-                raise TypeError(f"{type(self).__name__} has no argument {key!r}; it takes {', '.join(sorted(known))}")
+                hint, takes = hint_of_key(key, ("sparsity_level", *known)), ", ".join(sorted(known))
+                raise TypeError(f"{type(self).__name__} has no argument {key!r}.{hint} It takes {takes}")
+        sparsity_level, nnz, structure = copied(sparsity_level), copied(nnz), copied(structure)
         if isinstance(sparsity_level, Pattern):
             raise SparsityError(f"sparsity_level must be a number, got {sparsity_level}; give a pattern as pattern=")
         if isinstance(sparsity_level, nn.Module):
@@ -156,10 +158,13 @@ class BudgetSparsifier(MaskSparsifier):
             changed["level_of_nnz"] = changed["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
-    def _structure(self, group: TensorGroup) -> list[dict[str, Any]]:
+    def _structure(self, group: TensorGroup) -> str:
         keys = (*SHAPES, "block_coupling", "coupling_order", "scope_coupling")
-        stages = [{k: getattr(stage, k) for k in keys} for stage in stages_of(group)]
-        return [{**s, **dict([b] if b else [])} for s, b in zip(stages, stage_budgets(group), strict=True)]
+        texts = []
+        for stage, budget in zip(stages_of(group), stage_budgets(group), strict=True):
+            values = [*((k, getattr(stage, k)) for k in keys), *([budget] if budget else [])]
+            texts.append(", ".join(f"{k}={v!r}" for k, v in values if v not in (None, ())))
+        return " then ".join(text or "single elements over the tensor" for text in texts)
 
     def _rows(self) -> Iterator[Row]:
         pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
@@ -169,7 +174,8 @@ class BudgetSparsifier(MaskSparsifier):
             spec = last.spec(at)
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
             pattern = " then ".join(g.pattern(at) for g in own)
-            asked = last.scope.level_of(last.budget(self.groups))
+            key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
+            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(self.groups))
             yield make_row(group, mask, rules, pattern=pattern, asked=asked, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
@@ -561,9 +567,10 @@ class ScopeSparsifier(BudgetSparsifier):
         stages: Sequence[Mapping[str, Any]] | None = None,
         update_every: int = 1,
         until: int | None = None,
+        **unknown: Any,
     ) -> None:
-        structure = dict(locals())
-        for name in ("self", "sparsity_level", "nnz", "update_every", "until", "__class__"):
+        structure = {**locals(), **unknown}
+        for name in ("self", "sparsity_level", "nnz", "update_every", "until", "unknown", "__class__"):
             structure.pop(name)
         self.interval, self._steps = UpdateInterval(update_every, until), 0
         super().__init__(sparsity_level, nnz=nnz, **structure)

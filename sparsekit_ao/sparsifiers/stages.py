@@ -16,7 +16,7 @@ from ..patterns import Pattern, parse
 from ..scores import Score, parse_score
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
-from .config import TensorGroup
+from .config import TensorGroup, hint_of_key
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
@@ -71,7 +71,8 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
         if not isinstance(stage, Mapping):
             raise SparsityError(f"{where}stages[{at}] must be a dict, got {stage!r}")
         if unknown := set(stage) - {*keys, *BUDGETS}:
-            raise SparsityError(f"{of_stage}unknown key {sorted(unknown)[0]!r}")
+            key = sorted(unknown)[0]
+            raise SparsityError(f"{of_stage}unknown key {key!r}.{hint_of_key(key, (*keys, *BUDGETS))}")
         refuse_two_budgets(stage, of_stage)
         checked.append(_stage(joined(shared, stage, of_stage), of_stage))
     return tuple(checked)
@@ -143,7 +144,8 @@ def _stage(keys: Mapping[str, Any], where: str) -> Stage:
         if checked.get(key) is not None and not isinstance(checked[key], str):
             raise SparsityError(f"{where}{key} must be a name (a str) or None, got {checked[key]!r}")
     score = checked["score"] = parse_score(checked.get("score"), where)
-    norm, member_scores = checked.get("norm", 2), checked.get("member_scores", "sum")
+    checked["norm"] = math.inf if checked.get("norm") == "inf" else checked.get("norm", 2)
+    norm, member_scores = checked["norm"], checked.get("member_scores", "sum")
     if not is_number(norm) or norm not in (1, 2, math.inf):
         hint = " Give a function of the weight as score=." if callable(norm) else ""
         raise SparsityError(f"{where}norm must be 1, 2 or inf, got {norm!r}.{hint}")

@@ -276,7 +276,8 @@ def aligned_members(
         if grid != grids[0]:
             raise CouplingError(
                 f"{where}{s.name or 'a member'} has the aligned {kind} grid {grid}, but {specs[0].name or 'the first'} "
-                f"has {grids[0]}. Give an order that permutes one onto the other, or other blocks and scopes."
+                f"has {grids[0]}. Give an order that permutes one onto the other, or name the shared units by axes, as "
+                'a Coupling({tensor: axes}) does ("(u d) i" and "o (u d)" for heads and the columns that read them).'
             )
     return full, grids[0]
 

@@ -400,7 +400,7 @@ def test_arguments_that_do_not_fit(arguments, message):
 
 @pytest.mark.parametrize("key", ["stages", "score", "member_scores", "levle"])
 def test_arguments_that_it_does_not_have(key):
-    with pytest.raises(TypeError, match=f"DynamicSparsifier has no argument '{key}'; it takes axes, block_coupling,"):
+    with pytest.raises(TypeError, match=f"DynamicSparsifier has no argument '{key}'..*It takes axes, block_coupling,"):
         DynamicSparsifier(**{key: None})
     with pytest.raises(SparsityError, match=f"unknown key '{key}'"):
         DynamicSparsifier().prepare(mlp(), [{"tensor_fqn": "0.weight", key: None}])

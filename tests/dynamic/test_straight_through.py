@@ -89,6 +89,7 @@ def test_sr_ste_needs_its_optimizer_and_lets_it_go():
 
 
 def test_top_kast_lets_a_larger_top_learn():
+    assert TopKAST(0.9).backward_level == pytest.approx(0.8) and TopKAST(0.25).backward_level == 0
     model, sparsifier = prepared(TopKAST, sparsity_level=0.75, backward_level=0.5)
     reach = model[0].parametrizations.weight[0].backward_mask
     kept = sparsifier.mask("0.weight")

@@ -78,7 +78,7 @@ def test_a_model_that_ties_what_differs_in_the_file(tmp_path):
         (lambda: nn.Sequential(linear()), "has no tensor '0.0.weight'; load it into the model that was packed"),
         (lambda: linear(64, 64, dtype=HALF), r"0.weight must be torch.float16 of shape \(64, 64\) for this model, got"),
         (lambda: linear(dtype=torch.bfloat16), r"0.weight must be torch.bfloat16 of shape \(32, 64\) for this model"),
-        (lambda: linear(), "0.weight must be torch.float32"),
+        (lambda: linear(), r"0.weight must be torch.float32 .*; call model.to\(torch.float16\) before"),
         (lambda: nn.Sequential(*linear(dtype=HALF), nn.Linear(2, 2)), "has no tensor '1.weight'"),
         (lambda: nn.Sequential(), "has an unknown tensor '0.weight.metadata'"),
         (lambda: linear(dtype=HALF, device="meta"), "the model is on the meta device; model.to_empty"),

@@ -145,7 +145,7 @@ def bert(folder, steps, level=0.5, resume=None, **options):
             str(folder), use_cpu=True, disable_tqdm=True, **{**settings, **options}
         )
         callbacks = [SparsifierCallback(sparsifier, own)]
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=resume)
     return model, sparsifier
 
@@ -164,9 +164,12 @@ def test_transformers_checkpoints_are_plain_and_training_resumes_from_them(tmp_p
     with pytest.raises(SparsityError, match=r"training resumes from masked_state.*TrainingArguments\(resume_from"):
         bert(tmp_path / "moved", 4, resume=str(saved))
     bert(tmp_path / "moved", 4, resume=str(saved), resume_from_checkpoint=str(saved))
-    last = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole" / "checkpoint-4")
-    sparsifier.squash_mask()
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in last.state_dict().items())
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    worst, third = bert(tmp_path / "best", 4, metric_for_best_model="loss", **options)  # the lower one is the first
+    for trained, own, folder in ((model, sparsifier, "whole/checkpoint-4"), (worst, third, "best/checkpoint-2")):
+        saved = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / folder)
+        own.squash_mask()
+        assert all(torch.equal(v, trained.state_dict()[k]) for k, v in saved.state_dict().items()), folder
 
 
 def fake_trainer():

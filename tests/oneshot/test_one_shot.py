@@ -301,7 +301,7 @@ def test_scores_of_gradients_are_collected_before():
 
 def test_the_report_prints_and_plots(tmp_path):
     report = one_shot(prepared(), correlated(), progress=False)
-    assert str(report).splitlines()[0].split()[:3] == ["tensor", "error", "before"]
+    assert str(report).splitlines()[0].split()[:3] == ["tensor", "before", "after"]
     assert f"{len(report)} layers in" in str(report) and len(report) == 6 and str(report).endswith(", 2 blocks")
     assert set(report.metrics()) == {"seconds", *(f"output_error/{r.tensor}" for r in report)}
     report.plot(tmp_path / "errors.png")

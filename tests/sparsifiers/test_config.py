@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from stock import linear_model
@@ -115,7 +116,7 @@ def test_without_a_config_a_tied_head_is_left_out_and_the_report_says_so():
     assert report.total == 80 + 2 * 72 + 16 and report.covered == 128 / 240
     assert next(iter(report.others)) == "embed.weight" and report.others["embed.weight"] == 80
     text = str(report)
-    assert "covers 53.3% of the model's 240 parameters" in text
+    assert "covers 61.5% of the weights of two or more dimensions, and 53.3% of all 240 parameters" in text
     assert "left out: lm_head.weight (tied to 'embed.weight')" in text
     assert "named by no rule: embed.weight (80)" in text
 
@@ -330,3 +331,21 @@ def test_a_state_of_a_counted_budget_is_loaded_where_a_level_was_given():
     level.load_state_dict(states[0])
     level.step()
     assert level.check() == 8
+
+
+def test_a_module_of_the_model_is_named_by_itself():
+    model = linear_model(8, 8, 8)
+    sparsifier = prepared(model, [{"module": model[2], "sparsity_level": 0.75}])
+    assert levels(sparsifier) == {"2.weight": 0.75}
+    linear = nn.Linear(8, 8)
+    assert list(levels(prepared(linear, [{"module": linear, "tensor_name": "bias"}]))) == ["bias"]
+
+
+def test_numbers_may_be_tensors_of_one_element_and_shapes_arrays():
+    given = {"nnz": torch.tensor([2]), "scope_shape": np.array((1, 4)), "norm": "inf"}
+    for sparsifier in (prepared(linear_model(8, 8), [{"tensor_fqn": "0.weight", **given}]), ScopeSparsifier(**given)):
+        if not sparsifier.groups:
+            prepared(linear_model(8, 8), None, sparsifier)
+        assert sparsifier.check() == 16 and sparsifier.groups[0]["scope_shape"] == [1, 4]
+        assert type(sparsifier.groups[0]["nnz"]) is int
+    assert prepared(linear_model(8, 8), None, ScopeSparsifier(torch.tensor(0.75))).report().sparsity == 0.75

@@ -57,6 +57,12 @@ CONFIGS = [
     ([{"tensor_fqn": "layers.*.weight"}], "'layers.*.weight' matches no parameter of the model"),
     ([{"tensor_fqn": "re:("}], "'re:(' is not a regular expression"),
     ([{"tensor_fqn": "re:" + "(" * 5000}], "is not a regular expression"),
+    ([{"tensor_fqn": ["0.weight", "0.weight"]}], "config[0]: 'tensor_fqn' has '0.weight' twice; name each tensor once"),
+    ([{"module": nn.Linear(2, 2)}], "config[0]: 'module', a Linear, is no module of the model"),
+    (
+        [LINEAR | {"stages": [{"scope_shpe": (1, 4)}]}],
+        "stages[0]: unknown key 'scope_shpe'. Did you mean 'scope_shape'?",
+    ),
     ([LINEAR, LINEAR], "config[1]: '0.weight' is already named by config[0] ('0.weight'); name each tensor once"),
     ([{"tensor_fqn": "*.weight"}] * 2, "config[0] ('*.weight') has no effect, because other entries name all of its"),
     ([{"module": "Linear"}], "config[0]: 'module' must be a module class or a list of them, got 'Linear'"),
@@ -74,7 +80,7 @@ ENTRIES = [
     ({"sparsity_level": 50}, "sparsity level must lie in [0, 1], got 50; it is a fraction, so 50 % is 0.5"),
     ({"sparsity_level": float("nan")}, "sparsity level must lie in [0, 1], got nan"),
     ({"sparsity_level": "0.5"}, "sparsity level must lie in [0, 1], got '0.5'"),
-    ({"sparsity_level": torch.tensor(0.5)}, "must lie in [0, 1], got a Tensor, which is no number"),
+    ({"sparsity_level": torch.tensor([0.5, 0.5])}, "must lie in [0, 1], got a Tensor, which is no number"),
     ({"sparsity_level": 0.5, "nnz": 2}, "sparsity_level and nnz are mutually exclusive"),
     ({"nnz": 33}, "0.weight: nnz must lie in 0 .. 32 (a scope has 32 blocks), got 33"),
     ({"nnz": 1.5}, "0.weight: nnz must be an int or an integer tensor, got 1.5"),
@@ -305,6 +311,25 @@ def test_a_score_that_returns_something_else(score, text):
     with refuses(text):
         sparsifier.step()
     assert sparsifier.mask("0.weight").all()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: ScopeSparsifier(sparsity=0.5), "no argument 'sparsity'. Did you mean 'sparsity_level'? It takes"),
+        (lambda: DynamicSparsifier(0.5, block_size=(1, 4)), "no argument 'block_size'. Did you mean 'block_shape'?"),
+        (lambda: RigL(0.5, until=9, scop="i"), "DynamicSparsifier has no argument 'scop'. Did you mean 'scope'?"),
+    ],
+)
+def test_typos_of_arguments(call, text):
+    with refuses(text, TypeError):
+        call()
+
+
+def test_schedules_are_called_with_their_numbers_first():
+    for given in (schedules.cubic, [schedules.linear]):
+        with refuses("ScheduleSL: schedule must be a function (step -> number), such as schedules.cubic(0.0, 0.9"):
+            ScheduleSL(prepared(linear_model(8, 4)), given)
 
 
 class InPlace:

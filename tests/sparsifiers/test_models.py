@@ -133,3 +133,59 @@ def test_like_tensors_of_a_large_model_share_a_line_of_a_printed_report(tmp_path
     assert report.log_dict("a/")["a/sparsity/head.weight"] == 0.5
     report.plot(tmp_path / "report.svg")
     assert "layers.44.weight" in (tmp_path / "report.svg").read_text()
+
+
+def test_without_a_config_attention_and_recurrent_weights_are_covered_too():
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(8, 2),
+            "other": nn.MultiheadAttention(8, 2, kdim=4),
+            "lstm": nn.LSTM(8, 8, num_layers=2, proj_size=4),
+            "gru": nn.GRU(8, 8, bidirectional=True),
+            "norm": nn.LayerNorm(8),
+        }
+    )
+    sparsifier = ScopeSparsifier()
+    sparsifier.prepare(model)
+    sparsifier.step()
+    report = sparsifier.report()
+    matrices = [name for name, p in model.named_parameters() if p.ndim > 1]
+    assert len(report) == len(matrices) == 2 + 4 + 6 + 4 and report.matrices == 1.0 and not report.others
+    assert "covers 100.0% of the weights of two or more dimensions" in str(report) and "bias" not in str(report)
+    assert report["attention.in_proj_weight"].shape == (24, 8)
+    x = torch.randn(3, 1, 8)
+    model["gru"](x), model["attention"](x, x, x)
+    sparsifier.squash_mask()
+    assert int((model["lstm"].weight_hh_l1 == 0).sum()) == model["lstm"].weight_hh_l1.numel() // 2
+
+
+def test_every_report_has_the_same_methods(tmp_path):
+    from sparsekit_ao import Coupling, one_shot, removal
+
+    model, batches = linear_model(8, 8, 4), [torch.randn(16, 8)]
+    sparsifier = prepared(model, nnz=4, scope_shape=(1, -1))
+    recovered = one_shot(sparsifier, batches, recover=copy.deepcopy(model), progress=False).recovery
+    sparsifier.squash_mask()
+    pair = linear_model(8, 8, 4)
+    hidden = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, name="hidden")
+    _, compaction = removal.compact(pair, hidden, batches[0])
+    masked = prepared(linear_model(8, 4))
+    masked.step()
+    layers = one_shot(prepared(linear_model(8, 4)), batches, progress=False)
+    named = {"0.weight": [masked.report(), layers, export.report(pair)], "hidden": [compaction], "": [recovered]}
+    for name, reports in named.items():
+        for report in reports:
+            assert report[name] is report[0] and len(report.table().splitlines()) >= 1 + len(report)
+            assert report.table() in str(report) and report._repr_html_().startswith("<table><tr><th>")
+            assert len(report.to_csv().splitlines()) == 1 + len(report)
+            assert all(k.startswith("a/") and type(v) is float for k, v in report.log_dict("a/").items())
+            report.plot(tmp_path / "report.svg")
+    with pytest.raises(KeyError, match=r"'1.weight'; the rows are 0.weight"):
+        masked.report()["1.weight"]
+
+
+def test_the_level_that_was_asked_for_is_reported_as_it_was():
+    sparsifier = prepared(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3)), [{"tensor_fqn": "*.weight"}])
+    assert [row.asked for row in sparsifier.report()] == [0.5, 0.5]  # of 3 blocks, 2 are kept
+    counted = prepared(nn.Sequential(nn.Linear(4, 4)), nnz=1, scope_shape=(1, 4))
+    assert counted.report()["0.weight"].asked == 0.75

@@ -18,7 +18,6 @@ def test_same_masks_as_stock(sizes, nearliness):
 @pytest.mark.parametrize(
     ("nearliness", "text"),
     [
-        (2, "nearliness can only be an odd number, got 2"),
         (9, r"must be smaller than both dimensions \(4, 6\), got nearliness 9"),
         ("3", "nearliness must be an int, got '3'"),
     ],
@@ -32,7 +31,11 @@ def test_bad_nearliness_is_refused_before_anything_changes(nearliness, text):
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
 
 
-def test_an_even_nearliness_is_an_error_of_step_too():
+def test_an_even_nearliness_is_an_error_of_step_as_in_torch_ao():
+    even = NearlyDiagonalSparsifier(4)
+    even.prepare(linear_model(6, 6), [{"tensor_fqn": "0.weight"}])
+    with pytest.raises(ValueError, match="nearliness can only be an odd number, got 4"):
+        even.step()
     sparsifier = NearlyDiagonalSparsifier(3)
     sparsifier.prepare(linear_model(6, 6), [{"tensor_fqn": "0.weight"}])
     sparsifier.step()
