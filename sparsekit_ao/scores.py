@@ -63,8 +63,8 @@ class BuiltInScore:
     ...         return statistics.input_square.expand_as(weight)
 
     Attributes:
-        needs: the statistics to collect, some of `calibration.NEEDS`.
-        uses_blocks: whether `statistics.blocks` must hold each element's block.
+        needs: The statistics to collect, some of `calibration.NEEDS`.
+        uses_blocks: Whether `statistics.blocks` must hold each element's block.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -227,9 +227,9 @@ def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
     """Each element's share of its block's loss, see `obs_block`.
 
     Args:
-        rows: weights [outputs, inputs].
+        rows: Weights [outputs, inputs].
         inverse: C [inputs, inputs].
-        labels: the block of each element, int64 [outputs, inputs]; negative where it is in none and alone.
+        labels: The block of each element, int64 [outputs, inputs]; negative where it is in none and alone.
     """
     alone = labels.max() + 1 + torch.arange(labels.shape[1], device=labels.device)
     labels = torch.where(labels < 0, alone, labels)
@@ -331,7 +331,7 @@ def parse_score(value: object, where: str) -> Score | None:
     """The score of a config value: a name, a function, an object with `needs`, or None.
 
     Raises:
-        SparsityError: an unknown name, not callable, or unknown needs.
+        SparsityError: An unknown name, not callable, or unknown needs.
     """
     if value is None:
         return None
@@ -367,17 +367,17 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
     """Call a score for one weight and check what it returns.
 
     Args:
-        score: called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`. One that is not
+        score: Called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`. One that is not
             built in gets a copy of the weight, so that it may work in place.
-        weight, name: the dense weight, whole, detached, and its `tensor_fqn`.
-        statistics: of this weight, if there are any.
+        weight, name: The dense weight, whole, detached, and its `tensor_fqn`.
+        statistics: Of this weight, if there are any.
 
     Returns:
         A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies
         are kept. They may be negative; NaN ranks highest.
 
     Raises:
-        SparsityError: the score returned something else, or statistics that it needs are missing.
+        SparsityError: The score returned something else, or statistics that it needs are missing.
 
     >>> saliency_of(lambda weight, name: weight.abs() * 2, torch.tensor([1.0, -3.0]), "fc.weight")
     tensor([2., 6.])

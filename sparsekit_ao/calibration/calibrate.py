@@ -26,14 +26,14 @@ class Statistics:
     """Sums over calibration tokens and backward passes, for one weight. Float32, on the device of the inputs.
 
     Attributes:
-        name: the weight's `tensor_fqn`.
-        shape: the weight's shape.
-        adapter: how the weight is a matrix; None for parameters whose inputs cannot be recorded.
-        tokens: input rows that were summed.
-        passes: backward passes that were summed.
+        name: The weight's `tensor_fqn`.
+        shape: The weight's shape.
+        adapter: How the weight is a matrix; None for parameters whose inputs cannot be recorded.
+        tokens: Input rows that were summed.
+        passes: Backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape.
-        rows: inputs [groups, tokens, inputs] that are kept instead of "input_gram", while they are fewer than inputs.
+        rows: Inputs [groups, tokens, inputs] that are kept instead of "input_gram", while they are fewer than inputs.
         blocks: int64 in the weight's shape, the block of each element, for scores with `uses_blocks`.
     """
 
@@ -237,7 +237,7 @@ def damped_inverse(gram: Tensor | RowGram, damp: float, name: str) -> Tensor:
     """(G + damp * mean(diag G) I)^-1 of each group, by way of float64 where the Cholesky factor of float32 fails.
 
     Raises:
-        SparsityError: all inputs are zero.
+        SparsityError: All inputs are zero.
     """
     if isinstance(gram, RowGram):
         gram = torch.eye(gram.added.shape[2], dtype=gram.added.dtype, device=gram.added.device) @ gram
@@ -293,12 +293,12 @@ class Calibration:
     """A context in which forward (and backward) passes of the model are recorded; see `ScopeSparsifier.calibrate`.
 
     Args:
-        targets: the weights, and what is recorded for each.
-        on_success: called with the statistics when the context ends without an error.
-        keep_rows: keep inputs instead of X^T X where they have fewer tokens than inputs; not over ranks.
+        targets: The weights, and what is recorded for each.
+        on_success: Called with the statistics when the context ends without an error.
+        keep_rows: Keep inputs instead of X^T X where they have fewer tokens than inputs; not over ranks.
 
     Attributes:
-        token_mask: which tokens count, bool [batch, tokens] such as an attention mask, or None for all. Set it before
+        token_mask: Which tokens count, bool [batch, tokens] such as an attention mask, or None for all. Set it before
             each forward pass. Layers that read a tensor of another leading shape take all of it.
         statistics: {tensor_fqn: Statistics}, of the layers that were reached.
     """
@@ -461,7 +461,7 @@ def call(model: nn.Module, batch: Any) -> Any:
     """The model on one batch: dicts are keyword arguments, tuples and lists positional ones.
 
     Raises:
-        SparsityError: the model does not take such arguments, as where a data loader gives labels too.
+        SparsityError: The model does not take such arguments, as where a data loader gives labels too.
     """
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else ((batch,), {})
     if isinstance(batch, (tuple, list)):

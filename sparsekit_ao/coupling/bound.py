@@ -25,11 +25,11 @@ class Member:
     """One dimension of a tensor that has the unit of a coupling.
 
     Attributes:
-        fqn: its name in the model.
-        pattern: its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: whether it has a mask. The entries of others are only removed: of a buffer, of a further dimension
+        fqn: Its name in the model.
+        pattern: Its axes; as a view they are (*scope, unit, the rest).
+        is_parameter: Whether it has a mask. The entries of others are only removed: of a buffer, of a further dimension
             with the unit (the columns of recurrent weights), and of a member of a coupling with lists.
-        tied_to: the name of an earlier member that is the same tensor; empty if there is none.
+        tied_to: The name of an earlier member that is the same tensor; empty if there is none.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
     >>> bound = sparsekit_ao.Coupling({"0.weight": "u i", "0.bias": "u"}).bind(model)[0]
@@ -48,15 +48,15 @@ class BoundCoupling:
     """A coupling of one model; see `Coupling.bind`.
 
     Attributes:
-        name: for errors and reports.
-        captured: the values of the `*`s in the names.
-        members: the tensors, in the order of the coupling's name patterns.
-        unit: the axis that is kept or dropped.
-        scope: axes of independent budgets.
-        sizes: length of every scope axis, of the unit axis, and of the axes whose sizes were given.
+        name: For errors and reports.
+        captured: The values of the `*`s in the names.
+        members: The tensors, in the order of the coupling's name patterns.
+        unit: The axis that is kept or dropped.
+        scope: Axes of independent budgets.
+        sizes: Length of every scope axis, of the unit axis, and of the axes whose sizes were given.
         attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
-        lists: names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
-        listed: for each unit, the names of the parameters of its modules.
+        lists: Names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
+        listed: For each unit, the names of the parameters of its modules.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
     >>> [(b.name, b.grid) for b in sparsekit_ao.Coupling({"*.weight": "u i", "*.bias": "u"}).bind(model)]

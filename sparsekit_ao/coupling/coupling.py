@@ -47,20 +47,20 @@ class Coupling:
             another length in each member. Of a concatenation, `"o (8 + u + 4)"` has units between the first 8 and the
             last 4 entries. Where a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask
             is on the first one, and `compact` removes both.
-        unit: the one axis that is kept or dropped.
-        scope: axes within which the unit is chosen, an equal number in each: the query heads of every key head.
+        unit: The one axis that is kept or dropped.
+        scope: Axes within which the unit is chosen, an equal number in each: the query heads of every key head.
         sizes: {axis: length}, as far as the shapes leave them open.
-        scores: how the scores of members make a unit's: `"sum"`, `"mean"` or `"consumers"`, as `member_scores` of
+        scores: How the scores of members make a unit's: `"sum"`, `"mean"` or `"consumers"`, as `member_scores` of
             `ScopeSparsifier`.
-        name: for errors and reports, with as many `*`s as the members or none; by default the first member.
+        name: For errors and reports, with as many `*`s as the members or none; by default the first member.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`, for
             `compact` to update; attributes of torch.nn's own layers need not be listed.
-        lists: names of `nn.ModuleList`s whose module k belongs to unit k, as each expert does to a row of its router;
+        lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as each expert does to a row of its router;
             units are counted one scope after the other. Masks are then on all parameters of these modules (modules of
             two units may share none); what members have of a unit is removed without a mask.
 
     Raises:
-        SparsityError: members differ in their `*`s, a member lacks an axis, an argument has the wrong type or value.
+        SparsityError: Members differ in their `*`s, a member lacks an axis, an argument has the wrong type or value.
 
     >>> mlp = Coupling({"up.weight": "u i", "up.bias": "u", "down.weight": "o u"})
     >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 6), "down": torch.nn.Linear(6, 4)})
@@ -149,8 +149,8 @@ class Coupling:
         """Return the coupling in a model: one for each value of the `*`s, in the model's order.
 
         Raises:
-            SparsityError: a name matches nothing, a member is missing for some value, a pattern does not fit.
-            CouplingError: members have different numbers of units.
+            SparsityError: A name matches nothing, a member is missing for some value, a pattern does not fit.
+            CouplingError: Members have different numbers of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
         >>> [(bound.name, bound.grid) for bound in Coupling({"*.weight": "u i", "*.bias": "u"}).bind(layers)]
@@ -192,11 +192,11 @@ class Coupling:
         heads and the residual stream, in a query projection) use `joint_entries`.
 
         Args:
-            model: where the names are looked up.
-            keys: further keys of every entry: `sparsity_level` or `nnz` (of each scope), `norm`.
+            model: Where the names are looked up.
+            keys: Further keys of every entry: `sparsity_level` or `nnz` (of each scope), `norm`.
 
         Raises:
-            SparsityError: as `bind`; a key that follows from the coupling; no member is a parameter.
+            SparsityError: As `bind`; a key that follows from the coupling; no member is a parameter.
         """
         return [entry for entries in self._entries(model, keys) for entry in entries]
 
@@ -322,13 +322,13 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     the level of every coupling.
 
     Args:
-        couplings: of different names.
-        model: where the names are looked up.
-        keys: further keys of every entry, as `Coupling.entries` takes them. `sparsity_level` and `nnz` may be a dict
+        couplings: Of different names.
+        model: Where the names are looked up.
+        keys: Further keys of every entry, as `Coupling.entries` takes them. `sparsity_level` and `nnz` may be a dict
             {name of a coupling: its number}; a coupling that it does not name has the sparsifier's default.
 
     Raises:
-        SparsityError: as `Coupling.entries`; two couplings of one name; an unknown name in a budget.
+        SparsityError: As `Coupling.entries`; two couplings of one name; an unknown name in a budget.
 
     >>> from sparsekit_ao import ScopeSparsifier
     >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8), nn.Linear(8, 2))

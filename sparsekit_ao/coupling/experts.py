@@ -41,10 +41,10 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     such as heads and the hidden size, are found by `discover`.
 
     Args:
-        model: with plain tensors or after `prepare`; it is not changed.
+        model: With plain tensors or after `prepare`; it is not changed.
 
     Raises:
-        SparsityError: there are no experts of these names.
+        SparsityError: There are no experts of these names.
 
     >>> def expert():
     ...     return torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("w1", "w3", "w2")})
@@ -144,15 +144,15 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
     of transformers 5 are.
 
     Args:
-        model: run in eval mode; not changed.
-        batches: as for `one_shot`, padding included.
+        model: Run in eval mode; not changed.
+        batches: As for `one_shot`, padding included.
         forward: `(model, batch) -> output`; None calls the model.
 
     Returns:
         {name of the module of experts: float64 scores (experts,)}.
 
     Raises:
-        SparsityError: no such experts, or no batches.
+        SparsityError: No such experts, or no batches.
 
     >>> expert_scores(model, batches)["model.layers.0.mlp.experts"].shape  # doctest: +SKIP
     torch.Size([128])

@@ -35,18 +35,18 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
     and `manifest.json` are written, which `load_pretrained` reads.
 
     Args:
-        model: of transformers, or with another `save_pretrained(path, state_dict=...)`.
-        sparsifier: that masks it, before or after `squash_mask`; or {name: mask}; or the report of `shrink` or
+        model: Of transformers, or with another `save_pretrained(path, state_dict=...)`.
+        sparsifier: That masks it, before or after `squash_mask`; or {name: mask}; or the report of `shrink` or
             `compact`.
-        path: folder.
-        kwargs: for `model.save_pretrained`.
+        path: Folder.
+        kwargs: For `model.save_pretrained`.
 
     Returns:
         A `Conversion` with the bytes of the masked tensors and of the file of masks; of a compacted model, those of the
         dense one and of the files, and the line that loads it.
 
     Raises:
-        SparsityError: no such method; adapters are still unmerged; the model has no tensor of a mask's name and shape,
+        SparsityError: No such method; adapters are still unmerged; the model has no tensor of a mask's name and shape,
             or one that is not zero outside of its mask; a written file does not hold the masked values.
 
     >>> import tempfile
@@ -204,11 +204,11 @@ def save_decilm(model: Any, path: str | Path) -> None:
     Tensors have Llama's names. The folder has the code of its config (`trust_remote_code=True`). vLLM is not run here.
 
     Args:
-        model: a `LlamaForCausalLM`, as `shrink(..., uniform=False)` returns it.
-        path: folder.
+        model: A `LlamaForCausalLM`, as `shrink(..., uniform=False)` returns it.
+        path: Folder.
 
     Raises:
-        SparsityError: of another class; layers have different numbers of query heads, or a number that their key heads
+        SparsityError: Of another class; layers have different numbers of query heads, or a number that their key heads
             do not divide, which the format cannot hold.
 
     >>> small, report = sparsekit_ao.shrink(llama, inputs, cost="flops", uniform=False)  # doctest: +SKIP
@@ -250,12 +250,12 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     """Load a compacted model that `save_pretrained` wrote, in eval mode, whether or not its config describes it.
 
     Args:
-        path: folder.
-        model_class: class of the model, or an `AutoModel...` class.
-        kwargs: for `from_pretrained`, where the config describes the model; else for its constructor.
+        path: Folder.
+        model_class: Class of the model, or an `AutoModel...` class.
+        kwargs: For `from_pretrained`, where the config describes the model; else for its constructor.
 
     Raises:
-        SparsityError: a file is missing or damaged; the manifest is of another model; the weights are not those of the
+        SparsityError: A file is missing or damaged; the manifest is of another model; the weights are not those of the
             model, or in files that neither the index nor the one standard name (`model.safetensors`) says.
 
     >>> model = load_pretrained("smaller", transformers.AutoModelForCausalLM)  # doctest: +SKIP
@@ -321,7 +321,7 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
     """Return the masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True for kept ones}.
 
     Raises:
-        SparsityError: the file was not written by `save_pretrained`, or is damaged.
+        SparsityError: The file was not written by `save_pretrained`, or is damaged.
 
     >>> masks = load_masks("pruned")  # doctest: +SKIP
     >>> masks["layer.weight"].dtype  # doctest: +SKIP
@@ -360,8 +360,8 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
 
     Args:
-        model: of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
-        sparsifier: prepared before or after `get_peft_model`; squash it afterwards, or before adapters are added. Or
+        model: Of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
+        sparsifier: Prepared before or after `get_peft_model`; squash it afterwards, or before adapters are added. Or
             {name: mask}, as from `load_masks`, with names of the base model, or of `model`.
 
     Returns:
@@ -370,7 +370,7 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
         tensors have the names of the base model from now on.
 
     Raises:
-        SparsityError: no adapters; some are merged already, disabled, or not finite; the base model has no tensor of a
+        SparsityError: No adapters; some are merged already, disabled, or not finite; the base model has no tensor of a
             mask's name and shape; a masked layer is in `modules_to_save`. Nothing is then changed.
 
     >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP

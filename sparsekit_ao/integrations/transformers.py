@@ -61,13 +61,13 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
     `restore_callback_states_from_checkpoint` off, which would construct another callback without its sparsifier.
 
     Args:
-        sparsifier: prepared on the trainer's model before the trainer is constructed.
-        schedulers: torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
-        update_every: masks are updated after the first step and every such step after it.
-        until: steps after which masks stay as they are; None updates them until the end.
+        sparsifier: Prepared on the trainer's model before the trainer is constructed.
+        schedulers: Torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+        update_every: Masks are updated after the first step and every such step after it.
+        until: Steps after which masks stay as they are; None updates them until the end.
 
     Raises:
-        SparsityError: when training begins, if the sparsifier was prepared on another model, or the trainer clips
+        SparsityError: When training begins, if the sparsifier was prepared on another model, or the trainer clips
             gradients that an update reads; see `watch_clipping`.
     """
 

@@ -43,13 +43,13 @@ class LayerRow:
     """One layer.
 
     Attributes:
-        tensor: its name.
-        before: relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN where X^T X is
+        tensor: Its name.
+        before: Relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN where X^T X is
             not recorded: without inputs, or with `compensate=None`.
-        after: the same with compensated weights.
-        density: the fraction of elements that the mask keeps.
-        seconds: spent on this layer, its share of recording not included.
-        note: what was special, or "".
+        after: The same with compensated weights.
+        density: The fraction of elements that the mask keeps.
+        seconds: Spent on this layer, its share of recording not included.
+        note: What was special, or "".
 
     >>> LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2).after
     0.1
@@ -68,10 +68,10 @@ class OneShotReport(Table[LayerRow]):
     """Rows as data; `str()` of it is a table, `plot` a picture.
 
     Attributes:
-        rows: one per layer, in the order of the forward pass.
-        seconds: of the whole pass, recording included.
-        blocks: repeated blocks that were walked one by one; 0 where the model ran once for each layer.
-        recovery: what `recover` did, or None.
+        rows: One per layer, in the order of the forward pass.
+        seconds: Of the whole pass, recording included.
+        blocks: Repeated blocks that were walked one by one; 0 where the model ran once for each layer.
+        recovery: What `recover` did, or None.
         left_out: {tensor: why `prune` left it out}.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
@@ -120,24 +120,24 @@ def one_shot(
     long as that is the size of the weights).
 
     Args:
-        sparsifier: prepared on the model; any config.
-        batches: calibration data, as for `sparsifier.calibrate`; kept in a list.
+        sparsifier: Prepared on the model; any config.
+        batches: Calibration data, as for `sparsifier.calibrate`; kept in a list.
         forward: `(model, batch) -> anything`, called instead of the model.
         compensate: `"admm"`: masks and weights by ALPS (arXiv 2406.07831) with this library's exact selection, for any
             structure. `"obs"`: structured optimal brain surgeon (S3, arXiv 2604.11315), scope after scope.
             `"sparsegpt"`: the baseline (arXiv 2301.00774), for N:M along the inputs and single elements of a whole
             tensor. `"least_squares"`: masks by the sparsifier's score, and the best weights for them. None: masks only.
-        blocks: the name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
-        token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
+        blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
+        token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
             applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
             (a pooled token, say), count every position.
-        recover: then train the blocks of the model to give what the dense model's blocks give; see `recover`. True
+        recover: Then train the blocks of the model to give what the dense model's blocks give; see `recover`. True
             keeps a copy of the model as it is now; a dense model can be given instead.
-        progress: show a progress bar on a terminal.
-        resume: continue after an interruption; layers that were finished stay as they are. In a new process, load the
+        progress: Show a progress bar on a terminal.
+        resume: Continue after an interruption; layers that were finished stay as they are. In a new process, load the
             state dicts of the model and of the sparsifier first; without one of a pass in progress, it starts anew.
             With `recover`, give the dense model.
-        checkpoint: called after each finished block or layer, to save the state dicts of the model and the sparsifier.
+        checkpoint: Called after each finished block or layer, to save the state dicts of the model and the sparsifier.
             A pass that resumes from them gives the same bits as one that was never interrupted.
 
     Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
@@ -148,7 +148,7 @@ def one_shot(
         A row for each layer, with its relative output error before and after.
 
     Raises:
-        SparsityError: bad arguments, no batches, values that are not finite, sharded weights, a mask on top of another
+        SparsityError: Bad arguments, no batches, values that are not finite, sharded weights, a mask on top of another
             parametrization. An interruption or error in the middle leaves every layer as it was or finished.
 
     >>> from sparsekit_ao import ScopeSparsifier, one_shot
@@ -223,12 +223,12 @@ class Layer:
     """One tensor on its way through the pass.
 
     Attributes:
-        index: of its group.
-        target: its name, module and parameter.
-        statistics: recorded in this pass, and gradients that the user collected before; None if no batch reached it.
-        weight: the dense weight in float32 (float64 if it is float64).
-        pruning_groups: those of this tensor alone, stage by stage; none where its mask is chosen before.
-        mask, compensated, seconds: its mask and new weight, once they are computed, and the time that both took.
+        index: Of its group.
+        target: Its name, module and parameter.
+        statistics: Recorded in this pass, and gradients that the user collected before; None if no batch reached it.
+        weight: The dense weight in float32 (float64 if it is float64).
+        pruning_groups: Those of this tensor alone, stage by stage; none where its mask is chosen before.
+        mask, compensated, seconds: Its mask and new weight, once they are computed, and the time that both took.
     """
 
     index: int

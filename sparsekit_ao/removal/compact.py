@@ -29,8 +29,8 @@ class Size:
     """The size of a model.
 
     Attributes:
-        parameters: elements of all parameters; a shared one counts once.
-        bytes: bytes of parameters and buffers.
+        parameters: Elements of all parameters; a shared one counts once.
+        bytes: Bytes of parameters and buffers.
         flops: FLOPs of a forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
 
     >>> Size(parameters=10, bytes=40, flops=16).bytes
@@ -47,10 +47,10 @@ class KeptUnits:
     """How many units of one coupling are kept.
 
     Attributes:
-        name: name of the coupling.
-        kept, of: units of a scope after and before.
-        scopes: number of independent sets of units.
-        partly: kept units, over all scopes, where some members hold only zeros, but not all.
+        name: Name of the coupling.
+        kept, of: Units of a scope after and before.
+        scopes: Number of independent sets of units.
+        partly: Kept units, over all scopes, where some members hold only zeros, but not all.
 
     >>> print(KeptUnits(name="heads", kept=2, of=4, scopes=3))
     2 of 4 units in each of 3 scopes
@@ -73,22 +73,22 @@ class Compaction(Table[KeptUnits]):
     """The result of `compact` as numbers; `print(report)` shows it as text.
 
     Attributes:
-        couplings: one row a coupling.
-        before, after: sizes of the model.
-        difference: largest difference of an output on the example inputs, relative to the largest value that differs.
-        in_float64: the same of float64 copies, where rounding explains why it is more than the tolerance.
-        notes: descriptions of what is not exact.
-        not_compared: objects in the output that were not inspected, so tensors in them were not compared.
-        unlisted: integers that seem to hold a removed size and are in no coupling's `attrs`.
-        changed: attributes of modules and configs with their old and new values.
-        not_in_config: why a model constructed from the config of a transformers model differs from the smaller one, so
+        couplings: One row a coupling.
+        before, after: Sizes of the model.
+        difference: Largest difference of an output on the example inputs, relative to the largest value that differs.
+        in_float64: The same of float64 copies, where rounding explains why it is more than the tolerance.
+        notes: Descriptions of what is not exact.
+        not_compared: Objects in the output that were not inspected, so tensors in them were not compared.
+        unlisted: Integers that seem to hold a removed size and are in no coupling's `attrs`.
+        changed: Attributes of modules and configs with their old and new values.
+        not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, so
             that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
-        fits: engines that load the model as `save_pretrained` writes it, if its config describes it; only of `shrink`.
-        left_out: couplings from which nothing was removed, or less than was asked for, and modules that were never
+        fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; only of `shrink`.
+        left_out: Couplings from which nothing was removed, or less than was asked for, and modules that were never
             called, with the reason.
-        frozen: axes from which nothing may be removed, with the reason, but for inputs and outputs. Of `shrink`.
-        values: what the forward read from values of the example inputs, as in `Discovery`; only of `shrink`.
-        manifest: plain data for `cut_to`.
+        frozen: Axes from which nothing may be removed, with the reason, but for inputs and outputs. Of `shrink`.
+        values: What the forward read from values of the example inputs, as in `Discovery`; only of `shrink`.
+        manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
     >>> with torch.no_grad():
@@ -175,17 +175,17 @@ def compact(
     and `squash_mask`; a unit that is a module of a list, where all its parameters do.
 
     Args:
-        model: squashed; neither it nor the inputs change, since copies run.
-        couplings: one or several; a tensor may be in several.
-        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
+        model: Squashed; neither it nor the inputs change, since copies run.
+        couplings: One or several; a tensor may be in several.
+        example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
             are, so use typical ones: sequences of different tokens, values that are not zero, attention masks with
             zeros. One token is refused where the model combines tokens. Outputs are compared in tuples, mappings
             and dataclasses; other objects (a cache) are reported.
-        multiple_of: a number, or {name of a coupling: number}. The number of units kept in a scope is rounded up to a
+        multiple_of: A number, or {name of a coupling: number}. The number of units kept in a scope is rounded up to a
             multiple, or to all, by keeping some dropped ones. At least one unit is kept.
         attrs: {integer attribute: the axes whose product it holds}, as `Coupling(attrs=)`; for the one coupling that
             has these axes.
-        tolerance: largest difference of an output tensor, relative to the largest of its values that differ; integers
+        tolerance: Largest difference of an output tensor, relative to the largest of its values that differ; integers
             must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one. Models of
             16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded; where the
             masked model differs as much from its own float64 copy, float64 copies decide.
@@ -194,9 +194,9 @@ def compact(
         The smaller model, and a `Compaction`.
 
     Raises:
-        SparsityError: outputs differ (the message names the coupling that causes it), are all zero or contain nan; a
+        SparsityError: Outputs differ (the message names the coupling that causes it), are all zero or contain nan; a
             tensor still has a mask; a name, axis or attribute that does not fit.
-        CouplingError: scopes of a coupling keep different numbers, or what couplings keep of a tensor that they share
+        CouplingError: Scopes of a coupling keep different numbers, or what couplings keep of a tensor that they share
             is not rectangular.
 
     >>> from sparsekit_ao import ScopeSparsifier
@@ -342,7 +342,7 @@ def without_units(
     That of a trial has the dtype that the reference compares, and computes its large tensors whenever they are read.
 
     Raises:
-        SparsityError: they cannot be removed.
+        SparsityError: They cannot be removed.
     """
     check_lists(model, removals, "")
     changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.coupling.members]

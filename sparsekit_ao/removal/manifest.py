@@ -49,14 +49,14 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
     """Give a fresh dense model the shapes of a compacted one, in place, for `load_state_dict`.
 
     Args:
-        fresh_model: constructed as the dense model was, with any weights, on any device (meta included).
-        manifest: a report's `manifest`, or the path of the file that `report.save` wrote.
+        fresh_model: Constructed as the dense model was, with any weights, on any device (meta included).
+        manifest: A report's `manifest`, or the path of the file that `report.save` wrote.
 
     Returns:
         The model itself.
 
     Raises:
-        SparsityError: a manifest of another version, or a model of other shapes or attributes; it is then unchanged.
+        SparsityError: A manifest of another version, or a model of other shapes or attributes; it is then unchanged.
 
     >>> from sparsekit_ao import Coupling
     >>> from sparsekit_ao.removal import compact

@@ -48,20 +48,20 @@ def removable(
     both (the size of a head, of queries and of values) are merged. Prune the result by `joint_entries`, then `compact`.
 
     Args:
-        model: not changed; copies run.
-        example_inputs, tolerance: as for `compact`.
-        multiple_of: as for `shrink`.
-        couplings: to be tried; None takes what `discover` finds. Those of a model that is smaller by now are replaced
+        model: Not changed; copies run.
+        example_inputs, tolerance: As for `compact`.
+        multiple_of: As for `shrink`.
+        couplings: To be tried; None takes what `discover` finds. Those of a model that is smaller by now are replaced
             by what is found for the same tensors, where sizes no longer fit.
-        ratio: fraction of the units of every coupling that is removed in the trial.
-        exclude: names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
+        ratio: Fraction of the units of every coupling that is removed in the trial.
+        exclude: Names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
             tensor are left out.
 
     Returns:
         As `discover`; `left_out` has the couplings that cannot be removed, with the reason. All names differ.
 
     Raises:
-        SparsityError: as `discover`; the model does not run, or returns no tensor, only zeros, or a nan.
+        SparsityError: As `discover`; the model does not run, or returns no tensor, only zeros, or a nan.
 
     >>> class Heads(nn.Module):
     ...     def __init__(self):

@@ -33,10 +33,10 @@ class Removal:
     """Which units of a coupling of one model are kept and removed.
 
     Attributes:
-        coupling: bound to the model.
+        coupling: Bound to the model.
         keep: bool, of the coupling's grid; the same number is True in each scope.
-        source: index of the `Coupling` that it was bound from.
-        partly: kept units of which some weights hold only zeros, over all scopes.
+        source: Index of the `Coupling` that it was bound from.
+        partly: Kept units of which some weights hold only zeros, over all scopes.
     """
 
     coupling: BoundCoupling

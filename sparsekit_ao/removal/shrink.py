@@ -68,31 +68,31 @@ def shrink(
     out, as parts of heads; `uniform=False` drops them too, and the result needs `export.load_pretrained`.
 
     Args:
-        model: not changed.
-        example_inputs, tolerance: as for `compact`.
-        ratio: fraction of the units of every coupling that is dropped in each scope; or {kind or name of a coupling:
+        model: Not changed.
+        example_inputs, tolerance: As for `compact`.
+        ratio: Fraction of the units of every coupling that is dropped in each scope; or {kind or name of a coupling:
             fraction}, and nothing of others; or the fraction of the cost that is saved.
-        score: one of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
+        score: One of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
-        exclude: as for `removable`.
-        cost: what `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
+        exclude: As for `removable`.
+        cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
             function of a model that returns its cost (a measured time, say).
-        kinds: kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
-        couplings: those to be considered; None takes what `discover` finds.
+        kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
+        couplings: Those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
-        max_sparsity: with a cost, the largest fraction of its units that a coupling loses; or one by name.
-        multiple_of: as for `compact`; by default dimensions of 16-bit weights, and of packed experts (experts, out, in)
+        max_sparsity: With a cost, the largest fraction of its units that a coupling loses; or one by name.
+        multiple_of: As for `compact`; by default dimensions of 16-bit weights, and of packed experts (experts, out, in)
             in any dtype, stay multiples of 16 bytes.
-        uniform: whether to leave out what the config cannot hold. None: of a transformers model, if neither `couplings`
+        uniform: Whether to leave out what the config cannot hold. None: of a transformers model, if neither `couplings`
             nor a `ratio` by names says what is dropped, and the config can hold some of it.
-        tensor_parallel: number of devices that an engine divides each layer over; numbers of units, times
+        tensor_parallel: Number of devices that an engine divides each layer over; numbers of units, times
             `multiple_of`, stay multiples of it.
 
     Returns:
         The smaller model, and a `Compaction`. Where nothing can be removed it is a copy.
 
     Raises:
-        SparsityError: as `discover`, `compact` and `calibrate`; a wrong name or number; the cost cannot be reached. No
+        SparsityError: As `discover`, `compact` and `calibrate`; a wrong name or number; the cost cannot be reached. No
             coupling that cannot be removed raises one.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -254,12 +254,12 @@ def shrink_experts(
     by `report.difference` on the first batch, and are not compared otherwise.
 
     Args:
-        model: with experts of `expert_couplings`, packed as transformers 5 does; not changed.
-        batches, forward: as for `expert_scores`.
-        ratio: fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
+        model: With experts of `expert_couplings`, packed as transformers 5 does; not changed.
+        batches, forward: As for `expert_scores`.
+        ratio: Fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
 
     Raises:
-        SparsityError: as `expert_scores`; fewer experts would be kept than a token needs.
+        SparsityError: As `expert_scores`; fewer experts would be kept than a token needs.
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """
@@ -296,13 +296,13 @@ def shrink_layers(
     on the first batch.
 
     Args:
-        model: not changed.
-        batches, forward: as for `expert_scores`.
-        ratio: fraction of the blocks that is removed.
-        blocks: name of an `nn.ModuleList`; None takes the one with the most parameters.
+        model: Not changed.
+        batches, forward: As for `expert_scores`.
+        ratio: Fraction of the blocks that is removed.
+        blocks: Name of an `nn.ModuleList`; None takes the one with the most parameters.
 
     Raises:
-        SparsityError: no such list; a block gives no tensor of its input's shape.
+        SparsityError: No such list; a block gives no tensor of its input's shape.
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """

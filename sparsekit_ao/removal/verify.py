@@ -51,7 +51,7 @@ class Reference:
     `unrounded` are values of parameters of the smaller model, before they were rounded to 16 bits.
 
     Raises:
-        SparsityError: it does not run, or returns no tensor, only zeros, or a nan.
+        SparsityError: It does not run, or returns no tensor, only zeros, or a nan.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:

@@ -43,7 +43,7 @@ class MaskSparsifier(BaseSparsifier):
     (`_check_groups`).
 
     Args:
-        defaults: the config keys with their defaults.
+        defaults: The config keys with their defaults.
 
     >>> class KeepAll(MaskSparsifier):
     ...     def update_mask(self, module, tensor_name, **group):
@@ -124,19 +124,19 @@ class MaskSparsifier(BaseSparsifier):
         Over ranks: call it after `parallelize_module`, before `fully_shard` and before the optimizer is made.
 
         Args:
-            model: modified in place; its Parameters stay the same objects, so optimizers stay valid.
-            config: a list of dicts with `tensor_fqn` (a name, a glob in which `*` crosses dots, `re:` and a regular
+            model: Modified in place; its Parameters stay the same objects, so optimizers stay valid.
+            config: A list of dicts with `tensor_fqn` (a name, a glob in which `*` crosses dots, `re:` and a regular
                 expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
                 have precedence, then later entries. A parameter with several names has one mask, under all of them.
                 None is every Linear and convolution but for adapters and weights tied to another module; after
                 unpickling, it is the pickled config, and pickled masks are restored, also into masks of a copy.
-            exclude: names, globs and regular expressions of tensors or modules, modules and module classes, to leave
+            exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave
                 out; modules with all that is inside them.
-            skip_unfit: leave out tensors that a block, scope or pattern does not fit, in place of an error;
+            skip_unfit: Leave out tensors that a block, scope or pattern does not fit, in place of an error;
                 `report().skipped` has the reasons.
 
         Raises:
-            SparsityError: anything that does not fit; the model is then unchanged.
+            SparsityError: Anything that does not fit; the model is then unchanged.
         """
         checked_model(model, "prepare")
         if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
@@ -199,7 +199,7 @@ class MaskSparsifier(BaseSparsifier):
         """Register the optimizers that train the model; where masks depend on weights alone, it only checks them.
 
         Raises:
-            SparsityError: an optimizer has state of another model, such as one saved before `prepare`.
+            SparsityError: An optimizer has state of another model, such as one saved before `prepare`.
         """
         usage.refuse_misaligned_state(optimizer, self.model)
 
@@ -259,13 +259,13 @@ class MaskSparsifier(BaseSparsifier):
         """Write zeros into the parameters and remove the masks.
 
         Args:
-            params_to_keep: config keys to keep in a dict `sparse_params` on every sparsified module.
-            params_to_keep_per_layer: the same for single modules, by module name.
-            model: a deep copy of the prepared model to squash instead (an EMA or best-model snapshot); this
+            params_to_keep: Config keys to keep in a dict `sparse_params` on every sparsified module.
+            params_to_keep_per_layer: The same for single modules, by module name.
+            model: A deep copy of the prepared model to squash instead (an EMA or best-model snapshot); this
                 sparsifier then continues with its own model.
 
         Raises:
-            SparsityError: not prepared, unknown names, a mask that another parametrization cannot express, or a model
+            SparsityError: Not prepared, unknown names, a mask that another parametrization cannot express, or a model
                 that `fully_shard` wrapped only as a part of another one. Nothing is then changed, and after any other
                 exception all masks are still registered, so that the call can be repeated.
         """

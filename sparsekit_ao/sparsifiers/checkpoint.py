@@ -79,11 +79,11 @@ def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict:
     """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
 
     Args:
-        state_dict: from `state_dict`; torch.ao's own are read too.
-        strict: the tensors must be the same ones; else only those in both are loaded.
+        state_dict: From `state_dict`; torch.ao's own are read too.
+        strict: The tensors must be the same ones; else only those in both are loaded.
 
     Raises:
-        SparsityError: not prepared; names, shapes or a structure that do not fit. Nothing is then changed.
+        SparsityError: Not prepared; names, shapes or a structure that do not fit. Nothing is then changed.
 
     Warns:
         UserWarning: levels differ. Those of the state are taken, and schedulers may change them.
@@ -157,7 +157,7 @@ def check_saved(
     """Check that saved masks and groups fit these groups, and return them by name.
 
     Raises:
-        SparsityError: not a state dict, other tensors (if `strict`), or a mask of another shape.
+        SparsityError: Not a state dict, other tensors (if `strict`), or a mask of another shape.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "groups"} <= set(state_dict):
         raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
@@ -219,7 +219,7 @@ def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str,
     """Copies of the saved progress of `one_shot`, if there is one: finished tensors, chosen masks, recovered blocks.
 
     Raises:
-        SparsityError: it is not of these groups.
+        SparsityError: It is not of these groups.
     """
     saved = state_dict.get("one_shot") if isinstance(state_dict, Mapping) else None
     if saved is None:

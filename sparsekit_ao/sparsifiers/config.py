@@ -59,7 +59,7 @@ class ResolvedConfig:
     """The groups of one model that a config names.
 
     Attributes:
-        groups: one complete group for each tensor.
+        groups: One complete group for each tensor.
         rules: {tensor_fqn: the entry that it follows}, as text.
         skipped: {tensor_fqn: why it was left out although a rule names it}.
     """
@@ -107,13 +107,13 @@ def resolve_groups(
     """One complete group for each tensor that the config names, in the config's order; see `MaskSparsifier.prepare`.
 
     Args:
-        model, config, exclude: as for `prepare`; of a module class, `weight` or `tensor_name` is meant.
-        keys: those that an entry may have besides the ones that name its tensors.
-        complete: adds defaults to what an entry gives for one tensor.
-        is_default: the config was made from the model; tied parameters and adapters are then left out.
-        check: called with each group by itself; a tensor for which it raises a SparsityError is skipped, if the entry
+        model, config, exclude: As for `prepare`; of a module class, `weight` or `tensor_name` is meant.
+        keys: Those that an entry may have besides the ones that name its tensors.
+        complete: Adds defaults to what an entry gives for one tensor.
+        is_default: The config was made from the model; tied parameters and adapters are then left out.
+        check: Called with each group by itself; a tensor for which it raises a SparsityError is skipped, if the entry
             fits another tensor.
-        mask_class: masks of this class that are there already are taken over; None refuses all masks.
+        mask_class: Masks of this class that are there already are taken over; None refuses all masks.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(

@@ -42,15 +42,15 @@ class PruningGroup:
     """Tensors that are pruned together in one stage: one tensor, or coupled ones.
 
     Attributes:
-        scope: their scopes, over meta placeholders.
+        scope: Their scopes, over meta placeholders.
         members: (block spec, index of its torch.ao group) of each tensor.
         stage: 0 for the first; a later one chooses among the elements that earlier ones kept.
-        norm: how the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
-        score: see `scores`; None scores the weight itself.
+        norm: How the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
+        score: See `scores`; None scores the weight itself.
         member_scores: "sum", or "mean" where every member counts the same however many elements it has, or
             "consumers" where only members count whose blocks are inputs of their layer.
-        least: blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
-        label: its name in errors and reports.
+        least: Blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
+        label: Its name in errors and reports.
     """
 
     scope: SparseScope
@@ -71,8 +71,8 @@ class PruningGroup:
         """The tensors that the scope scores: {meta placeholder: weight or saliency}.
 
         Args:
-            dense: the weight of a group, by the group's index.
-            statistics: those of a group; a score is called with them, or with the name in them.
+            dense: The weight of a group, by the group's index.
+            statistics: Those of a group; a score is called with them, or with the name in them.
             known: {index of a group: its `value_of`}, where it was computed before.
         """
         if self.score is None and self.member_scores == "sum":

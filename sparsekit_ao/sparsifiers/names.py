@@ -61,7 +61,7 @@ def module_in_copy(model: nn.Module, name: str) -> nn.Module:
     """A module of a copy by its name in the original; `copy.deepcopy` leaves out checkpoint wrappers of masked layers.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: There is none.
     """
     if plain_name(name) != name and not any(n.endswith(_WRAPPED) for n, _ in model.named_modules()):
         name = plain_name(name)

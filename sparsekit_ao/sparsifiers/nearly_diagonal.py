@@ -16,10 +16,10 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
     """Keep the `nearliness` diagonals closest to the main one; drop-in for torch.ao's class of this name.
 
     Args:
-        nearliness: an odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
+        nearliness: An odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
 
     Raises:
-        SparsityError: an even number in `step`, as torch.ao raises; one that is too large in `prepare` already.
+        SparsityError: An even number in `step`, as torch.ao raises; one that is too large in `prepare` already.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
     >>> sparsifier = NearlyDiagonalSparsifier(nearliness=3)

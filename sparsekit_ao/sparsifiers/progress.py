@@ -14,9 +14,9 @@ def shown(items: Sequence[T], what: str, elements: int) -> Iterable[T]:
     """The items, with a bar on standard error while they are worked on, if that is a terminal and takes long.
 
     Args:
-        items: pieces of work.
-        what: the bar's title.
-        elements: of all items.
+        items: Pieces of work.
+        what: The bar's title.
+        elements: Of all items.
     """
     if not _is_shown(elements):
         return items

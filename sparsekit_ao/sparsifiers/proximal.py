@@ -54,17 +54,17 @@ class ProximalSparsifier(BudgetSparsifier):
     Args:
         strength: >= 0: a number, or a function of the number of steps so far, such as `schedules.linear`. An entry
             of the config may give its own.
-        sparsity_level, nnz: instead, the fraction of blocks dropped, or the number kept, in each scope. Schedulers
+        sparsity_level, nnz: Instead, the fraction of blocks dropped, or the number kept, in each scope. Schedulers
             change the level.
-        optimizer: what trains the sparsified parameters, or several; or `attach` it later. Budgets with
+        optimizer: What trains the sparsified parameters, or several; or `attach` it later. Budgets with
             `conditioner=None` need none.
         conditioner: "auto" (SGD, Adam, AdamW, RMSprop, Adagrad); None for `D = 1 / lr` with any optimizer; or a
             function `(optimizer, parameter) -> D`, positive, a number or of the parameter's shape.
-        structure: pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, edge, block_coupling,
+        structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, edge, block_coupling,
             coupling_order, scope_coupling, stages: as for `ScopeSparsifier`.
 
     Raises:
-        SparsityError: arguments that contradict each other; whatever needs a tensor is checked in `prepare`.
+        SparsityError: Arguments that contradict each other; whatever needs a tensor is checked in `prepare`.
 
     >>> from sparsekit_ao import patterns
     >>> _ = torch.manual_seed(0)
@@ -130,7 +130,7 @@ class ProximalSparsifier(BudgetSparsifier):
         Does nothing while `enable_mask_update` is False.
 
         Raises:
-            SparsityError: no optimizer is attached, and the strength or the conditioner needs one.
+            SparsityError: No optimizer is attached, and the strength or the conditioner needs one.
         """
         self._need_prepared("step")
         needs_optimizer = self.conditioner is not None or any(g.get("strength") is not None for g in self.groups)
@@ -147,7 +147,7 @@ class ProximalSparsifier(BudgetSparsifier):
         """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.
 
         Args:
-            sparsifier: not prepared yet. None, or a `ScopeSparsifier`, gets the zeros as masks that stay
+            sparsifier: Not prepared yet. None, or a `ScopeSparsifier`, gets the zeros as masks that stay
                 (`enable_mask_update` is False) and their counts as budgets; a `DynamicSparsifier` with `init="resume"`
                 moves them from now on.
 

@@ -25,14 +25,14 @@ class Row:
     """One sparsified tensor.
 
     Attributes:
-        tensor: its name.
-        rule: the config entry that it follows.
-        shape: its shape.
-        pattern: block and scope shapes in numbers, stage by stage.
-        asked: the sparsity level that was asked for; of a count, the level that it amounts to.
-        sparsity: the fraction of its elements that the mask drops.
-        kept, blocks: blocks kept and blocks in all, of the last stage; elements where masks are not made of scopes.
-        mask_bytes: memory of its mask; of a sharded one on this rank.
+        tensor: Its name.
+        rule: The config entry that it follows.
+        shape: Its shape.
+        pattern: Block and scope shapes in numbers, stage by stage.
+        asked: The sparsity level that was asked for; of a count, the level that it amounts to.
+        sparsity: The fraction of its elements that the mask drops.
+        kept, blocks: Blocks kept and blocks in all, of the last stage; elements where masks are not made of scopes.
+        mask_bytes: Memory of its mask; of a sharded one on this rank.
 
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
@@ -61,10 +61,10 @@ class Report(Table[Row]):
     `report["0.weight"]` is the row of a tensor.
 
     Attributes:
-        rows: one per sparsified tensor.
-        total: elements of all parameters of the model.
-        covered: the share of these that belong to sparsified tensors.
-        matrices: the same share among parameters of two or more dimensions.
+        rows: One per sparsified tensor.
+        total: Elements of all parameters of the model.
+        covered: The share of these that belong to sparsified tensors.
+        matrices: The same share among parameters of two or more dimensions.
         skipped: {tensor: why it was left out although a rule names it}.
         others: {tensor: its elements} of those with two or more dimensions that no rule names, the largest first.
 

@@ -130,8 +130,8 @@ class BudgetSparsifier(MaskSparsifier):
         """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
 
         Args:
-            module, tensor_name: a prepared tensor.
-            kwargs: the tensor's group, or any config keys; what differs from the group overrides it, for this call, as
+            module, tensor_name: A prepared tensor.
+            kwargs: The tensor's group, or any config keys; what differs from the group overrides it, for this call, as
                 a config entry overrides defaults.
         """
         self._need_prepared("update_mask")
@@ -185,14 +185,14 @@ class BudgetSparsifier(MaskSparsifier):
         in which an earlier stage may have kept too few elements (not so in V:N:M), hold at most their budget.
 
         Args:
-            model: the prepared model (default), or a deep copy of it. In a squashed one zeros are taken for the mask,
+            model: The prepared model (default), or a deep copy of it. In a squashed one zeros are taken for the mask,
                 and a scope may hold less than its budget, since a kept weight may be zero.
 
         Returns:
             The number of scopes that were checked.
 
         Raises:
-            SparsityError: naming every tensor with a wrong scope, the first such scope, and its count.
+            SparsityError: Naming every tensor with a wrong scope, the first such scope, and its count.
         """
         if self._phase not in ("prepared", "squashed"):
             self._need_prepared("check")
@@ -366,18 +366,18 @@ class BudgetSparsifier(MaskSparsifier):
         its own batches, and all statistics are summed at the end.
 
         Args:
-            batches: each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
+            batches: Each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
                 positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`),
                 in which `c.token_mask` may be set before each forward pass.
             forward: `(model, batch) -> output`, called instead; scores of gradients need the loss from it.
-            token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+            token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
                 It applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something
                 else (a pooled token, say), count every position.
-            needs: more statistics for every tensor, some of `calibration.NEEDS`.
-            progress: show a progress bar on a terminal.
+            needs: More statistics for every tensor, some of `calibration.NEEDS`.
+            progress: Show a progress bar on a terminal.
 
         Raises:
-            SparsityError: no score needs statistics, no batches, layers whose inputs cannot be recorded, inputs, losses
+            SparsityError: No score needs statistics, no batches, layers whose inputs cannot be recorded, inputs, losses
                 or gradients that are not finite. Hooks are removed and no statistics are kept then.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
@@ -495,35 +495,35 @@ class ScopeSparsifier(BudgetSparsifier):
     Every argument is a default that a config entry may override.
 
     Args:
-        sparsity_level: fraction of blocks dropped in each scope, in [0, 1].
-        nnz: blocks kept in each scope, instead of a level. A scheduler that changes a group's `sparsity_level`
+        sparsity_level: Fraction of blocks dropped in each scope, in [0, 1].
+        nnz: Blocks kept in each scope, instead of a level. A scheduler that changes a group's `sparsity_level`
             overrules it.
-        block_shape: elements of a block; () is single elements, -1 the whole dimension.
-        scope_shape: blocks of a scope; () is the whole tensor, -1 the whole dimension.
+        block_shape: Elements of a block; () is single elements, -1 the whole dimension.
+        scope_shape: Blocks of a scope; () is the whole tensor, -1 the whole dimension.
         view: (shape, stride) or (shape, stride, offset) on the row-major layout, or a function that returns a torch
             view; None is the tensor as it is.
-        axes, unit, scope, sizes: an axis pattern: view, block and scope in einops notation instead; see
+        axes, unit, scope, sizes: An axis pattern: view, block and scope in einops notation instead; see
             `structure.AxisPattern`.
-        pattern: one of `patterns`, or its text ("2:4"), which fits itself to each weight; instead of shapes or axes.
-        norm: how the elements of a block make its score: 1, 2 (default) or inf.
-        score: one of `scores`, by name ("wanda", calibrated first) or object, or a function `(weight, name) ->
+        pattern: One of `patterns`, or its text ("2:4"), which fits itself to each weight; instead of shapes or axes.
+        norm: How the elements of a block make its score: 1, 2 (default) or inf.
+        score: One of `scores`, by name ("wanda", calibrated first) or object, or a function `(weight, name) ->
             saliency`; a block's score is the sum of its saliencies (the mean where blocks differ in size), and the
             highest are kept. None scores by the norm of the weight.
         edge: `"error"`, or `"partial"` to allow smaller blocks and scopes where a dimension does not divide; a scope
             with fewer blocks than `nnz` keeps all of them.
-        block_coupling: a name; blocks of tensors that give the same one are kept or dropped together.
-        coupling_order: permutes this tensor's block grid onto the first member's.
-        scope_coupling: a name; tensors that give the same one share one budget.
-        max_sparsity: the largest fraction of the blocks of any one tensor that a shared budget may drop, in [0, 1]; the
+        block_coupling: A name; blocks of tensors that give the same one are kept or dropped together.
+        coupling_order: Permutes this tensor's block grid onto the first member's.
+        scope_coupling: A name; tensors that give the same one share one budget.
+        max_sparsity: The largest fraction of the blocks of any one tensor that a shared budget may drop, in [0, 1]; the
             others then keep fewer. None: a tensor may lose all of them.
-        member_scores: how a block's score is made of those of coupled tensors, to the norm's power: `"sum"`, so that a
+        member_scores: How a block's score is made of those of coupled tensors, to the norm's power: `"sum"`, so that a
             tensor counts by its elements, `"mean"`, so that each tensor counts the same, or `"consumers"` (with a
             score): only tensors count whose blocks are inputs of their layer, since the error of dropping a unit
             arises where its output is read.
-        stages: a list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
+        stages: A list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
             a scope.
-        update_every: masks are chosen in the first call of `step` and in every such call after it; no config key.
-        until: calls of `step` from which on masks stay as they are; no config key.
+        update_every: Masks are chosen in the first call of `step` and in every such call after it; no config key.
+        until: Calls of `step` from which on masks stay as they are; no config key.
 
     Raises:
         SparsityError: sparsity_level and nnz together, a level outside [0, 1], a default of a wrong kind; whatever

@@ -92,7 +92,7 @@ def joined(defaults: Mapping[str, Any], entry: Mapping[str, Any], where: str) ->
     """Merge an entry with defaults; of the notations of blocks and scopes, the entry's replaces the default one.
 
     Raises:
-        SparsityError: two notations in the entry, part of an axis pattern without `axes`, or a norm beside a score.
+        SparsityError: Two notations in the entry, part of an axis pattern without `axes`, or a norm beside a score.
     """
     keys = {**defaults, **entry}
     if "norm" in entry and "score" in keys:

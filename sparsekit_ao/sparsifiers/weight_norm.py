@@ -34,9 +34,9 @@ class WeightNormSparsifier(MaskSparsifier):
     `update_mask`; `step` then calls it for every tensor.
 
     Args:
-        sparsity_level: fraction of blocks that lose elements; below 0 and above 1 it acts as 0 and 1, with one warning.
+        sparsity_level: Fraction of blocks that lose elements; below 0 and above 1 it acts as 0 and 1, with one warning.
         sparse_block_shape: (rows, columns) of a block.
-        zeros_per_block: zeros in each such block; all of it by default.
+        zeros_per_block: Zeros in each such block; all of it by default.
         norm: 1, 2 (default) or a callable giving a saliency per element.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
@@ -161,10 +161,10 @@ def _matrix_budgets(
     """The scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
 
     Args:
-        weight: taken as a matrix; only shape and strides are read.
+        weight: Taken as a matrix; only shape and strides are read.
         block: (rows, columns).
-        level: the fraction of blocks that lose elements; all of them from 1 on.
-        zeros: elements that such a block loses.
+        level: The fraction of blocks that lose elements; all of them from 1 on.
+        zeros: Elements that such a block loses.
     """
     blocks, elements = _matrix_scopes(tuple(weight.shape), weight.stride(), block)
     found: list[tuple[ScopeSpec, int | Tensor]] = []

@@ -46,12 +46,12 @@ class Discovery:
     """The result of `discover`; printed, it is Python to be edited.
 
     Attributes:
-        couplings: one for each kind of unit, with stars for repeated layers.
-        counts: for each, how often it is bound and how many units each bound coupling has.
-        frozen: axes from which nothing may be removed, with the reason, and how many are alike.
-        opaque: objects in the output that were not inspected, so tensors in them are not frozen.
-        values: lines of code that read values of the example inputs, and these; others may take another branch.
-        uncalled: modules with parameters of which the forward read none, outermost ones.
+        couplings: One for each kind of unit, with stars for repeated layers.
+        counts: For each, how often it is bound and how many units each bound coupling has.
+        frozen: Axes from which nothing may be removed, with the reason, and how many are alike.
+        opaque: Objects in the output that were not inspected, so tensors in them are not frozen.
+        values: Lines of code that read values of the example inputs, and these; others may take another branch.
+        uncalled: Modules with parameters of which the forward read none, outermost ones.
         left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `removal.removable`.
 
     >>> discovery = discover(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)), torch.zeros(1, 4))
@@ -100,12 +100,12 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     frozen. A forward that reads values runs with those of the model and the inputs; the result lists what was read.
 
     Args:
-        model: not changed, moved or run: a copy without values runs in eval mode, with its hooks.
-        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter,
+        model: Not changed, moved or run: a copy without values runs in eval mode, with its hooks.
+        example_inputs: A tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter,
             unless the forward reads values.
 
     Raises:
-        SparsityError: a masked, lazy or scripted module; a forward that fails.
+        SparsityError: A masked, lazy or scripted module; a forward that fails.
 
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
     >>> print(discover(mlp, torch.zeros(1, 4)))

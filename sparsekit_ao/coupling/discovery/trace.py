@@ -44,10 +44,10 @@ class Trace(TorchDispatchMode):
     Attributes:
         named: {name of a parameter or buffer: its axes}; a tensor with several names has the first.
         further: (name, dimension) of axes that an earlier dimension of the parameter has too: masks are on that one.
-        seen: the axes of every result of an operation.
-        names: names of parameters (whose units a mask may make zero) and buffers, by fake tensor.
-        used: names of the parameters and buffers that were read.
-        opaque: descriptions of objects in the output that are not inspected.
+        seen: The axes of every result of an operation.
+        names: Names of parameters (whose units a mask may make zero) and buffers, by fake tensor.
+        used: Names of the parameters and buffers that were read.
+        opaque: Descriptions of objects in the output that are not inspected.
         values: {line of code in a module that reads values: those that it read from the example inputs}.
     """
 
