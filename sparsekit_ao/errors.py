@@ -4,10 +4,11 @@ Both classes are `ValueError`s, so code that catches those keeps working.
 """
 
 import numbers
-from typing import TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["CouplingError", "SparsityError"]
 
@@ -52,3 +53,13 @@ def checked_model(model: object, where: str) -> nn.Module:
         return model
     hint = "; pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
     raise SparsityError(f"{where}: model must be a torch.nn.Module, got {type(model).__name__}{hint}")
+
+
+def refuse_meta_masks(where: str, groups: Sequence[Mapping[str, Any]], masks: Sequence[Tensor]) -> None:
+    """Raise if the mask of a group has no values, as its weight is on the meta device."""
+    for group, mask in zip(groups, masks, strict=True):
+        if mask.is_meta:
+            raise SparsityError(
+                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; give the weights "
+                "memory (to_empty) and initialize them first"
+            )

@@ -15,9 +15,8 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import fill, has_process_group, is_sharded, local, placed_like
-from ..errors import SparsityError
+from ..errors import SparsityError, refuse_meta_masks
 from ..masking import find_mask, select
-from ..sparsifiers import usage
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.optimizer_state import (
     check_state,
@@ -279,7 +278,7 @@ class DynamicSparsifier(BudgetSparsifier):
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
-        usage.refuse_meta("step", self.groups, [mask_of(g).mask for g in self.groups])
+        refuse_meta_masks("step", self.groups, [mask_of(g).mask for g in self.groups])
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..distributed import is_sharded, without_fsdp_class
 from ..errors import SparsityError
@@ -53,9 +52,7 @@ def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
 
 
 def refuse_uninvertible(module: nn.Module, tensor_name: str, where: str) -> None:
-    """Raise if parametrizations of a tensor cannot express it with zeros, as `squash_mask` will need."""
-    if not parametrize.is_parametrized(module, tensor_name):
-        return
+    """Raise if the parametrizations of a tensor cannot express it with zeros, as `squash_mask` will need."""
     originals = parameters_under(module, tensor_name)
     if any(p.is_meta or is_sharded(p) for p in originals):
         return

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from .. import distributed, masking
-from ..errors import SparsityError, checked_model, is_number
+from ..errors import SparsityError, checked_model, is_number, refuse_meta_masks
 from ..torch_ao import BaseSparsifier
 from . import checkpoint, usage
 from .checkpoint import check_saved
@@ -220,7 +220,7 @@ class MaskSparsifier(BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
-            usage.refuse_meta("step", self.groups, [self._live_mask(g) for g in self.groups])
+            refuse_meta_masks("step", self.groups, [self._live_mask(g) for g in self.groups])
             if not self._warned:
                 adapted, replaced = self._moved_layers()
                 for text in (*adapted[:1], *replaced[:1]):
@@ -278,7 +278,7 @@ class MaskSparsifier(BaseSparsifier):
             warnings.warn(f"squash_mask: {text}", stacklevel=2)
         kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self._live_mask(g, model) for g in self.groups]
-        usage.refuse_meta("squash_mask", self.groups, masks)
+        refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
             _warn_of_stale_masks(self.groups, masks, self._chosen_at)
         if model is not None:
@@ -338,7 +338,7 @@ class MaskSparsifier(BaseSparsifier):
         """What every mask keeps now, as rows of numbers; see `report.Report`."""
         self._need_prepared("report")
         assert self.model is not None
-        usage.refuse_meta("report", self.groups, [self._live_mask(g) for g in self.groups])
+        refuse_meta_masks("report", self.groups, [self._live_mask(g) for g in self.groups])
         return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:

@@ -376,7 +376,7 @@ def _group(
             "is quantized (export.quantize), or leave the tensor out (exclude=[...])"
         )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
-    if mask is None:
+    if mask is None and parametrize.is_parametrized(module, name):
         refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
     keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}

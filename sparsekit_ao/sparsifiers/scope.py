@@ -24,7 +24,7 @@ from ..calibration import (
     progress_bar,
     run_batches,
 )
-from ..errors import SparsityError
+from ..errors import SparsityError, refuse_meta_masks
 from ..patterns import Pattern
 from ..schedules import UpdateInterval
 from ..scores import Score, needs_of
@@ -56,7 +56,6 @@ from .stages import (
     refuse_two_notations,
     stages_of,
 )
-from .usage import refuse_meta
 
 _GROUP_KEYS = ("tensor_fqn", *STRUCTURE, *AXES, "stages")  # what pruning groups depend on
 AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, since they may be copied
@@ -198,7 +197,7 @@ class BudgetSparsifier(MaskSparsifier):
             self._need_prepared("check")
         distributed.reshard(self.model if model is None else model)
         pruning_groups, masks = self._pruning_groups(self.groups, model), self._masks(model)
-        refuse_meta("check", self.groups, [mask for mask, _ in masks])
+        refuse_meta_masks("check", self.groups, [mask for mask, _ in masks])
         try:
             return check_masks(pruning_groups, self.groups, masks)
         except SparsityError:
