@@ -27,8 +27,8 @@ class Member:
     Attributes:
         fqn: Its name in the model.
         pattern: Its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: Whether it has a mask. The entries of others are only removed: of a buffer, of a further dimension
-            with the unit (the columns of recurrent weights), and of a member of a coupling with lists.
+        is_parameter: Whether it has a mask. Others are only cut: buffers, a further dimension with the unit (columns of
+            recurrent weights), and members of a coupling with lists.
         tied_to: The name of an earlier member that is the same tensor; empty if there is none.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))

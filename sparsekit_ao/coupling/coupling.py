@@ -37,24 +37,24 @@ _Rows = list[tuple[str, dict[str, Any]]]  # names of parameters, with the keys t
 class Coupling:
     """Units that several tensors share: kept together, dropped together, removed together.
 
-    Names of tensors may contain stars. `*` matches one part of a dotted name, and the coupling is bound once for each
-    of its values, so `"layers.*.mlp.up_proj.weight"` is one coupling a layer. `**` matches any text, and all tensors
-    that it matches belong to one coupling, as all layers do that write and read one residual stream.
+    Names of tensors may contain stars. A `*` matches one part of a dotted name, and the coupling is bound once for each
+    of its values. Thus `"layers.*.mlp.up_proj.weight"` is one coupling a layer. A `**` matches any text, and all
+    tensors that it matches belong to one coupling, such as all layers that write and read one residual stream.
 
     Args:
-        members: {name of a parameter or buffer: its axes}; the unit is what it has at one index of the unit axis (and
-            of the scope axes), whole along all others. Axes other than unit, scope and those of `sizes` may have
+        members: {name of a parameter or buffer: its axes}. The unit is what it has at one index of the unit axis and of
+            the scope axes, whole along all others. Axes other than unit, scope and those of `sizes` may have
             another length in each member. Of a concatenation, `"o (8 + u + 4)"` has units between the first 8 and the
             last 4 entries. Where a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask
             is on the first one, and `compact` removes both.
         unit: The one axis that is kept or dropped.
-        scope: Axes within which the unit is chosen, an equal number in each: the query heads of every key head.
+        scope: Axes within which the unit is chosen, an equal number in each. The query heads of every key head, say.
         sizes: {axis: length}, as far as the shapes leave them open.
         scores: How the scores of members make a unit's: `"sum"`, `"mean"` or `"consumers"`, as `member_scores` of
             `ScopeSparsifier`.
-        name: For errors and reports, with as many `*`s as the members or none; by default the first member.
-        attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`, for
-            `compact` to update; attributes of torch.nn's own layers need not be listed.
+        name: For errors and reports, with as many `*`s as the members or none. By default the first member.
+        attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`. They
+            are updated by `compact`. Attributes of torch.nn's own layers need not be listed.
         lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as each expert does to a row of its router;
             units are counted one scope after the other. Masks are then on all parameters of these modules (modules of
             two units may share none); what members have of a unit is removed without a mask.

@@ -32,8 +32,8 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
 
     Packed experts hold `gate_up_proj` (experts, 2 * hidden, width) and `down_proj` (experts, width, hidden), as
-    Mixtral, Qwen-MoE and DeepSeek of transformers do; or the transposed, with biases and alternating gate and up, as
-    GPT-OSS does. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`, with `gate_proj`, `up_proj` and
+    Mixtral, Qwen-MoE and DeepSeek of transformers do. GPT-OSS has the transposed, with biases and alternating gate and
+    up. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`, with `gate_proj`, `up_proj` and
     `down_proj`, or `w1`, `w3` and `w2`.
 
     Integers that count experts or hidden units, in modules and the config, are in the couplings' `attrs`, for

@@ -42,12 +42,12 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
         kwargs: For `model.save_pretrained`.
 
     Returns:
-        A `Conversion` with the bytes of the masked tensors and of the file of masks; of a compacted model, those of the
-        dense one and of the files, and the line that loads it.
+        A `Conversion` with the bytes of the masked tensors and of the file of masks. Of a compacted model, it has those
+        of the dense one and of the files, and the line that loads it.
 
     Raises:
-        SparsityError: No such method; adapters are still unmerged; the model has no tensor of a mask's name and shape,
-            or one that is not zero outside of its mask; a written file does not hold the masked values.
+        SparsityError: No such method. Adapters are still unmerged. The model has no tensor of a mask's name and shape,
+            or one that is not zero outside of its mask. A written file does not hold the masked values.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file

@@ -116,17 +116,18 @@ def one_shot(
     """Prune a trained model in one pass: layer after layer, masks are chosen and the kept weights make up for the rest.
 
     Each layer is solved for the inputs that it gets from the layers already pruned. The model keeps its masks, and its
-    dropped weights are zero; `squash_mask()` ends it. `step()` chooses masks anew by the score (the same ones as
-    long as that is the size of the weights).
+    dropped weights are zero; `squash_mask()` ends it. By `step()` masks are chosen anew by the score. They are the same
+    ones as long as that is the size of the weights.
 
     Args:
         sparsifier: Prepared on the model; any config.
         batches: Calibration data, as for `sparsifier.calibrate`; kept in a list.
         forward: `(model, batch) -> anything`, called instead of the model.
-        compensate: `"admm"`: masks and weights by ALPS (arXiv 2406.07831) with this library's exact selection, for any
-            structure. `"obs"`: structured optimal brain surgeon (S3, arXiv 2604.11315), scope after scope.
-            `"sparsegpt"`: the baseline (arXiv 2301.00774), for N:M along the inputs and single elements of a whole
-            tensor. `"least_squares"`: masks by the sparsifier's score, and the best weights for them. None: masks only.
+        compensate: By `"admm"`, masks and weights are those of ALPS (arXiv 2406.07831) with this library's exact
+            selection, for any structure. By `"obs"`, those of structured optimal brain surgeon (S3, arXiv 2604.11315),
+            scope after scope. By `"sparsegpt"`, those of the baseline (arXiv 2301.00774), for N:M along the inputs and
+            single elements of a whole tensor. By `"least_squares"`, masks are the sparsifier's, with the best weights
+            for them. None changes no weights.
         blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
             applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else

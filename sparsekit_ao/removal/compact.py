@@ -81,8 +81,8 @@ class Compaction(Table[KeptUnits]):
         not_compared: Objects in the output that were not inspected, so tensors in them were not compared.
         unlisted: Integers that seem to hold a removed size and are in no coupling's `attrs`.
         changed: Attributes of modules and configs with their old and new values.
-        not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, so
-            that `from_pretrained` does not load it; "" if it does, None where this was not determined. Of `shrink`.
+        not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, and
+            `from_pretrained` does not load it. Empty if it does, None where this was not determined. Of `shrink`.
         fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; only of `shrink`.
         left_out: Couplings from which nothing was removed, or less than was asked for, and modules that were never
             called, with the reason.
@@ -172,7 +172,7 @@ def compact(
     """Remove the dropped units of couplings from every member, and check that outputs do not change.
 
     A unit is dropped where all weights of the coupling hold only zeros, as they do after pruning by `Coupling.entries`
-    and `squash_mask`; a unit that is a module of a list, where all its parameters do.
+    and `squash_mask`. A unit that is a module of a list is dropped where all its parameters do.
 
     Args:
         model: Squashed; neither it nor the inputs change, since copies run.
@@ -187,7 +187,7 @@ def compact(
             has these axes.
         tolerance: Largest difference of an output tensor, relative to the largest of its values that differ; integers
             must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one. Models of
-            16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded; where the
+            16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded. Where the
             masked model differs as much from its own float64 copy, float64 copies decide.
 
     Returns:

@@ -54,28 +54,29 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
-    Couplings from which `compact` cannot remove units are left out (see `removable`). Of several that divide one
-    dimension of a tensor (key heads, query heads in each, numbers of a head) whole heads are pruned before numbers of
-    each; else those that remove most parameters, or the first. The report lists what is left out, with the reason.
+    Couplings from which `compact` cannot remove units are left out (see `removable`). Several may divide one
+    dimension of a tensor (key heads, query heads in each, numbers of a head). Whole heads are then pruned before
+    numbers of each; else those that remove most parameters, or the first. What is left out is in the report, with the
+    reason.
 
-    With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did, exactly to
-    one step (a unit, or `multiple_of` units, in every scope). Each layer then keeps a number of its own; where the
-    model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can hold
-    them, except with `uniform=False`.
+    With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did. This is
+    exact to one step: a unit, or `multiple_of` units, in every scope. Each layer then keeps a number of its own. Where
+    the model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can
+    hold them, except with `uniform=False`.
 
-    Of a transformers model, only those units are dropped whose number the config can hold, the same in all layers, so
-    that `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left
+    Of a transformers model, only those units are dropped whose number the config can hold, the same in all layers.
+    Then `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left
     out, as parts of heads; `uniform=False` drops them too, and the result needs `export.load_pretrained`.
 
     Args:
         model: Not changed.
         example_inputs, tolerance: As for `compact`.
-        ratio: Fraction of the units of every coupling that is dropped in each scope; or {kind or name of a coupling:
-            fraction}, and nothing of others; or the fraction of the cost that is saved.
+        ratio: Fraction of the units of every coupling that is dropped in each scope. Or {kind or name of a coupling:
+            fraction}, and nothing of others. Or the fraction of the cost that is saved.
         score: One of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: As for `removable`.
-        cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters", or a
+        cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters". Or a
             function of a model that returns its cost (a measured time, say).
         kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
         couplings: Those to be considered; None takes what `discover` finds.

@@ -125,11 +125,12 @@ class MaskSparsifier(BaseSparsifier):
 
         Args:
             model: Modified in place; its Parameters stay the same objects, so optimizers stay valid.
-            config: A list of dicts with `tensor_fqn` (a name, a glob in which `*` crosses dots, `re:` and a regular
-                expression, or a list of these) or `module` (a module class or several) and any config key. Exact names
-                have precedence, then later entries. A parameter with several names has one mask, under all of them.
-                None is every Linear and convolution but for adapters and weights tied to another module; after
-                unpickling, it is the pickled config, and pickled masks are restored, also into masks of a copy.
+            config: A list of dicts with `tensor_fqn` or `module` (a module class or several) and any config key. A
+                `tensor_fqn` is a name, a glob in which `*` crosses dots, `re:` and a regular expression, or a list of
+                these. Exact names have precedence, then later entries. A parameter with several names has one mask,
+                under all of them. None is every Linear and convolution but for adapters and weights tied to another
+                module. After unpickling, it is the pickled config, and pickled masks are restored, also into masks of
+                a copy.
             exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave
                 out; modules with all that is inside them.
             skip_unfit: Leave out tensors that a block, scope or pattern does not fit, in place of an error;

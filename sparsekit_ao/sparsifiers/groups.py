@@ -383,8 +383,8 @@ def update_masks(requests: Sequence[tuple[PruningGroup, Request]]) -> None:
 def _keep_least(group: PruningGroup, request: Request) -> None:
     """Choose again until no tensor keeps fewer blocks than its least number (`max_sparsity`).
 
-    Tensors that keep too few get their least number each, and the others share what remains, so that they keep fewer
-    than before: these are the masks that keep the best blocks of all under these limits.
+    Tensors that keep too few get their least number each. The others share what remains, so that they keep fewer than
+    before. These are the masks that keep the best blocks of all under these limits.
     """
     free = {k: ScopeSpec(m.block, m.shape) for k, m in enumerate(group.scope.members())}
     remaining = total_of(request.keep)

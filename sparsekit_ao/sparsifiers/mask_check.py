@@ -44,7 +44,7 @@ def _certain(earlier: Sequence[PruningGroup], last: PruningGroup, groups: Sequen
     """A lower bound of the blocks that a scope of the last stage keeps, whatever the weights.
 
     Known where one earlier stage on the same view keeps a fixed number of elements in every scope of single elements
-    (V:N:M); 0 elsewhere, since an earlier stage may keep less in a scope than its budget.
+    (V:N:M). It is 0 elsewhere, since an earlier stage may keep less in a scope than its budget.
     """
     members = [c.scope.members()[0] for c in (*earlier, last)]
     specs = [m.block.blocks()[0] for m in members]

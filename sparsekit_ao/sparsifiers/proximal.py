@@ -42,10 +42,10 @@ class ProximalSparsifier(BudgetSparsifier):
     """Group lasso on any structure: `step()` after `optimizer.step()` shrinks blocks, and makes small ones zero.
 
     The step is the proximal operator of `strength * sum of ||block||_2` in the metric D of the optimizer,
-    `argmin_w 1/2 (w - v)' D (w - v) + strength * sum ||block||`, with its learning rate as step size: for SGD `D = 1 /
-    lr` (Yuan and Lin 2006), for Adam `D = (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / lr`, so that blocks with small
-    gradients are dropped first. With a budget instead, the strength is the one that leaves exactly that many blocks in
-    every scope (the mean of the last kept and the first dropped norm ||D v||).
+    `argmin_w 1/2 (w - v)' D (w - v) + strength * sum ||block||`, with its learning rate as step size. For SGD it is
+    `D = 1 / lr` (Yuan and Lin 2006), for Adam `D = (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / lr`. Blocks with small
+    gradients are then dropped first. With a budget instead, the strength leaves exactly that many blocks in every
+    scope: it is the mean of the last kept and the first dropped norm ||D v||.
 
     A step that the optimizer has not taken (gradient accumulation, `GradScaler`, a tensor without gradient) is none
     here either. Weights are plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel every

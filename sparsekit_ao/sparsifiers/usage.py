@@ -59,8 +59,8 @@ def update_interval_of(sparsifier: object, update_every: int, until: int | None)
 def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
     """Raise if an optimizer's state does not fit its parameters, as after loading one that was saved before `prepare`.
 
-    A state dict of an optimizer refers to parameters by their order, which `prepare` changes: a masked weight comes
-    after the other parameters of its module. torch does not compare shapes. `model` gives the names in the error.
+    A state dict of an optimizer refers to parameters by their order, which `prepare` changes. A masked weight comes
+    after the other parameters of its module. Shapes are not compared by torch. The model gives names in the error.
     """
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     for o in optimizer if isinstance(optimizer, Sequence) else [optimizer]:

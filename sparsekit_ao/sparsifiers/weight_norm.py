@@ -28,8 +28,8 @@ class WeightNormSparsifier(MaskSparsifier):
     """Zero elements of a fraction `sparsity_level` of the blocks (0.5 by default), those of smallest norm.
 
     The drop-in for `torch.ao.pruning.WeightNormSparsifier`. A block's score is the mean of `norm_fn(masked weight)`
-    over its elements. `k = round(sparsity_level * blocks)` blocks of lowest score, at most all but one, lose their
-    `zeros_per_block` smallest elements; a level of 1 is every block. Among equal scores the lower index stays. A weight
+    over its elements. The `round(sparsity_level * blocks)` blocks of lowest score, at most all but one, lose their
+    `zeros_per_block` smallest elements. A level of 1 is every block. Among equal scores the lower index stays. A weight
     is taken as (dimension 0, all others), or as a single row. Masks have the weight's dtype. A subclass may override
     `update_mask`; `step` then calls it for every tensor.
 
