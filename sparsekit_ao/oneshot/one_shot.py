@@ -145,6 +145,7 @@ def one_shot(
             structure. `"obs"`: structured optimal brain surgeon (S3, arXiv 2604.11315), scope after scope.
             `"sparsegpt"`: the baseline (arXiv 2301.00774), for N:M along the inputs and single elements of a whole
             tensor. `"least_squares"`: masks by the sparsifier's score, and the best weights for them. None: masks only.
+            The first three choose the masks themselves; a score that they do not use is noted in the report.
         blocks: the name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
             applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
@@ -247,6 +248,7 @@ class Layer:
         weight: the dense weight in float32 (float64 if it is float64).
         pruning_groups: those of this tensor alone, stage by stage; none where its mask is chosen before.
         mask, compensated, seconds: its mask and new weight, once they are computed, and the time that both took.
+        unused_score: what the report says if the method chose the mask though there is a score.
     """
 
     index: int
@@ -257,6 +259,7 @@ class Layer:
     mask: Tensor | None = None
     compensated: Tensor | None = None
     seconds: float = 0.0
+    unused_score: str = ""
 
     @property
     def gram(self) -> Tensor | RowGram | None:
@@ -428,6 +431,8 @@ def prune_layer(sparsifier: BudgetSparsifier, layer: Layer, method: str | None) 
         if layer.mask is None and method in SOLVERS:
             mask, solution = SOLVERS[method](weight, gram, matrix_scopes(sparsifier, layer, statistics))
             layer.mask = statistics.from_matrix(mask)
+            if any(c.score is not None for c in layer.pruning_groups):
+                layer.unused_score = f"{method} chose the mask, without the score"
         else:
             layer.mask = _mask_by_score(sparsifier, layer) if layer.mask is None else layer.mask
             solution = least_squares(weight, gram, statistics.matrix(layer.mask))
@@ -509,7 +514,8 @@ def _finish(sparsifier: ScopeSparsifier, layer: Layer, note: str) -> LayerRow:
         before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
         after = relative_error(dense, gram, layer.statistics.matrix(weight))
         tokens, inputs = layer.statistics.tokens, dense.shape[2]
-        note = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+        few = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+        note = "; ".join(filter(None, (few, layer.unused_score)))
     compensated = torch.where(mask, weight, 0).to(parameter.dtype)
     if not bool(torch.isfinite(compensated).all()):
         raise SparsityError(f"one_shot: {layer.target.name}: the compensated weights are not finite")
