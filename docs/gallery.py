@@ -195,8 +195,8 @@ ENTRIES = (
     Entry(
         name="diagonals",
         title="Diagonals",
-        text="In the row-major layout of a weight with I inputs, a step of I + 1 goes one row down and one column to the "
-        "right. So the columns of this view are diagonals that continue at the other side.",
+        text="In the row-major layout of a weight with I inputs, a step of I + 1 goes one row down and one column to "
+        "the right. So the columns of this view are diagonals that continue at the other side.",
         shapes='{"view": ((15, 16), (16, 1)), "block_shape": (-1, 1), "sparsity_level": 0.75}',
         fast=NOWHERE,
         module="nn.Linear(15, 16)",
