@@ -78,6 +78,14 @@ ENTRIES = (
         f"{EXPORT}",
     ),
     Entry(
+        name="n_m_outputs",
+        title="N of every M outputs",
+        text="The transpose of a weight that is 2:4: for layers that compute `x @ W`, or for the backward pass.",
+        shapes='{"block_shape": (1, 1), "scope_shape": (4, 1), "nnz": 2}',
+        axes='{"axes": "(s m) i", "unit": "s m i", "scope": "s i", "sizes": {"m": 4}, "nnz": 2}',
+        fast="2:4: sparse tensor cores, where the layer stores its weight transposed.",
+    ),
+    Entry(
         name="n_m_conv",
         title="N:M over the input channels of a convolution",
         text="The picture shows a `Conv2d(8, 8, 2)` as a matrix; the four inputs that compete are four columns apart, "
@@ -183,6 +191,24 @@ ENTRIES = (
         axes='{"axes": "o (t p s m)", "unit": "o t s m", "scope": "o t s", "sizes": {"p": 2, "s": 2, "m": 4}, '
         '"nnz": 2}',
         fast=NOWHERE,
+    ),
+    Entry(
+        name="diagonals",
+        title="Diagonals",
+        text="In the row-major layout of a weight with I inputs, a step of I + 1 goes one row down and one column to "
+        "the right. So the columns of this view are diagonals that continue at the other side.",
+        shapes='{"view": ((15, 16), (16, 1)), "block_shape": (-1, 1), "sparsity_level": 0.75}',
+        fast=NOWHERE,
+        module="nn.Linear(15, 16)",
+    ),
+    Entry(
+        name="bands",
+        title="Bands: neighbouring diagonals",
+        text="Blocks of four diagonals of the same view. For one fixed band around the main diagonal there is "
+        "torch.ao's `NearlyDiagonalSparsifier`.",
+        shapes='{"view": ((15, 16), (16, 1)), "block_shape": (-1, 4), "sparsity_level": 0.5}',
+        fast=NOWHERE,
+        module="nn.Linear(15, 16)",
     ),
 )
 

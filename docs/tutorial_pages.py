@@ -33,6 +33,7 @@ def cells_of(source: str) -> list[tuple[str, str]]:
 def run(name: str) -> list[str]:
     """What each cell of a script prints."""
     path = SCRIPTS / f"{name}.py"
+    sys.path.insert(0, str(SCRIPTS))  # as `python examples/tutorials/NAME.py` does
     names, outputs = {"__name__": "__main__", "__file__": str(path)}, []
     for _, code in cells_of(path.read_text()):
         out = io.StringIO()

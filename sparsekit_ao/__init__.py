@@ -56,3 +56,7 @@ __all__ = [
     "scores",
     "shrink",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

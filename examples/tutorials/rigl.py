@@ -8,22 +8,24 @@ The data are scikit-learn's digits, 8 x 8 pixels in ten classes, and the model i
 """
 
 import itertools
-import sys
 
 import torch
-from sklearn.datasets import load_digits
+from data import TINY, digits
 from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import RigL, Static
 
-EPOCHS = 2 if "--tiny" in sys.argv else 60
+EPOCHS = 2 if TINY else 60
+STEPS = EPOCHS * 20
+METHODS = {
+    "dense": None,
+    "random mask, never changed": lambda optimizer: Static(0.95, optimizer=optimizer),
+    "RigL": lambda optimizer: RigL(0.95, optimizer=optimizer, until=int(0.75 * STEPS), update_every=40),
+}
 torch.set_num_threads(1)  # the model is too small to gain from more
-digits = load_digits()
-images, labels = torch.tensor(digits.data).float() / 16, torch.tensor(digits.target)
-order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-train, test = order[:1257], order[1257:]
-images = images - images[train].mean(0)
+images, labels, test_images, test_labels = digits()
+images, test_images = images - images.mean(0), test_images - images.mean(0)
 
 # %%
 # ## The loop
@@ -44,13 +46,13 @@ def fit(make):
         sparsifier.prepare(model)
         widen(model)
     for _ in range(EPOCHS):
-        for at in train[torch.randperm(len(train))].split(64):
+        for at in torch.randperm(len(labels)).split(64):
             optimizer.zero_grad()
             F.cross_entropy(model(images[at]), labels[at]).backward()
             optimizer.step()
             if sparsifier is not None:
                 sparsifier.step()
-    accuracy = 100 * (model(images[test]).argmax(1) == labels[test]).float().mean()
+    accuracy = 100 * (model(test_images).argmax(1) == test_labels).float().mean()
     return sparsifier, accuracy.item()
 
 
@@ -74,13 +76,7 @@ def widen(model):
 # `until` is the last step that may change masks: the end of training is left to the weights alone. `RigL(...)` is
 # `DynamicSparsifier(...)` with the arguments of the paper.
 
-steps = EPOCHS * 20
-methods = {
-    "dense": None,
-    "random mask, never changed": lambda optimizer: Static(0.95, optimizer=optimizer),
-    "RigL": lambda optimizer: RigL(0.95, optimizer=optimizer, until=int(0.75 * steps), update_every=40),
-}
-for name, make in methods.items():
+for name, make in METHODS.items():
     sparsifier, accuracy = fit(make)
     print(f"{name:<28} {accuracy:.1f} %")
 
@@ -104,4 +100,4 @@ sparsifier.squash_mask()
 
 # %%
 # Over ten seeds RigL is far ahead of static masks at this sparsity, and random growth (`SET`) is in between: the table
-# on the page [Training](../training.md), from `examples/rigl_digits.py`.
+# on the page [Benchmarks](../benchmarks.md#trained-sparse), from `examples/rigl_digits.py`.

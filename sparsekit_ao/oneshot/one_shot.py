@@ -128,6 +128,7 @@ def one_shot(
             scope after scope. By `"sparsegpt"`, those of the baseline (arXiv 2301.00774), for N:M along the inputs and
             single elements of a whole tensor. By `"least_squares"`, masks are the sparsifier's, with the best weights
             for them. None changes no weights.
+            The first three choose the masks themselves; a score that they do not use is noted in the report.
         blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
             applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
@@ -230,6 +231,7 @@ class Layer:
         weight: The dense weight in float32 (float64 if it is float64).
         pruning_groups: Those of this tensor alone, stage by stage; none where its mask is chosen before.
         mask, compensated, seconds: Its mask and new weight, once they are computed, and the time that both took.
+        unused_score: What the report says if the method chose the mask though there is a score.
     """
 
     index: int
@@ -240,6 +242,7 @@ class Layer:
     mask: Tensor | None = None
     compensated: Tensor | None = None
     seconds: float = 0.0
+    unused_score: str = ""
 
     @property
     def gram(self) -> Tensor | RowGram | None:
@@ -411,6 +414,8 @@ def prune_layer(sparsifier: BudgetSparsifier, layer: Layer, method: str | None) 
         if layer.mask is None and method in SOLVERS:
             mask, solution = SOLVERS[method](weight, gram, matrix_scopes(sparsifier, layer, statistics))
             layer.mask = statistics.from_matrix(mask)
+            if any(c.score is not None for c in layer.pruning_groups):
+                layer.unused_score = f"{method} chose the mask, without the score"
         else:
             layer.mask = _mask_by_score(sparsifier, layer) if layer.mask is None else layer.mask
             solution = least_squares(weight, gram, statistics.matrix(layer.mask))
@@ -492,7 +497,8 @@ def _finish(sparsifier: ScopeSparsifier, layer: Layer, note: str) -> LayerRow:
         before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
         after = relative_error(dense, gram, layer.statistics.matrix(weight))
         tokens, inputs = layer.statistics.tokens, dense.shape[2]
-        note = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+        few = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+        note = "; ".join(filter(None, (few, layer.unused_score)))
     compensated = torch.where(mask, weight, 0).to(parameter.dtype)
     if not bool(torch.isfinite(compensated).all()):
         raise SparsityError(f"one_shot: {layer.target.name}: the compensated weights are not finite")

@@ -43,7 +43,8 @@ def prune(
         pattern: One of `patterns`, or its text ("2:4"); None drops single elements.
         batches, forward, token_mask, compensate, progress: As for `one_shot`; inputs alone, no labels.
         exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave out.
-        score: How much each weight matters; see `scores`.
+        score: How much each weight matters; see `scores`. It chooses the masks with `compensate=None` or
+            `"least_squares"` only.
         recover: Then train the kept weights of each block to give the dense model's outputs; see `recover`.
         inplace: Prune the model itself.
 

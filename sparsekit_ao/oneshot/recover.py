@@ -403,7 +403,7 @@ def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
     if actual.shape != expected.shape:
         raise SparsityError(
             f"recover: {name} returns {tuple(actual.shape)}, in the dense model {tuple(expected.shape)}; only outputs "
-            "of the same shape can be matched"
+            "of the same shape can be matched. shrink keeps the width of blocks with exclude=[the layer before them]"
         )
 
 

@@ -219,6 +219,16 @@ def test_one_token_dead_inputs_and_frozen_layers():
     assert report[0].note == "1 tokens for 8 inputs" and all(r.after <= r.before + 1e-6 for r in report)
 
 
+@pytest.mark.parametrize("method", [None, "least_squares", "admm", "obs"])
+def test_the_report_says_where_a_method_chose_the_mask_without_the_score(method):
+    model, inputs = nn.Sequential(nn.Linear(8, 8)), torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    score, two_four = lambda weight, name: -torch.arange(8.0).expand(8, 8), {"nnz": 2, "scope_shape": (1, 4)}
+    first = prepared(model, score=score, **two_four)
+    (row,) = one_shot(first, [inputs], compensate=method)
+    assert row.note == (f"{method} chose the mask, without the score" if method in ("admm", "obs") else "")
+    assert row.note or first.mask("0.weight").view(8, 2, 4)[..., :2].all()  # the first two of four
+
+
 def test_no_gram_matrix_is_recorded_that_nothing_needs(monkeypatch):
     model = nn.Sequential(nn.Conv1d(4, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
     monkeypatch.setattr(LayerAdapter, "gram", lambda *_: pytest.fail("a Gram matrix was recorded"))

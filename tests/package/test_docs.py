@@ -83,10 +83,31 @@ def sentences(page):
         yield from re.split(r"(?<=[.:;?!])\s+(?=[A-Z])", " ".join(paragraph.split()))
 
 
+PAGES = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if "_generated" not in path.parts)]
+BANNED = re.compile(  # relative clauses without a head, and words that refer to nothing in the sentence
+    r"\b(those|that|these|what) of which\b|\bnobody can tell\b|"
+    r"\b(do|does|has|have) neither\b(?!.* nor )|\bas such\b|, none (is|has)\b",
+    flags=re.IGNORECASE,
+)
+
+
 def test_sentences_of_pages_are_short():
-    pages = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if "_generated" not in path.parts)]
-    long = [(path.name, one) for path in pages for one in sentences(path.read_text()) if len(one.split()) > 30]
+    long = [(path.name, one) for path in PAGES for one in sentences(path.read_text()) if len(one.split()) > 30]
     assert len(long) <= 4, long
+
+
+def test_sentences_of_pages_and_docstrings_have_no_banned_construction():
+    texts = {path: path.read_text() for path in (*PAGES, *(ROOT / "sparsekit_ao").rglob("README.md"))}
+    for path in (ROOT / "sparsekit_ao").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        texts[path] = "\n\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented))
+    assert not [(path.name, one) for path, text in texts.items() for one in sentences(text) if BANNED.search(one)]
+    assert BANNED.search("It takes every weight, or those of which a tenth is zero.")
+
+
+def test_dir_of_the_package_shows_its_public_names():
+    assert set(dir(sparsekit_ao)) == {*sparsekit_ao.__all__, "__version__"}
 
 
 def texts_of(path):

@@ -165,6 +165,50 @@ def test_the_figures_of_one_pass_equal_the_csvs():
             assert f"| {removed} | {r['score']} | {cells} |" in page("benchmarks")
 
 
+def test_the_guidance_on_patterns_and_settings_equals_the_csvs():
+    """Which pattern and level, what a layer costs in one pass, fine-tuning, strengths."""
+    text = page("patterns")
+    minilm = {n: table_rows(f"results/prune_minilm_{n}")[-1]["cosine"] for n in ("2_4", "unstructured", "1x4", "16x16")}
+    units = {r["removed"]: r["recovered"] for r in table_rows("results/shrink_minilm_recovered")}
+    loss = {r["structure"]: r for r in table_rows("results/one_shot_language_model") if r["method"] == "recovered"}
+    for label, cosine, structure in (
+        ("50 %, single weights", minilm["unstructured"], "50 %"),
+        ("2:4", minilm["2_4"], "2:4"),
+        ("half of the MLP units", units["half of the MLP units"], "half of the MLP units"),
+        ("and a third of the heads", units["and a third of the heads"], None),
+        ("1x4 blocks at 50 %", minilm["1x4"], None),
+        ("8 rows x 1 column, 8 of 16", None, "8 rows x 1 column, 8 of 16"),
+        ("16x16 blocks at 50 %", minilm["16x16"], None),
+    ):
+        cells = ["" if cosine is None else f"{float(cosine):.3f} "]
+        cells.append("" if structure is None else f"{float(loss[structure]['loss']):.3f} ")
+        assert f"| {label} | {cells[0]}| {cells[1]}|" in text
+    trained = {(r["method"], r["level"]): float(r["loss"]) for r in table_rows("results/dst_language_model")}
+    gmp, rigl = trained["GMP", "0.9"], trained["RigL", "0.9"]
+    assert f"a loss of {gmp:.3f} with `GMP` and {rigl:.3f} with `RigL`" in text
+
+    names = ("4.attention.output.dense", "2.intermediate.dense", "3.output.dense")
+    rows = [r for r in table_rows("benchmarks/results/one_shot_layers") if r["structure"] == "2:4"]
+    for name, size in zip(names, ("384 x 384", "1536 x 384", "384 x 1536"), strict=True):
+        own = [r for r in rows if r["layer"] == f"encoder.layer.{name}" and r["method"] != "obs alone"]
+        cells = [f"{float(r['error']):.3f}, {float(r['seconds']):.3f} s" for r in own]
+        assert f"| {size} | {' | '.join(cells)} |" in page("benchmarks")
+    short, _, wide = (
+        next(r["seconds"] for r in rows if name in r["layer"] and r["method"] == "admm") for name in names
+    )
+    sentence = f"takes {float(short):.2f} s for a layer of 384 x 384 and {float(wide):.2f} s with 1,536 inputs"
+    assert sentence in page("one_shot")
+
+    text = page("training")
+    output = (ROOT / "examples/tutorials/outputs/trainer_2_4.txt").read_text()
+    dense, sparse = (re.search(rf"{name}: accuracy (\S+?),?\s", output)[1] for name in ("dense", "2:4"))
+    assert f"has {sparse} at 2:4 (dense {dense})" in text
+    runs = [r for r in table_rows("results/proximal") if r["method"] == "Adam, conditioned"]
+    left = {s: [int(r["inputs left"]) for r in runs if float(r["strength"]) == s] for s in (0.15, 0.5, 15)}
+    first, second = (f"{min(left[s])} to {max(left[s])}" for s in (0.15, 0.5))
+    assert f"0.15 leaves {first} of 64 inputs, 0.5 leaves {second}, and 15 none" in text and not any(left[15])
+
+
 def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     dense, small = table_rows("results/shrink_minilm")
     flops, size = (int(small[k]) / int(dense[k]) for k in ("flops", "file bytes"))
