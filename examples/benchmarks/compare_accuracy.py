@@ -25,9 +25,9 @@ import torch
 from machine import RESULTS, show, write_csv
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit_ao.removal import shrink
+from sparsekit_ao.removal.verify import count_flops
 
 sys.path.append(str(Path(__file__).parent.parent))
 from dst_language_model import read_text
@@ -313,10 +313,8 @@ def torch_pruned(
 
 
 def flops_of(model: nn.Module, example: Tensor) -> int:
-    """FLOPs of one forward in eval mode."""
-    with torch.no_grad(), FlopCounterMode(display=False) as count:
-        model.eval()(example)
-    return count.get_total_flops()
+    """FLOPs of one forward in eval mode, attention included."""
+    return count_flops(copy.deepcopy(model), example)
 
 
 if __name__ == "__main__":
