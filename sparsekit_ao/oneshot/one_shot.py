@@ -90,7 +90,10 @@ class OneShotReport(Table[LayerRow]):
 
     def metrics(self) -> dict[str, float]:
         """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
-        return {**{f"output_error/{r.tensor}": r.after for r in self.rows}, "seconds": self.seconds}
+        return {
+            **{f"output_error/{r.tensor}": r.after for r in self.rows if r.after == r.after},
+            "seconds": self.seconds,
+        }
 
     def below(self) -> list[str]:
         """The time, what was recovered, and what was left out."""

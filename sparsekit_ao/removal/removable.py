@@ -106,7 +106,9 @@ def removable(
         good, failing = _sorted(
             model,
             tried,
-            lambda cs: Trials(_zeroed(model, cs, ratio), example_inputs, multiple_of, tolerance, done, failed),
+            lambda cs: Trials(
+                _zeroed(model, cs, ratio, multiple_of), example_inputs, multiple_of, tolerance, done, failed
+            ),
         )
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name))
@@ -305,7 +307,7 @@ def in_config(
     """
 
     def problem(couplings: Sequence[Coupling]) -> str:
-        masked = _zeroed(model, couplings, ratio)
+        masked = _zeroed(model, couplings, ratio, multiples)
         removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings})
         reference = Reference(masked, inputs)
         small = without_units(masked, removals, trial=reference)[0]
@@ -333,12 +335,17 @@ def _kind(coupling: Coupling, together: int = 1) -> str:
     return re.sub(r"\d+|\*+", "*", " ".join(coupling.members)) + f"{[*coupling.members.values()]} {together}"
 
 
-def _zeroed(model: nn.Module, couplings: Sequence[Coupling], ratio: float) -> nn.Module:
-    """A copy with random units of all couplings zero, always the same."""
-    bounds = [bound for coupling in couplings for bound in coupling.bind(model)]
-    masked, generator = masked_copy(model, bounds), torch.Generator().manual_seed(0)
-    for bound in bounds:
-        keep = torch.rand(bound.grid, generator=generator).argsort(-1) < _kept(bound, ratio)
+def _zeroed(
+    model: nn.Module, couplings: Sequence[Coupling], ratio: float, multiple_of: int | Mapping[str, int]
+) -> nn.Module:
+    """A copy with random units of all couplings zero, always the same; as many as one multiple, if that can go."""
+    bounds = [(coupling.name, bound) for coupling in couplings for bound in coupling.bind(model)]
+    masked, generator = masked_copy(model, [bound for _, bound in bounds]), torch.Generator().manual_seed(0)
+    for name, bound in bounds:
+        multiple = multiple_of.get(name, 1) if isinstance(multiple_of, Mapping) else multiple_of
+        kept = _kept(bound, ratio)
+        kept = min(kept, bound.grid[-1] - multiple) if bound.grid[-1] > multiple else kept
+        keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
         zero_units(masked, Removal(coupling=bound, keep=keep))
     return masked
 

@@ -81,7 +81,8 @@ def shrink(
         kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
         couplings: Those to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
-        max_sparsity: With a cost, the largest fraction of its units that a coupling loses; or one by name.
+        max_sparsity: With a cost, the largest fraction of its units that a coupling loses; or by name, with 0.9 for
+            others.
         multiple_of: As for `compact`; by default dimensions of 16-bit weights, and of packed experts (experts, out, in)
             in any dtype, stay multiples of 16 bytes.
         uniform: Whether to leave out what the config cannot hold. None: of a transformers model, if neither `couplings`
@@ -115,7 +116,10 @@ def shrink(
     if uniform and not has_config(model):
         raise SparsityError(f"shrink: uniform=True needs a model of transformers, got {type(model).__name__}")
     ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
-    trial_ratio = max(checked_level(level, "shrink: ratio: ") for level in ratios)
+    saved = max(checked_level(level, "shrink: ratio: ") for level in ratios)
+    trial_ratio = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
+    if isinstance(kinds, str):
+        raise SparsityError(f"shrink: kinds must be a list, such as ({kinds!r},), got {kinds!r}")
     whole, model = model, plain_copy(model)
     normed = undo_weight_norms(model)
     discovery = removable(
@@ -140,6 +144,7 @@ def shrink(
     if uniform or (uniform is None and is_open):
         described = in_config(model, discovery, example_inputs, trial_ratio, multiples, tolerance, normed)
         discovery = described if uniform or described.couplings else discovery
+    ratio = ratio if cost_of is None else trial_ratio
     if kinds is not None:
         ratio = {c.name: _number(ratio, c.name, 0.0) for c in discovery.couplings if {c.name, c.kind} & {*kinds}}
     chosen, left_out = _chosen(model, discovery, ratio, multiples)
@@ -148,7 +153,7 @@ def shrink(
     chosen, by_layer = list(names), {coupling.name: name for coupling, name in names.items()}
     levels = {layer: _number(ratio, name, 0.0) for layer, name in by_layer.items()}
     multiples = {layer: multiples[name] for layer, name in by_layer.items()}
-    limits = {layer: _number(max_sparsity, name, 1.0) for layer, name in by_layer.items()}
+    limits = {layer: _number(max_sparsity, name, 0.9) for layer, name in by_layer.items()}
     while True:  # until what was pruned is what can be removed
         scores, unscored = _scored(model, chosen, example_inputs, score, forward)
         left_out += unscored
@@ -160,7 +165,7 @@ def shrink(
         else:
             power = 2 if score is None else 1  # squares of norms add up, and saliencies do
             importances = {c.name: [rows**power for rows in scores[c.name]] for c in rated}
-            counts = counts_within(model, rated, importances, cost_of, trial_ratio, multiples=multiples, limits=limits)
+            counts = counts_within(model, rated, importances, cost_of, saved, multiples=multiples, limits=limits)
         masked = _without_lowest(model, rated, scores, counts)
         trials = Trials(masked, example_inputs, multiples, tolerance)
 
@@ -279,7 +284,7 @@ def shrink_experts(
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
     if (kept := int(removals[0].keep.sum())) < least:
         raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
-    return _without(model, removals, batches)
+    return _without(model, removals, batches, forward)
 
 
 def shrink_layers(
@@ -308,6 +313,7 @@ def shrink_layers(
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """
     checked_batches(batches, None, forward, "shrink_layers")
+    batches = list(batches)
     lists: dict[str, Any] = {n: m for n, m in model.named_modules() if is_list(m) and blocks in (None, n)}
     if not lists:
         raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {blocks!r}' if blocks else ''}")
@@ -331,17 +337,27 @@ def shrink_layers(
     if not all(cosines):
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
     influences = torch.stack([1 - torch.cat(values).mean() for values in cosines])
-    keep = keep_mask(influences[None], sparsity_to_nnz(checked_level(ratio, "shrink_layers: "), len(cosines), ""))[0]
+    kept = sparsity_to_nnz(checked_level(ratio, "shrink_layers: "), len(cosines), "")
+    if kept == 0:
+        raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {len(cosines)} blocks of {path}")
+    keep = keep_mask(influences[None], kept)[0]
     keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}, "lists": (path,)}
     coupling = BoundCoupling(name="layers", unit="u", sizes={"u": len(cosines)}, **keys)
-    return _without(model, [Removal(coupling=coupling, keep=keep)], batches)
+    return _without(model, [Removal(coupling=coupling, keep=keep)], batches, forward)
 
 
-def _without(model: nn.Module, removals: Sequence[Removal], batches: Iterable[Any]) -> tuple[nn.Module, Compaction]:
+def _without(
+    model: nn.Module, removals: Sequence[Removal], batches: Iterable[Any], forward: Forward | None
+) -> tuple[nn.Module, Compaction]:
     """Remove units that are not zero; the report's difference is that of the outputs on the first batch."""
-    small, report = verified(
-        model, removals, Reference(model, next(iter(batches))), sys.float_info.max, with_config=True
-    )
+    calls: list[Any] = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs or args), with_kwargs=True)
+    try:
+        with torch.no_grad(), eval_mode(model):
+            (forward or call)(model, next(iter(batches)))
+    finally:
+        hook.remove()
+    small, report = verified(model, removals, Reference(model, calls[0]), sys.float_info.max, with_config=True)
     fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
     return small, replace(report, fits=fits, notes=(*report.notes, "what is removed is not zero"))
 

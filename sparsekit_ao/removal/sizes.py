@@ -401,10 +401,12 @@ def _config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 def _misfits(model: nn.Module) -> list[str]:
     """The tensors of a model that have another shape in one constructed from its config, as text."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     try:
+        config: Any = copy.deepcopy(model.config)
+        getattr(config, "validate", tuple)()  # as `save_pretrained` does
         with torch.device("meta"):
-            fresh = type(model)(copy.deepcopy(model.config)).state_dict()
+            fresh = type(model)(config).state_dict()
     except Exception as e:  # the config refuses the numbers, or the model cannot be constructed without values
         return [f"{type(model).__name__}(config) raises {e}"] * (len(shapes) + 1)
     constructed = {name: tuple(tensor.shape) for name, tensor in fresh.items()}
@@ -434,6 +436,16 @@ def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> 
     return ""
 
 
+# Model types that vLLM, SGLang and llama.cpp know by name.
+# fmt: off
+_OF_ENGINES = frozenset((
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
+    "phi3", "gpt2", "gpt_oss", "olmo", "olmo2", "olmoe", "deepseek_v2", "deepseek_v3", "granite", "granitemoe",
+    "cohere", "cohere2", "exaone4", "glm4", "stablelm", "starcoder2",
+))
+# fmt: on
+
+
 def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     """Judge which engines load a model that its config describes: transformers was run, the others were not.
 
@@ -442,8 +454,8 @@ def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     """
     config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
     heads = getattr(config, "num_attention_heads", None)
-    if heads is None or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        return ("transformers", f"other engines were not judged: {name} is no decoder")
+    if heads is None or config.model_type not in _OF_ENGINES or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        return ("transformers", f"other engines were not judged: {name} is no decoder that all of them know")
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     parts = [heads, getattr(config, "moe_intermediate_size", None), getattr(config, "intermediate_size", None)]
     wrong = [n for n in parts if n and n % ranks] + [key_heads] * (key_heads % ranks != 0 != ranks % key_heads)

@@ -116,6 +116,32 @@ class Reference:
                         "not be seen. Pass at least 2 entries there; as many as are typical are better."
                     )
 
+    def with_other_inputs(self) -> "Reference | None":
+        """A reference with random values in the inputs that are equal along a dimension, as nothing tells tokens apart.
+
+        None where there are no such inputs, or the model does not run with these values.
+        """
+
+        def other(tensor: Tensor) -> Tensor:
+            if tensor.dtype == torch.bool or not any(
+                n > 1 and tensor.equal(tensor.narrow(d, 0, 1).expand_as(tensor)) for d, n in enumerate(tensor.shape)
+            ):
+                return tensor
+            changed.append(tensor)
+            if tensor.is_floating_point() or tensor.is_complex():
+                return _other_values(tensor)
+            generator = torch.Generator().manual_seed(0)
+            most = max(int(tensor.max()), 1)
+            return torch.randint(0, most + 1, tensor.shape, generator=generator, device="cpu").to(tensor)
+
+        changed: list[Tensor] = []
+        args, kwargs = _pytree.tree_map_only(Tensor, other, self._inputs)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return Reference(self._model, kwargs or args) if changed else None
+        except SparsityError:
+            return None
+
     def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
         """The outputs with more entries in some dimensions of inputs, of one with other values; None if none."""
 

@@ -388,7 +388,10 @@ def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it
     assert report.not_in_config and parameters(small) < parameters(model) and not report.fits
     small, report = shrink(model, inputs, exclude=exclude, uniform=True)
     assert parameters(small) == parameters(model) and "the config cannot hold it" in report.left_out[-1]
-    assert report.fits == ("transformers", "other engines were not judged: SegformerModel is no decoder")
+    assert report.fits == (
+        "transformers",
+        "other engines were not judged: SegformerModel is no decoder that all of them know",
+    )
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT-2"])  # sliding and full attention alternate in the first
@@ -608,3 +611,52 @@ def test_kinds_choose_couplings_and_whole_heads_come_before_numbers_of_each():
     assert [(row.kept, row.of) for row in report.couplings] == [(2, 4), (2, 4), (48, 48), (48, 48)]
     with pytest.raises(SparsityError, match="kinds names 'mpl', but the couplings are .*'mlp'"):
         shrink(model, inputs, 0.5, kinds=["mpl"])
+
+
+def test_an_encoder_with_fewer_heads_takes_padding_masks():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).eval()
+    inputs, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    small, report = shrink(model, {"src": inputs, "src_key_padding_mask": padding}, kinds=("heads",))
+    assert [row.kept for row in report.couplings] == [2, 2]
+    with torch.no_grad():
+        assert small(inputs, src_key_padding_mask=padding).shape == inputs.shape
+    assert not cut_to(copy.deepcopy(model), report.manifest).use_nested_tensor
+
+
+def test_inputs_of_equal_tokens_do_not_hide_a_wrong_removal():
+    def run(m, x):
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(-2, -3) for f in (m.q, m.k, m.v))
+        return m.o(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+
+    torch.manual_seed(0)
+    model = Net(run, **{name: nn.Linear(12, 24) for name in "qkv"}, o=nn.Linear(24, 12))
+    with pytest.raises(SparsityError, match="with other values of inputs that are equal along a dimension"):
+        shrink(model, torch.ones(2, 5, 12))
+    small, _ = shrink(model, torch.randn(2, 5, 12))  # what the message asks for
+    assert small.v.weight.shape != model.v.weight.shape
+
+
+def test_a_config_that_refuses_the_numbers_does_not_describe_the_model(tmp_path):
+    model, inputs = hf_models.make("Llama")
+    small, report = shrink(model, inputs, 0.6)
+    save_pretrained(small, report, tmp_path)
+    if report.not_in_config == "":
+        again = type(model).from_pretrained(tmp_path)
+        torch.testing.assert_close(again(**inputs).logits, small(**inputs).logits)
+
+
+def test_with_a_cost_small_scopes_and_large_multiples_do_what_they_can():
+    torch.manual_seed(0)
+    x, narrow = torch.randn(3, 8), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))
+    assert shrink(narrow, x, 0.2, cost="flops")[0][0].out_features == 3
+    fixed = Net(lambda m, x: m.b(m.a(x).relu().view(*x.shape[:-1], 8)), a=nn.Linear(6, 8), b=nn.Linear(8, 3))
+    report = shrink(fixed, torch.randn(2, 6), 0.2, multiple_of=4)[1]
+    assert not report.couplings and "a.weight" in report.left_out[0]
+    wide = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4))
+    for limits in (0.9, {"0.weight": 0.9}):
+        with pytest.raises(SparsityError, match="still costs"):
+            shrink(wide, x, 0.97, cost="parameters", max_sparsity=limits)
+    with pytest.raises(SparsityError, match="kinds must be a list"):
+        shrink(narrow, x, kinds="width")
