@@ -261,12 +261,7 @@ def verified(
     if isinstance(comparison, str):
         if with_config:  # `shrink` tries the couplings by themselves
             raise SparsityError(f"the smaller model {comparison}")
-        lines = []
-        for removal in (removal for removal in removals if not removal.is_empty):
-            single = without_units(model, [removal], trial=reference)[0]
-            alone = compared(reference, single, tolerance, discarded=True)
-            lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
-        lines = lines or ["each coupling by itself is right, so some of them contradict each other"]
+        lines = _causes(model, removals, reference, tolerance)
         lines += [f"not exact: {note}" for note in notes]
         lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]
         raise SparsityError(
@@ -305,6 +300,16 @@ def verified(
         manifest=make_manifest(model, removals, changes),
     )
     return small, report
+
+
+def _causes(model: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float) -> list[str]:
+    """What is wrong with each coupling by itself, as text."""
+    lines = []
+    for removal in (removal for removal in removals if not removal.is_empty):
+        single = without_units(model, [removal], trial=reference)[0]
+        alone = compared(reference, single, tolerance, discarded=True)
+        lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
+    return lines or ["each coupling by itself is right, so some of them contradict each other"]
 
 
 def find_removals(

@@ -138,9 +138,12 @@ class Reference:
         args, kwargs = _pytree.tree_map_only(Tensor, other, self._inputs)
         try:
             with warnings.catch_warnings(action="ignore"):
-                return Reference(self._model, kwargs or args) if changed else None
+                reference = Reference(self._model, kwargs or args) if changed else None
         except SparsityError:
             return None
+        if reference is not None:
+            reference.unrounded = self.unrounded
+        return reference
 
     def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
         """The outputs with more entries in some dimensions of inputs, of one with other values; None if none."""

@@ -660,3 +660,10 @@ def test_with_a_cost_small_scopes_and_large_multiples_do_what_they_can():
             shrink(wide, x, 0.97, cost="parameters", max_sparsity=limits)
     with pytest.raises(SparsityError, match="kinds must be a list"):
         shrink(narrow, x, kinds="width")
+
+
+def test_16_bit_norms_are_folded_where_a_mask_is_all_ones():
+    model, inputs = hf_models.make("Llama")
+    ids = inputs["input_ids"]
+    small, report = shrink(model.to(torch.bfloat16), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 0.5)
+    assert small.config.hidden_size == model.config.hidden_size // 2 and report.not_in_config == ""
