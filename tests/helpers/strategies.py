@@ -138,8 +138,8 @@ def norm_of(elements, p, dtype, mean):
         return math.nan if any(map(math.isnan, size)) else max(size)
     total = torch.tensor(math.fsum(x**p for x in size) if all(map(math.isfinite, size)) else sum(size), dtype=dtype)
     total = total / len(size) if mean else total
-    # the root in float64, then rounded: float32 roots of torch are off by one unit on some processors
-    return float(total.double().sqrt().to(dtype) if p == 2 else total)
+    # the root in float64, then rounded: torch's roots, of float64 too, are off by one unit on some processors
+    return float(torch.tensor(math.sqrt(total), dtype=dtype) if p == 2 else total)
 
 
 def accumulator(dtype):
