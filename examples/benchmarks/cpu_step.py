@@ -7,13 +7,14 @@ Timed are later steps, from the state that training leaves: masks are not reset,
 weights change as by a few steps of SGD, outside of the timing. Masks are checked before: exact counts, and stock's mask
 bit for bit where scores have no ties. Times are medians of alternated runs in one process; a copy is one clone of the
 weight; extra peak memory is the high-water mark of a fresh process over two steps minus the memory of the prepared
-model. Every ratio is to a figure of the same run. Rows that miss one of `TARGETS` are listed at the end.
+model, the median of three. Every ratio is to a figure of the same run. Rows that miss one of `TARGETS` are listed last.
 """
 
 import argparse
 import contextlib
 import ctypes
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,9 +108,10 @@ def times(row: str, size: int, repeat: int) -> dict[str, float]:
 
 
 def peak(kind: str, row: str, size: int) -> float:
-    """Extra peak memory of two steps over the weight's bytes, in a fresh process."""
+    """Extra peak memory of two steps over the weight's bytes: the median of three fresh processes."""
     command = [sys.executable, __file__, "--peak", kind, row, "--size", str(size)]
-    return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(3)]
+    return statistics.median(json.loads(run) for run in runs)
 
 
 def print_peak(kind: str, row: str, size: int) -> None:

@@ -28,7 +28,7 @@ SIZES = {
     "usual": {},
     "long": {"LONG": 64, "CHUNK": 40},
     "network": {"NETWORK": 4, "CHUNK": 100},
-    "parts": {"SCORES": 64, "CHUNK": 16},
+    "parts": {"CHUNK": 16},
 }
 
 
@@ -308,7 +308,7 @@ def test_nothing_to_choose(impl):
     ),
 )
 def test_block_scores_do_not_depend_on_parts_or_layout(block, layout, dtype, norm, monkeypatch):
-    resize(monkeypatch, SCORES=512)
+    resize(monkeypatch, CHUNK=512)
     values, _ = plain_window((128, 144), dtype, layout)
     for order, ndim in (((), 2), ((1, 0), 2), ((2, 0, 1), 3)):
         members = (Window(shape=block, values=values, order=order),)
