@@ -27,6 +27,7 @@ Array = np.ndarray[Any, Any]
 
 name = "cpu"
 CHUNK = 1 << 19  # elements that one thread takes at a time
+SCORES = 1 << 20  # elements whose block scores are computed together
 PAIRS = 8  # widest scope that is ranked by comparing every pair
 NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
 LONG = 1 << 17  # members from which on a scope is cut
@@ -89,14 +90,15 @@ def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = No
 def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates: Tensor | None, part: slice) -> None:
     allowed = None if candidates is None else _ints(candidates[part])
     keys = _keys(_ints(scores[part]), scores.dtype, False, within=allowed)
-    kept = _kept(keys, _ints(keep[part])[:, None] if isinstance(keep, Tensor) else keep)
+    budget = _ints(keep[part])[:, None] if isinstance(keep, Tensor) else keep
+    kept = _kept(keys, budget, is_16_bit=scores.dtype.itemsize == 2)
     np.copyto(_ints(out[part]), kept if allowed is None else kept & (allowed != 0))
 
 
 def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """As `windows.block_scores`, a part of the blocks at a time: the same bits, since no sum crosses a part."""
     first = members[0]
-    if len(members) > 1 or first.window.numel() <= CHUNK:
+    if len(members) > 1 or first.window.numel() <= SCORES:
         return windows.block_scores(members, norm, ndim, as_mean)
     as_mean = first.is_partial if as_mean is None else as_mean
     grid = torch.empty(first.grid, dtype=torch.promote_types(first.window.dtype, torch.float32), device="cpu")
@@ -146,28 +148,29 @@ def _fill_chunk(
 ) -> None:
     """Select among the single elements of whole scopes."""
     assert m.values is not None and m.mask is not None
-    n = len(shape)
-    mask = _ints(m.mask)
-    under = mask if masked else None
-    width, within = math.prod(shape), mask if within_mask else None
+    width, outer, inner = math.prod(shape), range(0, 2 * len(shape), 2), range(1, 2 * len(shape), 2)
     narrow = width <= PAIRS
-    keys = _keys(_ints(m.values), m.values.dtype, magnitude, under=under, within=within, narrow=narrow)
-    inner, outer = range(1, 2 * n, 2), range(0, 2 * n, 2)
-    split_shape: list[int] = []
-    for size, tile in zip(keys.shape, shape, strict=True):
-        split_shape += [size // tile, tile]
-    budget = _ints(keep).reshape(-1) if isinstance(keep, Tensor) else keep
+    split_shape = [n for size, tile in zip(m.window.shape, shape, strict=True) for n in (size // tile, tile)]
+
+    def split(array: Array) -> Array:
+        return array.reshape(split_shape).transpose(*((*inner, *outer) if narrow else (*outer, *inner)))
+
+    values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
+    if masked or within_mask:  # masks are read in the order of memory
+        under, within = mask if masked else None, mask if within_mask else None
+        keys = split(_keys(values, dtype, magnitude, under=under, within=within, narrow=narrow))
+    else:
+        keys = _keys(split(values), dtype, magnitude, narrow=narrow)
+    keys, targets, budget = np.ascontiguousarray(keys), split(mask), keep if isinstance(keep, int) else _ints(keep)
     if narrow:
-        tiles = keys.reshape(split_shape).transpose(*inner, *outer)
-        targets = mask.reshape(split_shape).transpose(*inner, *outer)
-        kept = _kept_pairs(np.ascontiguousarray(tiles).reshape(width, -1), budget).reshape(tiles.shape)
+        lanes = keys.reshape(width, -1)
+        kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(keys.shape)
         for at in np.ndindex(*shape):  # member by member, which is faster than to interleave them
             _write(targets[(*at, ...)], kept[(*at, ...)], m.mask.dtype, within_mask)
         return
-    tiles = keys.reshape(split_shape).transpose(*outer, *inner)
-    rows = np.ascontiguousarray(tiles).reshape(-1, width)
-    kept = _kept(rows, budget if isinstance(budget, int) else budget[:, None]).reshape(tiles.shape)
-    _write(mask, kept.transpose(np.argsort((*outer, *inner))).reshape(mask.shape), m.mask.dtype, within_mask)
+    rows = keys.reshape(-1, width)
+    kept = _kept(rows, budget if isinstance(budget, int) else budget.reshape(-1, 1), is_16_bit=dtype.itemsize == 2)
+    _write(targets, kept.reshape(keys.shape), m.mask.dtype, within_mask)
 
 
 def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> None:
@@ -225,7 +228,7 @@ def _keys(
     wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
     top, nan = np.iinfo(bits.dtype).max, INF[dtype] + 1
     if magnitude:
-        keys = np.bitwise_and(bits, bits.dtype.type(top)).astype(wide, copy=False)
+        keys = np.bitwise_and(bits, bits.dtype.type(top), order="C").astype(wide, copy=False)
         if keys.size and keys.max() > nan:
             np.minimum(keys, wide(nan), out=keys)
     else:
@@ -235,16 +238,21 @@ def _keys(
     if under is not None:
         keys *= under != 0
     if within is not None:
-        keys = np.where(within != 0, keys, np.iinfo(wide).min)
+        keys = np.where(within != 0, keys, wide(np.iinfo(bits.dtype).min))
     return keys
 
 
-def _kept(keys: Array, keep: int | Array) -> Array:
-    """Keep exactly `keep` (an int, or [rows, 1]) of each row of keys; bool of the same shape."""
+def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
+    """Keep exactly `keep` (an int, or [rows, 1]) of each row of keys; bool of the same shape.
+
+    Keys of 16 bits have many ties, and leave room for the place of a member in the same integer.
+    """
     rows, width = keys.shape
     if isinstance(keep, int) and keep in (0, width):
         return np.full(keys.shape, keep > 0)
-    if width > NETWORK and (least := keys.min()) in (0, np.iinfo(keys.dtype).min):
+    if is_16_bit and width <= 1 << 16:
+        keys = (keys << 16) | np.arange(width - 1, -1, -1, dtype=np.int32)
+    elif width > NETWORK and (least := keys.min()) in (0, np.iinfo(keys.dtype).min):
         above = keys > least
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
         if (room >= 0).all():  # the least keys are zeros, or members that may not be kept
@@ -427,11 +435,11 @@ def _keep_between(parts: Sequence[_Slots], keep: int, low: int, high: int) -> bo
 
 
 def _places(whole: Window) -> Iterator[tuple[slice, ...]]:
-    """Parts of a window's grid, CHUNK elements if they can be; smaller last blocks are parts of their own."""
+    """Parts of a window's grid, SCORES elements if they can be; smaller last blocks are parts of their own."""
     counts = [s // b for s, b in zip(whole.window.shape, whole.shape, strict=True)]
     inner = whole.window[tuple(slice(0, c * b) for c, b in zip(counts, whole.shape, strict=True))]
     if inner.numel():
-        yield from (place for place, _ in cut_parts(inner, whole.shape, CHUNK))
+        yield from (place for place, _ in cut_parts(inner, whole.shape, SCORES))
     for k, count in enumerate(counts):
         if whole.window.shape[k] % whole.shape[k]:
             before, after = counts[:k], whole.grid[k + 1 :]
