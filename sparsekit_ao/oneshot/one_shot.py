@@ -436,7 +436,7 @@ def fill_masks(
     for pruning_group in sorted(pruning_groups, key=lambda c: c.stage):
         scored, norm = values(pruning_group)
         keep = pruning_group.budget(sparsifier.groups)
-        update_masks([(pruning_group, pruning_group.request(masks, keep, scored, norm))])
+        update_masks({pruning_group: pruning_group.request(masks, keep, scored, norm)})
 
 
 def _mask_by_score(sparsifier: BudgetSparsifier, layer: Layer) -> Tensor:

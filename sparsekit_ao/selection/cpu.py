@@ -111,8 +111,9 @@ def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
 def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], None]]:
     """The chunks of a request whose scopes are short and of single elements."""
     (m,) = request.scopes[0].members
+    assert m.values is not None
     keep, options = request.budget, (request.norm is not None, request.within_mask, request.masked)
-    if m.window.numel() <= CHUNK:
+    if m.values.numel() <= CHUNK:
         _fill_chunk(m, scope.shape, keep, *options)
         return
     for place, _ in cut_parts(m.window, scope.shape, CHUNK):
@@ -150,18 +151,17 @@ def _fill_chunk(
     assert m.values is not None and m.mask is not None
     width, outer, inner = math.prod(shape), range(0, 2 * len(shape), 2), range(1, 2 * len(shape), 2)
     narrow = width <= PAIRS
-    split_shape = [n for size, tile in zip(m.window.shape, shape, strict=True) for n in (size // tile, tile)]
-
-    def split(array: Array) -> Array:
-        return array.reshape(split_shape).transpose(*((*inner, *outer) if narrow else (*outer, *inner)))
-
+    order, split = (*inner, *outer) if narrow else (*outer, *inner), list[int]()
+    for size, tile in zip(m.values.shape, shape, strict=True):
+        split += [size // tile, tile]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
     if masked or within_mask:  # masks are read in the order of memory
         under, within = mask if masked else None, mask if within_mask else None
-        keys = split(_keys(values, dtype, magnitude, under=under, within=within, narrow=narrow))
+        keys = _keys(values, dtype, magnitude, under=under, within=within, narrow=narrow)
+        keys = np.ascontiguousarray(keys.reshape(split).transpose(order))
     else:
-        keys = _keys(split(values), dtype, magnitude, narrow=narrow)
-    keys, targets, budget = np.ascontiguousarray(keys), split(mask), keep if isinstance(keep, int) else _ints(keep)
+        keys = np.ascontiguousarray(_keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=narrow))
+    targets, budget = mask.reshape(split).transpose(order), keep if isinstance(keep, int) else _ints(keep)
     if narrow:
         lanes = keys.reshape(width, -1)
         kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(keys.shape)

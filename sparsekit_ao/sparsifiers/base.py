@@ -221,7 +221,7 @@ class MaskSparsifier(BaseSparsifier):
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
         self._need_prepared("step")
         if self.enable_mask_update:
-            refuse_meta_masks("step", self.groups, [self._live_mask(g) for g in self.groups])
+            refuse_meta_masks("step", self.groups, list(map(self._live_mask, self.groups)))
             if not self._warned:
                 adapted, replaced = self._moved_layers()
                 for text in (*adapted[:1], *replaced[:1]):
@@ -339,7 +339,7 @@ class MaskSparsifier(BaseSparsifier):
         """What every mask keeps now, as rows of numbers; see `report.Report`."""
         self._need_prepared("report")
         assert self.model is not None
-        refuse_meta_masks("report", self.groups, [self._live_mask(g) for g in self.groups])
+        refuse_meta_masks("report", self.groups, list(map(self._live_mask, self.groups)))
         return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:

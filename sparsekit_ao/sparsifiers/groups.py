@@ -372,10 +372,10 @@ def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
     return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
 
 
-def update_masks(requests: Sequence[tuple[PruningGroup, Request]]) -> None:
+def update_masks(requests: Mapping[PruningGroup, Request]) -> None:
     """Fill the masks of pruning groups that do not depend on each other; see `distributed.update_masks`."""
-    distributed.update_masks([request for _, request in requests])
-    for group, request in requests:
+    distributed.update_masks(list(requests.values()))
+    for group, request in requests.items():
         if group.least:
             _keep_least(group, request)
 

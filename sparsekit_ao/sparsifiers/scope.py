@@ -299,12 +299,13 @@ class BudgetSparsifier(MaskSparsifier):
         keeps: Mapping[PruningGroup, int | Tensor],
     ) -> None:
         """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
-        stages: dict[int, list[tuple[PruningGroup, Request]]] = {}
+        stages: dict[int, dict[PruningGroup, Request]] = {}
+        dense = list(map(self._dense, groups))
         for g in pruning_groups:  # scores may raise, so all of them are called before any mask is written
-            values = g.values(lambda i: self._dense(groups[i]), lambda i: self._statistics_of(groups[i]))
+            values = g.values(dense.__getitem__, lambda i: self._statistics_of(groups[i]))
             norm = g.norm if g.score is None else g.norm_of(values.values())
-            stages.setdefault(g.stage, []).append((g, g.request(masks, keeps[g], values, norm)))
-        for _, request in stages.get(0, ()):
+            stages.setdefault(g.stage, {})[g] = g.request(masks, keeps[g], values, norm)
+        for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
                 if math.prod(spec.view.shape) < mask.numel():  # a later stage may have dropped what is outside the view
                     distributed.local(mask).fill_(True)
