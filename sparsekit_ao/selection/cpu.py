@@ -164,13 +164,13 @@ def _fill_chunk(
     targets, budget = mask.reshape(split).transpose(order), keep if isinstance(keep, int) else _ints(keep)
     if narrow:
         lanes = keys.reshape(width, -1)
-        kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(keys.shape)
+        kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(targets.shape)
         for at in np.ndindex(*shape):  # member by member, which is faster than to interleave them
             _write(targets[(*at, ...)], kept[(*at, ...)], m.mask.dtype, within_mask)
         return
     rows = keys.reshape(-1, width)
     kept = _kept(rows, budget if isinstance(budget, int) else budget.reshape(-1, 1), is_16_bit=dtype.itemsize == 2)
-    _write(targets, kept.reshape(keys.shape), m.mask.dtype, within_mask)
+    _write(targets, kept.reshape(targets.shape), m.mask.dtype, within_mask)
 
 
 def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> None:
@@ -230,11 +230,10 @@ def _keys(
     if magnitude:
         keys = np.bitwise_and(bits, bits.dtype.type(top), order="C").astype(wide, copy=False)
         if keys.size and keys.max() > nan:
-            np.minimum(keys, wide(nan), out=keys)
+            keys = np.minimum(keys, wide(nan))
     else:
         low = np.bitwise_and(bits, bits.dtype.type(top)).astype(wide, copy=False)
-        keys = np.where(bits < 0, -low, low)
-        keys[low >= nan] = nan
+        keys = np.where(low >= nan, wide(nan), np.where(bits < 0, -low, low))
     if under is not None:
         keys *= under != 0
     if within is not None:

@@ -112,6 +112,16 @@ def test_masks_are_the_references(tiles, dtype, layout, norm, mode, mask_dtype, 
         assert torch.equal(found, mask)
 
 
+@pytest.mark.parametrize("value", [1.0, math.nan])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_tensor_without_dimensions(value, keep):
+    scope = ScopeSpec(BlockSpec(torch.tensor(value)))
+    mask = torch.ones((), dtype=torch.bool)
+    for norm in (2, None):
+        update_masks([Request(scope=scope, masks={scope.blocks()[0]: mask}, keep=keep, norm=norm)], impl="cpu")
+        assert bool(mask) == (keep == 1)
+
+
 # one long scope
 
 
