@@ -57,7 +57,7 @@ class Pattern:
             checked_level(self.sparsity_level, f"{self}: ")
 
     @property
-    def budget(self) -> str | None:
+    def budget_key(self) -> str | None:
         """The config key that specifies how much the pattern keeps, or None."""
         level = None if self.sparsity_level is None else "sparsity_level"
         return {"n_m": "nnz", "v_n_m": "stages"}.get(self.kind, level)

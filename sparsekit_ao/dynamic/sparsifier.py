@@ -117,13 +117,13 @@ class DynamicSparsifier(BudgetSparsifier):
         pattern = checked_pattern(structure.get("pattern"), "")
         if pattern is not None and pattern.sparsity_level is not None and sparsity_level is None:
             sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
-        count = pattern.arguments[0] if pattern is not None and pattern.budget == "nnz" else nnz
+        count = pattern.arguments[0] if pattern is not None and pattern.budget_key == "nnz" else nnz
         names = {"sparsity_level": sparsity_level, "nnz": count, "target": target}
         budgets = [name for name, value in names.items() if value is not None]
         budgets += [f"init={self.init.name!r}"] if self.init.masks is not None else []
         if len(budgets) > 1:
             raise SparsityError(f"{budgets[0]} and {budgets[1]} are mutually exclusive; give one")
-        if sparsity_level is None and count is None and (pattern is None or pattern.budget is None):
+        if sparsity_level is None and count is None and (pattern is None or pattern.budget_key is None):
             sparsity_level = 0.9 if target is None else self.settings.target_at(0)
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0

@@ -70,7 +70,7 @@ class OneShotReport(Table[LayerRow]):
     Attributes:
         rows: One per layer, in the order of the forward pass.
         seconds: Of the whole pass, recording included.
-        blocks: Repeated blocks that were walked one by one; 0 where the model ran once for each layer.
+        blocks: Number of repeated modules that were pruned in order; 0 where the model ran once for each layer.
         recovery: What `recover` did, or None.
         left_out: {tensor: why `prune` left it out}.
 
@@ -119,8 +119,8 @@ def one_shot(
     """Prune a trained model in one pass: layer after layer, masks are chosen and the kept weights make up for the rest.
 
     Each layer is solved for the inputs that it gets from the layers already pruned. The model keeps its masks, and its
-    dropped weights are zero; `squash_mask()` ends it. By `step()` masks are chosen anew by the score. They are the same
-    ones as long as that is the size of the weights.
+    dropped weights are zero; `squash_mask()` ends it. A later `step()` chooses masks by the score again. With the
+    default score, the magnitude of the weights, they are the same masks.
 
     Args:
         sparsifier: Prepared on the model; any config.

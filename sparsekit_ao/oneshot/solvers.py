@@ -36,7 +36,7 @@ class MatrixScopes:
             scope; a block has the norm of its elements' saliencies, or with None their sum.
         scopes, blocks: The scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
         keep: Blocks that are kept in each scope, int64 [scopes].
-        blocks_per_scope: Their number.
+        blocks_per_scope: Number of blocks in a full scope.
         is_plain: Whether there is one stage, and no scope or block is smaller than the others.
     """
 
@@ -99,8 +99,9 @@ def least_squares(
 def admm(weight: Tensor, gram: Gram, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
     """Mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831).
 
-    The projection is an exact selection, so that any structure can be given. Where that ends with a larger error than
-    magnitudes of scaled weights and least squares, where it starts, these are returned.
+    The projection is an exact selection, so that any structure can be given.
+    The start is a mask by magnitudes of scaled weights, with least squares. It is returned if the result has a
+    larger error.
     """
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()

@@ -109,7 +109,7 @@ def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
 
 
 def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], None]]:
-    """The chunks of a request whose scopes are short and of single elements."""
+    """Yield the chunks of a request of short scopes of single elements; a request of one chunk is filled here."""
     (m,) = request.scopes[0].members
     assert m.values is not None
     keep, options = request.budget, (request.norm is not None, request.within_mask, request.masked)

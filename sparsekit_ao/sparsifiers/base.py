@@ -85,7 +85,7 @@ class MaskSparsifier(BaseSparsifier):
         """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Raise if a group is invalid; called before anything is changed."""
+        """Validate the groups and complete keys that follow from others; raise before the model is changed."""
 
     def _structure(self, group: TensorGroup) -> str:
         """What a group says besides its level, stage by stage; a saved state must say the same."""

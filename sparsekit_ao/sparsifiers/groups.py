@@ -117,9 +117,9 @@ class PruningGroup:
         return consumers
 
     def norm_of(self, values: Iterable[Tensor]) -> float | None:
-        """How these values are reduced: saliencies that are known not to be negative are their own magnitudes.
+        """Return the norm that reduces these values: 1 for saliencies known to be non-negative, else the group's own.
 
-        Magnitudes have faster kernels. Values on a GPU are not inspected, since that would wait for the device.
+        The 1-norm has faster kernels. Values on a GPU are not inspected, since that would wait for the device.
         """
         if self.score is None:
             return self.norm
@@ -237,18 +237,18 @@ def make_pruning_groups(
     """
     out: list[PruningGroup] = []
     for stage in range(max(map(len, stages), default=0)):
-        rules, specs = {}, {}
+        structures, specs = {}, {}
         for at, group in enumerate(groups):
             if stage < len(stages[at]):
-                rules[at] = stages[at][stage]
-                specs[at] = _block_spec(group["tensor_fqn"], rules[at], tensors[at])
+                structures[at] = stages[at][stage]
+                specs[at] = _block_spec(group["tensor_fqn"], structures[at], tensors[at])
         named: dict[object, list[Unit]] = {}  # units that share one budget, by the name of their scope coupling
-        for unit in _block_units(rules, specs):
-            name = rules[unit[0][0]].scope_coupling
+        for unit in _block_units(structures, specs):
+            name = structures[unit[0][0]].scope_coupling
             named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
         for coupling, units in named.items():
             label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(units[0][1].name)
-            out.append(_pruning_group(label, units, rules, specs, stage))
+            out.append(_pruning_group(label, units, structures, specs, stage))
     return tuple(out)
 
 
@@ -258,7 +258,7 @@ def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:
 
 
 def batches(pruning_groups: Sequence[PruningGroup], most: int) -> Iterator[list[PruningGroup]]:
-    """Batches of at most so many elements; coupled tensors, with all their stages, are always together."""
+    """Yield batches of at most `most` elements; coupled tensors stay in one batch, which may be larger."""
     count = 1 + max((at for g in pruning_groups for _, at in g.members), default=-1)
     batch: list[PruningGroup] = []
     total = 0
@@ -290,86 +290,90 @@ Unit = tuple[list[int], SparseBlock]
 _SCORING = ("norm", "score", "member_scores", "max_sparsity")  # what tensors that are chosen together agree on
 
 
-def _block_units(rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
+def _block_units(structures: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
     """Blocks that are kept or dropped together: a tensor's own, or a BlockCoupling of tensors that give one name."""
     named: dict[object, list[int]] = {}
-    for at, rule in rules.items():
-        named.setdefault(rule.block_coupling if rule.block_coupling is not None else (at,), []).append(at)
+    for at, structure in structures.items():
+        named.setdefault(structure.block_coupling if structure.block_coupling is not None else (at,), []).append(at)
     units: list[Unit] = []
     for name, members in named.items():
         if not isinstance(name, str):
-            rule, spec = rules[members[0]], specs[members[0]]
-            if rule.coupling_order is not None:
+            structure, spec = structures[members[0]], specs[members[0]]
+            if structure.coupling_order is not None:
                 raise SparsityError(f"{spec.name}: coupling_order needs a block_coupling")
-            if rule.member_scores != "sum":
+            if structure.member_scores != "sum":
                 raise SparsityError(f"{spec.name}: member_scores needs a block_coupling")
             units.append((members, spec))
             continue
         label = f"block coupling {name!r}"
         if len(members) == 1:
             raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
-        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), members, rules, specs)
-        orders = [rules[at].coupling_order for at in members]
+        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), members, structures, specs)
+        orders = [structures[at].coupling_order for at in members]
         units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
     return units
 
 
 def _pruning_group(
-    label: str, units: Sequence[Unit], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
+    label: str, units: Sequence[Unit], structures: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
 ) -> PruningGroup:
     members, scopes = [], []
     for indices, block in units:
         members += indices
-        scopes.append(ScopeSpec(block, rules[indices[0]].scope_shape))
+        scopes.append(ScopeSpec(block, structures[indices[0]].scope_shape))
     if len(members) > 1:
-        _must_agree(label, _SCORING, members, rules, specs)
-    rule = rules[members[0]]
+        _must_agree(label, _SCORING, members, structures, specs)
+    structure = structures[members[0]]
     least: tuple[int, ...] = ()
-    if rule.max_sparsity is not None:
-        if rule.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
+    if structure.max_sparsity is not None:
+        if structure.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
             raise SparsityError(
                 f"{label}: max_sparsity limits what a budget over several whole tensors drops of each; it needs a "
                 "scope_coupling, scopes that are whole tensors, and the first stage"
             )
         where = f"{label}: max_sparsity: "
-        least = tuple(sparsity_to_nnz(rule.max_sparsity, s.numblk(), where) for s in scopes)
+        least = tuple(sparsity_to_nnz(structure.max_sparsity, s.numblk(), where) for s in scopes)
     return PruningGroup(
         scope=scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label),
         members=tuple([(specs[at], at) for at in members]),
         stage=stage,
-        norm=rule.norm if rule.score is None else None,
-        score=rule.score,
-        member_scores=rule.member_scores,
+        norm=structure.norm if structure.score is None else None,
+        score=structure.score,
+        member_scores=structure.member_scores,
         label=label,
         least=least,
     )
 
 
 def _must_agree(
-    label: str, keys: Sequence[str], members: Sequence[int], rules: Mapping[int, Stage], specs: Mapping[int, BlockSpec]
+    label: str,
+    keys: Sequence[str],
+    members: Sequence[int],
+    structures: Mapping[int, Stage],
+    specs: Mapping[int, BlockSpec],
 ) -> None:
     for key in keys:
-        first = getattr(rules[members[0]], key)
+        first = getattr(structures[members[0]], key)
         for at in members[1:]:
-            if getattr(rules[at], key) != first:
+            if getattr(structures[at], key) != first:
                 raise CouplingError(
                     f"{label}: members need the same {key}, but {specs[members[0]].name} gives {first!r} and "
-                    f"{specs[at].name} {getattr(rules[at], key)!r}"
+                    f"{specs[at].name} {getattr(structures[at], key)!r}"
                 )
 
 
-def _block_spec(fqn: str, rule: Stage, tensor: Tensor) -> BlockSpec:
+def _block_spec(fqn: str, structure: Stage, tensor: Tensor) -> BlockSpec:
     shape, stride = tuple(tensor.shape), tensor.stride()
-    if isinstance(rule.view, tuple):
+    if isinstance(structure.view, tuple):
         stride = row_major(shape)  # a view given by numbers refers to the row-major layout
     placeholder = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-    if rule.view is None:
+    if structure.view is None:
         view = View.from_existing(placeholder, name=fqn)
-    elif isinstance(rule.view, tuple):
-        view = View(placeholder, *rule.view, name=fqn)
+    elif isinstance(structure.view, tuple):
+        view = View(placeholder, *structure.view, name=fqn)
     else:
-        view = View.from_function(placeholder, rule.view, name=fqn)
-    return BlockSpec(view, rule.block_shape, name=fqn, edge=rule.edge)
+        view = View.from_function(placeholder, structure.view, name=fqn)
+    return BlockSpec(view, structure.block_shape, name=fqn, edge=structure.edge)
 
 
 def update_masks(requests: Mapping[PruningGroup, Request]) -> None:

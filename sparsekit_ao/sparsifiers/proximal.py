@@ -98,7 +98,7 @@ class ProximalSparsifier(BudgetSparsifier):
         **structure: Any,
     ) -> None:
         pattern = checked_pattern(structure.get("pattern"), "")
-        budgets = (sparsity_level, nnz, None if pattern is None else pattern.budget)
+        budgets = (sparsity_level, nnz, None if pattern is None else pattern.budget_key)
         has_budget = any(budget is not None for budget in budgets)
         if strength is not None and has_budget:
             raise SparsityError("strength and a budget (sparsity_level, nnz or a pattern's) are mutually exclusive")

@@ -108,7 +108,7 @@ class BudgetSparsifier(MaskSparsifier):
             )
         pattern = structure["pattern"] = checked_pattern(structure.get("pattern"), "")
         refuse_two_budgets({"sparsity_level": sparsity_level, "nnz": nnz, "pattern": pattern}, "")
-        if pattern is not None and pattern.budget is not None:
+        if pattern is not None and pattern.budget_key is not None:
             sparsity_level = pattern.sparsity_level
         arguments = {k: v for k, v in structure.items() if v is not None and v != ()}
         shapes = {"view": None, "block_shape": (), "scope_shape": ()} if pattern is None else {}
@@ -222,7 +222,7 @@ class BudgetSparsifier(MaskSparsifier):
                 defaults.pop(key, None)
         pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
         group = joined(self._resolve(defaults, place), own, place.where)
-        if pattern is not None and pattern.budget == "nnz" and group.get("scope_coupling") is not None:
+        if pattern is not None and pattern.budget_key == "nnz" and group.get("scope_coupling") is not None:
             raise SparsityError(
                 f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
                 f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, "
@@ -257,6 +257,10 @@ class BudgetSparsifier(MaskSparsifier):
         return keys
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        """Check levels and budgets; before `prepare` has ended, also write the level that a count amounts to.
+
+        `level_of_nnz` is that level; a scheduler that changes the level replaces the count.
+        """
         levels: dict[int, float] = {}
         members: dict[int, int] = {}  # of the pruning group that a level is of; coupled tensors need one level
         for g in self._pruning_groups(groups):
@@ -301,7 +305,7 @@ class BudgetSparsifier(MaskSparsifier):
         """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
         stages: dict[int, dict[PruningGroup, Request]] = {}
         dense = list(map(self._dense, groups))
-        for g in pruning_groups:  # scores may raise, so all of them are called before any mask is written
+        for g in pruning_groups:  # scores may raise, so those of this part precede its masks
             values = g.values(dense.__getitem__, lambda i: self._statistics_of(groups[i]))
             norm = g.norm if g.score is None else g.norm_of(values.values())
             stages.setdefault(g.stage, {})[g] = g.request(masks, keeps[g], values, norm)

@@ -1,7 +1,8 @@
 """The keys of a group that specify blocks and scopes, checked without any tensor.
 
 Three notations specify a structure: shapes (`view`, `block_shape`, `scope_shape`), an axis pattern (`axes`, `unit`,
-`scope`, `sizes`) and a `pattern`, which `scope` resolves to one of the other two. `groups` counts budgets.
+`scope`, `sizes`) and a `pattern`. `BudgetSparsifier._resolve` turns a `pattern` into
+one of the other two; `PruningGroup.budget` reads the budgets.
 """
 
 import math
@@ -83,7 +84,7 @@ def refuse_two_budgets(given: Mapping[str, Any], where: str) -> list[str]:
     budgets, pattern = [k for k in BUDGETS if given.get(k) is not None], given.get("pattern")
     if len(budgets) > 1:
         raise SparsityError(f"{where}sparsity_level and nnz are mutually exclusive")
-    if budgets and isinstance(pattern, Pattern) and pattern.budget is not None:
+    if budgets and isinstance(pattern, Pattern) and pattern.budget_key is not None:
         raise SparsityError(f"{where}{budgets[0]} and {pattern} are mutually exclusive: both specify how much is kept")
     return budgets
 

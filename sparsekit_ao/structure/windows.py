@@ -25,8 +25,8 @@ class Window:
         values: The window on the values that are scored, or None.
         mask: The window on the mask that is filled (True = keep), or None.
         order: Aligned grid dimension k is this grid's dimension order[k]; () is the identity.
-        under: The window on the mask that a `Request` with `masked` scores the values under; None: `mask` itself, else
-            another tensor of the same strides.
+        under: The window on the mask under which values are scored: where it drops, a value scores 0. None: values are
+            scored as they are.
     """
 
     shape: Shape
@@ -197,7 +197,7 @@ def _fold(tiles: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 
 def _halve(t: Tensor, dim: int, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """One dimension by its halving tree: upper half onto lower half, an odd last one carried along."""
+    """One dimension by its halving tree: join the upper half to the lower one; of an odd size one slice stays."""
     while t.shape[dim] > 1:
         size = t.shape[dim]
         low = (size + 1) // 2

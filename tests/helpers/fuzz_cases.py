@@ -310,5 +310,5 @@ def entry_of(tensor):
     if len(tensor.stages) > 1 and "pattern" not in keys:
         keys = {"stages": [dict(s.keys) for s in tensor.stages]}
     budget = {"sparsity_level": tensor.level} if tensor.level is not None else {"nnz": tensor.nnz}
-    has_own = all(s.budget for s in tensor.stages) or ("pattern" in keys and keys["pattern"].budget is not None)
+    has_own = all(s.budget for s in tensor.stages) or ("pattern" in keys and keys["pattern"].budget_key is not None)
     return {"tensor_fqn": tensor.fqn, **keys, **({} if has_own else budget)}
