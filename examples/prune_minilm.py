@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="16 sentences, two layers, the fast methods")
     args = parser.parse_args(argv)
     try:
-        budget = patterns.parse(args.pattern).budget
+        budget = patterns.parse(args.pattern).budget_key
     except SparsityError as e:
         parser.error(str(e))
     if args.level is not None and budget is not None:

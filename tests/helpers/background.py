@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from grids import EXHAUSTIVE
 from kernel_cases import INTERPRETS
+from scripts import runner
 
 HERE = Path(__file__).parent
 ARCHES = (80, 90, 100) if EXHAUSTIVE else (90,)
@@ -81,22 +82,26 @@ def _forks():
 
 
 def _tiny(script, *options, run_by=()):
-    return [sys.executable, *run_by, str(HERE.parent.parent / "examples" / script), "--tiny", *options], dict(
-        os.environ
-    )
+    command, environment = _script(script, *options)
+    return [sys.executable, *run_by, *command], environment or dict(os.environ)
+
+
+def _script(script, *options):
+    """An example that runs in a fork of a process that has imported transformers; see `scripts.py`."""
+    return [str(HERE.parent.parent / "examples" / script), "--tiny", *options], None
 
 
 JOBS = {  # in the order in which the tests need them
     **{
-        f"test_every_tutorial_runs[{name}]": lambda name=name: _tiny(f"tutorials/{name}.py")
+        f"test_every_tutorial_runs[{name}]": lambda name=name: _script(f"tutorials/{name}.py")
         for name in ("rigl", "trainer_2_4", "one_shot", "smaller_models")
     },
     "test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes": lambda: _tiny(
         "fsdp2.py", run_by=("-m", "torch.distributed.run", "--nproc-per-node", "2")
     ),
-    "test_minilm_is_exported_to_every_target": lambda: _tiny("export_minilm.py", "--threads", "1"),
-    "test_minilm_2_4_is_pruned_recovered_saved_and_loads_again": lambda: _tiny("prune_minilm.py", "--threads", "1"),
-    "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _tiny("shrink_minilm.py", "--threads", "1"),
+    "test_minilm_is_exported_to_every_target": lambda: _script("export_minilm.py", "--threads", "1"),
+    "test_minilm_2_4_is_pruned_recovered_saved_and_loads_again": lambda: _script("prune_minilm.py", "--threads", "1"),
+    "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _script("shrink_minilm.py", "--threads", "1"),
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
     "test_every_case": _ranks,
     "test_a_process_is_the_same_before_and_after": _process,
@@ -145,12 +150,16 @@ def _run(name):
         _begun.add(name)
     command, environment = JOBS[name]()
     folder = _folders[name] = Path(tempfile.mkdtemp())
-    child = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    _running.append(child)
-    out, err = child.communicate()
-    _found[name] = subprocess.CompletedProcess(command, child.returncode, out, err)
+    if environment is None:
+        with runner(fresh=True) as run_script:
+            _found[name] = run_script(*command, cwd=folder)
+    else:
+        child = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        _running.append(child)
+        out, err = child.communicate()
+        _found[name] = subprocess.CompletedProcess(command, child.returncode, out, err)
     _ended[name].set()
 
 

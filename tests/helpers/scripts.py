@@ -14,9 +14,17 @@ import torch
 
 
 @contextlib.contextmanager
-def runner():
-    """A function that runs a script as `python script options` does, in a process that is shared by all its calls."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+def runner(*, fresh=False):
+    """A function that runs a script as `python script options` does, in a process that is shared by all its calls.
+
+    With `fresh` every call has a process of its own: a fork of one that has imported torch and transformers, if the
+    system can fork.
+    """
+    forks = fresh and "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(["torch", "transformers.trainer"])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1 if fresh else None) as pool:
 
         def run(script, *options, cwd):
             code, out, err = pool.submit(_run, str(script), [*map(str, options)], str(cwd)).result()
