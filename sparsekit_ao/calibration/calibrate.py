@@ -33,8 +33,8 @@ class Statistics:
         passes: Backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape.
-        rows: Inputs [groups, tokens, inputs] that are kept instead of "input_gram", while they are fewer than inputs.
-        blocks: int64 in the weight's shape, the block of each element, for scores with `uses_blocks`.
+        rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.
+        blocks: The block of each element, int64 in the weight's shape, for scores with `uses_blocks`.
     """
 
     name: str

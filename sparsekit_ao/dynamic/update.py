@@ -39,7 +39,7 @@ class UpdateStatistics:
 
     Attributes:
         iteration: When.
-        fraction: Of the active blocks that were pruned, of which some may have grown again at once.
+        fraction: Of the active blocks, those that were pruned. Some may have grown again at once.
         grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
         kept: {tensor_fqn: elements} that are active now.
 

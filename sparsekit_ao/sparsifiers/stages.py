@@ -1,7 +1,7 @@
 """The keys of a group that specify blocks and scopes, checked without any tensor.
 
-Three notations specify a structure: shapes (`view`, `block_shape`, `scope_shape`), an axis pattern (`axes`, `unit`,
-`scope`, `sizes`) and a `pattern`, which `scope` resolves to one of the other two. `groups` counts budgets.
+Shapes (`view`, `block_shape`, `scope_shape`) or an axis pattern (`axes`, `unit`, `scope`, `sizes`) specify a structure.
+A `pattern` is resolved to one of the two by the module `scope`, and budgets are counted by `groups`.
 """
 
 import math
