@@ -26,11 +26,9 @@ class Statistics:
     """Sums over calibration tokens and backward passes, for one weight. Float32, on the device of the inputs.
 
     Attributes:
-        name: The weight's `tensor_fqn`.
-        shape: The weight's shape.
+        name, shape: The weight's.
         adapter: How the weight is a matrix; None for parameters whose inputs cannot be recorded.
-        tokens: Input rows that were summed.
-        passes: Backward passes that were summed.
+        tokens, passes: Input rows and backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape.
         rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.

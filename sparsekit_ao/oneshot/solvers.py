@@ -35,8 +35,7 @@ class MatrixScopes:
         project: Saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every
             scope. A block has the norm of its elements' saliencies, or with None their sum.
         scopes, blocks: The scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
-        keep: Blocks that are kept in each scope, int64 [scopes].
-        blocks_per_scope: Their number.
+        keep: Blocks that are kept in each scope, int64 [scopes], of `blocks_per_scope`.
         is_plain: Whether there is one stage, and no scope or block is smaller than the others.
     """
 
