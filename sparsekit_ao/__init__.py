@@ -1,8 +1,8 @@
 """sparsekit_ao: exact structured sparsity as a drop-in plugin for `torch.ao.pruning`.
 
 `ScopeSparsifier` turns config dicts into views, blocks and scopes and keeps exactly as many blocks as each budget says.
-In torch.ao's place, import `WeightNormSparsifier` and `NearlyDiagonalSparsifier`. Common structures are in `patterns`;
-`schedules` change budgets over time.
+Drop-ins for the classes there are `WeightNormSparsifier` and `NearlyDiagonalSparsifier`. Common structures are in
+`patterns`; `schedules` change budgets over time.
 """
 
 from . import coupling, densities, dynamic, export, patterns, removal, schedules, scores

@@ -1,4 +1,4 @@
-"""Schedules: functions from a step to a number, without state; `ScheduleSL`, a torch.ao scheduler over them.
+"""Schedules: functions from a step to a number, without state; `ScheduleSL`, a scheduler over them.
 
 The number is either a target sparsity (`cubic` of Zhu and Gupta) or the fraction of the active weights to replace in an
 update of a `DynamicSparsifier` (`cosine` of RigL). Schedules can be pickled.
@@ -188,7 +188,7 @@ def _check_schedules(what: str, schedules: Sequence[Any]) -> None:
 class ScheduleSL(BaseScheduler):
     """Set every group's sparsity level to `schedule(step)`, and update masks only every `interval` steps.
 
-    The loop is torch.ao's: `optimizer.step(); sparsifier.step(); scheduler.step()`, and `sparsifier.step()` once more
+    The loop is `optimizer.step(); sparsifier.step(); scheduler.step()`, and `sparsifier.step()` once more
     after it, for the last level. Construct it after `sparsifier.prepare`; construction counts as step 0.
 
     Args:
@@ -222,7 +222,7 @@ class ScheduleSL(BaseScheduler):
         verbose: bool = False,
     ) -> None:
         if not isinstance(sparsifier, BaseSparsifier):
-            raise SparsityError(f"ScheduleSL needs a torch.ao sparsifier, got {type(sparsifier).__name__}")
+            raise SparsityError(f"ScheduleSL needs a sparsifier, got {type(sparsifier).__name__}")
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
         _check_positive("interval", interval)

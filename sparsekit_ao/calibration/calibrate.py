@@ -26,15 +26,13 @@ class Statistics:
     """Sums over calibration tokens and backward passes, for one weight. Float32, on the device of the inputs.
 
     Attributes:
-        name: The weight's `tensor_fqn`.
-        shape: The weight's shape.
+        name, shape: The weight's.
         adapter: How the weight is a matrix; None for parameters whose inputs cannot be recorded.
-        tokens: Input rows that were summed.
-        passes: Backward passes that were summed.
+        tokens, passes: Input rows and backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape.
-        rows: Inputs [groups, tokens, inputs] that are kept instead of "input_gram", while they are fewer than inputs.
-        blocks: int64 in the weight's shape, the block of each element, for scores with `uses_blocks`.
+        rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.
+        blocks: The block of each element, int64 in the weight's shape, for scores with `uses_blocks`.
     """
 
     name: str

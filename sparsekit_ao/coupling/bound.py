@@ -54,7 +54,7 @@ class BoundCoupling:
         unit: The axis that is kept or dropped.
         scope: Axes of independent budgets.
         sizes: Length of every scope axis, of the unit axis, and of the axes whose sizes were given.
-        attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
+        attrs: As in the coupling, {pattern of attributes: axes whose product they hold}.
         lists: Names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
         listed: For each unit, the names of the parameters of its modules.
 

@@ -324,8 +324,8 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     Args:
         couplings: Of different names.
         model: Where the names are looked up.
-        keys: Further keys of every entry, as `Coupling.entries` takes them. `sparsity_level` and `nnz` may be a dict
-            {name of a coupling: its number}; a coupling that it does not name has the sparsifier's default.
+        keys: Further keys of every entry, as `Coupling.entries` takes them. A dict {name of a coupling: its number} may
+            stand for `sparsity_level` and `nnz`. A coupling that it does not name has the sparsifier's default.
 
     Raises:
         SparsityError: As `Coupling.entries`; two couplings of one name; an unknown name in a budget.

@@ -103,7 +103,7 @@ class Slots:
 
         Args:
             values: `weights`, `gradients` or `momenta`, or anything of the same keys and shapes.
-            norm: 1, 2 or inf, over the elements of a block; the tensor's own norm by default.
+            norm: Over the elements of a block, 1, 2 or inf; the tensor's own norm by default.
             as_mean: Divide by the number of elements; by default where some blocks are partial.
             signed: Values are saliencies, which are summed as they are.
         """

@@ -1,4 +1,4 @@
-"""DynamicSparsifier: masks that change during training with a constant number of kept blocks; torch.ao's interface.
+"""DynamicSparsifier: masks that change during training with a constant number of kept blocks.
 
 `prepare` makes the initial masks (`inits`), hooks capture gradients before an optimizer's step (`gradients`), and
 `step` makes an update (`update`) in the iterations that `Settings` schedules.
@@ -42,7 +42,7 @@ _PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Ma
 class DynamicSparsifier(BudgetSparsifier):
     """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), which change at updates.
 
-    The loop is torch.ao's, `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
+    The loop is `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
     each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero, and
     grown ones start from zero, with zero optimizer state; one that is pruned and grown in the same update is unchanged.
 
@@ -63,9 +63,9 @@ class DynamicSparsifier(BudgetSparsifier):
         redistribute: "gradient", "momentum", "nonzero", None, or from `redistribute`.
         target: Iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
         seed: Of random choices, together with the tensor name, the iteration and the purpose.
-        state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient, without
-            which Adam's first step is several times too large.
-        new_values: (weight, generator) -> values of grown weights, in the weight's shape; zeros by default.
+        state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient. With
+            "zero" Adam's first step is several times too large.
+        new_values: Function (weight, generator) -> values of grown weights, in the weight's shape; zeros by default.
         structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 

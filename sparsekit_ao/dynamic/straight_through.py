@@ -31,8 +31,8 @@ class StraightThrough(BudgetSparsifier):
         backward_level: The fraction of blocks in each scope that gets no gradient. 0 is straight-through: all weights
             are trained (STE, arXiv 1308.3432). A level between 0 and `sparsity_level` is Top-KAST (arXiv 2106.03517):
             the backward mask keeps more blocks than the forward mask, by the same scores.
-        decay: `decay * weight` is added to the gradient of weights that the forward mask drops, so that masks change
-            less (SR-STE, arXiv 2102.04010). It is added once per step of the optimizer given to `attach`, after any
+        decay: Adds `decay * weight` to the gradient of weights that the forward mask drops, so that masks change less
+            (SR-STE, arXiv 2102.04010). It is added once per step of the optimizer given to `attach`, after any
             clipping.
 
     Raises:

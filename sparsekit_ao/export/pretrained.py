@@ -255,8 +255,8 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
         kwargs: For `from_pretrained`, where the config describes the model; else for its constructor.
 
     Raises:
-        SparsityError: A file is missing or damaged; the manifest is of another model; the weights are not those of the
-            model, or in files that neither the index nor the one standard name (`model.safetensors`) says.
+        SparsityError: A file is missing or damaged. The manifest or the weights are of another model. The weights are
+            in files that neither the index nor the one standard name (`model.safetensors`) says.
 
     >>> model = load_pretrained("smaller", transformers.AutoModelForCausalLM)  # doctest: +SKIP
     """

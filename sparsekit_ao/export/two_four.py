@@ -53,7 +53,7 @@ def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion
             continue
         if masking.find_mask(layer.module, "weight") is not None:
             masking.remove_mask(layer.module, "weight")
-        elif layer.masked:  # by torch.ao
+        elif layer.masked:  # by a FakeSparsity
             parametrize.remove_parametrizations(layer.module, "weight")
         layer.module.weight = nn.Parameter(packed, requires_grad=False)
         converted.append(layer.fqn)

@@ -38,7 +38,7 @@ class Layer:
     Attributes:
         path, module: Module that holds the weight, and its name in `model.named_modules()`.
         tensor_name: Name of the weight in the module.
-        masked: Whether it has a mask, this library's or torch.ao's.
+        masked: Whether it has a mask, a `WeightMask` or another `FakeSparsity`.
         names: Every name of the weight in the model's state dict after `squash_mask`; several if it is tied, or its
             module is used in several places.
     """

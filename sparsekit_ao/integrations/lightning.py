@@ -21,7 +21,7 @@ class SparsifierCallback(StepCallback, Callback):
 
     Args:
         sparsifier: Prepared on (a part of) the LightningModule before `fit`.
-        schedulers: Torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+        schedulers: Such as `ScheduleSL`, of this sparsifier.
         update_every: Masks are updated after the first step and every such step after it.
         until: Steps after which masks stay as they are; None updates them until the end.
 

@@ -62,7 +62,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
 
     Args:
         sparsifier: Prepared on the trainer's model before the trainer is constructed.
-        schedulers: Torch.ao schedulers (such as `ScheduleSL`) of this sparsifier.
+        schedulers: Such as `ScheduleSL`, of this sparsifier.
         update_every: Masks are updated after the first step and every such step after it.
         until: Steps after which masks stay as they are; None updates them until the end.
 
@@ -154,8 +154,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
         saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}
-        schedulers = [s.state_dict() for s in self.schedulers]
-        attributes = {"sparsifier": saved, "schedulers": schedulers}
+        attributes = {"sparsifier": saved, "schedulers": [s.state_dict() for s in self.schedulers]}
         return {"args": {}, "attributes": {**attributes, "is_plain": isinstance(self._model, PreTrainedModel)}}
 
     def _load(self, trainer_state: Any, folders: list[Path]) -> None:

@@ -51,7 +51,7 @@ def marked(weight: Tensor) -> Tensor:
 
 
 class WeightMask(FakeSparsity):
-    """Masked weight: a `torch.ao.pruning.FakeSparsity` that compiles, keeps dtypes and saves its mask.
+    """Masked weight: a `torch_ao.FakeSparsity` that compiles, keeps dtypes and saves its mask.
 
     Args:
         mask: Of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and is only
@@ -105,7 +105,7 @@ class WeightMask(FakeSparsity):
         return x
 
     def state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """As any module's (torch.ao's leaves the mask out, so its checkpoints cannot be loaded strictly)."""
+        """As any module's (`FakeSparsity` leaves the mask out, so its checkpoints cannot be loaded strictly)."""
         return nn.Module.state_dict(self, *args, **kwargs)
 
 

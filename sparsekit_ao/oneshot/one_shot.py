@@ -418,7 +418,7 @@ def prune_layer(sparsifier: BudgetSparsifier, layer: Layer, method: str | None) 
             mask, solution = SOLVERS[method](weight, gram, matrix_scopes(sparsifier, layer, statistics))
             layer.mask = statistics.from_matrix(mask)
             if any(c.score is not None for c in layer.pruning_groups):
-                layer.unused_score = f"{method} chose the mask, without the score"
+                layer.unused_score = f"{method} chose the mask, without the score; compensate='least_squares' takes it"
         else:
             layer.mask = _mask_by_score(sparsifier, layer) if layer.mask is None else layer.mask
             solution = least_squares(weight, gram, statistics.matrix(layer.mask))

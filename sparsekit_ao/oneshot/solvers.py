@@ -33,7 +33,7 @@ class MatrixScopes:
     Attributes:
         name: The weight's, for errors.
         project: Saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every
-            scope; a block has the norm of its elements' saliencies, or with None their sum.
+            scope. A block has the norm of its elements' saliencies, or with None their sum.
         scopes, blocks: The scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
         keep: Blocks that are kept in each scope, int64 [scopes].
         blocks_per_scope: Number of blocks in a full scope.

@@ -194,8 +194,8 @@ def compact(
         The smaller model, and a `Compaction`.
 
     Raises:
-        SparsityError: Outputs differ (the message names the coupling that causes it), are all zero or contain nan; a
-            tensor still has a mask; a name, axis or attribute that does not fit.
+        SparsityError: Outputs differ (the message names the coupling that causes it), are all zero or contain nan. A
+            tensor still has a mask. A name, axis or attribute does not fit.
         CouplingError: Scopes of a coupling keep different numbers, or what couplings keep of a tensor that they share
             is not rectangular.
 

@@ -85,10 +85,10 @@ def counts_within(
 ) -> dict[str, int]:
     """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
-    Units are dropped one by one (or `multiples` of them): next is always the one by which the lost importance of its
-    coupling, relative to the kept one, increases least for the square root of the cost that it saves. The root keeps
-    costly couplings from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the
-    model would cost more. `limits` are the largest fractions that are dropped; importances add up.
+    Units are dropped one by one, or `multiples` of them. Next is the one with the least increase of its coupling's lost
+    importance, relative to the kept one, for the square root of the cost that it saves. The root keeps costly couplings
+    from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the model would cost
+    more. `limits` are the largest fractions that are dropped; importances add up.
     """
     bounds = {coupling.name: coupling.bind(model) for coupling in couplings}
     full = {name: bindings[0].grid[-1] for name, bindings in bounds.items()}

@@ -1,7 +1,7 @@
 """Norms over a pruned axis: an RMSNorm is folded, a LayerNorm is reported as not exact.
 
-If m of n values are kept and the others are zero, the mean square over m values is n / m times that over n: with eps
-times n / m and the weight times sqrt(n / m) the output is the same.
+If m of n values are kept and the others are zero, the mean square over m values is n / m times that over n. The output
+is the same with eps times n / m and the weight times sqrt(n / m).
 
 Weights of weight_norm (Salimans and Kingma 2016) are plain parameters while units are removed, and normalized anew.
 """

@@ -310,9 +310,10 @@ def in_config(
         masked = _zeroed(model, couplings, ratio, multiples)
         removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings})
         reference = Reference(masked, inputs)
-        small = without_units(masked, removals, trial=reference)[0]
+        small, _, notes, _ = without_units(masked, removals, trial=reference)
         redo_weight_norms(small, normed)
-        return fit_config(masked, small, removals, reference, tolerance)[1]
+        why = fit_config(masked, small, removals, reference, tolerance)[1]
+        return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
 
     failing = {coupling: why for coupling in discovery.couplings if (why := problem([coupling]))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}

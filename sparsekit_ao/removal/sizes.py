@@ -467,8 +467,11 @@ def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
 
 
 class _Unfilled(TorchDispatchMode):
-    """Leaves the memory of new parameters as it is, where random values would be written: all are replaced."""
+    """Leaves the memory of new Parameters as it is, where random values would be written: all are replaced.
+
+    Other tensors are filled: `trunc_normal_` draws into them until no value is out of bounds.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
-        return args[0] if is_random else func(*args, **(kwargs or {}))
+        return args[0] if is_random and isinstance(args[0], nn.Parameter) else func(*args, **(kwargs or {}))

@@ -28,8 +28,8 @@ _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding 
 class Comparison:
     """A compacted model against the masked one; `flops` are those of one forward.
 
-    `difference` is the largest of an output tensor, relative to the largest value that differs; inf where shapes or
-    integers differ, or a value is nan or inf in one of the models only. `in_float64` is that of float64 copies, if any.
+    The largest of an output tensor, relative to the largest value that differs, is `difference`. It is inf where shapes
+    or integers differ, or a value is nan or inf in one of the models only. Float64 copies, if any, have `in_float64`.
     """
 
     difference: float
@@ -47,8 +47,8 @@ class Reference:
 
     Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
     hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
-    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected;
-    `unrounded` are values of parameters of the smaller model, before they were rounded to 16 bits.
+    about as much from its own float64 copy. Objects in the output that are not inspected are in `opaque`. Values of
+    parameters of the smaller model, before they were rounded to 16 bits, are in `unrounded`.
 
     Raises:
         SparsityError: It does not run, or returns no tensor, only zeros, or a nan.

@@ -1,4 +1,4 @@
-"""Sparsifiers with the interface of `torch.ao.pruning`, which make masks from config dicts."""
+"""Sparsifiers, which make masks from config dicts."""
 
 from .base import MaskSparsifier
 from .nearly_diagonal import NearlyDiagonalSparsifier

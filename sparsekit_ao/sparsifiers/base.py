@@ -1,6 +1,6 @@
 """What all sparsifiers share: prepare, step, squash, save, load, copy.
 
-`MaskSparsifier` has torch.ao's interface and checks everything before it changes anything; subclasses choose masks.
+`MaskSparsifier` checks everything before it changes anything; subclasses choose masks.
 """
 
 import warnings
@@ -36,7 +36,7 @@ _REPLACED = (
 
 
 class MaskSparsifier(BaseSparsifier):
-    """Abstract base class: a `torch.ao.pruning.BaseSparsifier` that can be called, copied, saved and resumed safely.
+    """Abstract base class: a `torch_ao.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
     A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does. It may
     add config keys without a default (`optional_keys`), complete an entry (`_complete`) and check all groups
@@ -52,7 +52,7 @@ class MaskSparsifier(BaseSparsifier):
 
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
-    #: masks are of the weight's dtype, as torch.ao's are (its users call `mask.mean()`), or bool where this is True
+    #: masks are of the weight's dtype, as those of `FakeSparsity` (`mask.mean()` works), or bool where this is True
     bool_masks = False
     #: the parametrization that `prepare` registers
     mask_class: type[masking.WeightMask] = masking.WeightMask

@@ -49,7 +49,7 @@ def getstate(self: MaskSparsifier) -> dict[str, Any]:
 
 
 def setstate(self: MaskSparsifier, state: dict[str, Any]) -> None:
-    """What pickle calls instead of torch.ao's method, which expects other entries."""
+    """What pickle calls instead of `BaseSparsifier`'s method, which expects other entries."""
     self.__dict__.update(state)
 
 

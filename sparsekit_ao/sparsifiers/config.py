@@ -1,4 +1,4 @@
-"""Config dicts as torch.ao takes them, checked and completed: one group dict for each tensor that is sparsified.
+"""Config dicts, checked and completed: one group dict for each tensor that is sparsified.
 
 This module checks names, module classes and keys; `stages` and `structure` check the values.
 """

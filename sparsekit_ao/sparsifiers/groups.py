@@ -1,7 +1,7 @@
 """Pruning groups: tensors that are pruned together in one stage, from the structure of config entries to requests.
 
 A pruning group holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors
-are looked up at every update, because `.to()` and sharding replace them. Budgets are read from torch.ao's groups at
+are looked up at every update, because `.to()` and sharding replace them. Budgets are read from the group dicts at
 every update, because schedulers write there.
 """
 
@@ -43,12 +43,12 @@ class PruningGroup:
 
     Attributes:
         scope: Their scopes, over meta placeholders.
-        members: (block spec, index of its torch.ao group) of each tensor.
-        stage: 0 for the first; a later one chooses among the elements that earlier ones kept.
+        members: Of each tensor the block spec, and the index of its group dict.
+        stage: Number of the stage. A later one chooses among the elements that earlier ones kept.
         norm: How the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
         score: See `scores`; None scores the weight itself.
-        member_scores: "sum", or "mean" where every member counts the same however many elements it has, or
-            "consumers" where only members count whose blocks are inputs of their layer.
+        member_scores: With "sum" a member counts by its elements, with "mean" each counts the same, with "consumers"
+            only members count whose blocks are inputs of their layer.
         least: Blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
         label: Its name in errors and reports.
     """

@@ -65,8 +65,8 @@ class Report(Table[Row]):
         total: Elements of all parameters of the model.
         covered: The share of these that belong to sparsified tensors.
         matrices: The same share among parameters of two or more dimensions.
-        skipped: {tensor: why it was left out although a rule names it}.
-        others: {tensor: its elements} of those with two or more dimensions that no rule names, the largest first.
+        skipped: Why a tensor was left out although a rule names it, {tensor: text}.
+        others: Elements of those with two or more dimensions that no rule names, the largest first, {tensor: elements}.
 
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))

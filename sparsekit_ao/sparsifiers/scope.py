@@ -273,7 +273,7 @@ class BudgetSparsifier(MaskSparsifier):
             if self._phase == "prepared":
                 continue
             if group.get("nnz") is not None and at in levels:
-                group["sparsity_level"] = levels[at]  # what torch.ao's schedulers start from
+                group["sparsity_level"] = levels[at]  # what schedulers start from
             group["level_of_nnz"] = group["sparsity_level"]
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
@@ -371,9 +371,9 @@ class BudgetSparsifier(MaskSparsifier):
 
         Args:
             batches: Each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
-                positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`),
-                in which `c.token_mask` may be set before each forward pass.
-            forward: `(model, batch) -> output`, called instead; scores of gradients need the loss from it.
+                positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`).
+                There `c.token_mask` may be set before each forward pass.
+            forward: Called instead, `(model, batch) -> output`; scores of gradients need the loss from it.
             token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
                 It applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something
                 else (a pooled token, say), count every position.
@@ -494,7 +494,7 @@ class BudgetSparsifier(MaskSparsifier):
 
 
 class ScopeSparsifier(BudgetSparsifier):
-    """Drop `sparsity_level` of the blocks in every scope (0.5 by default), exactly; a `torch.ao.pruning` sparsifier.
+    """Drop `sparsity_level` of the blocks in every scope (0.5 by default), exactly.
 
     Every argument is a default that a config entry may override.
 
@@ -504,26 +504,25 @@ class ScopeSparsifier(BudgetSparsifier):
             overrules it.
         block_shape: Elements of a block; () is single elements, -1 the whole dimension.
         scope_shape: Blocks of a scope; () is the whole tensor, -1 the whole dimension.
-        view: (shape, stride) or (shape, stride, offset) on the row-major layout, or a function that returns a torch
+        view: On the row-major layout, (shape, stride) or (shape, stride, offset), or a function that returns a torch
             view; None is the tensor as it is.
         axes, unit, scope, sizes: An axis pattern: view, block and scope in einops notation instead; see
             `structure.AxisPattern`.
         pattern: One of `patterns`, or its text ("2:4"), which fits itself to each weight; instead of shapes or axes.
         norm: How the elements of a block make its score: 1, 2 (default) or inf.
         score: One of `scores`, by name ("wanda", calibrated first) or object, or a function `(weight, name) ->
-            saliency`; a block's score is the sum of its saliencies (the mean where blocks differ in size), and the
+            saliency`. A block's score is the sum of its saliencies, the mean where blocks differ in size, and the
             highest are kept. None scores by the norm of the weight.
-        edge: `"error"`, or `"partial"` to allow smaller blocks and scopes where a dimension does not divide; a scope
-            with fewer blocks than `nnz` keeps all of them.
+        edge: With `"partial"` blocks and scopes may be smaller where a dimension does not divide, and a scope with
+            fewer blocks than `nnz` keeps all of them. With `"error"` they may not.
         block_coupling: A name; blocks of tensors that give the same one are kept or dropped together.
         coupling_order: Permutes this tensor's block grid onto the first member's.
         scope_coupling: A name; tensors that give the same one share one budget.
         max_sparsity: The largest fraction of the blocks of any one tensor that a shared budget may drop, in [0, 1]; the
             others then keep fewer. None: a tensor may lose all of them.
-        member_scores: How a block's score is made of those of coupled tensors, to the norm's power: `"sum"`, so that a
-            tensor counts by its elements, `"mean"`, so that each tensor counts the same, or `"consumers"` (with a
-            score): only tensors count whose blocks are inputs of their layer, since the error of dropping a unit
-            arises where its output is read.
+        member_scores: How a block's score is made of those of coupled tensors, to the norm's power. With `"sum"` a
+            tensor counts by its elements, with `"mean"` each counts the same. With `"consumers"` (and a score) only
+            tensors count whose blocks are inputs of their layer: a dropped unit causes its error there.
         stages: A list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
             a scope.
         update_every: Masks are chosen in the first call of `step` and in every such call after it; no config key.

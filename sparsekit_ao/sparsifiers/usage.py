@@ -38,7 +38,7 @@ def checked_schedulers(sparsifier: object, schedulers: object) -> list[BaseSched
     for one in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
         if not isinstance(one, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
             raise SparsityError(
-                f"{where}schedulers must be a list of torch.ao schedulers, such as [ScheduleSL(sparsifier, "
+                f"{where}schedulers must be a list of schedulers, such as [ScheduleSL(sparsifier, "
                 f"schedules.cubic(0.0, 0.9, steps=1000))], got {type(one).__name__}"
             )
         if one.sparsifier is not sparsifier:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
 from sparsekit_ao.export import load_pretrained, save_pretrained
-from sparsekit_ao.removal import compact, cut_to, removable, shrink, shrink_layers
+from sparsekit_ao.removal import compact, cut_to, removable, shrink, shrink_layers, sizes
 from sparsekit_ao.removal.removable import Trials
 from sparsekit_ao.removal.verify import Reference, count_flops
 
@@ -645,6 +645,15 @@ def test_a_config_that_refuses_the_numbers_does_not_describe_the_model(tmp_path)
     if report.not_in_config == "":
         again = type(model).from_pretrained(tmp_path)
         torch.testing.assert_close(again(**inputs).logits, small(**inputs).logits)
+
+
+def test_a_model_that_is_constructed_without_random_values_may_draw_until_values_fit():
+    parameter = nn.Parameter(torch.full((64,), 9.0))  # what its memory may hold
+    with sizes._Unfilled():
+        assert (nn.init.normal_(parameter) == 9).all()
+        assert (torch.full((64,), 9.0).normal_() != 9).all()  # or the next line would never return
+        nn.init.trunc_normal_(parameter)  # as ViT does
+    assert not (parameter.abs() > 2).any()
 
 
 def test_with_a_cost_small_scopes_and_large_multiples_do_what_they_can():

@@ -128,7 +128,7 @@ def test_arguments_of_the_callbacks():
     sparsifier, other = prepared(), prepared()
     cases = {
         "sparsifier must be a sparsifier, got str": ("adam",),
-        r"schedulers must be a list of torch.ao schedulers, such as \[ScheduleSL": (
+        r"schedulers must be a list of schedulers, such as \[ScheduleSL": (
             sparsifier,
             schedules.constant(0.5),
         ),

@@ -1,10 +1,10 @@
 """Rules: how each operation relates the axes of its tensors. `RULES` has one for each operator that is followed.
 
-Elementwise operations make the axes of their operands the same. The result may be zero where an operand is (relu(0) = 0
-and 0 * x = 0, but not sigmoid(0) and 0 + x), as a run on a few numbers shows. A sum over a factor is unchanged without
-the units whose terms are zero, so at least one operand must be zero there. An operation that normalizes or ranks all
-entries along an axis (softmax, LayerNorm, sorting) freezes it. Other operations move or select elements; which entries
-an index reads depends on values, so nothing may be removed from an indexed axis.
+Elementwise operations make the axes of their operands the same. A run on a few numbers shows whether the
+result is zero where an operand is: relu(0) and 0 * x are, sigmoid(0) and 0 + x are not. A sum over a factor is
+unchanged without the units whose terms are zero, so at least one operand must be zero there. An operation that
+normalizes or ranks all entries along an axis (softmax, LayerNorm, sorting) freezes it. Other operations move or select
+elements; which entries an index reads depends on values, so nothing may be removed from an indexed axis.
 """
 
 import functools

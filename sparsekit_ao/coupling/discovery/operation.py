@@ -17,9 +17,9 @@ Label = tuple[Axis, ...]  # one axis a dimension
 class Operation:
     """An operation that has run: the operator, its arguments, and what it returned (one tensor or several).
 
-    `module` is the name of the module that ran it, and `label_of` gives the axes of a tensor. `is_norm` tells whether a
-    tensor holds squares of which that module normalizes exactly this axis. `is_used` is whether the model's output
-    depends on the result, else only its shape matters (the mean over heads of attention weights that nobody reads).
+    The module that ran it is `module`, and `label_of` gives the axes of a tensor. With `is_norm` a tensor holds squares
+    of which that module normalizes exactly this axis. Without `is_used` only the shape of the result matters (the mean
+    over heads of attention weights that nobody reads).
     """
 
     func: Any

@@ -43,7 +43,7 @@ class Trace(TorchDispatchMode):
 
     Attributes:
         named: {name of a parameter or buffer: its axes}; a tensor with several names has the first.
-        further: (name, dimension) of axes that an earlier dimension of the parameter has too: masks are on that one.
+        further: Axes, as (name, dimension), that an earlier dimension of the parameter has too: masks are on that one.
         seen: The axes of every result of an operation.
         names: Names of parameters (whose units a mask may make zero) and buffers, by fake tensor.
         used: Names of the parameters and buffers that were read.
