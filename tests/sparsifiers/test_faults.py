@@ -8,6 +8,8 @@ import torch
 from stock import linear_model
 
 from sparsekit_ao import ScopeSparsifier
+from sparsekit_ao.selection import reference
+from sparsekit_ao.structure import windows
 
 
 class Failing:
@@ -35,6 +37,38 @@ def test_a_raising_score_of_a_later_stage_changes_nothing():
         sparsifier.step()
     assert all(map(torch.equal, masks, old))
     score.armed = False
+    sparsifier.step()
+    sparsifier.check()
+    assert not all(map(torch.equal, masks, old))
+
+
+@pytest.mark.parametrize(("module", "name"), [(reference, "from_scopes"), (windows, "pad_to")])
+@pytest.mark.parametrize("coupling", ["scope_coupling", "block_coupling"])
+def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_were(
+    monkeypatch, module, name, coupling
+):
+    model = linear_model(7, 7, 7)
+    shape = {"block_shape": (2, 4), "scope_shape": (3, -1), "edge": "partial"}
+    sparsifier = ScopeSparsifier(0.5, **shape, **{coupling: "both"})
+    sparsifier.prepare(model)
+    sparsifier.step()
+    masks = [sparsifier.mask(f"{k}.weight") for k in (0, 2)]
+    old = [mask.clone() for mask in masks]
+    for k in (0, 2):
+        model[k].parametrizations.weight.original.data.normal_()
+    allocate, calls = getattr(module, name), []
+
+    def fail(tensor, *arguments):
+        calls.extend([1] * (tensor.dtype == torch.bool))  # of masks, not of scores
+        if len(calls) == (2 if (name, coupling) != ("from_scopes", "block_coupling") else 1):
+            raise MemoryError("no memory")
+        return allocate(tensor, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fail)
+        with pytest.raises(MemoryError):
+            sparsifier.step()
+    assert all(map(torch.equal, masks, old))
     sparsifier.step()
     sparsifier.check()
     assert not all(map(torch.equal, masks, old))
