@@ -392,6 +392,21 @@ def test_calls_before_prepare_and_after_squash(call):
     sparsifier.step()
 
 
+class Wrapped(nn.parallel.DistributedDataParallel):
+    def __init__(self, module):
+        nn.Module.__init__(self)  # no process group
+        self.module = module
+
+
+def test_a_model_that_ddp_has_wrapped_is_refused_where_it_would_be_masked():
+    model = linear_model(8, 4)
+    before = list(model.state_dict())
+    with refuses("prepare the model inside (model.module), and wrap it anew after that"):
+        ScopeSparsifier().prepare(Wrapped(model))
+    assert list(model.state_dict()) == before
+    ProximalSparsifier(nnz=1, conditioner=None).prepare(Wrapped(linear_model(8, 4)))  # weights stay parameters
+
+
 def test_prepare_twice():
     sparsifier = prepared()
     with refuses("already holds a prepared model; call squash_mask first"):
