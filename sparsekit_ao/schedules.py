@@ -176,9 +176,14 @@ def _check_numbers(**numbers: Any) -> None:
             raise SparsityError(f"{name} of a schedule must be a finite number, got {value!r}")
 
 
+def is_schedule(value: object) -> bool:
+    """Whether this is a function, and none that returns a schedule, such as `cubic` without its numbers."""
+    return callable(value) and not isinstance(value, type) and value not in (constant, linear, cosine, cubic)
+
+
 def _check_schedules(what: str, schedules: Sequence[Any]) -> None:
     for schedule in schedules:
-        if not callable(schedule) or isinstance(schedule, type) or schedule in (constant, linear, cosine, cubic):
+        if not is_schedule(schedule):
             raise SparsityError(
                 f"{what} must be a function (step -> number), such as schedules.cubic(0.0, 0.9, steps=1000), got "
                 f"{schedule!r}"

@@ -57,6 +57,7 @@ class BoundCoupling:
         attrs: As in the coupling, {pattern of attributes: axes whose product they hold}.
         lists: Names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
         listed: For each unit, the names of the parameters of its modules.
+        kind: What the units are, as of the coupling.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
     >>> [(b.name, b.grid) for b in sparsekit_ao.Coupling({"*.weight": "u i", "*.bias": "u"}).bind(model)]
@@ -72,6 +73,7 @@ class BoundCoupling:
     attrs: Mapping[str, str]
     lists: tuple[str, ...] = ()
     listed: tuple[tuple[str, ...], ...] = ()
+    kind: str = ""
 
     @property
     def grid(self) -> Shape:

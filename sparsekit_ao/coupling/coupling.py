@@ -136,7 +136,8 @@ class Coupling:
         if len(divided[0]) > 1 and re.search("attn|attention", first, re.IGNORECASE):
             whole = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
             return "head size" if not inside[0] else "query heads" if self.scope else whole
-        if any("**" in member for member in self.members):
+        alike = {re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member) for member in self.members}
+        if len(alike) < len(self.members) or any("**" in member for member in self.members):
             return "width"
         if "experts" in path:
             return "expert units"
@@ -274,9 +275,8 @@ class Coupling:
                     f"{self._where}{fqn} and {tied.fqn} are one tensor, but have the unit in other dimensions: "
                     f"{axes!r} and {tied.pattern.axes!r}"
                 )
-        return BoundCoupling(
-            name=name, captured=captured, members=members, unit=self.unit, scope=scope, sizes=sizes, attrs=self.attrs
-        )
+        keys: dict[str, Any] = {"members": members, "unit": self.unit, "scope": scope, "sizes": sizes}
+        return BoundCoupling(name=name, captured=captured, attrs=self.attrs, kind=self.kind, **keys)
 
 
 def check_attrs(where: str, attrs: object) -> None:

@@ -20,7 +20,7 @@ from ..densities import allocate, shares
 from ..distributed import fill, full_tensor, local, placed_like, sum_over_ranks
 from ..errors import SparsityError, is_number
 from ..masking import select
-from ..schedules import Schedule, constant
+from ..schedules import Schedule, constant, is_schedule
 from ..scores import keyed_generator
 from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
@@ -173,7 +173,7 @@ def make_settings(**arguments: Any) -> Settings:
         raise SparsityError(f"state_init must be 'zero' or 'grad', got {arguments['state_init']!r}")
     kinds = ("a schedule (iteration -> sparsity)", "a function (weight, generator) -> values")
     for name, kind in zip(("target", "new_values"), kinds, strict=True):
-        if arguments[name] is not None and not callable(arguments[name]):
+        if arguments[name] is not None and not is_schedule(arguments[name]):
             raise SparsityError(f"{name} must be {kind} or None, got {arguments[name]!r}")
     if target is not None and arguments["update_every"] is None:
         raise SparsityError(
@@ -196,7 +196,7 @@ def make_settings(**arguments: Any) -> Settings:
     fraction = 0.3 if fraction is None else fraction
     if is_number(fraction) and 0 <= float(fraction) < 1:
         fraction = constant(float(fraction))
-    elif not callable(fraction):
+    elif not is_schedule(fraction):
         raise SparsityError(f"update_fraction must be a schedule or a number in [0, 1), got {fraction!r}")
     return Settings(**{**arguments, **rules, "update_fraction": fraction})
 

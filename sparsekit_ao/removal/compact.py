@@ -31,7 +31,8 @@ class Size:
     Attributes:
         parameters: Elements of all parameters; a shared one counts once.
         bytes: Bytes of parameters and buffers.
-        flops: FLOPs of a forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two).
+        flops: FLOPs of a forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two), without
+            operators that have no formula (`Compaction.uncounted`).
 
     >>> Size(parameters=10, bytes=40, flops=16).bytes
     40
@@ -48,6 +49,7 @@ class KeptUnits:
 
     Attributes:
         name: Name of the coupling.
+        kind: What the units are (`Coupling.kind`): "heads", "mlp".
         kept, of: Units of a scope after and before.
         scopes: Number of independent sets of units.
         partly: Kept units, over all scopes, where some members hold only zeros, but not all.
@@ -57,6 +59,7 @@ class KeptUnits:
     """
 
     name: str
+    kind: str = ""
     kept: int
     of: int
     scopes: int = 1
@@ -78,6 +81,7 @@ class Compaction(Table[KeptUnits]):
         difference: Largest difference of an output on the example inputs, relative to the largest value that differs.
         in_float64: The same of float64 copies, where rounding explains why it is more than the tolerance.
         notes: Descriptions of what is not exact.
+        uncounted: Operators of others than torch, and products of matrices, whose FLOPs are not in the sizes.
         not_compared: Objects in the output that were not inspected, so tensors in them were not compared.
         unlisted: Integers that seem to hold a removed size and are in no coupling's `attrs`.
         changed: Attributes of modules and configs with their old and new values.
@@ -105,6 +109,7 @@ class Compaction(Table[KeptUnits]):
     difference: float
     in_float64: float | None = None
     notes: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
@@ -132,7 +137,7 @@ class Compaction(Table[KeptUnits]):
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Head and rows as text."""
-        return [("coupling", "kept"), *((row.name, str(row)) for row in self.couplings)]
+        return [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
 
     def below(self) -> list[str]:
         """Sizes, what was compared, changed and left out."""
@@ -140,6 +145,7 @@ class Compaction(Table[KeptUnits]):
         for what in ("parameters", "bytes", "flops"):
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
+        lines += [f"flops leave out {', '.join(self.uncounted)}, without a formula"] if self.uncounted else []
         lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
         lines += [f"changed: {text}" for text in self.changed]
@@ -210,8 +216,8 @@ def compact(
     >>> small[0], report.after.parameters
     (Linear(in_features=8, out_features=4, bias=True), 46)
     >>> print(report)  # doctest: +ELLIPSIS
-    coupling  kept
-    hidden    4 of 16 units
+    coupling  kind  kept
+    hidden    mlp   4 of 16 units
     parameters: 178 -> 46 (0.258)
     bytes: 712 -> 184 (0.258)
     flops: 960 -> 240 (0.250)
@@ -277,6 +283,7 @@ def verified(
     rows = [
         KeptUnits(
             name=removal.coupling.name,
+            kind=removal.coupling.kind,
             kept=removal.kept,
             of=removal.scope_units,
             scopes=removal.keep.numel() // removal.scope_units,
@@ -293,6 +300,7 @@ def verified(
         difference=comparison.difference,
         in_float64=comparison.in_float64,
         notes=tuple(notes),
+        uncounted=reference.uncounted,
         not_compared=tuple(reference.opaque),
         unlisted=tuple(unlisted_sizes(small, removals, changes)),
         changed=tuple(dict.fromkeys(f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers)),

@@ -21,6 +21,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _Values = Mapping[str, Tensor] | None
 
 LARGE = 1 << 16  # elements from which on a tensor is computed when it is read, and not kept
+_PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
 _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64
 
 
@@ -47,8 +48,9 @@ class Reference:
 
     Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
     hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
-    about as much from its own float64 copy. Objects in the output that are not inspected are in `opaque`. Values of
-    parameters of the smaller model, before they were rounded to 16 bits, are in `unrounded`.
+    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected;
+    `unrounded` are values of parameters of the smaller model, before they were rounded to 16 bits; `uncounted` are
+    operators that `flops` leave out.
 
     Raises:
         SparsityError: It does not run, or returns no tensor, only zeros, or a nan.
@@ -59,7 +61,7 @@ class Reference:
         self._inputs = arguments(inputs)
         self.unrounded: Mapping[str, Tensor] = {}
         try:
-            output, self.flops = _run(model, self._inputs, self.dtype)
+            output, self.flops, self.uncounted = _run(model, self._inputs, self.dtype)
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
@@ -83,7 +85,7 @@ class Reference:
         not copied, and its FLOPs are not counted.
         """
         values = None if discarded else self.unrounded
-        output, flops = _run(small, self._inputs, self.dtype, values, discarded)
+        output, flops, _ = _run(small, self._inputs, self.dtype, values, discarded)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
         exact = self._in_float64(small, outputs) if tolerance < difference < float("inf") else None
@@ -216,9 +218,22 @@ def _run_dtype(model: nn.Module) -> torch.dtype | None:
 @torch.no_grad()
 def _run(
     model: nn.Module, inputs: Arguments, dtype: torch.dtype | None, values: _Values = None, discarded: bool = False
-) -> tuple[Any, int]:
-    """The output of one forward in eval mode, and its FLOPs; as another dtype if one is given, then with `values`."""
+) -> tuple[Any, int, tuple[str, ...]]:
+    """The output of one forward in eval mode, its FLOPs, and operators that may multiply matrices without a formula.
+
+    As another dtype if one is given, then with `values`.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
+
+    uncounted: dict[str, None] = {}
+
+    class Counter(FlopCounterMode):
+        def _count_flops(self, func_packet: Any, out: Any, *arguments: Any) -> Any:
+            namespace, _, name = str(func_packet).rpartition(".")
+            may_multiply = namespace not in ("aten", "prim") or _PRODUCTS & {*name.split("_")}
+            if may_multiply and func_packet not in self.flop_registry:
+                uncounted[str(func_packet)] = None
+            return super()._count_flops(func_packet, out, *arguments)
 
     # Only leaf tensors can be copied.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
@@ -231,7 +246,7 @@ def _run(
             model.get_parameter(name).data = exact.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
-    count = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
+    count = Counter(display=False, custom_mapping=_flop_formulas())
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the counter knows no FLOPs of its fused operations
@@ -240,7 +255,7 @@ def _run(
             output = model(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return output, count.get_total_flops()
+    return output, count.get_total_flops(), tuple(uncounted)
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:

@@ -35,15 +35,17 @@ def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., T
     """
     budget, scopes = request.budget, request.scopes
     as_mean = any(m.is_partial for m in request.windows)  # all competitors are scored in the same way
-    rows = []
+    scores = []
     for s in scopes:
         members: Sequence[Window] = s.members
         if request.masked or request.within_mask:
             members = [replace(m, under=m.mask) for m in members]
-        rows.append(to_scopes(score(members, request.norm, len(s.shape), as_mean), s, 0.0))
+        scores.append(to_scopes(score(members, request.norm, len(s.shape), as_mean), s, 0.0))
     candidates = real_slots(scopes)
     if request.within_mask:
         candidates = torch.cat([to_scopes(kept_grid(s.members, len(s.shape)), s, False) for s in scopes], dim=1)
-    chosen = select(torch.cat(rows, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
-    for s, mask in zip(scopes, chosen.split([math.prod(s.shape) for s in scopes], dim=1), strict=True):
-        fill_mask(s.members, from_scopes(mask, s), within_mask=request.within_mask)
+    chosen = select(torch.cat(scores, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
+    rows = chosen.split([math.prod(s.shape) for s in scopes], dim=1)
+    grids = [from_scopes(kept, s) for s, kept in zip(scopes, rows, strict=True)]
+    of_windows = [grid for s, grid in zip(scopes, grids, strict=True) for _ in s.members]
+    fill_mask(request.windows, of_windows, within_mask=request.within_mask)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
@@ -121,7 +122,7 @@ class MaskSparsifier(BaseSparsifier):
     ) -> None:
         """Register a mask that keeps everything on every tensor that the config names, in place.
 
-        Over ranks: call it after `parallelize_module`, before `fully_shard` and before the optimizer is made.
+        Over ranks: call it after `parallelize_module`, before `fully_shard`, DDP and before the optimizer is made.
 
         Args:
             model: Modified in place; its Parameters stay the same objects, so optimizers stay valid.
@@ -163,6 +164,11 @@ class MaskSparsifier(BaseSparsifier):
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
         unmasked = [g for g in found.groups if masking.find_mask(g["module"], g["tensor_name"]) is None]
         own = [(g["module"], g["tensor_name"], m) for g in unmasked if (m := self._new_mask(g)) is not None]
+        if own and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise SparsityError(
+                "prepare: the model is wrapped in DistributedDataParallel, which would not see the gradients of "
+                "masked weights; prepare the model inside (model.module), and wrap it anew after that"
+            )
         masks = masking.under_all_names(model, own)
         before = dict(self.__dict__)
         self.model, self.groups, self._skip_unfit = model, found.groups, skip_unfit

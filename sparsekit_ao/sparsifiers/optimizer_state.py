@@ -269,6 +269,8 @@ class StepCounts:
         self._count = 0  # steps of all optimizers
         self._moved: dict[Tensor, int] = {}  # the step that moved a parameter last
         self._used: dict[str, int] = {}  # the step of a parameter that was considered last; -1 for a restored one
+        self._versions: dict[str, int] = {}  # of parameters when they were used last
+        self._called = False  # whether an optimizer was called since then
         self._ready: set[Tensor] = set()  # parameters that had gradients before the step
         self._handles: list[Any] = []
 
@@ -286,10 +288,17 @@ class StepCounts:
     def use(self, parameters: Mapping[str, Tensor]) -> None:
         """Note that the steps up to now have been considered for these."""
         self._used |= {n: self._last(p, n) for n, p in parameters.items()}
+        self._versions |= {n: p._version for n, p in parameters.items()}
+        self._called = False
+
+    def changed_by_others(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of those that were written since their last `use`, if no optimizer was called."""
+        versions = {} if self._called else self._versions
+        return [n for n, p in parameters.items() if versions.get(n, p._version) != p._version]
 
     def restore(self, stepped: Iterable[str]) -> None:
         """Begin with the result that `stepped` had when it was saved."""
-        self._moved, self._used = {}, dict.fromkeys(stepped, -1)
+        self._moved, self._used, self._versions = {}, dict.fromkeys(stepped, -1), {}
 
     def restored(self) -> list[str]:
         """Return the names that were restored and not used since."""
@@ -311,6 +320,7 @@ class StepCounts:
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         ready = self._ready
         self._before(optimizer, args, kwargs)
+        self._called = True
         skipped = getattr(optimizer, "found_inf", None)  # set by GradScaler where the optimizer itself skips
         if skipped is None or not bool(skipped > 0):
             self._count += 1
@@ -318,7 +328,7 @@ class StepCounts:
         self._ready = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_handles"}
+        return {**{k: v for k, v in self.__dict__.items() if k != "_handles"}, "_versions": {}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Continue as a copy, with hooks of its own on the copied optimizers."""

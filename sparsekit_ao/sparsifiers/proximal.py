@@ -5,6 +5,7 @@ remembered as masks, for `squash_mask`, for checkpoints and for `to_masks`, whic
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
+from ..schedules import is_schedule
 from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask, kept_grid, to_scopes
 from .checkpoint import saved_count, saved_names
@@ -312,9 +314,15 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _update_all(self) -> None:
         self._check_groups(self.groups)
-        pruning_groups = self._pruning_groups(self.groups)
+        pruning_groups, weights = self._pruning_groups(self.groups), self._parameters(self.groups)
         if self._counts.optimizers:  # else every call is a step
-            stepped = set(self._counts.stepped(self._parameters(self.groups)))
+            stepped = set(self._counts.stepped(weights))
+            if changed := self._counts.changed_by_others(weights):
+                warnings.warn(
+                    f"step: {changed[0]} was changed, but not by an attached optimizer, so it is not shrunk; call "
+                    "sparsifier.attach with the optimizers that train the model now",
+                    stacklevel=5,
+                )
             moved = [g["tensor_fqn"] in stepped for g in self.groups]
             pruning_groups = tuple(c for c in pruning_groups if all(moved[at] for _, at in c.members))
         if pruning_groups:
@@ -380,9 +388,9 @@ class ProximalSparsifier(BudgetSparsifier):
 
 def checked_strength(given: Any, where: str, *, is_value: bool = False) -> Any:
     """A strength; raises unless it is a finite number >= 0, or a function (but as the value of one)."""
-    if (callable(given) and not is_value) or (is_number(given) and 0 <= float(given) < math.inf):
+    if (is_schedule(given) and not is_value) or (is_number(given) and 0 <= float(given) < math.inf):
         return given
-    what = "a schedule must return a number" if is_value else "a number or a schedule"
+    what = "a schedule must return a number" if is_value else "a number or a schedule (step -> number)"
     raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {given!r}")
 
 

@@ -155,12 +155,16 @@ def scored(m: Window) -> Tensor:
     return torch.where(m.under != 0, m.values, 0)
 
 
-def fill_mask(members: Sequence[Window], keep: Tensor, *, within_mask: bool = False) -> None:
-    """Write the aligned keep grid (True = keep) to every window's mask, in place; `within_mask` only removes blocks."""
-    for m in members:
+def fill_mask(members: Sequence[Window], keep: Tensor | Sequence[Tensor], *, within_mask: bool = False) -> None:
+    """Write the aligned keep grid (True = keep), or one for each window, to the windows' masks, in place.
+
+    With `within_mask` blocks are only removed. All memory is allocated before a mask is written.
+    """
+    wholes = [pad_to(m.mask, m.shape, False) for m in members]  # type: ignore[arg-type]
+    grids = [keep] * len(members) if isinstance(keep, Tensor) else keep
+    for m, whole, kept_blocks in zip(members, wholes, grids, strict=True):
         assert m.mask is not None
-        grid = from_aligned(keep, m.order, m.grid)
-        whole = pad_to(m.mask, m.shape, False)
+        grid = from_aligned(kept_blocks, m.order, m.grid)
         interleaved = split(whole, m.shape)
         kept = grid[tuple(i for _ in range(grid.ndim) for i in (slice(None), None))]
         if within_mask:

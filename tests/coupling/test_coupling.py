@@ -313,6 +313,7 @@ KINDS = [
     ({"0.weight": "u i", "2.weight": "o u"}, "mlp"),
     ({"l.*.conv2.weight": "u i h w", "l.*.bn2.weight": "u", "l.*.conv3.weight": "o (u + 4) 1 1"}, "conv2 channels"),
     ({"embed.weight": "o u", "l.**.attn.q.weight": "o u"}, "width"),
+    ({"embed.weight": "o u", "l.0.attn.q.weight": "o u", "l.1.attn.q.weight": "o u"}, "width"),
     ({"l.*.mlp.experts.gate_up_proj": "o (d u) h", "l.*.mlp.experts.down_proj": "o i u"}, "expert units"),
     ({"rnn.weight_ih_l0": "(g u) i", "rnn.weight_hh_l0": "(g u) u"}, "rnn units"),
 ]

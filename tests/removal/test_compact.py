@@ -80,8 +80,8 @@ def test_multiples_may_be_given_by_coupling():
 def test_the_report_as_text():
     _, report = compact(dropping(pair(), 0, 1, 2, 3, 4, 5), PAIR, x())
     assert str(report).splitlines()[:5] == [
-        "coupling  kept",
-        "hidden    2 of 8 units",
+        "coupling  kind  kept",
+        "hidden    mlp   2 of 8 units",
         "parameters: 58 -> 16 (0.276)",
         "bytes: 232 -> 64 (0.276)",
         "flops: 288 -> 72 (0.250)",
@@ -93,11 +93,13 @@ def test_units_that_are_zero_in_some_members_only_are_kept_and_reported():
     with torch.no_grad():
         model[0].weight[5] = 0
     _, report = compact(model, PAIR, x())
-    assert str(report).startswith("coupling  kept\nhidden    6 of 8 units (1 of them zero in some members only)\n")
+    assert str(report).startswith(
+        "coupling  kind  kept\nhidden    mlp   6 of 8 units (1 of them zero in some members only)\n"
+    )
     name = "units inside every packed expert"
     torch.manual_seed(0)
     _, report = compact(pruned(CASES[name][0](), [CASES[name][1]]), CASES[name][1], CASES[name][2]())
-    assert str(report).startswith("coupling  kept\nup        4 of 8 units in each of 6 scopes\n")
+    assert str(report).startswith("coupling  kind      kept\nup        channels  4 of 8 units in each of 6 scopes\n")
 
 
 def test_the_model_is_left_as_it_is_even_while_it_trains():

@@ -676,3 +676,29 @@ def test_16_bit_norms_are_folded_where_a_mask_is_all_ones():
     ids = inputs["input_ids"]
     small, report = shrink(model.to(torch.bfloat16), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 0.5)
     assert small.config.hidden_size == model.config.hidden_size // 2 and report.not_in_config == ""
+
+
+def test_operators_without_a_formula_are_named_in_the_report():
+    library = torch.library.Library("uncounted", "DEF")
+    library.define("matmul(Tensor a, Tensor b) -> Tensor")
+    library.impl("matmul", torch.matmul, "CompositeExplicitAutograd")
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + torch.ops.uncounted.matmul(y, y.mT).sum() + torch.cdist(y, y).sum()
+
+    model = Model(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    _, report = shrink(model, torch.randn(3, 8))
+    assert report.uncounted == ("uncounted.matmul", "aten._cdist_forward")
+    assert "flops leave out uncounted.matmul, aten._cdist_forward, without a formula" in str(report)
+    assert report.before.flops == 2 * 3 * (8 * 16 + 16 * 4)
+    assert not shrink(nn.Sequential(*model), torch.randn(3, 8))[1].uncounted
+
+
+def test_rows_of_the_report_have_kinds_beside_names():
+    model, inputs = hf_models.make("Llama")
+    _, report = shrink(model, inputs, 0.5, uniform=False)
+    kinds = {row.name.rpartition(".layers.")[2]: row.kind for row in report.couplings}
+    assert {"width", "mlp", "key heads"} <= {*kinds.values()} and kinds["0.mlp.gate_proj.weight"] == "mlp"
+    assert report.to_csv().startswith("name,kind,kept,of") and " width " in str(report)

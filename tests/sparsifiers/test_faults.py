@@ -8,6 +8,8 @@ import torch
 from stock import linear_model
 
 from sparsekit_ao import ScopeSparsifier
+from sparsekit_ao.selection import reference
+from sparsekit_ao.structure import windows
 
 
 class Failing:
@@ -35,6 +37,44 @@ def test_a_raising_score_of_a_later_stage_changes_nothing():
         sparsifier.step()
     assert all(map(torch.equal, masks, old))
     score.armed = False
+    sparsifier.step()
+    sparsifier.check()
+    assert not all(map(torch.equal, masks, old))
+
+
+@pytest.mark.parametrize(
+    ("coupling", "module", "name"),
+    [
+        ("scope_coupling", reference, "from_scopes"),
+        ("scope_coupling", windows, "pad_to"),
+        ("block_coupling", windows, "pad_to"),
+    ],
+)
+def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_were(
+    monkeypatch, coupling, module, name
+):
+    model = linear_model(7, 7, 7)
+    shape = {"block_shape": (2, 4), "scope_shape": (3, -1), "edge": "partial"}
+    sparsifier = ScopeSparsifier(0.5, **shape, **{coupling: "both"})
+    sparsifier.prepare(model)
+    sparsifier.step()
+    masks = [sparsifier.mask(f"{k}.weight") for k in (0, 2)]
+    old = [mask.clone() for mask in masks]
+    for k in (0, 2):
+        model[k].parametrizations.weight.original.data.normal_()
+    allocate, calls = getattr(module, name), []
+
+    def fail(tensor, *arguments):
+        calls.append(name == "from_scopes" or any(tensor.data_ptr() == mask.data_ptr() for mask in masks))
+        if sum(calls) == 2:
+            raise MemoryError("no memory")
+        return allocate(tensor, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fail)
+        with pytest.raises(MemoryError):
+            sparsifier.step()
+    assert all(map(torch.equal, masks, old))
     sparsifier.step()
     sparsifier.check()
     assert not all(map(torch.equal, masks, old))

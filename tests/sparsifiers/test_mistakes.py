@@ -17,6 +17,7 @@ from sparsekit_ao import (
     CouplingError,
     DynamicSparsifier,
     NearlyDiagonalSparsifier,
+    ProximalSparsifier,
     RigL,
     ScopeCoupling,
     ScopeSparsifier,
@@ -171,6 +172,21 @@ def test_members_that_do_not_fit_each_other_are_a_coupling_error(shared, first, 
     config = [{"tensor_fqn": f"{k}.weight", shared: "all", **own} for k, own in ((0, first), (2, second))]
     with refuses(text, CouplingError):
         ScopeSparsifier().prepare(linear_model(8, 4, 6), config)
+
+
+def test_heads_and_the_columns_that_read_them_are_coupled_by_axes_as_the_error_says():
+    model = nn.ModuleDict({"value": nn.Linear(6, 8), "output": nn.Linear(8, 6)})
+    by_presets = [
+        {"tensor_fqn": "value.weight", "block_coupling": "heads", **patterns.heads(4)},
+        {"tensor_fqn": "output.weight", "block_coupling": "heads", **patterns.columns()},
+    ]
+    with refuses('as a Coupling({tensor: axes}) does ("(u d) i" and "o (u d)" for heads', CouplingError):
+        ScopeSparsifier().prepare(model, by_presets)
+    heads = Coupling({"value.weight": "(u d) i", "output.weight": "o (u d)"}, sizes={"u": 4})
+    sparsifier = prepared(model, heads.entries(model))
+    sparsifier.step()
+    rows, columns = sparsifier.mask("value.weight").all(1), sparsifier.mask("output.weight").all(0)
+    assert torch.equal(rows, columns) and rows.view(4, 2).all(1).sum() == rows.view(4, 2).any(1).sum() == 2
 
 
 class Own(nn.Module):
@@ -330,6 +346,13 @@ def test_schedules_are_called_with_their_numbers_first():
     for given in (schedules.cubic, [schedules.linear]):
         with refuses("ScheduleSL: schedule must be a function (step -> number), such as schedules.cubic(0.0, 0.9"):
             ScheduleSL(prepared(linear_model(8, 4)), given)
+    for call in (
+        lambda: ProximalSparsifier(strength=schedules.linear),
+        lambda: DynamicSparsifier(0.5, until=9, update_fraction=schedules.cosine),
+        lambda: DynamicSparsifier(until=9, grow=None, target=schedules.cubic),
+    ):
+        with refuses("a schedule"):
+            call()
 
 
 class InPlace:
@@ -367,6 +390,21 @@ def test_calls_before_prepare_and_after_squash(call):
             called(sparsifier)
     sparsifier.prepare(sparsifier.model, None)  # the next round of iterative pruning
     sparsifier.step()
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    def __init__(self, module):
+        nn.Module.__init__(self)  # no process group
+        self.module = module
+
+
+def test_a_model_that_ddp_has_wrapped_is_refused_where_it_would_be_masked():
+    model = linear_model(8, 4)
+    before = list(model.state_dict())
+    with refuses("prepare the model inside (model.module), and wrap it anew after that"):
+        ScopeSparsifier().prepare(Wrapped(model))
+    assert list(model.state_dict()) == before
+    ProximalSparsifier(nnz=1, conditioner=None).prepare(Wrapped(linear_model(8, 4)))  # weights stay parameters
 
 
 def test_prepare_twice():

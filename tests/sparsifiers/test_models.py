@@ -111,7 +111,12 @@ def test_materialized_weights_are_masked_once():
 def test_the_report_names_nearly_empty_tensors():
     sparsifier = prepared(sparsity_level=1.0)
     sparsifier.step()
-    assert "nearly empty: 0.weight keeps 0.00% of its elements" in str(sparsifier.report())
+    advice = "give it a level of its own, or a shared budget max_sparsity"
+    assert f"nearly empty: 0.weight keeps 0.00% of its elements; {advice}" in str(sparsifier.report())
+    for options in ({"sparsity_level": 0.5}, {"scope_coupling": "all", "sparsity_level": 0.95, "max_sparsity": 0.96}):
+        followed = prepared(**options)
+        followed.step()
+        assert "nearly empty" not in str(followed.report())
 
 
 def test_like_tensors_of_a_large_model_share_a_line_of_a_printed_report(tmp_path):

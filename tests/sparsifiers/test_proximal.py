@@ -279,6 +279,20 @@ def test_steps_that_gradient_scaling_skips_are_skipped(fused):
     assert sparsifier.iteration == 4
 
 
+def test_an_optimizer_that_was_not_attached_is_noticed():
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    sparsifier = ProximalSparsifier(strength=0.5, optimizer=optimizer)
+    sparsifier.prepare(model)
+    train(model, optimizer, sparsifier=sparsifier)
+    another = torch.optim.Adam(model.parameters(), 0.01)
+    with pytest.warns(UserWarning, match="0.weight was changed, but not by an attached optimizer, so it is not shrunk"):
+        train(model, another, sparsifier=sparsifier)
+    sparsifier.attach(another)
+    train(model, another, 2, sparsifier)
+    assert sparsifier.iteration == 3
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_tensor_without_gradient_stays_in_the_step_that_shrinks_others(kind):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
@@ -445,7 +459,7 @@ MISTAKES = [
     (new(strength=1.0, sparsity_level=0.5), "strength and a budget (sparsity_level, nnz or a pattern's) are mutu"),
     (new(strength=1.0, pattern=patterns.n_m(2, 4)), "strength and a budget"),
     (new(nnz=2, sparsity_level=0.5), "mutually exclusive"),
-    (new(strength=-1.0), "strength must be >= 0 and finite, a number or a schedule, got -1.0"),
+    (new(strength=-1.0), "strength must be >= 0 and finite, a number or a schedule (step -> number), got -1.0"),
     (new(strength="much"), "strength must be >= 0 and finite"),
     (new(strength=float("nan")), "strength must be >= 0 and finite"),
     (new(strength=1.0, conditioner="adam"), "conditioner must be 'auto', None or a function"),
