@@ -1,6 +1,5 @@
 """`one_shot`: masks and compensated weights of a trained model, in one pass over calibration data."""
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from ..calibration import (
 )
 from ..distributed import is_sharded
 from ..errors import SparsityError
+from ..masking.normalized import copy_of
 from ..scores import needs_of
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
@@ -177,7 +177,7 @@ def one_shot(
     if recover is True:
         if saved is not None:
             raise SparsityError("one_shot: resume needs the dense model; give it as recover=dense")
-        dense = copy.deepcopy(model)
+        dense = copy_of(model)
         for group in sparsifier.groups:
             sparsifier._live_mask(group, dense).fill_(True)
     if dense is not None:

@@ -156,6 +156,23 @@ def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
     assert int((other.weight == 0).sum()) == 32
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm], ids=["old", "new"])
+def test_weights_of_weight_norm_are_pruned_in_a_copy_and_normalized_anew(norm):
+    torch.manual_seed(0)
+    dense, batches = nn.Sequential(norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)), correlated()
+    before = copy.deepcopy(dense.state_dict())
+    dense(batches[0])  # after which torch's deepcopy refuses the computed weight
+    model, report = prune(dense, pattern="2:4", batches=batches, recover=True)
+    model(batches[0])
+    assert [row.tensor for row in report] == ["0.weight", "2.weight"] and report.recovery[0].after < 0.5
+    assert model.state_dict().keys() == before.keys()
+    assert (model[0].weight.view(-1, 4) != 0).sum(1).eq(2).all() and dense[0].weight.all()
+    for name, p in dense.state_dict().items():
+        assert torch.equal(before[name], p), name
+    assert distance(dense, model, batches) == pytest.approx(report.recovery[0].after ** 2, rel=1e-3)
+
+
 def mistakes():
     dense, x = Model(), correlated()
     model = copy.deepcopy(dense)
