@@ -2,13 +2,14 @@
 
 import copy
 
+import gallery
 import pytest
 import torch
 from hf_models import make
 from pruned_models import STRUCTURES, Model, correlated, distance, prepared
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover, removal
+from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
 
 
 def pruned(structure="2:4", blocks=2, **options):
@@ -35,6 +36,29 @@ def test_masks_stay_and_outputs_come_closer(structure):
     for name, mask in masks.items():
         assert torch.equal(sparsifier.mask(name), mask)
     assert "blocks.1" in str(report) and set(report.metrics()) == {f"recovered_error/blocks.{k}" for k in range(2)}
+
+
+@pytest.mark.parametrize("entry", gallery.ENTRIES, ids=lambda entry: entry.name)
+def test_the_count_of_every_pattern_is_exact_after_recovery(entry):
+    torch.manual_seed(0)
+    names = {"nn": nn, "patterns": patterns}
+    dense = nn.Sequential(eval(entry.module, names), nn.ReLU())
+    shape = (8, 8, 4, 4) if entry.module.startswith("nn.Conv2d") else (32, dense[0].in_features)
+    sparsifier = ScopeSparsifier()
+    model = copy.deepcopy(dense)
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", **eval(entry.pattern or entry.shapes, names)}])
+    report = one_shot(sparsifier, [torch.randn(shape) for _ in range(3)], recover=dense)
+    mask, chosen_by_step = sparsifier.mask("0.weight").clone(), gallery.evaluate(entry)[0]
+    assert sparsifier.check() > 0 and int(mask.sum()) == int(chosen_by_step.sum())
+    assert report.recovery[0].after <= report.recovery[0].before
+    assert report.rows[0].density == pytest.approx(mask.float().mean().item())
+    sparsifier.squash_mask()
+    assert torch.equal(model[0].weight != 0, mask)
+
+
+def test_every_public_pattern_is_in_the_gallery():
+    shown = {entry.pattern.removeprefix("patterns.").partition("(")[0] for entry in gallery.ENTRIES}
+    assert set(patterns.__all__) - {"Pattern", "parse"} == shown - {""}
 
 
 def test_a_squashed_model_is_recovered_to_the_same_weights_as_a_masked_one_and_keeps_its_zeros():
