@@ -198,7 +198,7 @@ class RowGram:
     @classmethod
     def of(cls, rows: Tensor) -> Self:
         """X^T X."""
-        return cls(rows, None, torch.zeros_like(rows[:, :1]))
+        return cls(rows, None, rows.new_zeros(len(rows), 1, rows.shape[2]))
 
     def __rmatmul__(self, matrix: Tensor) -> Tensor:
         of_rows = matrix @ self.rows.mT

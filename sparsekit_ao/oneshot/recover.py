@@ -306,7 +306,7 @@ class Teacher:
         before = best = measured()
         best_pass = 0
         # The error of a row is about 1 at first, so that gradients are in the range of 16 bits.
-        first = error(train[0])[0] / target(train[0]).shape[:-1].numel()
+        first = error(train[0])[0] / max(target(train[0]).shape[:-1].numel(), 1)
         scale = float(_over_ranks(first)) or 1.0
         for number in range(1, self.passes + 1):
             for k in torch.randperm(len(train), generator=order).tolist():

@@ -136,7 +136,8 @@ class SequentialPass:
             self._inputs_of = block
         while self._inputs_of < block:
             before = self.blocks[self._inputs_of]
-            self._inputs = [next_arguments(arguments, output_of(before, arguments)) for arguments in self._inputs]
+            for index, arguments in enumerate(self._inputs):
+                self._inputs[index] = next_arguments(arguments, output_of(before, arguments))
             self._inputs_of += 1
 
 

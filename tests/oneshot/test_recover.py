@@ -128,6 +128,14 @@ def test_weights_in_16_bits_are_trained_by_wider_copies():
     assert all(row.density == (model.get_parameter(row.tensor) != 0).float().mean().item() for row in report)
 
 
+def test_batches_without_tokens_change_no_kept_weight():
+    dense = Model()
+    model, report = prune(dense, 0.75, batches=[b[:0] for b in correlated(2)], recover=True)
+    assert all("0 tokens for" in row.note for row in report) and all(row.after == 0 for row in report.recovery)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, dense.get_parameter(name) * (p != 0))
+
+
 def test_a_model_without_blocks_and_one_with_labels_as_outputs():
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4))
