@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from sparsekit_ao import ScopeSparsifier, one_shot, recover
 
 CALLS = ("one_shot", "one_shot, recover=True", "recover")
+CASES = (*((call, 4) for call in CALLS), ("one_shot", 12))
 BATCHES, TOKENS = 16, 32
 
 
@@ -51,12 +52,11 @@ def main() -> None:
         print(json.dumps(measure(call, int(blocks), int(width))))
         return
     rows = []
-    for blocks, width in ((3, 64),) if args.tiny else ((4, 640), (12, 640)):
-        for call in CALLS:
-            command = [sys.executable, __file__, "--measure", call, str(blocks), str(width)]
-            environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-            rows.append(show(json.loads(done.stdout.splitlines()[-1])))
+    for call, blocks in [(call, 3) for call in CALLS] if args.tiny else CASES:
+        command = [sys.executable, __file__, "--measure", call, str(blocks), "64" if args.tiny else "640"]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        rows.append(show(json.loads(done.stdout.splitlines()[-1])))
     if not args.tiny:
         write_csv(rows, RESULTS / "one_shot_memory.csv")
 

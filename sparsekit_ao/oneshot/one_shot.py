@@ -169,6 +169,8 @@ def one_shot(
     _check(sparsifier, compensate)
     if not isinstance(recover, (bool, nn.Module)):
         raise SparsityError(f"one_shot: recover must be True, False or the dense model, got {recover!r}")
+    if checkpoint is not None and not callable(checkpoint):
+        raise SparsityError(f"one_shot: checkpoint must be a function without arguments, got {checkpoint!r}")
     model = sparsifier.model
     assert model is not None
     data = CalibrationData.checked(model, batches, forward, token_mask, "one_shot")

@@ -16,12 +16,12 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 from .. import masking
-from ..calibration import call, eval_mode, progress_bar, token_rows
+from ..calibration import eval_mode, progress_bar, token_rows
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number
 from ..sparsifiers.names import named_tensors, owner_of
 from ..tables import Table
-from .sequential import Arguments, CalibrationData, captured, copied_tensors, find_blocks, next_arguments, output_of
+from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
 
 PASSES = 4
 WHOLE = 0.5  # the share of the learning rate that a whole model is trained with
@@ -269,9 +269,8 @@ class Teacher:
 
     def match_outputs(self, loss: str) -> BlockRow:
         """Train the whole pruned model, embeddings left out, to give the dense model's outputs."""
-        run, batches = self.data.forward or call, self.data.batches
-        student = _Student(self.data.model, lambda model, k: run(model, copied_tensors(batches[k])))
-        return self._train(student, lambda k: first_tensor(run(self.dense.model, batches[k])), loss, len(self.blocks))
+        student = _Student(self.data.model, lambda _, k: self.data.output(k))
+        return self._train(student, lambda k: first_tensor(self.dense.output(k)), loss, len(self.blocks))
 
     def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int) -> BlockRow:
         """Train a module to give the target of each batch, and keep the weights of the best pass."""

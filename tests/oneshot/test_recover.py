@@ -128,6 +128,24 @@ def test_weights_in_16_bits_are_trained_by_wider_copies():
     assert all(row.density == (model.get_parameter(row.tensor) != 0).float().mean().item() for row in report)
 
 
+def test_a_model_that_changes_its_input_in_place_reads_the_same_batches_every_time():
+    class Shifted(Model):
+        def forward(self, x):
+            return super().forward(x.add_(1))
+
+    torch.manual_seed(0)
+    dense, batches = Shifted(), correlated()
+    plain = Model()
+    plain.load_state_dict(dense.state_dict())
+    shifted, _ = prune(dense, 0.5, batches=batches, recover=True)
+    recover(shifted, dense, batches, outputs="mse")
+    assert all(map(torch.equal, batches, correlated()))
+    expected, _ = prune(plain, 0.5, batches=[b + 1 for b in batches], recover=True)
+    recover(expected, plain, [b + 1 for b in batches], outputs="mse")
+    for p, q in zip(shifted.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_batches_without_tokens_change_no_kept_weight():
     dense = Model()
     model, report = prune(dense, 0.75, batches=[b[:0] for b in correlated(2)], recover=True)
@@ -234,18 +252,19 @@ def mistakes():
         "forward runs without gradients",
         lambda: recover(Model(), dense, x, lambda m, b: m(b).detach(), outputs="mse"),
     )
+    yield "checkpoint must be a function without", lambda: one_shot(prepared(), x, checkpoint=3)
     yield "recover must be True, False or the dense model, got 1", lambda: one_shot(prepared(), x, recover=1)
     for bad in ({"compensate": "foo"}, {"batches": []}, {"token_mask": "k"}, {"forward": 3}, {"exclude": "0.weight"}):
         yield "prune|one_shot|exclude", lambda bad=bad: prune(model, **{"batches": x, "inplace": True, **bad})
 
 
-@pytest.mark.parametrize("at", range(24))
+@pytest.mark.parametrize("at", range(25))
 def test_mistakes_change_nothing(at):
     torch.manual_seed(0)
     text, call = list(mistakes())[at]
     with pytest.raises(SparsityError, match=text):
         call()
-    assert len(list(mistakes())) == 24
+    assert len(list(mistakes())) == 25
 
 
 def test_an_error_in_the_middle_leaves_the_weights_as_they_were():
