@@ -1,6 +1,6 @@
 """Peak memory of pruning and recovering a model of equal blocks, on a CPU.
 
-    python examples/benchmarks/one_shot_memory.py          # 4 and 12 blocks of 20 MB: minutes on one core
+    python examples/benchmarks/one_shot_memory.py          # four blocks of 20 MB: some minutes on one core
     python examples/benchmarks/one_shot_memory.py --tiny   # three small blocks; writes no CSV
 
 Each call runs in a process of its own. The peak is the kernel's high-water mark (VmHWM) less what is in memory after a
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from sparsekit_ao import ScopeSparsifier, one_shot, recover
 
 CALLS = ("one_shot", "one_shot, recover=True", "recover")
-CASES = (*((call, 4) for call in CALLS), ("one_shot", 12))
 BATCHES, TOKENS = 16, 32
 
 
@@ -42,7 +41,7 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """Print and write one row for each call and number of blocks."""
+    """Print and write one row for each call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="three small blocks")
     parser.add_argument("--measure", nargs=3, metavar=("CALL", "BLOCKS", "WIDTH"), help=argparse.SUPPRESS)
@@ -52,8 +51,8 @@ def main() -> None:
         print(json.dumps(measure(call, int(blocks), int(width))))
         return
     rows = []
-    for call, blocks in [(call, 3) for call in CALLS] if args.tiny else CASES:
-        command = [sys.executable, __file__, "--measure", call, str(blocks), "64" if args.tiny else "640"]
+    for call in CALLS:
+        command = [sys.executable, __file__, "--measure", call, *(("3", "64") if args.tiny else ("4", "640"))]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         rows.append(show(json.loads(done.stdout.splitlines()[-1])))
