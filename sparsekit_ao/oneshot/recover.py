@@ -336,7 +336,7 @@ class _Student(nn.Module):
     Attributes:
         weights: {name: a copy} of all floating-point parameters but embeddings.
         kept: {name: its elements that are neither masked nor zero}, of those with two or more dimensions.
-        saved: {name: a copy of `weights`}, of the best pass; empty until there is one.
+        saved: Copies of `weights` of the best pass; empty until there is one.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
