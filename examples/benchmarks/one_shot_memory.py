@@ -1,7 +1,7 @@
 """Peak memory of pruning and recovering a model of equal blocks, on a CPU.
 
     python examples/benchmarks/one_shot_memory.py          # four blocks of 20 MB: some minutes on one core
-    python examples/benchmarks/one_shot_memory.py --tiny   # three small blocks; writes no CSV
+    python examples/benchmarks/one_shot_memory.py --tiny   # three small blocks in this process; writes no CSV
 
 Each call runs in a process of its own. The peak is the kernel's high-water mark (VmHWM) less what is in memory after a
 first small call, before the models are made. `recover` and `one_shot(recover=True)` hold two models, the dense one and
@@ -52,7 +52,10 @@ def main() -> None:
         return
     rows = []
     for call in CALLS:
-        command = [sys.executable, __file__, "--measure", call, *(("3", "64") if args.tiny else ("4", "640"))]
+        if args.tiny:
+            show(measure(call, 3, 64))
+            continue
+        command = [sys.executable, __file__, "--measure", call, "4", "640"]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         rows.append(show(json.loads(done.stdout.splitlines()[-1])))
