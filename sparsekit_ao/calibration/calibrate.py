@@ -196,7 +196,7 @@ class RowGram:
     @classmethod
     def of(cls, rows: Tensor) -> Self:
         """X^T X."""
-        return cls(rows, None, torch.zeros_like(rows[:, :1]))
+        return cls(rows, None, rows.new_zeros(len(rows), 1, rows.shape[2]))
 
     def __rmatmul__(self, matrix: Tensor) -> Tensor:
         of_rows = matrix @ self.rows.mT
@@ -225,10 +225,12 @@ class RowGram:
 
 def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:
     """G + damp * mean(diag G) I of each group, as a tensor or by rows as `gram` is."""
-    scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None]
     if isinstance(gram, RowGram):
-        return replace(gram, added=gram.added + scale)
-    return gram + scale * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        return replace(gram, added=gram.added + scale[:, None])
+    damped = gram.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(scale)
+    return damped
 
 
 def damped_inverse(gram: Tensor | RowGram, damp: float, name: str) -> Tensor:

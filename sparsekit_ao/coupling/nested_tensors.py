@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, torch.dtype, torch.device, torch.Size)
 
@@ -19,12 +19,6 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
-
-
-def computed_tensors(model: nn.Module) -> list[Tensor]:
-    """Return attributes that `copy.deepcopy` refuses: weights that torch.nn.utils.weight_norm has computed."""
-    values = (value for module in model.modules() for value in vars(module).values())
-    return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:

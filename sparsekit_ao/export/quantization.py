@@ -5,7 +5,7 @@ Prune, `squash_mask`, then `quantize`; or, with training that simulates quantiza
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import Calibration, call, run_batches
+from ..calibration import Calibration, call, checked_batches, run_batches
 from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
 from ..removal.verify import Outputs, output_difference, seeded
@@ -52,10 +52,7 @@ def quantize(
     _check_order(model, config)
     packs = "sparse" in str(getattr(config, "packing_format", "")).lower()
     layers, _ = checked_layers(model, "quantize", _sparse_kernel_refusals if packs else linear_refusals, tensors)
-    if isinstance(batches, (Tensor, Mapping, str)):
-        raise SparsityError(
-            f"quantize: batches must be a list of batches, got one {type(batches).__name__}; pass [batch]"
-        )
+    checked_batches(batches, None, forward, "quantize")
     batches = list(batches)
     if not batches:
         raise SparsityError("quantize: there are no batches; an iterator that was used up before gives none")

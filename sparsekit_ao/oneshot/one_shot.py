@@ -1,6 +1,5 @@
 """`one_shot`: masks and compensated weights of a trained model, in one pass over calibration data."""
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from ..calibration import (
 )
 from ..distributed import is_sharded
 from ..errors import SparsityError
+from ..masking.normalized import copy_of
 from ..scores import needs_of
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
@@ -169,6 +169,8 @@ def one_shot(
     _check(sparsifier, compensate)
     if not isinstance(recover, (bool, nn.Module)):
         raise SparsityError(f"one_shot: recover must be True, False or the dense model, got {recover!r}")
+    if checkpoint is not None and not callable(checkpoint):
+        raise SparsityError(f"one_shot: checkpoint must be a function without arguments, got {checkpoint!r}")
     model = sparsifier.model
     assert model is not None
     data = CalibrationData.checked(model, batches, forward, token_mask, "one_shot")
@@ -177,7 +179,7 @@ def one_shot(
     if recover is True:
         if saved is not None:
             raise SparsityError("one_shot: resume needs the dense model; give it as recover=dense")
-        dense = copy.deepcopy(model)
+        dense = copy_of(model)
         for group in sparsifier.groups:
             sparsifier._live_mask(group, dense).fill_(True)
     if dense is not None:
@@ -470,23 +472,26 @@ def matrix_scopes(sparsifier: BudgetSparsifier, layer: Layer, statistics: Statis
 
     pruning_group = layer.pruning_groups[-1]
     scope, (spec, _) = pruning_group.scope, pruning_group.members[0]
-    blocks = labels_of(spec)
-    block_grid = [-(-s // b) for s, b in zip(spec.view.shape, spec.shape, strict=True)]
-    ids = torch.arange(spec.numblk(), device="cpu")
-    scope_of_block = torch.zeros_like(ids)
-    for at, count, size in zip(torch.unravel_index(ids, block_grid), block_grid, scope.members()[0].shape, strict=True):
-        scope_of_block = scope_of_block * -(-count // size) + at // size
-    scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
+    device = layer.weight.device
+
+    def labels() -> tuple[Tensor, Tensor]:
+        blocks = labels_of(spec)  # -1 for elements that a view leaves out
+        block_grid = [-(-s // b) for s, b in zip(spec.view.shape, spec.shape, strict=True)]
+        ids = torch.arange(spec.numblk(), device="cpu")
+        scope_of_block, positions = torch.zeros_like(ids), torch.unravel_index(ids, block_grid)
+        for at, count, size in zip(positions, block_grid, scope.members()[0].shape, strict=True):
+            scope_of_block = scope_of_block * -(-count // size) + at // size
+        scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
+        return statistics.matrix(scopes.to(device)), statistics.matrix(blocks.to(device))
+
     keep = torch.as_tensor(pruning_group.budget(sparsifier.groups), dtype=torch.int64)
-    device, covers = layer.weight.device, bool((blocks >= 0).all())  # a view may leave elements out
     return MatrixScopes(
         name=layer.target.name,
         project=project,
-        scopes=statistics.matrix(scopes.to(device)),
-        blocks=statistics.matrix(blocks.to(device)),
+        labels=labels,
         keep=keep.to(device).expand(scope.grid_shape).reshape(-1),
         blocks_per_scope=scope.numblk_per_scope(),
-        is_plain=covers and not scope.is_partial and len(layer.pruning_groups) == 1,
+        is_plain=not scope.is_partial and len(layer.pruning_groups) == 1,
     )
 
 

@@ -1,6 +1,5 @@
 """`prune`: from a model to a plain pruned model in one call."""
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import SparsityError, checked_model
+from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
 from ..patterns import Pattern
 from ..scores import Score
 from ..sparsifiers.config import Rule
@@ -38,7 +38,7 @@ def prune(
     `ScopeSparsifier`.
 
     Args:
-        model: Of any device and dtype; not changed unless `inplace`.
+        model: Of any device and dtype; not changed unless `inplace`. In a copy, weights of weight_norm are pruned too.
         sparsity_level: Fraction dropped of each weight, in [0, 1]; 0.5 by default.
         pattern: One of `patterns`, or its text ("2:4"); None drops single elements.
         batches, forward, token_mask, compensate, progress: As for `one_shot`; inputs alone, no labels.
@@ -68,8 +68,9 @@ def prune(
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
     if batches is not None:
         batches = CalibrationData.checked(model, batches, forward, token_mask, "prune").batches
-    pruned = model if inplace else copy.deepcopy(model)
+    pruned = model if inplace else copy_of(model)
     twin = dict(zip(model.modules(), pruned.modules(), strict=True))
+    normed = () if inplace else undo_weight_norms(pruned)
     if isinstance(exclude, (list, tuple)):
         exclude = [twin.get(rule, rule) if isinstance(rule, nn.Module) else rule for rule in exclude]
     sparsifier.prepare(pruned, exclude=exclude, skip_unfit=True)
@@ -94,4 +95,5 @@ def prune(
         )
         report = replace(report, left_out=left_out)
     sparsifier.squash_mask()
+    redo_weight_norms(pruned, normed)
     return pruned, report

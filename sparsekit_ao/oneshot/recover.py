@@ -16,12 +16,12 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 from .. import masking
-from ..calibration import call, eval_mode, progress_bar, token_rows
+from ..calibration import eval_mode, progress_bar, token_rows
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number
 from ..sparsifiers.names import named_tensors, owner_of
 from ..tables import Table
-from .sequential import Arguments, CalibrationData, captured, copied_tensors, find_blocks, next_arguments, output_of
+from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
 
 PASSES = 4
 WHOLE = 0.5  # the share of the learning rate that a whole model is trained with
@@ -269,9 +269,8 @@ class Teacher:
 
     def match_outputs(self, loss: str) -> BlockRow:
         """Train the whole pruned model, embeddings left out, to give the dense model's outputs."""
-        run, batches = self.data.forward or call, self.data.batches
-        student = _Student(self.data.model, lambda model, k: run(model, copied_tensors(batches[k])))
-        return self._train(student, lambda k: first_tensor(run(self.dense.model, batches[k])), loss, len(self.blocks))
+        student = _Student(self.data.model, lambda _, k: self.data.output(k))
+        return self._train(student, lambda k: first_tensor(self.dense.output(k)), loss, len(self.blocks))
 
     def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int) -> BlockRow:
         """Train a module to give the target of each batch, and keep the weights of the best pass."""
@@ -283,7 +282,10 @@ class Teacher:
         steps, order = self.passes * len(train), torch.Generator().manual_seed(self.seed + at)
         rate = self.rate * student.size() * (WHOLE if at == len(self.blocks) else 1)
         optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_share(step, steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,  # a linear rise, and a cosine to `LAST`
+            lambda k: min(1, (k + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * k / steps)) / 2),
+        )
 
         def error(k: int) -> tuple[Tensor, Tensor]:
             actual = student.output(k)
@@ -301,28 +303,25 @@ class Teacher:
             return (math.sqrt if loss == "mse" else float)(lost / (total or 1))
 
         before = best = measured()
-        best_pass, best_weights, weights = 0, student.copies(), list(student.weights.values())
+        best_pass = 0
         # The error of a row is about 1 at first, so that gradients are in the range of 16 bits.
-        first = error(train[0])[0] / target(train[0]).shape[:-1].numel()
+        first = error(train[0])[0] / max(target(train[0]).shape[:-1].numel(), 1)
         scale = float(_over_ranks(first)) or 1.0
         for number in range(1, self.passes + 1):
             for k in torch.randperm(len(train), generator=order).tolist():
+                optimizer.zero_grad()
                 with torch.enable_grad():
                     lost = error(train[k])[0] / scale
-                if not lost.requires_grad:
-                    raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
-                gradients = torch.autograd.grad(lost, weights, allow_unused=True)
-                for (key, weight), gradient in zip(student.weights.items(), gradients, strict=True):
-                    full = torch.zeros_like(weight) if gradient is None else gradient
-                    weight.grad = _over_ranks(full * student.kept[key] if key in student.kept else full)
+                student.set_gradients(lost)
                 optimizer.step()
                 schedule.step()
             after = measured()
             if after < best:
-                best, best_pass, best_weights = after, number, student.copies()
+                best, best_pass = after, number
+                student.save()
             elif number - best_pass >= PATIENCE:
                 break
-        student.write(best_weights)
+        student.write()
         seconds = time.perf_counter() - start
         return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
 
@@ -337,6 +336,7 @@ class _Student(nn.Module):
     Attributes:
         weights: {name: a copy} of all floating-point parameters but embeddings.
         kept: {name: its elements that are neither masked nor zero}, of those with two or more dimensions.
+        saved: Copies of `weights` of the best pass; empty until there is one.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
@@ -350,7 +350,7 @@ class _Student(nn.Module):
             for name in masking.parametrized_names(m)
             if (mask := masking.find_mask(m, name)) is not None and masking.is_on_parameter(m, name)
         }
-        self.trained, self.weights, self.kept = dict(parameters), {}, {}
+        self.trained, self.weights, self.kept, self.saved = dict(parameters), {}, {}, dict[str, Tensor]()
         for name, p in parameters:
             wide = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             self.weights[name] = wide.requires_grad_()
@@ -371,11 +371,23 @@ class _Student(nn.Module):
         squares = sum(float(self.weights[name].detach().mul(kept).square().sum()) for name, kept in self.kept.items())
         return math.sqrt(squares / max(count, 1)) or 1.0
 
-    def copies(self) -> dict[str, Tensor]:
-        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+    def set_gradients(self, lost: Tensor) -> None:
+        """Compute the gradients of a loss, summed over ranks, and zero where weights were dropped."""
+        if not lost.requires_grad:
+            raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
+        gradients = list(torch.autograd.grad(lost, list(self.weights.values()), allow_unused=True))
+        for name, weight in self.weights.items():
+            gradient = gradients.pop(0)  # and is freed
+            full = torch.zeros_like(weight) if gradient is None else gradient
+            weight.grad = _over_ranks(full * self.kept[name] if name in self.kept else full)
 
-    def write(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in weights.items():
+    def save(self) -> None:
+        self.saved = self.saved or {name: torch.empty_like(weight) for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
+            self.saved[name].copy_(weight)
+
+    def write(self) -> None:
+        for name, weight in self.saved.items():
             self.trained[name].detach().copy_(weight)
 
 
@@ -386,11 +398,6 @@ def first_tensor(output: Any) -> Tensor:
     if found is None:
         raise SparsityError(f"recover: the model or forward must return a tensor, got {type(output).__name__}")
     return found
-
-
-def _rate_share(step: int, steps: int) -> float:
-    """The share of the highest learning rate: a linear rise, and a cosine to `LAST`."""
-    return min(1, (step + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:

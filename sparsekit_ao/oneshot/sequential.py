@@ -65,10 +65,14 @@ class CalibrationData:
         token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
 
+    def output(self, index: int) -> Any:
+        """Run the model on a copy of one batch, which it may change in place."""
+        return (self.forward or call)(self.model, copied_tensors(self.batches[index]))
+
     def run(self, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""
         with suppress(_Stop):
-            (self.forward or call)(self.model, self.batches[index])
+            self.output(index)
 
 
 class SequentialPass:
@@ -136,7 +140,8 @@ class SequentialPass:
             self._inputs_of = block
         while self._inputs_of < block:
             before = self.blocks[self._inputs_of]
-            self._inputs = [next_arguments(arguments, output_of(before, arguments)) for arguments in self._inputs]
+            for index, arguments in enumerate(self._inputs):
+                self._inputs[index] = next_arguments(arguments, output_of(before, arguments))
             self._inputs_of += 1
 
 

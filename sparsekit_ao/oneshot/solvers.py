@@ -34,7 +34,7 @@ class MatrixScopes:
         name: The weight's, for errors.
         project: Saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every
             scope. A block has the norm of its elements' saliencies, or with None their sum.
-        scopes, blocks: The scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
+        labels: Return the scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
         keep: Blocks that are kept in each scope, int64 [scopes].
         blocks_per_scope: Number of blocks in a full scope.
         is_plain: Whether there is one stage, and no scope or block is smaller than the others.
@@ -42,8 +42,7 @@ class MatrixScopes:
 
     name: str
     project: Callable[[Tensor, float | None], Tensor]
-    scopes: Tensor
-    blocks: Tensor
+    labels: Callable[[], tuple[Tensor, Tensor]]
     keep: Tensor
     blocks_per_scope: int
     is_plain: bool
@@ -88,8 +87,8 @@ def least_squares(
         moved = (direction @ gram) * mask
         curvature = (direction * moved).sum(2, keepdim=True)
         step = torch.where((curvature > 0) & (size > 1e-14 * first), size / curvature, 0)
-        solution = torch.addcmul(solution, step, direction)
-        rest = torch.addcmul(rest, step, moved, value=-1)
+        solution.addcmul_(step, direction)
+        rest.addcmul_(step, moved, value=-1)
         turned = rest / scale
         before, size = size, (rest * turned).sum(2, keepdim=True)
         direction = turned + torch.where(before > 0, size / before, 0) * direction
@@ -131,8 +130,9 @@ def penalized_inverse(hessian: Gram, rho: float) -> Gram:
     """(H + rho I)^-1 of each group."""
     if isinstance(hessian, RowGram):
         return hessian.penalized_inverse(rho)
-    identity = torch.eye(hessian.shape[1], dtype=hessian.dtype, device=hessian.device)
-    return torch.cholesky_inverse(torch.linalg.cholesky(hessian + rho * identity))
+    penalized = hessian.clone()
+    penalized.diagonal(dim1=1, dim2=2).add_(rho)
+    return torch.cholesky_inverse(torch.linalg.cholesky(penalized))
 
 
 def structured_obs(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
@@ -142,18 +142,19 @@ def structured_obs(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Te
     best for all masks together.
     """
     inverse = damped_inverse(gram, 0.0, scopes.name)
-    is_plain = scopes.is_plain and len(weight) == 1
-    chunks = column_chunks(scopes.scopes[0]) if is_plain else []
+    scope_ids, block_ids = scopes.labels()
+    is_plain = scopes.is_plain and len(weight) == 1 and bool((block_ids >= 0).all())
+    chunks = column_chunks(scope_ids[0]) if is_plain else []
     if not is_plain or max(stop - start for start, stop in chunks) > WIDEST:
-        joint = [joint_saliency(w, c, b) for w, c, b in zip(weight, inverse, scopes.blocks, strict=True)]
+        joint = [joint_saliency(w, c, b) for w, c, b in zip(weight, inverse, block_ids, strict=True)]
         mask = scopes.project(torch.stack(joint), None)
         return mask, least_squares(weight, gram, mask)
 
     def choose(columns: Tensor, inverse: Tensor, start: int, stop: int) -> Tensor:
-        labels = scopes.blocks[0, :, start:stop]
+        labels = block_ids[0, :, start:stop]
         saliency = joint_saliency(columns, inverse, labels)
         ids, element = labels.unique(return_inverse=True)
-        scope_of = torch.empty_like(ids).scatter_(0, element.flatten(), scopes.scopes[0, :, start:stop].flatten())
+        scope_of = torch.empty_like(ids).scatter_(0, element.flatten(), scope_ids[0, :, start:stop].flatten())
         order = scope_of.argsort(stable=True)  # by scope, and in it by block
         sums = saliency.new_zeros(ids.numel()).index_add_(0, element.flatten(), saliency.flatten())
         competing = sums[order].unflatten(0, (-1, scopes.blocks_per_scope))
@@ -253,8 +254,8 @@ def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor,
 
 def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
     """Return (n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
-    labels, m = scopes.scopes, scopes.blocks_per_scope
-    if scopes.is_plain and int(scopes.blocks.max()) + 1 == scopes.blocks.numel():
+    (labels, blocks), m = scopes.labels(), scopes.blocks_per_scope
+    if scopes.is_plain and int(blocks.max()) + 1 == blocks.numel():
         if scopes.keep.numel() == 1 and len(labels) == 1:
             return int(scopes.keep), None
         runs = labels.unflatten(2, (-1, m)) if labels.shape[2] % m == 0 else None

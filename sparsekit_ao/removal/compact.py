@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ..coupling import Coupling
 from ..coupling.discovery.trace import code_line
 from ..errors import SparsityError
+from ..masking.normalized import Normed, plain_copy, redo_weight_norms
 from ..tables import Table
 from .manifest import make_manifest
-from .norms import Normed, fold_norms, plain_copy, redo_weight_norms
+from .norms import fold_norms
 from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, plain_tensors, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy

@@ -12,8 +12,9 @@ from torch import nn
 
 from ..coupling import BoundCoupling, Member
 from ..errors import SparsityError
+from ..masking.normalized import redo_weight_norms, undo_weight_norms
 from ..structure import AxisPattern
-from .norms import CONFIG_EPS, EPS_NAMES, redo_weight_norms, undo_weight_norms
+from .norms import CONFIG_EPS, EPS_NAMES
 from .remove import Removal, check_lists, drop_modules, plain_tensors, remove_units
 from .sizes import FILLED, Change, apply_changes, check_old_values
 

@@ -2,8 +2,6 @@
 
 If m of n values are kept and the others are zero, the mean square over m values is n / m times that over n. The output
 is the same with eps times n / m and the weight times sqrt(n / m).
-
-Weights of weight_norm (Salimans and Kingma 2016) are plain parameters while units are removed, and normalized anew.
 """
 
 import copy
@@ -13,10 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
-from torch.nn.utils.weight_norm import WeightNorm
 
-from ..coupling.nested_tensors import computed_tensors
 from ..sparsifiers.names import owner_of
 from .remove import Removal, kept_elements
 from .sizes import Change
@@ -134,72 +129,3 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
     ]
     out: Tensor = norm(*(x if whole else x[..., keep.to(like.device)] for x in inputs))
     return out
-
-
-Normed = Sequence[tuple[str, str, int, bool]]  # names of a module and its tensor, the dimension, whether parametrized
-
-
-def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy, also where `torch.nn.utils.weight_norm` has computed weights; the model itself without those."""
-    normed = any(_normed_weight(module) for module in model.modules())
-    computed = {id(tensor): tensor.detach() for tensor in computed_tensors(model)}
-    return copy.deepcopy(model, computed) if normed or computed else model
-
-
-@torch.no_grad()
-def undo_weight_norms(model: nn.Module) -> Normed:
-    """Make weights of weight_norm, old or new, plain parameters in place; what `redo_weight_norms` needs."""
-    normed = list[tuple[str, str, int, bool]]()
-    for path, module in list(model.named_modules()):
-        if not (found := _normed_weight(module)):
-            continue
-        name, norm, key = found
-        if isinstance(norm, WeightNorm):
-            v, weight = getattr(module, f"{name}_v"), norm.compute_weight(module)
-            del module._forward_pre_hooks[key], module._parameters[f"{name}_g"], module._parameters[f"{name}_v"]
-            vars(module).pop(name, None)
-        else:  # not by remove_parametrizations, which changes a class that copies share
-            v, weight = module.parametrizations[name].original1, getattr(module, name)
-            del module._modules["parametrizations"]
-            module.__class__ = type(module).__bases__[0]
-        others = dict(module._parameters)
-        module._parameters.clear()
-        module._parameters |= {name: nn.Parameter(weight.clone(), v.requires_grad), **others}
-        normed.append((path, name, norm.dim, not isinstance(norm, WeightNorm)))  # type: ignore[arg-type]
-    return normed
-
-
-@torch.no_grad()
-def redo_weight_norms(model: nn.Module, normed: Normed) -> None:
-    """Normalize weights again, in place; a direction of a weight of zeros is all ones, its length 0."""
-    for path, name, dim, is_new in normed:
-        module = model.get_submodule(path)
-        if is_new:
-            parametrizations.weight_norm(module, name, dim)
-            chain = module.parametrizations[name]  # type: ignore[index]
-            g, v = chain.original0, chain.original1  # type: ignore[union-attr]
-        else:
-            weight, norm = module._parameters.pop(name), WeightNorm(name, dim)
-            assert weight is not None
-            g, v = nn.Parameter(torch.norm_except_dim(weight, 2, dim)), weight
-            module.register_parameter(f"{name}_g", g)
-            module.register_parameter(f"{name}_v", v)
-            module.register_forward_pre_hook(norm)
-        g.requires_grad_(v.requires_grad)
-        v.masked_fill_((g == 0).expand_as(v), 1.0)
-        if not is_new:
-            setattr(module, name, norm.compute_weight(module))
-
-
-def _normed_weight(module: nn.Module) -> tuple[str, WeightNorm | nn.Module, int] | None:
-    """The one tensor of a module that weight_norm computes, with its norm and the key of its hook; None otherwise."""
-    hooks = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, WeightNorm)]
-    if isinstance(module, nn.RNNBase):
-        return None
-    if len(hooks) == 1 and not parametrize.is_parametrized(module):
-        return hooks[0][1].name, hooks[0][1], hooks[0][0]
-    if hooks or not parametrize.is_parametrized(module):
-        return None
-    (name, chain), *more = module.parametrizations.items()  # type: ignore[union-attr, operator]
-    is_norm = isinstance(chain[0], parametrizations._WeightNorm)
-    return (name, chain[0], 0) if is_norm and not more and len(chain) == 1 else None

@@ -14,13 +14,13 @@ from ..coupling import BoundCoupling, Coupling, Discovery, discover
 from ..coupling.bound import match_names
 from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
+from ..masking.normalized import Normed, plain_copy, redo_weight_norms
 from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
 from .compact import check_comparable, compared, find_removals, without_units
 from .levels import multiple_for
-from .norms import Normed, plain_copy, redo_weight_norms
 from .remove import Removal, check_multiple, masked_copy, zero_units
 from .sizes import candidate_attrs, fit_config
 from .verify import Reference

@@ -18,6 +18,7 @@ from ..coupling import BoundCoupling, Coupling, Discovery, expert_couplings, exp
 from ..coupling.bound import is_list
 from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
+from ..masking.normalized import plain_copy, undo_weight_norms
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
@@ -25,7 +26,6 @@ from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level, sparsity_to_nnz
 from .compact import Compaction, check_comparable, check_names, find_removals, size_of, verified
 from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
-from .norms import plain_copy, undo_weight_norms
 from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
 from .remove import Removal, check_multiple, masked_copy, plain_tensors, rounded, zero_units
 from .sizes import fitting_engines, has_config

@@ -180,6 +180,16 @@ def test_the_figures_of_one_pass_equal_the_csvs():
     for structure in dict.fromkeys(r["structure"] for r in rows):
         loss = {r["method"]: three(r["loss"]) for r in rows if r["structure"] == structure}
         assert f"| {structure} | {' | '.join(loss.get(m, '-') for m in methods)} |" in page("benchmarks")
+    dense, *rows = table_rows("benchmarks/results/compare_llmcompressor")
+    for structure in ("2:4", "50 %"):
+        cells = [f"{three(r['loss'])}, {r['seconds']} s" for r in rows if r["structure"] == structure]
+        assert f"| {structure} | {' | '.join(cells)} |" in text
+    more = [float(r["loss"]) - float(dense["loss"]) for r in rows if r["structure"] == "2:4"]
+    assert abs(more[0] - more[1]) < 1e-3 and 0.45 < more[2] / more[0] < 0.55 and 0.2 < more[3] / more[0] < 0.3
+    for r in table_rows("benchmarks/results/one_shot_memory"):
+        assert f"| {r['call']} | {' | '.join(list(r.values())[2:8])} |" in text
+    for r in table_rows("benchmarks/results/recover_rate"):
+        assert f"| {r['model']} | {' | '.join(three(r[k]) for k in list(r)[1:6])} |" in text
     for removed, name in (("half of the MLP units", "units"), ("and a third of the heads", "heads_and_units")):
         for r in read(f"one_shot_{name}"):
             cells = f"{three(r['cosine'])} | {three(r['with least squares'])}"

@@ -30,7 +30,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import SparsityError
 from ...masking import find_mask, parametrized_names
-from ..nested_tensors import arguments, computed_tensors, opaque_in, tensors_in
+from ...masking.normalized import computed_tensors
+from ..nested_tensors import arguments, opaque_in, tensors_in
 from .axis_rules import attention_scale, filled, rule_of
 from .factors import AxisFactor, Factor, every_factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
