@@ -35,7 +35,7 @@ from sparsekit_ao.coupling import discover
 from sparsekit_ao.coupling.discovery import FrozenAxis
 from sparsekit_ao.removal import shrink
 
-sys.path.append(str(Path(__file__).parent.parent.parent / "tests"))
+sys.path += [str(Path(__file__).parents[2] / "tests" / folder) for folder in ("helpers", "coupling")]
 from test_every_architecture import ALL, make
 
 LIMIT = 120  # seconds for a network

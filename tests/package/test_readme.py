@@ -252,6 +252,30 @@ def test_the_figures_of_the_shrunk_minilm_equal_the_csv():
     assert sentence in readme and f"to the dense model's is {float(small['cosine']):.2f}" in readme
 
 
+def test_the_table_of_quality_at_equal_flops_equals_the_csvs():
+    columns = ("fine-tuned", "longer", "recovered", "recovered, fine-tuned")
+    for network, sign, places in (("digits", 1, 1), ("text", -1, 3), ("MiniLM", 1, 3)):
+        rows = table_rows(f"benchmarks/results/compare_accuracy_{network.lower()}")
+
+        def best(library, column, sign=sign, rows=rows):
+            found = [r for r in rows if r["method"].startswith(library) and r[column] != "-"]
+            return max(found, key=lambda r: sign * float(r[column]))
+
+        def cell(row, column, places=places):
+            deviation = row.get(f"deviation of {column}")
+            return f"{float(row[column]):.{places}f}" + (f" +- {float(deviation):.{places}f}" if deviation else "")
+
+        for library in ("sparsekit_ao", "Torch-Pruning"):
+            cells = [cell(best(library, column), column) for column in columns]
+            random = cell(best(f"{library} random", "fine-tuned"), "fine-tuned")
+            assert f"| {network}, {library} | {random} | {' | '.join(cells)} |" in page("benchmarks")
+        ours, theirs = best("sparsekit_ao", columns[-1]), best("Torch-Pruning", columns[0])
+        ahead = sign * (float(ours[columns[-1]]) - float(theirs[columns[0]]))
+        deviations = (float(ours[f"deviation of {columns[-1]}"]), float(theirs[f"deviation of {columns[0]}"]))
+        assert ahead > max(deviations)
+        assert all(float(r["flops"]) <= (0.5 if network == "MiniLM" else 0.3) for r in rows[1:])
+
+
 def test_the_table_of_export_targets_equals_the_csv():
     rows = table_rows("results/export_minilm")
     for r in rows:
