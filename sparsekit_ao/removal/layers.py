@@ -1,7 +1,8 @@
-"""shrink_experts and shrink_layers: whole experts, and whole blocks of a model, which change its outputs."""
+"""shrink_experts and shrink_layers: whole experts, blocks, and attention or MLPs of blocks; outputs change."""
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,15 +13,17 @@ from torch.nn import functional as F
 
 from ..calibration import Forward, call, checked_batches, eval_mode
 from ..coupling import BoundCoupling, expert_couplings, expert_scores
-from ..coupling.bound import is_list
+from ..coupling.bound import Part, is_list
 from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
 from .compact import Compaction, verified
-from .remove import Removal, check_multiple, rounded
+from .remove import Removal, Zeros, attention_by_type, check_multiple, config_of, rounded
 from .sizes import fitting_engines, has_config
 from .verify import Reference
+
+_NAMES = {"mlp": "mlp|ffn|feed_?forward|moe|expert", "attention": "attn|attention"}  # in names of modules of blocks
 
 
 def shrink_experts(
@@ -70,41 +73,69 @@ def shrink_layers(
     batches: Sequence[Any],
     ratio: float = 0.25,
     *,
+    kinds: Sequence[str] = ("blocks",),
     blocks: str | None = None,
     forward: Forward | None = None,
 ) -> tuple[nn.Module, Compaction]:
-    """Remove the fraction of the repeated blocks that change their input least (ShortGPT, arXiv 2403.03853).
+    """Remove the repeated blocks, or the attention and MLPs of blocks, that change their input least.
 
-    A block's influence is one less the cosine of its input and its output, the mean over all tokens. Blocks that remain
-    are numbered anew (`layer_idx`), and the config of a transformers model too. Outputs change: by `report.difference`
-    on the first batch.
+    The influence of a block is one less the cosine of its input and its output, the mean over all tokens (ShortGPT,
+    arXiv 2403.03853). That of an attention or MLP is the same of the hidden states before and after its output is added
+    to them. Outputs change: by `report.difference` on the first batch.
+
+    Blocks that remain are numbered anew (`layer_idx`), and the config of a transformers model too. A removed attention
+    or MLP gives zeros. The config says so by `per_layer_config`, as `{3: {"skip": ["mlp"]}}`. Where the model's class
+    does not read that, `report.not_in_config` tells, and `export.load_pretrained` loads what `save_pretrained` writes.
 
     Args:
         model: Not changed.
         batches, forward: As for `expert_scores`.
-        ratio: Fraction of the blocks that is removed.
+        ratio: Fraction of the blocks that is removed, or of all attention and MLPs of these kinds. One attention of
+            each type in a cache is kept.
+        kinds: `("blocks",)`, or one or both of `("attention", "mlp")`: modules of a block that have such a name, and
+            whose outputs are added to the hidden states, with no norm after the sum.
         blocks: Name of an `nn.ModuleList`; None takes the one with the most parameters.
 
     Raises:
-        SparsityError: No such list; a block gives no tensor of its input's shape.
+        SparsityError: No such list or modules; a block gives no tensor of its input's shape, or has a norm after the
+            sum, as BERT's; the config computes types of blocks, as Jamba's, and cannot hold those that remain.
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
+    >>> small, report = shrink_layers(model, batches, 0.25, kinds=("attention", "mlp"))  # doctest: +SKIP
     """
     checked_batches(batches, None, forward, "shrink_layers")
-    batches = list(batches)
+    level, batches, of_blocks = checked_level(ratio, "shrink_layers: "), list(batches), tuple(kinds) == ("blocks",)
+    if isinstance(kinds, str) or not (of_blocks or (kinds and {*kinds} <= _NAMES.keys())):
+        raise SparsityError(f"shrink_layers: kinds must be ('blocks',) or some of ('attention', 'mlp'), got {kinds!r}")
     lists: dict[str, Any] = {n: m for n, m in model.named_modules() if is_list(m) and blocks in (None, n)}
     if not lists:
         raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {blocks!r}' if blocks else ''}")
     path, layers = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    cosines: list[list[Tensor]] = [[] for _ in layers]
+    cosines: list[dict[Part, list[Tensor]]] = [{} for _ in layers]
+    outputs: dict[str, Any] = {}  # of the modules of the block that runs
 
-    def record(at: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before, after = (next((t for _, t in tensors_in("", value)), None) for value in ([args, kwargs], output))
+    def record(at: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before, after = _first([args, kwargs]), _first(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
-        cosines[at].append(F.cosine_similarity(before.double(), after.double(), dim=-1).flatten())
+        parts, states = [Part(f"{path}.{at}", "blocks", 0)], [before, after]
+        if not of_blocks:
+            parts = [_part(f"{path}.{at}.{name}", output) for name, output in outputs.items()]
+            states = _states(block, args, kwargs, dict(outputs))
+            outputs.clear()
+            if not (states[0].equal(before) and states[-1].equal(after)):
+                raise SparsityError(
+                    f"shrink_layers: {path}.{at} does not only add {', '.join(p.name for p in parts) or 'modules'} to "
+                    "its input (a norm may follow the sum, as in BERT); remove whole blocks, kinds=('blocks',)"
+                )
+        for part, *pair in zip(parts, states, states[1:], strict=False):
+            cosine = F.cosine_similarity(*(state.double() for state in pair), dim=-1)
+            cosines[at].setdefault(part, []).append(cosine.flatten())
 
     hooks = [m.register_forward_hook(partial(record, at), with_kwargs=True) for at, m in enumerate(layers)]
+    for name, child in (item for layer in layers for item in layer.named_children() if not of_blocks):
+        if [*child.children()]:  # no norm or dropout
+            hooks += [child.register_forward_hook(lambda *call, name=name: outputs.update({name: call[-1]}))]
     try:
         with torch.no_grad(), eval_mode(model):
             for batch in batches:
@@ -114,27 +145,98 @@ def shrink_layers(
             hook.remove()
     if not all(cosines):
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
-    influences = torch.stack([1 - torch.cat(values).mean() for values in cosines])
-    kept = sparsity_to_nnz(checked_level(ratio, "shrink_layers: "), len(cosines), "")
+    by_part = {part: 1 - torch.cat(values).mean() for of_block in cosines for part, values in of_block.items()}
+    units = tuple(part for part in by_part if part.kind in kinds)
+    if not units:
+        names = ", ".join(part.name for part in by_part)
+        raise SparsityError(f"shrink_layers: the names of {names} are of no kind in {kinds!r}")
+    kept, influences = sparsity_to_nnz(level, len(units), ""), torch.stack([by_part[part] for part in units])
     if kept == 0:
-        raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {len(cosines)} blocks of {path}")
-    keep = keep_mask(influences[None], kept)[0]
-    keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}, "lists": (path,)}
-    coupling = BoundCoupling(name="layers", unit="u", sizes={"u": len(cosines)}, **keys)
+        raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {len(units)} {kinds[0]} of {path}")
+    for same in attention_by_type(model, units).values():
+        influences[max((units.index(part) for part in same), key=lambda at: float(influences[at]))] = torch.inf
+    keep = keep_mask(influences[None], max(kept, int(influences.isinf().sum())))[0]
+    if of_blocks:
+        _check_blocks(model, path, keep.nonzero().flatten().tolist())
+    keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}}
+    keys |= {"name": "layers", "lists": (path,)} if of_blocks else {"name": " and ".join(kinds), "parts": units}
+    coupling = BoundCoupling(unit="u", sizes={"u": len(units)}, **keys)
     return _without(model, [Removal(coupling=coupling, keep=keep)], batches, forward)
+
+
+def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
+    """Raise unless caches of keys and values fit to the blocks that remain."""
+    config, blocks = config_of(model, path)[1], model.get_submodule(path)
+    types = getattr(config, "layer_types", None) or []
+    if any(isinstance(module, Zeros) for module in blocks.modules()):
+        raise SparsityError(f"shrink_layers: {path} lost attention or MLPs; remove blocks first, then these")
+    is_computed = len(types) == len([*blocks.children()]) and "layer_types" not in vars(config)
+    if is_computed and types[: len(kept)] != [types[at] for at in kept]:
+        raise SparsityError(
+            f"shrink_layers: {type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} of "
+            f"{path} alone, so caches would not fit. Remove attention or MLPs, kinds=('attention', 'mlp')"
+        )
+
+
+def _first(value: Any) -> Tensor | None:
+    """The first tensor in nested arguments or outputs."""
+    return next((tensor for _, tensor in tensors_in("", value)), None)
+
+
+def _part(name: str, output: Any) -> Part:
+    last = name.rpartition(".")[2].lower()
+    kind = next((kind for kind, pattern in _NAMES.items() if re.search(pattern, last)), "")
+    return Part(name, kind, len(output) if isinstance(output, (tuple, list)) else 0)
+
+
+def _zeroed(output: Any) -> Any:
+    """An output with zeros instead of its first tensor."""
+    if isinstance(output, (tuple, list)):
+        return (_zeroed(output[0]), *output[1:])
+    return torch.zeros_like(output) if isinstance(output, Tensor) else output
+
+
+def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]) -> list[Any]:
+    """What a block returns where some modules give zeros; then where the first gives its output; and so on."""
+    given, states = {name: _zeroed(output) for name, output in outputs.items()}, []
+    try:
+        for name in ("", *outputs):
+            given |= {name: outputs[name]} if name else {}
+            vars(block).update({key: lambda *_, value=value, **__: value for key, value in given.items()})
+            states.append(_first(block.forward(*args, **kwargs)))
+    finally:
+        for name in outputs:
+            vars(block).pop(name, None)
+    return states
 
 
 def _without(
     model: nn.Module, removals: Sequence[Removal], batches: Iterable[Any], forward: Forward | None
 ) -> tuple[nn.Module, Compaction]:
-    """Remove units that are not zero; the report's difference is that of the outputs on the first batch."""
+    """Remove units that are not zero; the report's difference is that of the outputs on the first batch.
+
+    Without parts of blocks, outputs must be those of the model in which these give zeros.
+    """
     calls: list[Any] = []
-    hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs or args), with_kwargs=True)
+    hooks = [model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs or args), with_kwargs=True)]
+    pairs = [(part.name, r.keep.flatten()[at]) for r in removals for at, part in enumerate(r.coupling.parts)]
+    dropped = [name for name, kept in pairs if not kept]
     try:
         with torch.no_grad(), eval_mode(model):
             (forward or call)(model, next(iter(batches)))
+        hooks.pop().remove()
+        dense = Reference(model, calls[0])
+        hooks = [model.get_submodule(name).register_forward_hook(lambda *call: _zeroed(call[-1])) for name in dropped]
+        reference, tolerance = (Reference(model, calls[0]), 1e-5) if dropped else (dense, sys.float_info.max)
+        small, report = verified(model, removals, reference, tolerance, with_config=True)
     finally:
-        hook.remove()
-    small, report = verified(model, removals, Reference(model, calls[0]), sys.float_info.max, with_config=True)
+        for hook in hooks:
+            hook.remove()
+    if dropped:
+        difference = dense.compare(small, sys.float_info.max).difference
+        why = f"{type(small).__name__} constructs {', '.join(dropped)}, whatever per_layer_config says"
+        report = replace(
+            report, difference=difference, not_in_config=why if report.not_in_config else report.not_in_config
+        )
     fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
     return small, replace(report, fits=fits, notes=(*report.notes, "what is removed is not zero"))
