@@ -157,7 +157,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
         folder.mkdir(exist_ok=True)
         for stale in (MANIFEST, WEIGHTS, INDEX, *(file.name for file in folder.glob("model-*-of-*.safetensors"))):
             (folder / stale).unlink(missing_ok=True)
-        for file in new.iterdir():
+        for file in [*new.iterdir()]:
             file.replace(folder / file.name)
     return Conversion(
         target="save_pretrained",
@@ -179,7 +179,8 @@ def _write_per_layer_config(model: nn.Module, path: Path) -> str:
         differing = []  # these are not of one layer, or rotate other positions than a smaller head would
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
     per_layer = {at: skips.get(at, {}) | layer for at, layer in enumerate(differing)} if differing else skips
-    per_layer = {f"{at:0{len(str(max(per_layer)))}}": layer for at, layer in per_layer.items() if layer}
+    digits = len(str(max(len(sizes) - 1, *per_layer, 0)))
+    per_layer = {f"{at:0{digits}}": layer for at, layer in per_layer.items() if layer}
     if not per_layer:
         return ""
     path.write_text(json.dumps(data | {"per_layer_config": per_layer}, indent=2, sort_keys=True) + "\n")

@@ -173,8 +173,8 @@ def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
     is_computed = len(types) == len([*blocks.children()]) and "layer_types" not in vars(config)
     if is_computed and types[: len(kept)] != [types[at] for at in kept]:
         raise SparsityError(
-            f"shrink_layers: {type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} of "
-            f"{path} alone, so caches would not fit. Remove attention or MLPs, kinds=('attention', 'mlp')"
+            f"shrink_layers: {type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} "
+            f"of {path} alone, so caches would not fit. Remove attention or MLPs, kinds=('attention', 'mlp')"
         )
 
 

@@ -432,7 +432,8 @@ def attention_by_type(model: nn.Module, parts: Sequence[Part]) -> dict[str, dict
 def _write_skips(model: nn.Module, path: str) -> None:
     """Write into the config of a decoder which attention and MLPs of the blocks of a list are `Zeros`."""
     config, blocks = config_of(model, path)[1], [*model.get_submodule(path).children()]
-    if not hasattr(config, "per_layer_config") or config.is_encoder_decoder or len(blocks) != config.num_hidden_layers:
+    is_of_blocks = getattr(config, "num_hidden_layers", None) == len(blocks) and not config.is_encoder_decoder
+    if not (is_of_blocks and hasattr(config, "per_layer_config")):
         return
     per_layer = {int(at): keys for at, keys in (config.to_dict().get("per_layer_config") or {}).items()}
     for at, block in enumerate(blocks):

@@ -113,6 +113,9 @@ def shrink(
     trial_ratio = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
     if isinstance(kinds, str):
         raise SparsityError(f"shrink: kinds must be a list, such as ({kinds!r},), got {kinds!r}")
+    for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
+        how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
+        raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
     whole, model = model, plain_copy(model)
     normed = undo_weight_norms(model)
     discovery = removable(
