@@ -313,8 +313,9 @@ def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
     config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 4, "attention_bias": False}))
     model = type(model)(config).eval()
     with torch.no_grad():
-        model.model.layers[1].self_attn.o_proj.weight *= 1e-3
-        model.model.layers[2].mlp.down_proj.weight *= 1e-3
+        last = (model.model.layers[1].self_attn.o_proj, model.model.layers[2].mlp.down_proj)
+        for p in (p for linear in last for p in linear.parameters()):
+            p *= 1e-3
         small, _ = shrink_layers(model, [inputs], 0.25, kinds=("attention", "mlp"))
         export.save_decilm(small, tmp_path)
         blocks = json.loads((tmp_path / "config.json").read_text())["block_configs"]
