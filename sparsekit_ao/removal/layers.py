@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -134,8 +134,9 @@ def shrink_layers(
 
     hooks = [m.register_forward_hook(partial(record, at), with_kwargs=True) for at, m in enumerate(layers)]
     for name, child in (item for layer in layers for item in layer.named_children() if not of_blocks):
-        if [*child.children()]:  # no norm or dropout
-            hooks += [child.register_forward_hook(lambda *call, name=name: outputs.update({name: call[-1]}))]
+        if isinstance(child, nn.Linear) or [*child.children()]:  # no norm or dropout
+            keep_output = lambda *call, name=name: outputs.update({name: _changed(torch.clone, call[-1])})  # noqa: E731
+            hooks += [child.register_forward_hook(keep_output)]
     try:
         with torch.no_grad(), eval_mode(model):
             for batch in batches:
@@ -189,20 +190,22 @@ def _part(name: str, output: Any) -> Part:
     return Part(name, kind, len(output) if isinstance(output, (tuple, list)) else 0)
 
 
-def _zeroed(output: Any) -> Any:
-    """An output with zeros instead of its first tensor."""
+def _changed(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """An output whose first tensor is changed: `torch.zeros_like`, or `torch.clone`, since blocks may add in place."""
     if isinstance(output, (tuple, list)):
-        return (_zeroed(output[0]), *output[1:])
-    return torch.zeros_like(output) if isinstance(output, Tensor) else output
+        return (_changed(change, output[0]), *output[1:])
+    return change(output) if isinstance(output, Tensor) else output
 
 
 def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]) -> list[Any]:
     """What a block returns where some modules give zeros; then where the first gives its output; and so on."""
-    given, states = {name: _zeroed(output) for name, output in outputs.items()}, []
+    given, states = {name: _changed(torch.zeros_like, output) for name, output in outputs.items()}, []
     try:
         for name in ("", *outputs):
             given |= {name: outputs[name]} if name else {}
-            vars(block).update({key: lambda *_, value=value, **__: value for key, value in given.items()})
+            vars(block).update(
+                {key: lambda *_, value=value, **__: _changed(torch.clone, value) for key, value in given.items()}
+            )
             states.append(_first(block.forward(*args, **kwargs)))
     finally:
         for name in outputs:
@@ -226,7 +229,10 @@ def _without(
             (forward or call)(model, next(iter(batches)))
         hooks.pop().remove()
         dense = Reference(model, calls[0])
-        hooks = [model.get_submodule(name).register_forward_hook(lambda *call: _zeroed(call[-1])) for name in dropped]
+        hooks = [
+            model.get_submodule(name).register_forward_hook(lambda *call: _changed(torch.zeros_like, call[-1]))
+            for name in dropped
+        ]
         reference, tolerance = (Reference(model, calls[0]), 1e-5) if dropped else (dense, sys.float_info.max)
         small, report = verified(model, removals, reference, tolerance, with_config=True)
     finally:
