@@ -180,10 +180,10 @@ def _write_per_layer_config(model: nn.Module, path: Path) -> str:
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
     per_layer = {at: skips.get(at, {}) | layer for at, layer in enumerate(differing)} if differing else skips
     digits = len(str(max(len(sizes) - 1, *per_layer, 0)))
-    per_layer = {f"{at:0{digits}}": layer for at, layer in per_layer.items() if layer}
-    if not per_layer:
+    entries = {f"{at:0{digits}}": layer for at, layer in per_layer.items() if layer}
+    if not entries:
         return ""
-    path.write_text(json.dumps(data | {"per_layer_config": per_layer}, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(data | {"per_layer_config": entries}, indent=2, sort_keys=True) + "\n")
     return "; per_layer_config in it does, for code that reads that (no model of transformers 5.23 does)"
 
 
@@ -191,8 +191,9 @@ def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
     """The sizes of each layer of a decoder whose modules are named and shaped as Llama's, as its config calls them."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
-        attention, mlp, own = getattr(layer, "self_attn", None), getattr(layer, "mlp", None), dict[str, int]()
+        own = dict[str, int]()
         try:
+            attention, mlp = layer.self_attn, layer.mlp
             if not isinstance(attention, Zeros):
                 rows = {"attention": attention.q_proj.out_features, "key_value": attention.k_proj.out_features}
                 own |= {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}

@@ -128,8 +128,8 @@ def shrink_layers(
                     f"shrink_layers: {path}.{at} does not only add {', '.join(p.name for p in parts) or 'modules'} to "
                     "its input (a norm may follow the sum, as in BERT); remove whole blocks, kinds=('blocks',)"
                 )
-        for part, *pair in zip(parts, states, states[1:], strict=False):
-            cosine = F.cosine_similarity(*(state.double() for state in pair), dim=-1)
+        for part, state, changed in zip(parts, states, states[1:], strict=False):
+            cosine = F.cosine_similarity(state.double(), changed.double(), dim=-1)
             cosines[at].setdefault(part, []).append(cosine.flatten())
 
     hooks = [m.register_forward_hook(partial(record, at), with_kwargs=True) for at, m in enumerate(layers)]
@@ -148,9 +148,9 @@ def shrink_layers(
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
     by_part = {part: 1 - torch.cat(values).mean() for of_block in cosines for part, values in of_block.items()}
     units = tuple(part for part in by_part if part.kind in kinds)
-    if not units:
-        names = ", ".join(part.name for part in by_part)
-        raise SparsityError(f"shrink_layers: the names of {names} are of no kind in {kinds!r}")
+    if absent := {*kinds} - {part.kind for part in units}:
+        names = ", ".join(part.name for part in cosines[0])
+        raise SparsityError(f"shrink_layers: none of {names} has a name of the kind {min(absent)!r}")
     kept, influences = sparsity_to_nnz(level, len(units), ""), torch.stack([by_part[part] for part in units])
     if kept == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {len(units)} {kinds[0]} of {path}")

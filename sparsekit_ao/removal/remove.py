@@ -423,7 +423,10 @@ def attention_by_type(model: nn.Module, parts: Sequence[Part]) -> dict[str, dict
     for part in parts:
         layers = [m for m in model.get_submodule(part.name).modules() if type(vars(m).get("layer_idx")) is int]
         if layers and part.kind == "attention":
-            number, listed = layers[0].layer_idx, getattr(config_of(model, part.name)[1], "layer_types", None) or []
+            number, listed = (
+                vars(layers[0])["layer_idx"],
+                getattr(config_of(model, part.name)[1], "layer_types", None) or [],
+            )
             cache_type = str(listed[number]) if number < len(listed) else ""
             types.setdefault(f"{cache_type} {part.name.rpartition('.')[2]}", {})[part] = (number, layers)
     return types

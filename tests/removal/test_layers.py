@@ -139,6 +139,14 @@ def test_a_norm_after_the_sum_is_refused_and_blocks_are_removed():
     assert len(small.encoder.layer) == 3 and report.not_in_config == ""
 
 
+def test_a_kind_that_no_module_is_named_after_is_refused():
+    model, inputs = hf_models.make("OPT")  # its MLP is two linear layers of the block
+    with pytest.raises(SparsityError, match=r"none of model.decoder.layers.0.self_attn, .*fc2 has a name of .* 'mlp'"):
+        shrink_layers(model, [inputs], 0.5, kinds=BOTH)
+    small, _ = shrink_layers(model, [inputs], 0.5, kinds=("attention",))
+    assert sum(isinstance(module, Zeros) for module in small.modules()) == 1
+
+
 class Skipping(transformers.LlamaForCausalLM):
     """A class that reads `skip` of its config."""
 
